@@ -7,6 +7,8 @@ import math
 import numbers
 from collections.abc import Sequence
 
+_MOST_LISTED = 16  # names in an error that has a better hint
+
 
 def check_option(name: str, value: object, known: Sequence[str]) -> None:
     """Checks that an argument is one of the allowed values.
@@ -23,7 +25,8 @@ def check_option(name: str, value: object, known: Sequence[str]) -> None:
     if value not in known:
         near = difflib.get_close_matches(str(value), known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"Expected `{name}` to be one of {list(known)}, but got {value!r}.{hint}")
+        some = f"one of {list(known)}" if len(known) <= _MOST_LISTED or not near else f"one of {len(known)} names"
+        raise ValueError(f"Expected `{name}` to be {some}, but got {value!r}.{hint}")
 
 
 def check_count(name: str, value: object, lowest: int = 1) -> int:

@@ -175,5 +175,5 @@ class MemoryLogger(Logger):
         self.lines.append((step, dict(metrics)))
 
     def curve(self, name):
-        """(step, value) of every time that the name was logged."""
-        return [(step, metrics[name]) for step, metrics in self.lines if name in metrics]
+        """(round, value) of every time that the name was logged."""
+        return [(metrics["epoch"], metrics[name]) for _, metrics in self.lines if name in metrics]

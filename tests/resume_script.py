@@ -350,7 +350,7 @@ def rows(folder, version):
     with open(os.path.join(folder, f"log-{version}", "metrics.csv"), newline="") as file:
         for row in csv.DictReader(file):
             values = {name: value for name, value in row.items() if value and name not in ("step", "epoch")}
-            by_round.setdefault(int(float(row["step"])), {}).update(values)
+            by_round.setdefault(int(float(row["epoch"])), {}).update(values)
     return by_round
 
 

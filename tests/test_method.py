@@ -228,6 +228,10 @@ def test_the_tutorial_shows_the_example():
 
 def test_the_list_of_methods(capsys):
     main(["methods"])
+    lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in lines] == method_names()
+    assert all(len(line.split()) > 2 for line in lines)
+    main(["methods", *method_names()])
     said = capsys.readouterr().out
     names = re.findall(r"^(\w+)$", said, re.M)
     assert names == method_names()
@@ -321,4 +325,6 @@ def test_a_list_of_what_there_is_not(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["methods", "fedsgd"])
     assert stopped.value.code == 2
-    assert "Expected `method` to be one of" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "but got 'fedsgd'. Did you mean 'fed" in said
+    assert "'krum'" not in said  # not all names where a near one helps

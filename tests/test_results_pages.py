@@ -17,7 +17,7 @@ OF_OTHERS = re.compile(r"(?:published|paper)[^()]*\)", re.S)
 
 # Pages elsewhere whose sentences have scores; what is a setting, a version or about code that is gone in them.
 ELSEWHERE = {
-    "README.md": (),
+    "README.md": ("3.11",),
     "docs/performance.md": (),
     "docs/method_costs.md": (),
     "docs/design/backends.md": ("5.2", "2.6", "1.7"),

@@ -30,14 +30,7 @@ from lightning_fed.rounds.client_models import ClientModels
 from lightning_fed.rounds.entry_policies import check_sliced
 from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.fit_summary import describe_end, describe_start
-from lightning_fed.rounds.lightning_internals import (
-    callbacks_of,
-    datamodule_of,
-    forget_step,
-    is_fitting,
-    is_validating,
-    log_step,
-)
+from lightning_fed.rounds.lightning_internals import callbacks_of, datamodule_of, is_fitting, is_validating
 from lightning_fed.rounds.loop import RoundLoop
 from lightning_fed.rounds.options import BatchNormOption, Faults, FitOptions, LocalStatistics, VisitsOption
 from lightning_fed.rounds.remote import RemoteSide
@@ -348,7 +341,7 @@ class Federation(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what travels, before anything trains."""
         check_schedulers(trainer)
-        if self._loop.is_planned and not self._fit.is_remote:
+        if self._loop.planned is not None and not self._fit.is_remote:
             check_estimate(self._fit)
         self._fit.decide_policies(trainer, pl_module)
         check_sliced(pl_module, self._fit.policies, self.server.rule, self.options)
@@ -373,10 +366,6 @@ class Federation(L.Callback):
             if is_off and isinstance(data, EvaluationData) and data.val_clients():
                 _log.info("Clients are not evaluated one by one: no noise covers the scores of single clients.")
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Lets checkpoints inside a round count steps again: the last round's x-axis would name them all alike."""
-        forget_step(trainer)
-
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -390,11 +379,6 @@ class Federation(L.Callback):
         elif is_fitting(trainer) and not trainer.sanity_checking:
             self._fit.progress.validate()
             self._loop.cut_short()
-
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Gives the validation metrics the round as their x-axis."""
-        if is_fitting(trainer) and not trainer.sanity_checking:
-            log_step(pl_module, self.rounds - 1)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluates the clients, before any checkpoint is saved by what they reach."""
@@ -419,7 +403,6 @@ class Federation(L.Callback):
         self._loop.ask_for_round()
         self._fit.progress.end_epoch()
         self._fit.count_rounds(trainer.current_epoch + 1)  # also where nothing came of the round
-        log_step(pl_module, self.rounds - 1)  # also where the fit was resumed after the round's batches
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leaves the last complete global model in the module, also where the fit ended inside a round.

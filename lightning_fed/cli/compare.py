@@ -46,7 +46,10 @@ def run(args: Sequence[str]) -> None:
         parser.error(str(error))
     results = run_comparison(plan)
     table = write_report(results, options.out, options.target, options.last)
-    sys.stdout.write(f"\n{table}\n\nTables, curves, checkpoints and logs: {options.out}\n")
+    sys.stdout.write(
+        f"\n{table}\n\nTables, curves, checkpoints and logs: {options.out}\n"
+        f"A picture of the clients by classes: lightning-fed data {options.recipe} --out clients.png\n"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

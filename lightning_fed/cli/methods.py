@@ -23,24 +23,32 @@ def run(args: Sequence[str]) -> None:
     parser = _parser()
     options = parser.parse_args(args)
     try:
-        texts = [describe_method(name) for name in options.methods or method_names()]
+        text = "\n".join(map(describe_method, options.methods)) if options.methods else table_of_methods()
     except ValueError as error:
         parser.error(str(error))
-    sys.stdout.write("\n".join(texts))
+    sys.stdout.write(text)
 
 
 def _parser() -> argparse.ArgumentParser:
     """Parser of the command."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed methods",
-        description="Lists the methods: what each is, what it sends in a visit, what clients and server keep between"
-        " rounds, what it costs beside the training and for whom it is; its options with their defaults, and those of"
-        " its callbacks. One model is as many bytes as its shared entries have.",
+        description="Lists the methods, and for whom each is. Of those that are named: what a method is, what it sends"
+        " in a visit, what clients and server keep between rounds, what it costs beside the training; its options with"
+        " their defaults, and those of its callbacks. One model is as many bytes as its shared entries have.",
         epilog="In a recipe: `method: fedprox:mu=0.1`. A method of your own is named by the path of its class:"
         " my_project.FedMine:option=value",
     )
-    parser.add_argument("methods", nargs="*", metavar="METHOD", help="only these (default: all)")
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help="describe these (default: list all)")
     return parser
+
+
+def table_of_methods() -> str:
+    """All methods by name, each with the clients that it is for."""
+    names = method_names()
+    width = max(map(len, names))
+    lines = [f"{name:{width}}  {costs_of(inspect.getdoc(find_method(name)) or '')['For']}" for name in names]
+    return "\n".join([*lines, "", "lightning-fed methods NAME tells what a method is and costs, and its options.", ""])
 
 
 def describe_method(name: str) -> str:

@@ -12,6 +12,7 @@ from lightning_fed.compare.plan import run_comparison as run_comparison
 from lightning_fed.compare.report import Cell as Cell
 from lightning_fed.compare.report import draw as draw
 from lightning_fed.compare.report import markdown as markdown
+from lightning_fed.compare.report import paired_interval as paired_interval
 from lightning_fed.compare.report import summarize as summarize
 from lightning_fed.compare.report import write_report as write_report
 
@@ -26,6 +27,7 @@ __all__ = [
     "load_results",
     "markdown",
     "method_choices",
+    "paired_interval",
     "run_comparison",
     "summarize",
     "train_newcomers",

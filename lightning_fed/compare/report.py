@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scipy.special import stdtrit
+
 from lightning_fed.atomic_files import write_text_atomically
 from lightning_fed.compare.method_options import CENTRAL
 
@@ -147,7 +149,37 @@ def markdown(results: Sequence[Mapping[str, Any]], target: float = 0.8, last: in
         line.append(_shown(_over_parts(by_seed, method, "cpu_seconds"), 1))
         lines.append(line)
     rows = [header, ["---", *["---:"] * (len(header) - 1)], *lines]
-    return "\n".join(["| " + " | ".join(row) + " |" for row in rows] + ["", _note(results, target, last)])
+    notes = [_note(results, target, last), *_differences(results, last)]
+    return "\n".join(["| " + " | ".join(row) + " |" for row in rows] + ["", "\n\n".join(notes)])
+
+
+def paired_interval(ours: Sequence[float], theirs: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
+    """Mean difference of two methods over the same seeds, and the ends of its confidence interval (Student's t).
+
+    Args:
+        ours: A score for each seed.
+        theirs: The other method's, in the same order.
+        level: Level of the interval.
+
+    Returns:
+        Mean, lower end, upper end.
+
+    Raises:
+        ValueError: If there are fewer than two seeds, or not as many scores of both.
+
+    Example:
+        >>> mean, low, high = paired_interval([0.75, 0.5, 1.0], [0.5, 0.5, 0.5])
+        >>> round(mean, 3), round(low, 3), round(high, 3)
+        (0.25, -0.371, 0.871)
+
+    """
+    differences = [one - other for one, other in zip(ours, theirs, strict=True)]
+    mean = statistics.fmean(differences)
+    degrees = len(differences) - 1
+    if degrees < 1:
+        raise ValueError("Expected two seeds or more.")
+    half = float(stdtrit(degrees, (1 + level) / 2)) * statistics.stdev(differences) / math.sqrt(len(differences))
+    return mean, mean - half, mean + half
 
 
 def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, last: int = 1) -> None:
@@ -184,7 +216,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
             goal = _goal(results[0]["mode"], target, statistics.fmean(central))
             axes.axhline(statistics.fmean(central), color="0.3", linewidth=0.8, label=CENTRAL)
             axes.axhline(goal, color="0.3", linewidth=0.8, linestyle=":", label=f"{target:.0%} of it")
-        axes.set(title=f"{part:.0%} stragglers", xlabel="round")
+        axes.set(title=f"{part:.0%} stragglers" if any(parts) else "", xlabel="round")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel(monitor)
@@ -237,6 +269,29 @@ def _note(results: Sequence[Mapping[str, Any]], target: float, last: int) -> str
             f" `--monitor fed/{monitor}/mean` compares these, with validation data for every client."
         )
     return " ".join(notes)
+
+
+def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
+    """What the seeds say of every method against the first one; nothing where there is one method."""
+    methods = list(dict.fromkeys(run["method"] for run in results if run["method"] != CENTRAL))
+    if len(methods) < 2:
+        return []
+    if len({run["seed"] for run in results}) < 2:
+        return ["One seed cannot tell a difference from chance: `--seeds 5` runs more, and keeps what has run."]
+    scores = {(run["method"], run["stragglers"], run["seed"]): _score(run, last) for run in results}
+    sign = 1 if results[0]["mode"] == "max" else -1
+    lines = []
+    for part in _parts(results):
+        seeds = [seed for method, share, seed in scores if (method, share) == (methods[0], part)]
+        where = f" with {part:.0%} stragglers" if len(_parts(results)) > 1 else ""
+        lines.append(f"Against `{methods[0]}`{where}, mean difference and its 95 % interval, paired over the seeds:\n")
+        for method in methods[1:]:
+            ours, theirs = ([scores[one, part, seed] for seed in seeds] for one in (method, methods[0]))
+            mean, low, high = paired_interval(ours, theirs)
+            better, worse = sign * low > 0 < sign * high, sign * low < 0 > sign * high
+            verdict = "better" if better else "worse" if worse else "no difference shown"
+            lines[-1] += f"\n- `{method}`: {mean:+.3f} ({low:+.3f} to {high:+.3f}), {verdict}"
+    return lines
 
 
 def _parts(results: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -47,7 +47,7 @@ class Run:
     stragglers: float | None
 
     def __str__(self) -> str:
-        stragglers = "" if self.stragglers is None else f", {self.stragglers:.0%} stragglers"
+        stragglers = f", {self.stragglers:.0%} stragglers" if self.stragglers else ""
         return f"{self.method.label}, seed {self.seed}{stragglers}"
 
     @property
@@ -86,7 +86,7 @@ class RoundCurve(Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Notes the round."""
         self._stop()
-        values = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "step"}
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.rounds.append(values | {"seconds": self._seconds[0], "cpu_seconds": self._seconds[1]})
         self._seconds = [0.0, 0.0]
         self._on_round(len(self.rounds), self.rounds[-1])
@@ -149,7 +149,7 @@ def evaluate(cli: FederatedCLI, run: Run, folder: Path) -> dict[str, float]:
     """
     trainer, _ = _make_trainer(cli, run)
     trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path=folder / CHECKPOINT, verbose=False)
-    return {name: float(value) for name, value in trainer.callback_metrics.items() if name != "step"}
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from lightning_fed.model.features import has_channels_last as has_channels_last
 from lightning_fed.model.features import named_layers as named_layers
 from lightning_fed.model.features import require_classifier as require_classifier
 from lightning_fed.model.features import tap_features as tap_features
+from lightning_fed.model.features import trained_layers as trained_layers
 from lightning_fed.model.features import without_compiled_code as without_compiled_code
 from lightning_fed.model.initial_state import shuffled_state as shuffled_state
 from lightning_fed.model.label_maps import VoidLabel as VoidLabel

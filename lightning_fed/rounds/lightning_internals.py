@@ -180,10 +180,11 @@ def start_at_epoch(trainer: L.Trainer, epoch: int) -> None:
 
 
 def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
-    """Adds steps that were done elsewhere to ``trainer.global_step``, by which Lightning's callbacks go.
+    """Adds steps that were done elsewhere to ``trainer.global_step``, by which callbacks go, and to the log's x-axis.
 
     It is the number of completed steps in the progress of both kinds of optimization, of which one is in use.
     """
+    move_log_position(trainer, count)
     loop = trainer.fit_loop.epoch_loop
     for steps in (
         loop.automatic_optimization.optim_progress.optimizer.step.total,
@@ -209,15 +210,18 @@ def hide_metrics(trainer: L.Trainer, names: Iterable[str]) -> None:
         trainer.logged_metrics.pop(name, None)
 
 
-def log_step(module: L.LightningModule, step: int) -> None:
-    """Makes ``step`` the x-axis of what the module logs in this loop: Lightning takes a value of this name for it."""
-    if not module.trainer.barebones:  # logs nothing, and would say so
-        module.log("step", float(step), on_step=False, on_epoch=True, batch_size=1, add_dataloader_idx=False)
+def log_position(trainer: L.Trainer) -> int:
+    """Position on the x-axis at which Lightning logs now: the batches that an optimizer has stepped with.
+
+    Its logger connector reads an attribute of the epoch loop that has no public name, and that a resumed fit goes on
+    from.
+    """
+    return trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001
 
 
-def forget_step(trainer: L.Trainer) -> None:
-    """Lets Lightning's callbacks count steps again: :func:`log_step`'s value stays among what they read."""
-    trainer.callback_metrics.pop("step", None)
+def move_log_position(trainer: L.Trainer, count: int) -> None:
+    """Moves :func:`log_position`: Lightning goes on adding a 1 to it for every batch, also for ``None``."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped += count  # noqa: SLF001
 
 
 def keep_schedulers(trainer: L.Trainer, configs: Sequence[Any]) -> None:

@@ -30,6 +30,8 @@ from lightning_fed.rounds.lightning_internals import (
     exchange_last_batch,
     exchange_reload_interval,
     is_overridden,
+    log_position,
+    move_log_position,
 )
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
@@ -55,13 +57,13 @@ class RoundLoop:
     Attributes:
         remote: Likewise.
         failed_rounds: Count of the rounds that brought no new model because clients failed.
-        is_planned: True once the first round has been planned.
+        planned: The last round that was planned; ``None`` before the first one.
     """
 
     def __init__(self, fit: FederatedFit, remote: RemoteSide | None = None) -> None:
         self.fit, self.remote = fit, remote
         self.failed_rounds = FailedRounds(fit.options.faults.max_failed_rounds)
-        self.is_planned = False
+        self.planned: int | None = None
         self._round: Round | None = None
         self._executor: VectorizedVisits | None = None
         self._batch_loop: BatchLoop | None = None
@@ -185,6 +187,8 @@ class RoundLoop:
             MisconfigurationException: If it trains on loaders that were handed to ``fit``.
 
         """
+        if self.planned != self.fit.trainer.current_epoch:  # Lightning counts on after a checkpoint of an epoch's end
+            self.ask_for_round()
         if not isinstance(self.fit.trainer.train_dataloader, RoundLoader):
             raise MisconfigurationException(
                 "The Trainer trains on loaders that were handed to `fit`, not on the clients: use a datamodule, such as"
@@ -233,7 +237,7 @@ class RoundLoop:
             fit.meet(split_training_data(loader, self._partition, fit.schedule.seed))
 
     def ask_for_round(self) -> None:
-        """Has Lightning ask for a training loader before the next epoch: for the next round's."""
+        """Has Lightning ask for a training loader before the epoch that comes, if its round is not planned yet."""
         exchange_reload_interval(self.fit.trainer, 1)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
@@ -247,12 +251,12 @@ class RoundLoop:
         fit, round, interval = self.fit, self.fit.trainer.current_epoch, self._reload_interval or 0
         exchange_reload_interval(fit.trainer, interval)  # by which Lightning asks for validation data
         is_due = bool(interval) and round - self._last_look >= interval
-        if self.is_planned and is_due:
+        if self.planned is not None and is_due:
             self._look_at_data()
         self.find_population()
-        if is_due or not self.is_planned:
+        if is_due or self.planned is None:
             self._last_look = round
-        self.is_planned = True
+        self.planned = round
         remote = self.remote
         cohort = fit.draw_cohort(round) if remote is None else remote.cohort(lambda: fit.draw_cohort(round))
         served = fit.served(cohort)
@@ -361,6 +365,7 @@ class RoundLoop:
         round.join()
         if self.remote is not None:
             self.remote.exchange(round)
+        move_log_position(fit.trainer, -min(loader.padding, log_position(fit.trainer)))
         has_aggregate = round.close()
         if has_aggregate and self._averages is not None:
             self._averages.end_round()

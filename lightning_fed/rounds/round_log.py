@@ -15,7 +15,7 @@ import torch
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import norm
 from lightning_fed.rounds.client_evaluation import ClientResults
-from lightning_fed.rounds.lightning_internals import hide_metrics, show_metrics
+from lightning_fed.rounds.lightning_internals import hide_metrics, log_position, show_metrics
 from lightning_fed.server.schedule import Cohort
 from lightning_fed.server.server import RoundReport
 
@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9._/-]{1,100}")
 class RoundLog:
     """Writes a round's numbers to the Trainer's loggers, and where callbacks look for what they monitor.
 
-    The round is the x-axis.
+    They come where Lightning logs the round's other values: at the batches so far, with the round as ``epoch``.
 
     ========================== ==========================================================================
     ``fed/clients``            clients whose update was aggregated
@@ -166,12 +166,12 @@ class RoundLog:
 
     def put(self, trainer: L.Trainer, round: int, values: Mapping[str, float]) -> None:
         """Logs values of a round under their names."""
-        if trainer.barebones:
+        if trainer.barebones or not values:
             return
         self._last |= values
         self.show(trainer)
         for logger in trainer.loggers if trainer.is_global_zero else ():
-            logger.log_metrics(dict(values), step=round)
+            logger.log_metrics({**values, "epoch": round}, step=log_position(trainer))
 
     def _replace(self, trainer: L.Trainer, kind: str, names: Iterable[str]) -> None:
         """Forgets the last names of a kind for new ones, if there are any."""

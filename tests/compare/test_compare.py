@@ -4,6 +4,7 @@ right.
 The recipes are those of `compare_script.py`.
 """
 
+import copy
 import csv
 import json
 import math
@@ -20,6 +21,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
+from scipy import stats
 
 from lightning_fed import Availability, Faults
 from lightning_fed.algorithms import METHODS as ALL_METHODS
@@ -429,7 +431,7 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
     [
         ("own.yaml", 2, "the following arguments are required: --methods"),
         ("nowhere.yaml --methods fedavg", 2, "nowhere.yaml"),
-        ("own.yaml --methods fedag", 2, "Expected `method` to be one of ['central', '"),
+        ("own.yaml --methods fedag", 2, "got 'fedag'. Did you mean 'fedavg'?"),
         ("own.yaml --methods fedavg,fedavg", 2, "Expected `methods` to be at least one, each once, but got"),
         ("own.yaml --methods ,", 2, "Expected `methods` to be at least one, each once, but got []"),
         ("own.yaml --methods fedprox:nu=1", 2, "Expected options of 'fedprox' to be of ['mu', "),
@@ -489,7 +491,7 @@ def test_a_metric_that_is_not_logged(tmp_path, capsys):
     with pytest.raises(SystemExit):
         compare("own.yaml", "--methods", "fedavg,fairavg", "--monitor", "val_acc", "--out", "out")
     said = capsys.readouterr()
-    assert "1/2 fedavg, seed 0, 0% stragglers: no val_acc, " in said.out
+    assert "1/2 fedavg, seed 0: no val_acc, " in said.out
     assert "Expected `monitor` to be logged, but 'val_acc' is not one of ['comm/down_bytes'" in said.err
     with pytest.raises(SystemExit):
         compare("own.yaml", "--methods", "fedavg", "--monitor", "fed/val_loss/mean", "--out", "out")
@@ -506,14 +508,14 @@ def test_the_terminal(tmp_path):
     output, errors = warm_process.run(*command, cwd=tmp_path)
     runs, table, note, where = re.split(r"\n\n", output.strip())
     assert re.fullmatch(
-        r"1/2 central, seed 0: val_acc 0\.\d{4}, \d+ s\n2/2 fedper, seed 0, 0% stragglers: val_acc 0\.\d{4}, \d+ s",
+        r"1/2 central, seed 0: val_acc 0\.\d{4}, \d+ s\n2/2 fedper, seed 0: val_acc 0\.\d{4}, \d+ s",
         runs,
     )
     lines = table.splitlines()
     assert lines[0] == "| method | val_acc | test | #R@80% | train_loss | MB | wall s | CPU s |"
     assert [line.split()[1] for line in lines[2:]] == ["`central`", "`fedper`"]
     assert "clients of `fedper` have models of their own: only `--monitor fed/val_acc/mean` compares these" in note
-    assert where == "Tables, curves, checkpoints and logs: runs/compare"
+    assert where.splitlines()[0] == "Tables, curves, checkpoints and logs: runs/compare"
     assert {line[:33] for line in errors.splitlines()} == {"2 entries stay with their clients"}
     folder = tmp_path / "runs" / "compare"
     assert (folder / "summary.md").read_text() == f"{table}\n\n{note}\n"
@@ -541,7 +543,7 @@ def test_progress_on_a_terminal(tmp_path):
     plan = Plan(Path("own.yaml"), [MethodChoice.parse("fedavg")], out=tmp_path / "out")
     (run,) = run_comparison(plan, Progress(terminal))
     values = [f"val_loss {values['val_loss']:.4f}" for values in run["rounds"]]
-    name, again = "1/1 fedavg, seed 0, 0% stragglers", "\r\x1b[K"
+    name, again = "1/1 fedavg, seed 0", "\r\x1b[K"
     expected = [name, *(f"{name}: round {number}/3, {value}" for number, value in enumerate(values, start=1))]
     *shown, end = terminal.text.split(again)
     assert shown == expected
@@ -923,6 +925,27 @@ def test_the_table_of_one_seed():
     assert all(line.count("±") == 2 for line in markdown(both, 0.5).splitlines()[3:5])
     assert "±" not in markdown(one, 0.5).split("\n\n")[0]
     assert "over stragglers" not in markdown(one, 0.5)
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_differences_are_told_with_their_paired_interval(mode):
+    """By scipy's own paired test; a method that is shifted by a constant differs, noise does not."""
+    results = [run for run in made_up(mode, seeds=5) if run["method"] != "central"]
+    shifted = copy.deepcopy([run for run in results if run["method"] == "fedavg"])
+    for number, run in enumerate(shifted):
+        run["method"] = "fedprox"
+        run["rounds"][-1]["acc"] += 0.5 + 0.001 * (number % 3)
+    text = markdown(results + shifted)
+    scores = {key: cell.score for key, cell in summarize(results + shifted).items()}
+    for part in (0.0, 0.5):
+        said = text.split(f"Against `fedavg` with {part:.0%} stragglers, ")[1].split("Against")[0]
+        for method, verdict in (("fedprox", "better" if mode == "max" else "worse"), ("fedmargin", "no difference")):
+            ours, theirs = scores[method, part], scores["fedavg", part]
+            low, high = stats.ttest_rel(ours, theirs).confidence_interval()
+            mean = np.mean(ours) - np.mean(theirs)
+            assert f"- `{method}`: {mean:+.3f} ({low:+.3f} to {high:+.3f}), {verdict}" in said
+    assert "Against" not in markdown([run for run in results if run["method"] == "fedavg"])
+    assert "One seed cannot tell" in markdown(made_up(mode, seeds=1))
 
 
 def test_a_loss_that_is_no_number_for_one_seed(tmp_path):

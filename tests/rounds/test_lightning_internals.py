@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fed.rounds import lightning_internals as internals
 from lightning_fed.rounds.logged_values import LogCall
-from tests.recorders import loading
+from tests.recorders import MemoryLogger, loading
 
 BATCHES = 3
 
@@ -218,6 +218,7 @@ def test_steps_are_added(fit, is_automatic):
     trainer, _ = fit(module=module)
     steps = BATCHES if is_automatic else 0
     assert trainer.global_step == 10 * BATCHES + steps, "`trainer.global_step` counts completed steps in another way"
+    assert internals.log_position(trainer) == 11 * BATCHES
 
 
 def test_metrics_are_where_callbacks_look(fit):
@@ -228,21 +229,18 @@ def test_metrics_are_where_callbacks_look(fit):
     assert not {"fed/clients"} & (trainer.callback_metrics.keys() | trainer.logged_metrics.keys())
 
 
-def test_the_step_is_the_x_axis(plain_trainer, tmp_path):
+def test_the_x_axis_is_where_lightning_logs(plain_trainer):
     class Logs(Net):
-        def on_train_epoch_end(self):
-            self.log("loss", 1.0)
-            internals.log_step(self, 70)
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.log("position", float(internals.log_position(self.trainer)), on_step=True, on_epoch=False)
 
-    logger = L.pytorch.loggers.CSVLogger(tmp_path)
-    written, log_metrics = [], logger.log_metrics
-    logger.log_metrics = lambda metrics, step=None: written.append(step) or log_metrics(metrics, step)
-    trainer = plain_trainer(max_epochs=1, logger=logger)
+    logger = MemoryLogger()
+    trainer = plain_trainer(max_epochs=2, logger=logger, log_every_n_steps=1)
     trainer.fit(Logs())
-    assert written == [70], "Lightning does not take a logged value named `step` for the x-axis any more"
-    assert "step" in trainer.callback_metrics
-    internals.forget_step(trainer)
-    assert "step" not in trainer.callback_metrics, "the value `step` stays among the callbacks' metrics"
+    assert len(logger.lines) == 2 * BATCHES
+    assert all(step == line["position"] for step, line in logger.lines), (
+        "Lightning does not log at `_batches_that_stepped` of the epoch loop any more"
+    )
 
 
 def test_only_the_schedulers_that_are_kept_step(fit):

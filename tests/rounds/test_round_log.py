@@ -7,11 +7,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed import FederatedDataModule, FederatedTrainer, Federation
 from lightning_fed.algorithms import FedAvg
+from lightning_fed.data import IID, LoaderDataModule
 from lightning_fed.steps import MaxNorm, MaxSamples, UniformWeights
 from tests.models import Module, Quadratic, as_datasets, mlp, vectors
+from tests.recorders import MemoryLogger
 
 OWN = {
     *(f"fed/{name}" for name in ("clients", "stragglers", "dropped", "failed", "num_samples", "drift")),
@@ -59,17 +62,57 @@ def own_rows(folder, name):
         return [row for row in csv.DictReader(file) if row.get("fed/clients")]
 
 
-def test_every_round_is_one_row_with_the_round_as_its_step(tmp_path):
+def test_every_round_is_one_row_with_the_round_as_its_epoch(tmp_path):
     made = trainer(tmp_path, "a")
     made.fit(module(), datamodule=data())
     rows = own_rows(tmp_path, "a")
-    assert [int(row["step"]) for row in rows] == [0, 1, 2]
+    assert [int(row["epoch"]) for row in rows] == [0, 1, 2]
     assert all(OWN.issubset(name for name, value in row.items() if value) for row in rows)
     last = {name: float(rows[-1][name]) for name in OWN}
     assert {name: made.callback_metrics[name].item() for name in OWN} == last
     assert {name: made.logged_metrics[name].item() for name in OWN} == last
     per_round = float(rows[0]["comm/up_bytes"])
     assert [float(row["comm/total_up_bytes"]) for row in rows] == [per_round, 2 * per_round, 3 * per_round]
+
+
+class Chatty(Module):
+    """Logs wherever a module can."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("batch_loss", loss.detach(), on_step=True)
+        return loss
+
+    def on_validation_epoch_end(self):
+        self.log("doubled", 2.0 * self.trainer.current_epoch)
+
+
+class ChoosesAxis(Chatty):
+    """Logs a value of the name that Lightning takes for the x-axis."""
+
+    def on_train_epoch_end(self):
+        self.log("step", 100.0 + self.trainer.current_epoch)
+
+
+@pytest.mark.parametrize("kind", [Chatty, ChoosesAxis])
+def test_a_log_has_the_rows_of_a_plain_fit(kind, tmp_path, plain_trainer):
+    """Same positions, same columns, in the fit and in a validation after it; checkpoints have the same names."""
+    train = DataLoader(TensorDataset(*vectors({"a": 40})["a"]), 8)
+    fits = []
+    for federation in ([], [Federation(partition=IID(1))]):
+        folder, logger, own = tmp_path / str(len(fits)), MemoryLogger(), kind(mlp())
+        keep = ModelCheckpoint(folder, "{step}", save_top_k=-1)
+        options = {"logger": logger, "log_every_n_steps": 2, "enable_checkpointing": True}
+        made = plain_trainer(max_epochs=3, callbacks=[*federation, keep], **options)
+        made.fit(own, datamodule=LoaderDataModule(train, train))
+        made.validate(own, train, verbose=False)
+        rows = [
+            (step, sorted(name for name in line if not name.startswith(("fed/", "comm/"))))
+            for step, line in logger.lines
+            if not any(name.startswith("fed/") for name in line)
+        ]
+        fits.append((rows, sorted(path.name for path in folder.iterdir()), sorted(made.callback_metrics.keys() - OWN)))
+    assert fits[0] == fits[1]
 
 
 def test_byte_counts_beyond_float32_are_exact(tmp_path):

@@ -9,7 +9,7 @@ Algorithm 1. The equations are in :mod:`lightning_fed.algorithms.fedfusion.equat
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import lightning as L
@@ -20,17 +20,25 @@ from torch import nn
 
 from lightning_fed.algorithms.example_input import first_batch, forward_inputs
 from lightning_fed.algorithms.fedfusion.equations import smooth_weight
-from lightning_fed.algorithms.fedfusion.extractors import Extractor
+from lightning_fed.algorithms.fedfusion.extractors import Extractor, find_extractor
 from lightning_fed.algorithms.fedfusion.feature_cache import FeatureCache
 from lightning_fed.algorithms.fedfusion.layers import FusionLayer
 from lightning_fed.algorithms.fedfusion.model_surgery import find_fusion, fuse
 from lightning_fed.algorithms.fedfusion.operators import ConvInit, OperatorName, build_operator
 from lightning_fed.algorithms.fedma.aggregator import FedMA
+from lightning_fed.algorithms.training_trace import (
+    TrainingTrace,
+    has_forward,
+    optimized_parameters,
+    trace_training,
+    trained_layer_names,
+)
 from lightning_fed.argument_checks import check_option, check_share
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.model.features import FeatureLayer
 from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import is_fitting
@@ -165,12 +173,13 @@ class FeatureFusion(FederatedCallback):
             _move_to_front(self, trainer)
         is_fused = find_fusion(pl_module) is not None
         with seeded_generators(derive_seed(_federation_seed(trainer), _OPERATOR_STREAM)):
+            trained = trained_layer_names(trainer, pl_module) if stage == "fit" and self.at == "auto" else None
             try:
-                self._fusion = self._fuse(pl_module)
+                self._fusion = self._fuse(pl_module, trained)
             except OptionError:
                 if stage != "fit" or self.channels != "infer" or pl_module.example_input_array is not None:
                     raise
-                self._fusion = self._fuse_by_batch(find_federation(trainer), pl_module)
+                self._fusion = self._fuse_by_batch(trainer, pl_module, trained)
         self._is_untrained = stage != "fit" and not is_fused and (self.operator, self.conv_init) == ("conv", "default")
         goes_on = stage != "fit" or trainer.current_epoch > 0
         self._reference = self._fusion.frozen.state() if goes_on and self._fusion.is_referring else {}
@@ -180,7 +189,16 @@ class FeatureFusion(FederatedCallback):
         self._use_global_reference()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Makes sure that the operator trains."""
+        """Makes sure that the extractor and the operator train."""
+        optimized = optimized_parameters(trainer)
+        entries = self.fusion.frozen.entries
+        wanted = {id(p) for name, p in self.fusion.network.named_parameters() if name in entries and p.requires_grad}
+        if self.operator != "none" and wanted and optimized.isdisjoint(wanted):
+            raise MisconfigurationException(
+                "Expected to fuse features that train, but no optimizer has parameters of what makes"
+                f" {Extractor(_name_of(self.fusion.network, pl_module), self.fusion.layer)}: name in `at` a layer of"
+                " the network that trains."
+            )
         _add_parameters(list(self.fusion.parameters()), trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -321,7 +339,9 @@ class FeatureFusion(FederatedCallback):
             personal = {name: value for name, value in entries.items() if policies.get(names[name]) == "personal"}
             self.fusion.refer(personal)
 
-    def _fuse(self, module: L.LightningModule) -> FusionLayer:
+    def _fuse(
+        self, module: L.LightningModule, trained: Collection[str] | None = None, trace: TrainingTrace | None = None
+    ) -> FusionLayer:
         fusion = find_fusion(module)
         if fusion is not None:
             extractor = Extractor(_name_of(fusion.network, module), fusion.layer)
@@ -339,13 +359,15 @@ class FeatureFusion(FederatedCallback):
                     )
             return fusion
         try:
+            extractor = find_extractor(module, self.at, self.network, trained)
             fusion = fuse(
                 module,
                 self.operator,
-                self.at,
+                FeatureLayer(extractor.path, extractor.layer.side),
                 self.channels,
                 self.levels,
-                self.network,
+                extractor.network,
+                example=None if trace is None else trace.calls.get(extractor.network),
                 conv_init=self.conv_init,
                 conv_bias=self.conv_bias,
                 channel_axis=self.channel_axis,
@@ -354,19 +376,23 @@ class FeatureFusion(FederatedCallback):
             hint = "" if any(True for _ in module.parameters()) else " (What is built in its `setup` comes too late.)"
             raise OptionError(f"{error}{hint}") from error
         count = sum(parameter.numel() for parameter in fusion.parameters())
-        extractor = Extractor(_name_of(fusion.network, module), fusion.layer)
         rank_zero_info(f"FeatureFusion: {self.operator!r} with {count} parameters fuses {extractor}.")
         return fusion
 
-    def _fuse_by_batch(self, federation: Federation, module: L.LightningModule) -> FusionLayer:
+    def _fuse_by_batch(
+        self, trainer: L.Trainer, module: L.LightningModule, trained: Collection[str] | None
+    ) -> FusionLayer:
         """Fuses with the sizes that a training batch has in the module."""
+        trace = trace_training(trainer, module)
+        if trace is not None or not has_forward(module):
+            return self._fuse(module, trained, trace)
         try:
-            example = forward_inputs(module, first_batch(federation))
+            example = forward_inputs(module, first_batch(find_federation(trainer)))
         except (ValueError, MisconfigurationException):
-            return self._fuse(module)  # which says what to do
+            return self._fuse(module, trained)  # which says what to do
         module.example_input_array = example
         try:
-            return self._fuse(module)
+            return self._fuse(module, trained)
         finally:
             module.example_input_array = None
 

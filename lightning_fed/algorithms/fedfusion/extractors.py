@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_fed.model.features import FeatureLayer, encoder_of, named_layers, require_classifier
+from lightning_fed.model.features import FeatureLayer, encoder_of, require_classifier, trained_layers
 
 _EXTRACTOR_NAMES = ("features", "encoder", "backbone", "feature_extractor", "extractor", "body", "base")
 _POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d)
@@ -39,7 +39,12 @@ class Extractor(NamedTuple):
         return f"the {self.layer.side} of {self.path!r}"
 
 
-def find_extractor(module: nn.Module, at: str | FeatureLayer = "auto", network: str = "auto") -> Extractor:
+def find_extractor(
+    module: nn.Module,
+    at: str | FeatureLayer = "auto",
+    network: str = "auto",
+    trained: Collection[str] | None = None,
+) -> Extractor:
     """Finds the layer at which the feature extractor of a model ends.
 
     ``"auto"`` looks for, in this order:
@@ -54,11 +59,13 @@ def find_extractor(module: nn.Module, at: str | FeatureLayer = "auto", network: 
     4. what goes into the layer that makes the logits (vision transformers).
 
     Args:
-        module: The model, or a module that holds it.
+        module: The model, or a module that holds it. ``"auto"`` leaves out networks in it that do not train, such as a
+            teacher.
         at: Name of the layer whose output is the features, an end of it, or ``"auto"``.
         network: Name of the module that is called with the data and runs this layer; ``""`` for ``module`` itself. With
             ``"auto"`` it is the layer itself where that is found by its name or is a direct child of a LightningModule,
             else the outermost module that is not a LightningModule.
+        trained: Names of the layers that take part in the training, where they are known.
 
     Returns:
         The extractor.
@@ -75,8 +82,8 @@ def find_extractor(module: nn.Module, at: str | FeatureLayer = "auto", network: 
     """
     layers = dict(module.named_modules())
     if at == "auto":
-        candidates = dict(named_layers(module))
-        layer = _find_extractor_module(candidates) or _find_classifier_input(module, candidates)
+        candidates = dict(trained_layers(module, trained))
+        layer = _find_extractor_module(candidates) or _find_classifier_input(module, candidates, trained)
     else:
         layer = at if isinstance(at, FeatureLayer) else FeatureLayer(at)
     for name in (layer.path, *([] if network == "auto" else [network])):
@@ -168,9 +175,11 @@ def _find_extractor_module(layers: Mapping[str, nn.Module]) -> FeatureLayer | No
     return None
 
 
-def _find_classifier_input(module: nn.Module, layers: Mapping[str, nn.Module]) -> FeatureLayer:
+def _find_classifier_input(
+    module: nn.Module, layers: Mapping[str, nn.Module], trained: Collection[str] | None
+) -> FeatureLayer:
     """The layer of a classifier whose input is the features."""
-    head = require_classifier(module)
+    head = require_classifier(module, trained)
     for layer in layers.values():
         get_classifier: Any = getattr(layer, "get_classifier", None)
         heads = get_classifier() if callable(get_classifier) else None
@@ -183,8 +192,8 @@ def _find_classifier_input(module: nn.Module, layers: Mapping[str, nn.Module]) -
     before = names[: names.index(head)]
     parents = ["", *(name for name in before if name and head.startswith(f"{name}."))]
     beside = [name for name in before if name and name.rpartition(".")[0] in parents and name not in parents]
-    trained = next((name for name in before if any(True for _ in layers[name].parameters(recurse=False))), head)
-    beside = [name for name in beside if before.index(name) > names.index(trained)]
+    first = next((name for name in before if any(True for _ in layers[name].parameters(recurse=False))), head)
+    beside = [name for name in beside if before.index(name) > names.index(first)]
     pools = [name for name in beside if isinstance(layers[name], _POOLS) or type(layers[name]).__name__ in _TIMM_POOLS]
     flattens = [name for name in beside if isinstance(layers[name], nn.Flatten)]
     return FeatureLayer([head, *flattens[-1:], *pools[-1:]][-1], "input")

@@ -16,7 +16,7 @@ from lightning_fed.algorithms.fedfusion.operators import ConvFusion, OperatorNam
 from lightning_fed.messages import State
 from lightning_fed.model.feature_extraction import evaluating
 from lightning_fed.model.features import FeatureLayer
-from lightning_fed.rounds.lightning_internals import is_compiled
+from lightning_fed.rounds.lightning_internals import is_compiled, is_overridden
 
 FUSION = "feature_fusion"
 """Name of the submodule that :func:`fuse` adds to a model."""
@@ -29,6 +29,8 @@ def fuse(
     channels: int | Sequence[int] | Literal["infer"] = "infer",
     levels: Sequence[int | str] | Literal["all"] = "all",
     network: str = "auto",
+    *,
+    example: Example | None = None,
     **options: Any,
 ) -> FusionLayer:
     """Has a model fuse its features, in place.
@@ -43,9 +45,10 @@ def fuse(
         operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
         at: Layer whose output is the features, see :func:`~lightning_fed.modules.find_extractor`.
         channels: Number of channels of the features, or of each of several; ``"infer"`` finds out by running the
-            network on the module's ``example_input_array``, or else on a guess.
+            network on the module's ``example_input_array``, or else on ``example``, or on a guess.
         levels: Features that are fused, of several, see :class:`~lightning_fed.modules.FusionLayer`.
         network: Name of the module that is called with the data, see :func:`~lightning_fed.modules.find_extractor`.
+        example: Arguments that the network can be called with, positional and named ones.
         options: Further arguments of :class:`~lightning_fed.modules.FusionLayer`.
 
     Returns:
@@ -68,7 +71,8 @@ def fuse(
         raise ValueError(f"Expected a module that can have one more submodule, but got {type(module).__name__}.")
     extractor = find_extractor(module, at, network)
     root = module.get_submodule(extractor.network)
-    example = _example(module, root) if channels == "infer" and operator != "none" else None
+    if channels == "infer" and operator != "none":
+        example = _example(module, root) or example
     layer = FusionLayer(root, extractor.layer, operator, channels, levels, example=example, **options)
     module.add_module(FUSION, layer)
     layer.watch_loading(module)
@@ -172,7 +176,7 @@ def plain_state(state: Mapping[str, Tensor]) -> State:
 def _example(module: nn.Module, network: nn.Module) -> Example | None:
     """Arguments of the network when the module is called with its example, as Lightning calls it."""
     example = getattr(module, "example_input_array", None) if isinstance(module, L.LightningModule) else None
-    if example is None:
+    if example is None or not is_overridden("forward", module):
         return None
     calls: list[Example] = []
     handle = network.register_forward_pre_hook(

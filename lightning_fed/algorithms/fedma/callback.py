@@ -5,7 +5,8 @@ Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Alg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -27,6 +28,7 @@ from lightning_fed.algorithms.fedma.matching_pass import (
     read_assignment,
     read_widths,
 )
+from lightning_fed.algorithms.training_trace import forward_of_training, has_forward
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.client.local_model import forget_memory
 from lightning_fed.errors import ClientFault
@@ -62,7 +64,8 @@ class LayerwiseTraining(FederatedCallback):
     checkpoints, names the groups' axes, a few numbers for each entry.
 
     Args:
-        example_input: Arguments of the module's ``forward`` for following its neurons, see
+        example_input: Arguments of the module's ``forward`` for following its neurons (of a module without one: of the
+            network that its ``training_step`` trains), see
             :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By default the module's
             ``example_input_array``, or else the inputs of two of a client's examples: the usual ones of a batch, or
             those entries of a mapping that ``forward`` takes by name, as models of transformers do.
@@ -72,9 +75,9 @@ class LayerwiseTraining(FederatedCallback):
         inputs: Inputs of a batch, likewise.
 
     Raises:
-        MisconfigurationException: In ``fit``, if the federation's rule is not FedMA, clients keep their optimizer state
-            or hold rows of entries, their work is counted in steps where the rule has epochs, or an optimizer has state
-            before its first step (Adagrad) or remembers sizes that change (LBFGS).
+        MisconfigurationException: In ``fit``, if the federation's rule is not FedMA, no neurons can be matched, clients
+            keep their optimizer state or hold rows of entries, their work is counted in steps where the rule has
+            epochs, or an optimizer has state before its first step (Adagrad) or remembers sizes that change (LBFGS).
         ValueError: If a checkpoint has widths that cannot have grown, or that do not fit each other. In ``fit``, if
             stages or patterns do not fit the module.
 
@@ -158,7 +161,15 @@ class LayerwiseTraining(FederatedCallback):
         extra = resize_groups(
             self.extra_groups, [rule.widths.get(group.name, group.size) for group in self.extra_groups]
         )
-        groups = PermutationGroups.of(pl_module, self._example(federation, pl_module), pin=pin, extra_groups=extra)
+        with self._followed(trainer, pl_module) as example:
+            groups = PermutationGroups.of(pl_module, example, pin=pin, extra_groups=extra)
+        if not len(groups) and rule.mode != "none":
+            raise MisconfigurationException(
+                f"Expected neurons that can change places, but FedMA has found none in {type(pl_module).__name__}, so"
+                " that nothing would be matched. If a warning says that its operations cannot be read off: give"
+                " `LayerwiseTraining` an `example_input` that its `forward` runs with, or `extra_groups`. FedMA('none')"
+                " averages layers as they are."
+            )
         shared = {name: local.entries[name] for name in local.shared}
         self._growable = _growable_axes(groups)
         check_growth(self._resized, self._growable)
@@ -185,8 +196,6 @@ class LayerwiseTraining(FederatedCallback):
         is_drawn = rule.initial == "independent" and not rule.widths
         self._initial = copy_state(shared) if is_drawn else {}
         self._drawn = trainable_entries(pl_module) & shared.keys()
-        if not len(groups) and rule.mode != "none":
-            rank_zero_warn("FedMA has found no neurons that can change places: layers are averaged as they are.")
         rank_zero_info(
             f"FedMA: {len(groups)} groups with {sum(groups.sizes.values())} neurons, matched in {len(stages)} stages,"
             f" one round each; a new model comes after every {len(stages)}:"
@@ -360,8 +369,17 @@ class LayerwiseTraining(FederatedCallback):
             layer.train()
         self._frozen_parameters, self._frozen_layers = [], []
 
+    @contextmanager
+    def _followed(self, trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
+        """Context in which the module has a `forward`; yields arguments that it is called with."""
+        if has_forward(module):
+            yield self._example(find_federation(trainer), module)
+            return
+        with forward_of_training(trainer, module) as example:
+            yield example if self.example_input is None else move_tensors(self.example_input, module.device)
+
     def _example(self, federation: Federation, module: L.LightningModule) -> Any:
-        """Arguments that the module is called with."""
+        """Arguments that the module's `forward` is called with."""
         example = self.example_input if self.example_input is not None else module.example_input_array
         if example is None:
             try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from lightning_fed.algorithms.fedmargin.margins import (
 )
 from lightning_fed.algorithms.fedmargin.prototype_messages import lpm_key, pack_prototypes, unpack_prototypes
 from lightning_fed.algorithms.fedmargin.prototypes import Prototypes
+from lightning_fed.algorithms.training_trace import trained_layer_names
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.data.loader_clients import isolated_generators
@@ -167,14 +168,15 @@ class ClassPrototypes(FederatedCallback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the layer and the number of classes."""
         self.prototypes = None
-        self._layer = find_feature_layer(pl_module) if self.layer == "auto" else FeatureLayer(self.layer)
+        trained = trained_layer_names(trainer, pl_module) if "auto" in (self.layer, self.num_classes) else None
+        self._layer = find_feature_layer(pl_module, trained) if self.layer == "auto" else FeatureLayer(self.layer)
         self._layer_name = str(self._layer)
         if self._checkpoint_layer not in (None, self._layer_name) and self._compares_rounds(trainer):
             raise OptionError(
                 f"Expected `layer` of `ClassPrototypes` to be that of the checkpoint, with whose prototypes the new"
                 f" ones are compared: {self._checkpoint_layer}, but got {self._layer_name}."
             )
-        classes = find_num_classes(pl_module) if self.num_classes == "auto" else self.num_classes
+        classes = find_num_classes(pl_module, trained) if self.num_classes == "auto" else self.num_classes
         if classes is None:
             raise ValueError("The number of classes cannot be found: pass `num_classes` to `ClassPrototypes`.")
         self._options = FeatureSumOptions(classes, self.ignore_index, self.exclude_classes, self.target)
@@ -380,13 +382,13 @@ def is_federated(trainer: L.Trainer) -> bool:
     return any(isinstance(callback, Federation) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
-def find_num_classes(module: L.LightningModule) -> int | None:
+def find_num_classes(module: L.LightningModule, trained: Collection[str] | None = None) -> int | None:
     """The module's hyper-parameter ``num_classes`` (or ``classes``), or else the channels of its logits."""
     for name in ("num_classes", "classes"):
         value = module.hparams.get(name)
         if isinstance(value, int) and value > 1:
             return value
-    return count_classes(module)
+    return count_classes(module, trained)
 
 
 register(

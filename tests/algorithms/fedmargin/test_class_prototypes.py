@@ -909,8 +909,8 @@ def test_features_that_are_not_used(federated_trainer):
 
     data = models.as_datasets(models.vectors(TWO))
     for passes in ("exact", "online"):
-        with pytest.raises(ValueError, match=r"but the input of 'spare' was .*run.*: name another `layer`"):
-            sent(federated_trainer, ClassPrototypes(passes=passes), Idle(), data)
+        with pytest.raises(ValueError, match=r"but the output of 'spare' was .*run.*: name another `layer`"):
+            sent(federated_trainer, ClassPrototypes("spare", passes=passes), Idle(), data)
 
 
 def test_manual_optimization(federated_trainer):

@@ -249,9 +249,9 @@ def result(trainer, module, logger=None):
 def by_round(logger):
     """What the logger got per round."""
     rounds = {}
-    for step, values in logger.lines:
+    for _, values in logger.lines:
         if "fed/clients" in values or "val_loss" in values or "train_loss" in values or "loss_epoch" in values:
-            rounds.setdefault(step, {}).update({name: float(value) for name, value in values.items()})
+            rounds.setdefault(values["epoch"], {}).update({name: float(value) for name, value in values.items()})
     return rounds
 
 

@@ -284,7 +284,7 @@ def rows(folder):
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
                 values = {name: value for name, value in row.items() if value and name not in ("step", "epoch")}
-                by_round.setdefault(int(float(row["step"])), {}).update(values)
+                by_round.setdefault(int(float(row["epoch"])), {}).update(values)
     return by_round
 
 

@@ -1,0 +1,147 @@
+"""Methods find the network that trains, in modules with a teacher and in those without a ``forward``."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_fed.algorithms import FedFusion, FedMA
+from lightning_fed.callbacks import ClassPrototypes
+from lightning_fed.data import IID
+from lightning_fed.modules import find_classifier
+from tests import models
+from tests.recorders import assert_same, state_of
+
+
+def data():
+    return models.pooled(models.vectors({"a": 12, "b": 12}), batch_size=4)[0]
+
+
+class NoForward(L.LightningModule):
+    """What people write first: a network, and steps that call it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = models.mlp()
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WithForward(NoForward):
+    def forward(self, inputs):
+        return self.net(inputs)
+
+
+class Distilled(L.LightningModule):
+    """A student and a teacher, which comes last; ``kind`` says why the teacher does not train."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.student = models.mlp()
+        self.teacher = models.mlp()
+        self.teacher.requires_grad_(kind != "frozen")
+        self.kind = kind
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        with torch.set_grad_enabled(self.kind != "no_grad"):
+            taught = self.teacher(inputs)
+        outputs = self.student(inputs)
+        taught = taught if self.kind == "not optimized" else taught.detach()
+        return F.cross_entropy(outputs, targets) + F.mse_loss(outputs, taught)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.student.parameters(), lr=0.1)
+
+
+class FixedHead(NoForward):
+    """Only the body trains, as in FedBABU."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.head = models.mlp(), nn.Linear(models.CLASSES, 4).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.head(self.net(batch[0])), batch[1])
+
+
+KINDS = ["frozen", "no_grad", "detached", "not optimized"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prototypes_are_those_of_the_student(federated_trainer, kind):
+    prototypes = ClassPrototypes()
+    trainer = federated_trainer(max_rounds=1, partition=IID(2), callbacks=[prototypes])
+    trainer.fit(Distilled(kind), data())
+    assert prototypes.state_dict()["layer"] == "the input of 'student.2'"
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_the_student_is_fused(federated_trainer, kind):
+    method = FedFusion("multi")
+    module = Distilled(kind)
+    federated_trainer(max_rounds=1, partition=IID(2), method=method).fit(module, data())
+    assert method.callbacks[0].fusion.network is module.student
+
+
+def test_a_fused_teacher_is_an_error(federated_trainer):
+    """Only the optimizers tell that it does not train, which are made after the fusion."""
+    trainer = federated_trainer(max_rounds=1, partition=IID(2), method=FedFusion("multi"))
+    with pytest.raises(MisconfigurationException, match=r"no optimizer has parameters .* 'teacher.2': name in `at`"):
+        trainer.fit(Distilled("not optimized"), data())
+
+
+def test_a_fixed_head_is_the_classifier(federated_trainer):
+    prototypes = ClassPrototypes()
+    federated_trainer(max_rounds=1, partition=IID(2), callbacks=[prototypes]).fit(FixedHead(), data())
+    assert (prototypes.state_dict()["layer"], prototypes.classes_found) == ("the input of 'head'", 4)
+
+
+def test_a_head_with_adapters_is_the_classifier():
+    """Its own weight does not train, and the adapters before it are linear layers too."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+    model[1].requires_grad_(False)
+    assert find_classifier(nn.ModuleDict({"model": model})) == "model.1"
+
+
+@pytest.mark.parametrize("method", [FedMA, lambda: FedFusion("multi")])
+def test_without_forward_as_with_it(federated_trainer, method):
+    states = []
+    for module in (NoForward(), WithForward()):
+        federated_trainer(max_rounds=2, partition=IID(2), method=method(), seed=0).fit(module, data())
+        states.append(state_of(module))
+        assert "forward" not in vars(module)
+    assert_same(*states)
+
+
+class TwoNetworks(NoForward):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(models.CLASSES, 2)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.head(self.net(batch[0])), batch[1] % 2)
+
+
+class OneLayer(WithForward):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, models.CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("module", "method", "message"),
+    [
+        (TwoNetworks, FedMA, r"`training_step` trains \['net', 'head'\]: write a `forward`"),
+        (OneLayer, FedMA, r"found none in OneLayer, so that nothing would be matched"),
+    ],
+)
+def test_nothing_to_do_is_an_error(federated_trainer, module, method, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        federated_trainer(max_rounds=2, partition=IID(2), method=method()).fit(module(), data())
