@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import lightning as L
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
 
@@ -56,10 +59,6 @@ def write_text_atomically(path: Path, text: str) -> None:
 class RoundCheckpoint(Checkpoint):
     """Checkpoint callback that overwrites one file after every round, atomically, after all other callbacks.
 
-    ``ModelCheckpoint`` writes into the folder for temporary files first. Where that folder is on another file system, a
-    process that is killed while the file is copied leaves half a file in place of the last complete one; and what it
-    has written there stays. Here both are in a folder beside the file, which is emptied at the start.
-
     Args:
         path: The file.
 
@@ -67,22 +66,51 @@ class RoundCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._folder = path.with_name(f"{path.stem}-partial")
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Removes what a killed process has left."""
-        if trainer.is_global_zero:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Saves the round."""
-        if trainer.is_global_zero:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        before, tempfile.tempdir = tempfile.tempdir, str(self._folder)  # where Lightning writes first
+        with atomic_write(self._path) as partial:
+            trainer.save_checkpoint(partial)
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's own way to write checkpoints, with its temporary file beside the checkpoint.
+
+    Lightning writes into the folder for temporary files first. Where that folder is on another file system, a full disk
+    or a kill while the file is copied leaves a part of a file, or nothing, in place of the last complete one.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Writes a checkpoint; an exception gets a note that names the file, which is as it was before."""
+        if "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        file = Path(path)
+        # Of another name than the file: Lightning looks for `last` among the names.
+        folder = file.with_name(f".{zlib.crc32(file.name.encode()):08x}.partial")
+        shutil.rmtree(folder, ignore_errors=True)  # what a killed process has left
+        before = tempfile.tempdir
         try:
-            with atomic_write(self._path) as partial:
-                trainer.save_checkpoint(partial)
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.tempdir = str(folder)
+            super().save_checkpoint(checkpoint, path, storage_options)
+        except OSError as error:
+            error.add_note(f"This was raised while {str(file)!r} was written, which is as it was before.")
+            raise
         finally:
             tempfile.tempdir = before
-        if trainer.is_global_zero:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_checkpoints_atomically(trainer: L.Trainer) -> None:
+    """Has a Trainer's checkpoints written whole or not at all, unless it has a ``CheckpointIO`` of the user's."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+
+
+def folders_of(trainer: L.Trainer) -> list[str]:
+    """Folders that a fit writes to: of its checkpoints, of every logger, and for temporary files."""
+    logs = [f"{logger.log_dir or logger.save_dir} ({type(logger).__name__})" for logger in trainer.loggers]
+    checkpoints = [str(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
+    found = [trainer.default_root_dir, *checkpoints, *logs, f"{tempfile.gettempdir()} (temporary files)"]
+    return [folder for folder in dict.fromkeys(found) if folder]

@@ -1,9 +1,13 @@
 import errno
 import os
+import shutil
+from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.atomic_files import RoundCheckpoint, atomic_write, write_text_atomically
@@ -60,3 +64,29 @@ def test_a_disk_that_fails_is_named_with_the_file(reason, tmp_path, monkeypatch)
     assert torch.load(path, weights_only=True)["epoch"] == 1
     assert not list(tmp_path.glob("*.partial"))
     assert_same(fit(4), whole)
+
+
+def test_checkpoints_are_moved_within_their_folder(tmp_path, monkeypatch):
+    """From another file system they would be copied: a disk that fills up meanwhile once left 0 bytes of the last."""
+    moves = []
+    move = shutil.move
+    monkeypatch.setattr(shutil, "move", lambda source, target: (moves.append((source, target)), move(source, target)))
+    last = ModelCheckpoint(tmp_path / "checkpoints", save_top_k=0, save_last=True)
+    trainer = FederatedTrainer(max_rounds=1, seed=1, callbacks=[last], **{**QUIET, "enable_checkpointing": True})
+    trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(models.vectors()))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
+    assert [Path(source).parent.parent for source, _ in moves] == [tmp_path / "checkpoints"]
+
+
+def test_an_error_that_names_no_file_gets_the_folders_of_the_fit(tmp_path):
+    """A logger's thread says `No space left on device`, and not where."""
+
+    class FullLogger(CSVLogger):
+        def log_metrics(self, metrics, step=None):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    options = {**QUIET, "logger": FullLogger(tmp_path / "logs"), "default_root_dir": tmp_path}
+    trainer = FederatedTrainer(max_rounds=1, seed=1, **options)
+    with pytest.raises(OSError, match="No space left") as raised:
+        trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(models.vectors()))
+    assert f"{tmp_path / 'logs'}" in "".join(raised.value.__notes__)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_fed.atomic_files import folders_of, write_checkpoints_atomically
 from lightning_fed.callbacks.unseen_data import UnseenData
 from lightning_fed.client.client_store import ClientStore, build_store
 from lightning_fed.client.local_model import LocalModel
@@ -325,6 +326,7 @@ class Federation(L.Callback):
         previous, self._trainer = self._trainer, trainer
         if stage != "fit":
             return
+        write_checkpoints_atomically(trainer)
         self._loop.detach()
         fit, failed_rounds, held = self._fit, self._loop.failed_rounds, self.server.held
         self._reset(self._loop.remote)
@@ -427,6 +429,8 @@ class Federation(L.Callback):
         try:
             if self.current_visit is not None:
                 exception.add_note(describe_visit(exception, self.current_visit))
+            if isinstance(exception, OSError) and exception.filename is None:
+                exception.add_note(f"This fit writes to {', '.join(folders_of(trainer))}.")
             self._fit.synchronisation.abort()
             self._loop.end_training(pl_module)
         finally:
@@ -541,8 +545,8 @@ def scheduler_steps(trainer: L.Trainer) -> int | float:
 
     It is the ``total_steps`` of a ``OneCycleLR``, or the ``num_training_steps`` of a warm-up, in
     ``configure_optimizers``. In a federation every visit starts from the round's state of the scheduler, and the round
-    goes on from where its client with the most examples left it: in a round a scheduler advances by the steps of one
-    visit. ``trainer.estimated_stepping_batches`` counts the steps of all clients of a round.
+    goes on from where its visit with the median number of steps left it: in a round a scheduler advances by the steps
+    of one visit. ``trainer.estimated_stepping_batches`` counts the steps of all clients of a round.
 
     Args:
         trainer: The Trainer. Without a :class:`~lightning_fed.Federation` the number is Lightning's own, so that a

@@ -219,7 +219,8 @@ class FolderStore(ClientStore):
             last = self._last_run()
             self._run = 0 if last is None else last + 1
         folder = self._folder(client)
-        run_paths = {path for _, path in self._versions(client)}
+        versions = self._versions(client)
+        run_paths = {path for _, path in versions}
         path = folder / f"{round:08d}.safetensors"
         with atomic_write(path, f"-{self._rank}.partial") as partial:  # all processes write when a client is forgotten
             # Copies, because safetensors refuses tensors that share memory.
@@ -229,6 +230,10 @@ class FolderStore(ClientStore):
             # Of a run that this one, resumed from an earlier round, replaces.
             if stale not in run_paths and stale != path and _is_number(stale.stem):
                 stale.unlink(missing_ok=True)
+        # No checkpoint, also of times to come, needs those between the last one and the newest before this one.
+        between = [old for version, old in versions if self._last_checkpoint <= version < round]
+        for old in () if self.keep_all else between[:-1]:
+            old.unlink(missing_ok=True)
         self._written.add(client)
         self._kept.add(client)
         self._prunable.add(client)
@@ -275,6 +280,8 @@ class FolderStore(ClientStore):
         if state.get("clients"):
             raise ValueError("The checkpoint holds what is the clients' itself: set store=None.")
         self._run = state.get("run")
+        if self._run is not None and (type(self._run) is not int or self._run < 0):
+            raise ValueError(f"The checkpoint names {self._run!r} as the store's run, which is no number.")
         if self._run is not None and self._oldest.exists() and round < int(self._oldest.read_text()):
             raise ValueError(
                 f"The folder {str(self.folder)!r} does not hold any more what the clients had after {round} rounds: it"

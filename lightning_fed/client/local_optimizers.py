@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -37,8 +37,8 @@ class LocalOptimizers:
     Every visit starts from the round's state: the optimizers' initial buffers (or, with ``mode="keep"``, those of the
     client's last visit), the hyper-parameters of the round (learning rates that epoch schedulers have set), and the
     round's state of the schedulers that step per batch and of the loss scale. After the round the latter two continue
-    from the client with the most examples, as integer entries of the model do; with one client this equals plain
-    training.
+    from the visit with the median number of steps, and from the median scale, which no minority of clients can move
+    beyond the others; with one client this equals plain training.
 
     Args:
         optimizers: The optimizers.
@@ -46,11 +46,11 @@ class LocalOptimizers:
         scaler: Anything with ``state_dict`` and ``load_state_dict`` that holds the loss scale.
         mode: ``"reset"`` or ``"keep"``.
         epoch_schedulers: The schedulers that the Trainer steps at the round's last batch. Where they share an optimizer
-            with ``step_schedulers``, they step from its state at the end of the visit with the most examples.
+            with ``step_schedulers``, they step from its state at the end of the visit with the median number of steps.
 
     Attributes:
-        finals: Number of examples and final state of the schedulers of every visit, by its position in the round; empty
-            if no state outlives the visits.
+        finals: Final state of the schedulers of every visit, by its position in the round; empty if no state outlives
+            the visits.
 
     """
 
@@ -69,24 +69,23 @@ class LocalOptimizers:
         self.scaler = scaler
         self.mode = mode
         self._start = self._capture()
-        self.finals: dict[int, tuple[int, dict[str, Any]]] = {}
+        self.finals: dict[int, dict[str, Any]] = {}
 
     @property
     def start(self) -> dict[str, Any]:
         """Hyper-parameters, per-step schedulers and loss scale at the start of every visit."""
         return {name: self._start[name] for name in ("groups", "schedulers", "scaler")}
 
-    def note_visit(self, num_samples: int, position: int, final_state: Mapping[str, Any]) -> None:
+    def note_visit(self, position: int, final_state: Mapping[str, Any]) -> None:
         """Records the final state of a visit that another process or machine trained.
 
         Args:
-            num_samples: The client's examples.
             position: Index of the visit in the round.
             final_state: The state in its ``finals``.
 
         """
         if self.goes_on:
-            self.finals[position] = num_samples, {**self._start, **final_state}
+            self.finals[position] = {**self._start, **final_state}
 
     def advanced(self, steps: Sequence[int]) -> dict[str, Any]:
         """The final state of a visit in which the per-step schedulers have made some steps, as ``finals`` has it.
@@ -139,36 +138,40 @@ class LocalOptimizers:
         self._load({**snapshot, "groups": groups})
         self._step_again(snapshot["epoch_schedulers"])
 
-    def end_visit(self, num_samples: int, position: int = 0) -> State:
+    def end_visit(self, position: int = 0) -> State:
         """Records the schedulers' state, and returns the packed optimizer state in ``"keep"`` mode.
 
         Args:
-            num_samples: The client's examples.
             position: Index of the visit in the round.
 
         """
         if self.goes_on:
-            self.finals[position] = num_samples, self._capture(buffers=False)
+            self.finals[position] = self._capture(buffers=False)
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
 
     def end_round(self, counting: Collection[int]) -> None:
         """Resets the buffers, and keeps the learning rates that epoch schedulers have set.
 
         Args:
-            counting: Positions of the visits whose updates count: the schedulers go on from the one with the most
-                examples, of equals the first.
+            counting: Positions of the visits whose updates count: the schedulers go on from the one with the median
+                number of steps, of two from the one with fewer.
 
         """
         stepped = {id(scheduler.optimizer) for scheduler in self.step_schedulers}
         finals = {position: self.finals[position] for position in counting if position in self.finals}
-        position = max(finals, key=lambda position: (finals[position][0], -position), default=None)
-        largest = self._start if position is None else finals[position][1]
+        middle = self._median(finals, lambda final: max(map(count_steps, final["schedulers"]), default=0))
+        scaler = self._median(finals, lambda final: final["scaler"].get("scale", 0.0))["scaler"]
         groups = [
             final if id(optimizer) in stepped else _hyperparameters(optimizer)
-            for optimizer, final in zip(self.optimizers, largest["groups"], strict=True)
+            for optimizer, final in zip(self.optimizers, middle["groups"], strict=True)
         ]
-        self._load({**self._start, **{key: largest[key] for key in ("schedulers", "scaler")}, "groups": groups})
-        self._step_again(largest["epoch_schedulers"])
+        self._load({**self._start, "schedulers": middle["schedulers"], "scaler": scaler, "groups": groups})
+        self._step_again(middle["epoch_schedulers"])
+
+    def _median(self, finals: Mapping[int, dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> dict[str, Any]:
+        """The final state of the visit in the middle, by a value of each; of an even number the lower."""
+        ordered = sorted(finals, key=lambda position: (value(finals[position]), position))
+        return finals[ordered[(len(ordered) - 1) // 2]] if ordered else self._start
 
     def _step_again(self, before: Sequence[Mapping[str, Any]]) -> None:
         """Repeats the step of epoch schedulers that have stepped since, from the rate of another client or model."""
@@ -235,6 +238,23 @@ class LocalOptimizers:
             scheduler.load_state_dict(copy.deepcopy(values))
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
+
+
+def count_steps(scheduler_state: Mapping[str, Any]) -> int:
+    """Number of steps that a scheduler has made, of its state; of a chain those of its first; -1 if it does not say.
+
+    Example:
+        >>> count_steps({"_schedulers": [{"last_epoch": 3}], "_last_lr": [0.1]})
+        3
+
+    """
+    steps = scheduler_state.get("last_epoch")
+    if type(steps) is int:
+        return steps
+    parts = scheduler_state.get("_schedulers")
+    if isinstance(parts, list | tuple) and parts and isinstance(parts[0], Mapping):
+        return count_steps(parts[0])
+    return -1
 
 
 def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:

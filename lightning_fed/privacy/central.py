@@ -522,8 +522,8 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
         )
     if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
         raise MisconfigurationException(
-            "A scheduler per step goes on from the client with the most examples, which is not to be known: take one"
-            " per epoch, that is per round."
+            "A scheduler per step goes on from the clients' numbers of steps, which have no noise: take one per epoch,"
+            " that is per round."
         )
 
 

@@ -346,11 +346,6 @@ class RingSettings(FederatedCallback):
         federation, step = find_federation(trainer), self.step
         refuse_other_messages(trainer)
         refuse_statistics(pl_module, federation, "each for itself")
-        if step.max_weight > 1 and any(config.interval == "step" for config in trainer.lr_scheduler_configs):
-            raise OptionError(
-                "Expected no scheduler per step with a secure sum and weights by examples: it goes on from the client"
-                " with the most, which is not to be known. Take one per epoch, that is per round, or `UniformWeights`."
-            )
         if not federation.has_server:
             return
         population = len(federation.find_population().clients)

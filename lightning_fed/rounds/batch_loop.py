@@ -135,7 +135,8 @@ class BatchLoop:
                     outputs = loop.manual_optimization.run(kwargs)
         progress.increment_processed()
         if trainer.lr_scheduler_configs:
-            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+            if batch is not None:  # of a loader that is shorter than its length
+                loop.update_lr_schedulers("step", update_plateau_schedulers=False)
             if loop._num_ready_batches_reached():  # noqa: SLF001
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         self._call("on_train_batch_end", outputs, batch, batch_idx)

@@ -22,17 +22,18 @@ def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
         window: Batches for one step of the optimizer.
 
     """
-    sizes: dict[Client, tuple[int, int]] = {}
+    sizes: dict[Client, int] = {}
     steps = furthest = 0
     for round in range(rounds):
         visits = fit.served(fit.draw_cohort(round)).visits
         for client in {visit.client: None for visit in visits}.keys() - sizes.keys():
-            sizes[client] = _find_size(fit, client)
-        lengths = [-(-visit.num_batches(sizes[visit.client][1]) // window) for visit in visits]
+            sizes[client] = _batches_per_epoch(fit, client)
+        lengths = sorted(
+            -(-visit.num_batches(sizes[visit.client]) // window) for visit in visits if sizes[visit.client]
+        )
         if lengths:
-            furthest = max(furthest, steps + max(lengths))
-            largest = max(range(len(visits)), key=lambda position: sizes[visits[position].client][0])
-            steps += lengths[largest]
+            furthest = max(furthest, steps + lengths[-1])
+            steps += lengths[(len(lengths) - 1) // 2]
     return furthest
 
 
@@ -61,19 +62,19 @@ def check_estimate(fit: FederatedFit) -> None:
     if estimate != steps:
         _log.warning(
             "`trainer.estimated_stepping_batches` (%s) counts the steps of all clients. A per-step scheduler starts"
-            " every visit from the round's state and goes on from the client with the most examples: in this fit it"
-            " makes %s steps. Give it `lightning_fed.scheduler_steps(trainer)` instead.",
+            " every visit from the round's state and goes on from the visit with the median number of steps: in this"
+            " fit it makes %s steps. Give it `lightning_fed.scheduler_steps(trainer)` instead.",
             estimate,
             steps,
         )
 
 
-def _find_size(fit: FederatedFit, client: Client) -> tuple[int, int]:
-    """Number of examples and of batches in an epoch, none of a client that cannot be asked."""
+def _batches_per_epoch(fit: FederatedFit, client: Client) -> int:
+    """Number of batches in an epoch, none of a client that has no examples or cannot be asked."""
     try:
         length = fit.population.batches_per_epoch(client)
-        return fit.population.num_samples(client), 1 if length is None else length
+        return 1 if length is None else length
     except MisconfigurationException:
         raise
     except Exception:  # the client is left out, when its round comes
-        return 0, 0
+        return 0

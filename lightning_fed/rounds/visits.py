@@ -339,8 +339,7 @@ class Visits:
 
     def keep(self, planned: PlannedVisit) -> None:
         """Stages the client's personal entries, memory and optimizer state until its next visit."""
-        num_samples = self._server.chain.counted(planned.num_samples)
-        optimizer_state = self.start.optimizers.end_visit(num_samples, planned.position)
+        optimizer_state = self.start.optimizers.end_visit(planned.position)
         self.local.keep(planned.visit.client, planned.visit.round, optimizer_state)
 
     def leave(self) -> None:

@@ -613,3 +613,24 @@ def test_a_visit_reads_what_its_client_has_kept_once(optimizer_state, tmp_path, 
     )
     trainer.fit(Module(nn.Linear(2, 3), momentum), datamodule=FederatedDataModule(data))
     assert read[-4:] == ["a", "b"] * 2
+
+
+def test_without_checkpoints_the_folder_does_not_grow(tmp_path):
+    """And a checkpoint that comes late, or inside of a round, finds what it needs."""
+    store = FolderStore(tmp_path)
+    for round in range(6):
+        store.put("a", round, {"head": torch.tensor([float(round)])})
+        store.settle(round, ["a"])
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+    inside = store.checkpoint(5)
+    other = FolderStore(tmp_path)
+    other.restore(5, inside)
+    assert float(other.get("a")["head"]) == 4
+    store.settle(5, [])
+    assert float(store.get("a")["head"]) == 4
+
+
+@pytest.mark.parametrize("run", ["../../..", -1, True, "0"])
+def test_a_checkpoint_names_no_path(run, tmp_path):
+    with pytest.raises(ValueError, match="as the store's run, which is no number"):
+        FolderStore(tmp_path).restore(1, {"run": run})

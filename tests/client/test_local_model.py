@@ -110,13 +110,13 @@ def test_a_visit_starts_with_a_fresh_optimizer(name):
     fresh = Job(name, lr=0.03)
     expected_state = copy.deepcopy(fresh.optimizer.state_dict())
     expected = fresh.train(4)
-    for position, samples in enumerate((3, 9, 5)):
+    for position in range(3):
         job.start()
         local.start_visit()
         assert_equal(job.optimizer.state_dict(), expected_state)
         for left, right in zip(job.train(4), expected, strict=True):
             assert torch.equal(left, right)
-        assert local.end_visit(samples, position) == {}
+        assert local.end_visit(position) == {}
     for group in job.optimizer.param_groups:
         group["lr"] = 0.01  # an epoch scheduler, at the last batch
     local.end_round([])
@@ -156,7 +156,7 @@ def test_keeping_optimizer_state(name):
                 parameter.copy_(expected_value)
         for left, right in zip(job.train(2), expected[client].train(2), strict=True):
             assert torch.equal(left, right), client
-        stored[client] = {key: value.clone() for key, value in local.end_visit(1).items()}
+        stored[client] = {key: value.clone() for key, value in local.end_visit().items()}
     local.end_round([])
     assert_equal(job.optimizer.state_dict(), Job(name).optimizer.state_dict())
 
@@ -227,8 +227,8 @@ def rates(optimizer):
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_step_schedulers_start_anew_and_go_on_from_the_largest(name):
-    """Every visit sees the same learning rates; the next round begins where the client with most examples ended."""
+def test_step_schedulers_start_anew_and_go_on_from_the_median(name):
+    """Every visit sees the same learning rates; the next round begins where the one with the median of steps ended."""
     job = Job("SGD")
     scheduler = SCHEDULERS[name](job.optimizer)
     plain = Job("SGD")
@@ -244,12 +244,12 @@ def test_step_schedulers_start_anew_and_go_on_from_the_largest(name):
 
     for _ in range(2):  # rounds
         local = LocalOptimizers([job.optimizer], [scheduler])
-        expected = visit(plain, plain_scheduler, 5)  # the largest of all is left out in the end
-        for position, (steps, samples) in enumerate(((3, 20), (5, 80), (4, 40), (7, 90))):
+        expected = visit(plain, plain_scheduler, 4)
+        for position, steps in enumerate((3, 5, 4, 7)):
             local.start_visit()
-            assert visit(job, scheduler, steps)[:5] == expected[: min(steps, 5)]
-            local.end_visit(samples, position)
-        local.end_round([0, 1, 2])
+            assert visit(job, scheduler, steps)[:4] == expected[:steps]
+            local.end_visit(position)
+        local.end_round([0, 1, 2])  # the last visit does not count
         assert rates(job.optimizer) == rates(plain.optimizer)
         assert scheduler.last_epoch == plain_scheduler.last_epoch
 
@@ -266,24 +266,24 @@ def test_rounds_without_a_good_visit_leave_the_schedulers_alone():
     assert scheduler.last_epoch == 0
 
 
-@pytest.mark.parametrize("order", [(5, 9), (9, 5)], ids=["largest last", "largest first"])
+@pytest.mark.parametrize("order", [(5, 9), (9, 5)], ids=["fewer first", "fewer last"])
 def test_a_scheduler_per_round_and_one_per_batch(order):
-    """The round's step is taken from where the largest client left the learning rate, wherever it stood."""
+    """The round's step is taken from where the client with fewer steps left the learning rate, wherever it stood."""
     job = Job("SGD")
     per_batch = torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.9)
     per_round = torch.optim.lr_scheduler.StepLR(job.optimizer, 1, gamma=0.5)
     local = LocalOptimizers([job.optimizer], [per_batch], epoch_schedulers=[per_round])
-    for position, samples in enumerate(order):
+    for position, steps in enumerate(order):
         local.start_visit()
-        for _ in range(samples):
+        for _ in range(steps):
             job.train(1)
             per_batch.step()
-        if samples == order[-1]:
+        if steps == order[-1]:
             per_round.step()  # as Lightning does, before the last visit's end
-        local.end_visit(samples, position)
+        local.end_visit(position)
     local.end_round([0, 1])
-    assert rates(job.optimizer)[0][0] == pytest.approx(0.1 * 0.9**9 * 0.5, rel=1e-12)
-    assert (per_batch.last_epoch, per_round.last_epoch) == (9, 1)
+    assert rates(job.optimizer)[0][0] == pytest.approx(0.1 * 0.9**5 * 0.5, rel=1e-12)
+    assert (per_batch.last_epoch, per_round.last_epoch) == (5, 1)
 
 
 def test_schedulers_of_other_optimizers_are_not_undone():
@@ -298,7 +298,7 @@ def test_schedulers_of_other_optimizers_are_not_undone():
     second.train(1)
     per_batch.step()
     per_round.step()
-    local.end_visit(1)
+    local.end_visit()
     local.end_round([0])
     assert rates(first.optimizer)[0][0] == pytest.approx(0.05)
     assert rates(second.optimizer)[0][0] == pytest.approx(0.1)
@@ -308,14 +308,14 @@ def test_the_loss_scale():
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(torch.tensor(1.0))  # as the first loss does
     local = LocalOptimizers([Job("SGD").optimizer], scaler=scaler)
-    for position, (scale, samples) in enumerate(((2048.0, 5), (8192.0, 9), (512.0, 7))):
+    for position, scale in enumerate((2048.0, 8192.0, 512.0)):
         local.start_visit()
         assert scaler.get_scale() == 1024.0
         scaler.update(scale)
-        local.end_visit(samples, position)
+        local.end_visit(position)
     assert local.checkpoint()[2]["scale"] == 1024.0
     local.end_round(range(3))
-    assert scaler.get_scale() == 8192.0
+    assert scaler.get_scale() == 2048.0  # the median, whatever the visits' steps
 
 
 def test_the_state_for_checkpoints_is_that_of_the_rounds_start():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -53,6 +53,7 @@ from lightning_fed.server.schedule import Cohort, Visit
 _log = logging.getLogger(__name__)
 
 _MOST_STEPS, _MANUAL_STEPS = 1_000_000, 100
+_MOST_TIMES = 100  # times the median of the round's visits, as whose steps more are counted
 _LOSS_SCALES = 2.0**-30, 2.0**40
 
 
@@ -153,11 +154,11 @@ class RemoteClientSide(RemoteSide):
         }
         number = fit.server.report.round
         secure_sum = self._start_sum(fit)
-        positions = {visit.client: position for position, visit in enumerate(self._cohort.visits)}
         requests = self._requests(fit, round.start.state)
         visits = {visit.client: visit for visit in self._cohort.visits}
 
         broadcasts: dict[Client, Broadcast] = {}
+        reports: dict[Client, _Steps] = {}
 
         def messages() -> Iterator[tuple[Visit, Broadcast, str]]:
             for visit in self._cohort.visits:
@@ -186,13 +187,8 @@ class RemoteClientSide(RemoteSide):
                 continue
             update, said = answer
             try:
-                knows_samples = secure_sum is None and update.num_samples > 0 and server.chain.reveals != "model"
-                most = _MOST_STEPS
-                if knows_samples:
-                    most = _most_steps(visits[client], update.num_samples, fit.module.automatic_optimization)
-                if said.steps > most:
-                    raise BadUpdate(f"it reports {said.steps} steps, and {most} are possible")
-                after = None if said.after is None else _read_after(said.after, optimizers, most)
+                most = _most_steps(visits[client], fit.module.automatic_optimization)
+                reported = _read_steps(said, optimizers, most)
                 device = fit.module.device
                 update.state, update.extras = on_device(update.state, device), on_device(update.extras, device)
                 _fill_in(update, broadcasts[client].state, said.unsent)
@@ -202,15 +198,38 @@ class RemoteClientSide(RemoteSide):
             except Exception as error:
                 server.refuse(client, f"its answer cannot be used: {describe(error)}", without_frames(error))
                 continue
-            num_samples = server.chain.counted(update.num_samples)
             if round.visits.receive(update):
                 if said.keeps:
                     self._client_store.note(client, number)
-                add_optimizer_steps(fit.trainer, said.steps)
-                if after is not None:
-                    optimizers.note_visit(num_samples, positions[client], after)
+                reports[client] = reported
+        self._go_on(round, reports)
         if secure_sum is not None:
             secure_sum.unmask([client for client in secure_sum.peers if client in server.report.received])
+
+    def _go_on(self, round: Round, reports: Mapping[Client, _Steps]) -> None:
+        """Counts the round's steps, and has schedulers and loss scale go on from the visits."""
+        optimizers, trainer = round.start.optimizers, round.fit.trainer
+        counts = sorted(each.num_steps for each in reports.values())
+        most = _MOST_TIMES * counts[(len(counts) - 1) // 2] if counts else 0
+        for position, visit in enumerate(self._cohort.visits):
+            reported = reports.get(visit.client)
+            if reported is None:
+                continue
+            add_optimizer_steps(trainer, min(reported.num_steps, most))
+            if reported.of_schedulers is None:
+                continue
+            of_schedulers = [min(steps, most) for steps in reported.of_schedulers]
+            try:
+                final = optimizers.advanced(of_schedulers)
+            except Exception as error:  # a schedule that ends before
+                _log.warning(
+                    "Round %d: the schedulers do not go on from client %r, which reports %s steps: %s.",
+                    visit.round, visit.client, of_schedulers, describe(error),
+                )  # fmt: skip
+                continue
+            if reported.scaler:
+                final["scaler"] = reported.scaler
+            optimizers.note_visit(position, final)
 
     def _start_sum(self, fit: FederatedFit) -> ServerSum | None:
         """Has the round's clients share secrets, where the rule uses their updates in a secure sum alone."""
@@ -352,17 +371,34 @@ def _fill_in(update: ClientUpdate, sent: State, count: int) -> None:
     update.unsent = missing
 
 
-def _most_steps(visit: Visit, num_samples: int, is_automatic: bool) -> int:
-    """Most optimizer steps that a visit can have: one per batch, with at least one example in each.
+def _most_steps(visit: Visit, is_automatic: bool) -> int:
+    """Most optimizer steps that a visit can have, as far as the server knows: of epochs it does not know the batches.
 
     With manual optimization a batch may have several.
     """
-    batches = visit.steps if visit.steps is not None else visit.epochs * num_samples
-    return min(batches * (1 if is_automatic else _MANUAL_STEPS), _MOST_STEPS)
+    if visit.steps is None:
+        return _MOST_STEPS
+    return min(visit.steps * (1 if is_automatic else _MANUAL_STEPS), _MOST_STEPS)
 
 
-def _read_after(after: Any, optimizers: LocalOptimizers, most: int) -> dict[str, Any]:
-    """The state in which a client's visit left schedulers and loss scale.
+@dataclass(frozen=True)
+class _Steps:
+    """A client's word on the steps of its visit.
+
+    Args:
+        num_steps: Steps of the optimizers.
+        of_schedulers: Steps of every per-step scheduler; ``None`` where neither they nor a loss scale go on from it.
+        scaler: State of the loss scale; empty where there is none.
+
+    """
+
+    num_steps: int
+    of_schedulers: list[int] | None = None
+    scaler: dict[str, Any] = field(default_factory=dict)
+
+
+def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
+    """Reads how many steps a client's visit has made, and its loss scale.
 
     A client says how many steps its schedulers have made, and they are made here: a learning rate is never a client's
     number. The loss scale is; it must be in a range of use.
@@ -371,14 +407,19 @@ def _read_after(after: Any, optimizers: LocalOptimizers, most: int) -> dict[str,
         BadUpdate: If it says what cannot be.
 
     """
+    if said.steps > most:
+        raise BadUpdate(f"it reports {said.steps} steps, and {most} are possible")
+    after: Any = said.after
+    if after is None:
+        return _Steps(said.steps)
     steps = after.get("steps") if isinstance(after, dict) else None
     is_list = isinstance(steps, list) and len(steps) == len(optimizers.step_schedulers)
     if not is_list or not all(type(step) is int and 0 <= step <= most for step in steps or ()):
         raise BadUpdate(f"where it left its schedulers cannot be used: {steps!r:.100} steps, of 0 to {most} each")
-    state = optimizers.advanced(steps or ())
+    assert isinstance(steps, list)
     start, scaler = pack_numbers(optimizers.start["scaler"]), after.get("scaler")
     if not start or not scaler:
-        return state
+        return _Steps(said.steps, steps)
     try:
         fitted = fit_numbers(scaler, start)
     except ValueError as error:
@@ -389,7 +430,7 @@ def _read_after(after: Any, optimizers: LocalOptimizers, most: int) -> dict[str,
         or not _LOSS_SCALES[0] <= fitted["scale"] <= _LOSS_SCALES[1]
     ):
         raise BadUpdate(f"its loss scale cannot be used: {fitted}")
-    return {**state, "scaler": fitted}
+    return _Steps(said.steps, steps, fitted)
 
 
 class _Unreadable(Fault):

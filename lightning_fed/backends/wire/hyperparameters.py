@@ -123,29 +123,6 @@ def load_numbers(owner: Any, numbers: Mapping[str, Any]) -> None:
     owner.load_state_dict({**owner.state_dict(), **numbers})
 
 
-def count_steps(scheduler_state: Mapping[str, Any]) -> int:
-    """Number of steps that a scheduler has made, of its state; of a chain those of its first.
-
-    Raises:
-        MisconfigurationException: If it does not say.
-
-    Example:
-        >>> count_steps({"_schedulers": [{"last_epoch": 3}], "_last_lr": [0.1]})
-        3
-
-    """
-    steps = scheduler_state.get("last_epoch")
-    if type(steps) is int:
-        return steps
-    parts = scheduler_state.get("_schedulers")
-    if isinstance(parts, list | tuple) and parts and isinstance(parts[0], Mapping):
-        return count_steps(parts[0])
-    raise MisconfigurationException(
-        "Expected per-step schedulers with `last_epoch` in their state, by which the server steps its own, but got"
-        f" {sorted(scheduler_state)}."
-    )
-
-
 def on_device(state: State, device: torch.device) -> State:
     """A received state on the module's device."""
     return {name: value.to(device) for name, value in state.items()}

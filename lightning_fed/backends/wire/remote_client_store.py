@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Collection
 from typing import Any
@@ -77,6 +78,8 @@ class RemoteClientStore(ClientStore):
                 "The checkpoint's clients kept what is theirs in one process, which those on other machines do not see."
             )
         self.run = state.get("run") or uuid.uuid4().hex
+        if not isinstance(self.run, str) or not re.fullmatch("[0-9a-f]{1,64}", self.run):  # a folder of the clients'
+            raise ValueError(f"The checkpoint names {self.run!r} as the fit of its clients, which is no such name.")
         self._rounds = dict(zip(state.get("clients", ()), state.get("rounds", ()), strict=True))
         self._round, self._of_round = -1, {}
         self._checkpoints = round, round

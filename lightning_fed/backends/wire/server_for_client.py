@@ -7,9 +7,9 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.backends.wire.hyperparameters import (
-    count_steps,
     digest_request,
     load_hyperparameters,
     load_numbers,
@@ -19,6 +19,7 @@ from lightning_fed.backends.wire.hyperparameters import (
 )
 from lightning_fed.backends.wire.packets import NOT_HELD, REQUEST, VISIT, TrainRequest
 from lightning_fed.client.client_store import FolderStore
+from lightning_fed.client.local_optimizers import count_steps
 from lightning_fed.data.population import Population
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import ClientFault, VisitTimeout, describe
@@ -226,11 +227,17 @@ class RemoteServerSide(RemoteSide):
         optimizers = round.start.optimizers
         if self._kind == VISIT:
             if optimizers.finals:
-                ((_, end),) = optimizers.finals.values()
-                start = optimizers.start
-                pairs = zip(start["schedulers"], end["schedulers"], strict=True)
+                (end,) = optimizers.finals.values()
+                before = [count_steps(state) for state in optimizers.start["schedulers"]]
+                if -1 in before:
+                    raise MisconfigurationException(
+                        "Expected per-step schedulers with `last_epoch` in their state, by which the server steps its"
+                        f" own, but got {[sorted(state) for state in optimizers.start['schedulers']]}."
+                    )
                 self.left = {
-                    "steps": [count_steps(after) - count_steps(before) for before, after in pairs],
+                    "steps": [
+                        count_steps(after) - steps for steps, after in zip(before, end["schedulers"], strict=True)
+                    ],
                     "scaler": pack_numbers(end["scaler"]),
                 }
             return

@@ -86,11 +86,11 @@ def test_schedules_that_the_server_steps_itself(schedule, federated_trainer, tmp
     assert_same(state_of(there), state_of(here))
 
 
-def test_a_schedule_that_ends_is_one_clients_fault(tmp_path, caplog):
-    """A client that says more steps than the schedule has is left out; it ends nobody's run."""
+def test_a_schedule_that_ends_does_not_end_the_run(tmp_path, caplog):
+    """A client that says more steps than the schedule has: the schedule does not go on from there."""
 
     def change(said, data):
-        said["header"]["after"]["steps"] = [20]  # as many as it could have: one per example
+        said["header"]["after"]["steps"] = [20]
         return json.dumps(said), data
 
     def module():
@@ -105,8 +105,42 @@ def test_a_schedule_that_ends_is_one_clients_fault(tmp_path, caplog):
         return table(change)(content) if is_it else [content]
 
     _, trainer, _, _ = on_flower(tmp_path, module, models.vectors(SIZES), Federation, change=on_the_way)
-    assert "Round 1: client 'bob' is left out: its answer cannot be used: ValueError: Tried to step" in caplog.text
+    assert "Round 1: the schedulers do not go on from client 'bob', which reports [20] steps" in caplog.text
     assert trainer.current_epoch == 3
+
+
+@pytest.mark.parametrize("steps", [[], [MaxSamples(30)]], ids=["by examples", "at most 30"])
+def test_one_client_does_not_set_the_learning_rate(steps, tmp_path):
+    """A client that claims 10^12 examples and 10^6 steps once left the rate at 4.9e-322 for good."""
+
+    def boast(said, data):
+        said["header"].update(num_samples=10**12, steps=10**6)
+        said["header"]["after"]["steps"] = [10**6]
+        return json.dumps(said), data
+
+    def module():
+        make = lambda optimizer: {  # noqa: E731
+            "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+            "interval": "step",
+        }
+        return models.Module(models.mlp(), models.momentum, make)
+
+    def on_the_way(node, message, content):
+        return table(boast)(content) if message.metadata.message_type == "train" else [content]
+
+    def fit(folder, change):
+        data = models.vectors({"ann": 20, "bob": 20, "cid": 20})
+        _, trainer, _, _ = on_flower(
+            folder, module, data, lambda: Federation(seed=1, steps=steps),
+            change=lambda node, message, content: change(node, message, content)
+            if is_lost(message, content) else [content],
+        )  # fmt: skip
+        return trainer
+
+    honest = fit(tmp_path / "honest", lambda node, message, content: [content])
+    boasted = fit(tmp_path / "boasted", on_the_way)
+    assert boasted.optimizers[0].param_groups[0]["lr"] == honest.optimizers[0].param_groups[0]["lr"]
+    assert boasted.global_step <= 101 * honest.global_step
 
 
 def huge_mean(said, data):

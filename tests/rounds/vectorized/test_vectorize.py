@@ -223,7 +223,6 @@ def test_schedulers(per_step, federated_trainer):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
         return {"scheduler": scheduler, "interval": "step" if per_step else "epoch"}
 
-    # The client with the most examples, whose rates the next round goes on from, has the fewest batches.
     data = models.as_datasets(models.vectors({"a": 64, "b": 60, "c": 60, "d": 60, "e": 60}))
     clients = {name: DataLoader(each, 32 if name == "a" else 12) for name, each in data.items()}
     make = wrapped(models.mlp, optimizer=models.momentum, scheduler=schedule)
