@@ -105,6 +105,18 @@ class LocalOptimizers:
         self._load(self._start)
         return state
 
+    def steps_of(self, final_state: Mapping[str, Any]) -> list[int] | None:
+        """Number of steps that every per-step scheduler has made in a visit; ``None`` if one does not count them.
+
+        Args:
+            final_state: The state in its ``finals``.
+
+        """
+        pairs = zip(self._start["schedulers"], final_state["schedulers"], strict=True)
+        counts = [(_count_steps(before), _count_steps(after)) for before, after in pairs]
+        known = [after - before for before, after in counts if before is not None and after is not None]
+        return known if len(known) == len(counts) else None
+
     @property
     def goes_on(self) -> bool:
         """True if schedulers or the loss scale continue from a client's visit."""
@@ -159,7 +171,7 @@ class LocalOptimizers:
         """
         stepped = {id(scheduler.optimizer) for scheduler in self.step_schedulers}
         finals = {position: self.finals[position] for position in counting if position in self.finals}
-        middle = self._median(finals, lambda final: max(map(count_steps, final["schedulers"]), default=0))
+        middle = self._median(finals, lambda final: max(self.steps_of(final) or [0]))
         scaler = self._median(finals, lambda final: final["scaler"].get("scale", 0.0))["scaler"]
         groups = [
             final if id(optimizer) in stepped else _hyperparameters(optimizer)
@@ -240,21 +252,15 @@ class LocalOptimizers:
             self.scaler.load_state_dict(state["scaler"])
 
 
-def count_steps(scheduler_state: Mapping[str, Any]) -> int:
-    """Number of steps that a scheduler has made, of its state; of a chain those of its first; -1 if it does not say.
-
-    Example:
-        >>> count_steps({"_schedulers": [{"last_epoch": 3}], "_last_lr": [0.1]})
-        3
-
-    """
+def _count_steps(scheduler_state: Mapping[str, Any]) -> int | None:
+    """Number of steps that a scheduler has made, of its state; of a chain those of its first."""
     steps = scheduler_state.get("last_epoch")
     if type(steps) is int:
         return steps
     parts = scheduler_state.get("_schedulers")
     if isinstance(parts, list | tuple) and parts and isinstance(parts[0], Mapping):
-        return count_steps(parts[0])
-    return -1
+        return _count_steps(parts[0])
+    return None
 
 
 def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:

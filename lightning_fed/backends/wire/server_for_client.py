@@ -19,7 +19,6 @@ from lightning_fed.backends.wire.hyperparameters import (
 )
 from lightning_fed.backends.wire.packets import NOT_HELD, REQUEST, VISIT, TrainRequest
 from lightning_fed.client.client_store import FolderStore
-from lightning_fed.client.local_optimizers import count_steps
 from lightning_fed.data.population import Population
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import ClientFault, VisitTimeout, describe
@@ -228,16 +227,14 @@ class RemoteServerSide(RemoteSide):
         if self._kind == VISIT:
             if optimizers.finals:
                 (end,) = optimizers.finals.values()
-                before = [count_steps(state) for state in optimizers.start["schedulers"]]
-                if -1 in before:
+                steps = optimizers.steps_of(end)
+                if steps is None:
                     raise MisconfigurationException(
                         "Expected per-step schedulers with `last_epoch` in their state, by which the server steps its"
                         f" own, but got {[sorted(state) for state in optimizers.start['schedulers']]}."
                     )
                 self.left = {
-                    "steps": [
-                        count_steps(after) - steps for steps, after in zip(before, end["schedulers"], strict=True)
-                    ],
+                    "steps": steps,
                     "scaler": pack_numbers(end["scaler"]),
                 }
             return
