@@ -30,7 +30,7 @@ from lightning_fed.rounds.client_errors import describe_visit
 from lightning_fed.rounds.client_models import ClientModels
 from lightning_fed.rounds.entry_policies import check_sliced
 from lightning_fed.rounds.federated_fit import FederatedFit
-from lightning_fed.rounds.fit_summary import describe_end, describe_start
+from lightning_fed.rounds.fit_summary import describe_end, describe_start, files_of, last_checkpoint
 from lightning_fed.rounds.lightning_internals import callbacks_of, datamodule_of, is_fitting, is_validating
 from lightning_fed.rounds.loop import RoundLoop
 from lightning_fed.rounds.options import BatchNormOption, Faults, FitOptions, LocalStatistics, VisitsOption
@@ -418,7 +418,8 @@ class Federation(L.Callback):
         totals = self.round_log.totals
         if totals["rounds"] and trainer.is_global_zero:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            _log.info(describe_end(self.method.name, totals, time.monotonic() - self._start, metrics))
+            seconds = time.monotonic() - self._start
+            _log.info(describe_end(self.method.name, totals, seconds, metrics, files_of(trainer)))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Shows the last round's numbers also where nothing was left to train after a resume."""
@@ -433,6 +434,9 @@ class Federation(L.Callback):
                 exception.add_note(f"This fit writes to {', '.join(folders_of(trainer))}.")
             self._fit.synchronisation.abort()
             self._loop.end_training(pl_module)
+            checkpoint = last_checkpoint(trainer)
+            if checkpoint is not None and trainer.is_global_zero:
+                _log.info("The fit ended early. To go on from its newest checkpoint: ckpt_path=%r", checkpoint)
         finally:
             self._loop.detach()  # Lightning does not call `teardown` after an exception
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from time import monotonic
 from typing import Any
 
 import lightning as L
@@ -15,7 +17,7 @@ class FederatedProgressBar(TQDMProgressBar):
     """Lightning's progress bar, which says ``Round 3/50``, the client that trains and its loss.
 
     Args:
-        refresh_rate: Batches between updates of the bar; the default keeps its cost out of the batch loop.
+        interval: Seconds between updates of the bar, which keeps its cost out of the batch loop.
         options: Further arguments of ``TQDMProgressBar``.
 
     Example:
@@ -25,20 +27,30 @@ class FederatedProgressBar(TQDMProgressBar):
 
     supports_vectorize = True
 
-    def __init__(self, refresh_rate: int = 20, **options: Any) -> None:
-        super().__init__(refresh_rate=refresh_rate, **options)
+    def __init__(self, interval: float = 0.25, **options: Any) -> None:
+        super().__init__(**options)
+        self.interval = interval
         self._outputs: Any = None
+        self._drawn = -math.inf
 
     def on_train_epoch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Names the round."""
-        super().on_train_epoch_start(trainer, *args)
+        """Begins the bar anew and names the round; Lightning's own would show its number of the epoch first."""
+        if self._leave:
+            self.train_progress_bar = self.init_train_tqdm()
+        bar, total = self.train_progress_bar, self.total_train_batches
+        bar.reset()
+        bar.total, bar.initial = (total if math.isfinite(total) else None), 0
         rounds = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
-        self.train_progress_bar.set_description(f"Round {trainer.current_epoch + 1}{rounds}")
+        bar.set_description(f"Round {trainer.current_epoch + 1}{rounds}")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Moves the bar on every ``refresh_rate`` batches."""
+        """Moves the bar on, where the last time is long enough ago or this is the round's last batch."""
+        now = monotonic()
+        if now - self._drawn < self.interval and batch_idx + 1 < self.total_train_batches:
+            return
+        self._drawn = now
         self._outputs = outputs  # read, which waits for the device, only when the bar is drawn
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fed.messages import tensor_bytes
 from lightning_fed.model.batch_norm import batch_norm_layers
@@ -73,7 +77,13 @@ def _execution(fit: FederatedFit, trains_at_once: bool) -> str:
     return "several at once" if trains_at_once else "one after another"
 
 
-def describe_end(method: str, totals: Mapping[str, int], seconds: float, metrics: Mapping[str, float]) -> str:
+def describe_end(
+    method: str,
+    totals: Mapping[str, int],
+    seconds: float,
+    metrics: Mapping[str, float],
+    files: Mapping[str, str] | None = None,
+) -> str:
     """A table of what a fit has done.
 
     Args:
@@ -81,12 +91,13 @@ def describe_end(method: str, totals: Mapping[str, int], seconds: float, metrics
         totals: :attr:`RoundLog.totals`.
         seconds: Duration of the fit.
         metrics: What was logged last; the package's own numbers of a round are left out.
+        files: Where something lies, as by :func:`files_of`.
 
     Example:
         >>> totals = {"rounds": 2, "clients": 5, "failed": 1, "dropped": 0, "down_bytes": 4000, "up_bytes": 3500}
         >>> print(describe_end("FedAvg", totals, 3.0, {"val_acc": 0.8125, "fed/clients": 2.0}))
         FedAvg:
-          rounds            2, 1.5 s each
+          rounds            2, 1.5 s each, 3 s in all
           updates used      5
           clients left out  1 failed, 0 dropped out
           sent to clients   4.0 kB
@@ -95,7 +106,7 @@ def describe_end(method: str, totals: Mapping[str, int], seconds: float, metrics
 
     """
     rows = {
-        "rounds": f"{totals['rounds']}, {seconds / max(1, totals['rounds']):.3g} s each",
+        "rounds": f"{totals['rounds']}, {seconds / max(1, totals['rounds']):.3g} s each, {seconds:.3g} s in all",
         "updates used": str(totals["clients"]),
         "clients left out": f"{totals['failed']} failed, {totals['dropped']} dropped out",
         "sent to clients": format_bytes(totals["down_bytes"]),
@@ -104,5 +115,35 @@ def describe_end(method: str, totals: Mapping[str, int], seconds: float, metrics
     if totals.get("numbers"):
         rows["numbers left out"] = f"{totals['numbers']} of those that clients sent for the log"
     rows |= {name: f"{value:.4g}" for name, value in metrics.items() if name != "step" and not name.startswith(_OWN)}
+    rows |= files or {}
     width = max(map(len, rows))
     return "\n".join([f"{method}:", *(f"  {name.ljust(width)}  {value}" for name, value in rows.items())])
+
+
+def files_of(trainer: L.Trainer) -> dict[str, str]:
+    """Where a fit's best checkpoints and its logs lie, in words.
+
+    Args:
+        trainer: The Trainer.
+
+    """
+    rows = {}
+    for saver in trainer.checkpoint_callbacks:
+        if isinstance(saver, ModelCheckpoint) and saver.best_model_score is not None:
+            rows[f"best {saver.monitor}"] = f"{float(saver.best_model_score):.4g}, {saver.best_model_path}"
+    if trainer.log_dir is not None and trainer.loggers:
+        rows["logs"] = trainer.log_dir
+    return rows
+
+
+def last_checkpoint(trainer: L.Trainer) -> str | None:
+    """The newest checkpoint that a fit has written, from which it can go on; ``None`` where there is none.
+
+    Args:
+        trainer: The Trainer.
+
+    """
+    savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+    paths = [Path(path) for saver in savers for path in (saver.last_model_path, *saver.best_k_models) if path]
+    written = [path for path in paths if path.exists()]
+    return str(max(written, key=lambda path: path.stat().st_mtime)) if written else None

@@ -1,9 +1,11 @@
 """A fit says in a line what it is going to do, and in a table what it has done."""
 
 import logging
+import re
 import warnings
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fed import Availability, FederatedDataModule, Federation
@@ -93,3 +95,37 @@ def test_lightnings_advice_on_the_logging_interval_comes_once(interval, federate
     assert len(advice) == 2, advice
     assert "logging interval" in advice[0]
     assert advice[1].endswith("of another fit")
+
+
+class Stops(models.Module):
+    """Is interrupted in its third round."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 2:
+            raise KeyboardInterrupt
+
+
+def test_the_end_says_where_the_best_checkpoint_and_the_logs_are(federated_trainer, caplog, tmp_path):
+    saver = ModelCheckpoint(tmp_path / "best", monitor="val_loss")
+    data = FederatedDataModule(
+        models.as_datasets(models.vectors(CLIENTS)), models.as_datasets(models.vectors({"v": 16}))["v"], batch_size=16
+    )
+    trainer = federated_trainer(
+        max_rounds=2, callbacks=[saver], enable_checkpointing=True, logger=CSVLogger(tmp_path, "logs")
+    )
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        trainer.fit(models.Module(models.mlp()), datamodule=data)
+    table = lines(caplog)[-1]
+    assert re.search(
+        rf"best val_loss +{float(saver.best_model_score):.4g}, {re.escape(saver.best_model_path)}\n", table
+    )
+    assert re.search(rf"logs +{re.escape(trainer.log_dir)}$", table)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_an_interrupted_fit_says_from_which_checkpoint_it_goes_on(federated_trainer, caplog, tmp_path):
+    saver = ModelCheckpoint(tmp_path, save_top_k=-1)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(federated_trainer, caplog, Stops(models.mlp()), 4, callbacks=[saver], enable_checkpointing=True)
+    assert lines(caplog)[-1].endswith(f"ckpt_path={saver.best_model_path!r}")
+    assert "epoch=1" in saver.best_model_path

@@ -1,6 +1,7 @@
 """Fused visits do what Lightning's own loop does: the same calls with the same arguments, counts, logs and weights."""
 
 import copy
+import itertools
 import logging
 import re
 import shutil
@@ -24,7 +25,7 @@ from lightning_fed import (
     Federation,
     Vectorized,
 )
-from lightning_fed.callbacks import FederatedProgressBar
+from lightning_fed.callbacks import FederatedProgressBar, progress_bar
 from lightning_fed.rounds import batch_loop
 from tests import models
 from tests.breadth import quick
@@ -341,7 +342,7 @@ class Bar(FederatedProgressBar):
     """Notes what it draws."""
 
     def __init__(self):
-        super().__init__(refresh_rate=3)
+        super().__init__()
         self.drawn = []
 
     def get_metrics(self, trainer, module):
@@ -350,17 +351,20 @@ class Bar(FederatedProgressBar):
         return metrics
 
 
-def test_the_progress_bar_shows_the_same(fit):
+def test_the_progress_bar_shows_the_same(fit, monkeypatch):
+    """By the clock, which here goes on by a tenth of a second with every batch, and at the round's last batch."""
     drawn = {}
     for visits in ("lightning", "fused"):
+        clock = itertools.count()
+        monkeypatch.setattr(progress_bar, "monotonic", lambda clock=clock: next(clock) / 10)
         bar = Bar()
         fit(TABLE["logs"], visits, bar, enable_progress_bar=True)
         drawn[visits] = bar.drawn
     assert drawn["fused"] == drawn["lightning"]
     assert [(n, metrics["client"], "loss" in metrics) for n, _, metrics in drawn["fused"][:3]] == [
-        (3, "ann", True),
-        (6, "cid", True),
-        (8, "cid", True),
+        (1, "ann", True),
+        (4, "bob", True),
+        (7, "cid", True),
     ]
 
 
