@@ -144,6 +144,6 @@ def last_checkpoint(trainer: L.Trainer) -> str | None:
 
     """
     savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
-    paths = [Path(path) for saver in savers for path in (saver.last_model_path, *saver.best_k_models) if path]
-    written = [path for path in paths if path.exists()]
+    names = {name for saver in savers for name in (saver.last_model_path, saver.best_model_path, *saver.best_k_models)}
+    written = [path for path in map(Path, names - {""}) if path.exists()]
     return str(max(written, key=lambda path: path.stat().st_mtime)) if written else None
