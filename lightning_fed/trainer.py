@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fed.aliases import refuse_foreign
+from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.callbacks.progress_bar import FederatedProgressBar
 from lightning_fed.data.federated import FederatedDataModule, LoaderDataModule
@@ -80,6 +81,8 @@ class FederatedTrainer(L.Trainer):
         refuse_foreign(*callbacks)
         if any(isinstance(callback, Federation) for callback in callbacks):
             raise ValueError("Expected a ready `Federation` as the argument `federation`, not among the `callbacks`.")
+        if not any(isinstance(callback, ClientEvaluation) for callback in callbacks):
+            callbacks.insert(0, ClientEvaluation())
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if kwargs.get("enable_progress_bar", True) and not has_bar and not kwargs.get("barebones"):
             callbacks.append(FederatedProgressBar())

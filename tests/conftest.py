@@ -15,6 +15,7 @@ from lightning.fabric.utilities import registry
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_fed import FederatedTrainer, Federation
+from lightning_fed.callbacks import ClientEvaluation
 
 QUIET = {
     "accelerator": "cpu",
@@ -151,6 +152,7 @@ def either_trainer(request, federated_trainer, plain_trainer):
         if request.param == "trainer":
             return federated_trainer(max_rounds=max_rounds, callbacks=list(callbacks), **arguments)
         own = {name: arguments.pop(name) for name in inspect.signature(Federation).parameters if name in arguments}
-        return plain_trainer(max_epochs=max_rounds, callbacks=[Federation(**own), *callbacks], **arguments)
+        added = [Federation(**own), *callbacks, ClientEvaluation()]
+        return plain_trainer(max_epochs=max_rounds, callbacks=added, **arguments)
 
     return make

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import Availability, Faults, FederatedCallback, FederatedDataModule, Federation, LocalStatistics
 from lightning_fed.algorithms import FedBN, FedPer
+from lightning_fed.callbacks import ClientEvaluation
 from lightning_fed.data import ByGroup, LazyClients
 from tests import models
 from tests.breadth import quick
@@ -662,7 +663,7 @@ def test_every_client_is_evaluated_with_its_own_model(personal, federated_traine
     held_out = models.vectors({f"c{number:02}": 20 + number for number in range(23)})  # batches of 32: unequal ones
     recorder, module = Recorder(), Scored()
     trainer = federated_trainer(
-        max_rounds=3, clients_per_round=6, personal=personal, evaluate_clients_every=2, callbacks=[recorder], seed=SEED
+        max_rounds=3, clients_per_round=6, personal=personal, callbacks=[recorder, ClientEvaluation(2)], seed=SEED
     )
     trainer.fit(module, models.as_datasets(clients), models.as_datasets(held_out))
     own = {visit.client: visit.end for visit in recorder.visits if visit.round < 2}
@@ -704,7 +705,7 @@ def test_evaluation_of_clients_leaves_the_rest_alone(federated_trainer):
     runs = []
     for every in (0, 1):
         recorder, module = Recorder(), Scored()
-        trainer = federated_trainer(max_rounds=3, evaluate_clients_every=every, callbacks=[recorder], seed=SEED)
+        trainer = federated_trainer(max_rounds=3, callbacks=[recorder, ClientEvaluation(every)], seed=SEED)
         trainer.fit(module, models.as_datasets(clients), models.as_datasets(held_out))
         runs.append((recorder, module))
         assert module.training
@@ -712,7 +713,7 @@ def test_evaluation_of_clients_leaves_the_rest_alone(federated_trainer):
     for before, after in zip(without, with_it, strict=True):
         extra = set(after) - set(before)
         assert {"fed/val_acc/mean", "client/ann/val_acc", "client/bob/val_loss"} <= extra
-        assert all(name.startswith(("fed/val", "client/")) for name in extra)
+        assert all(name.startswith(("fed/val", "client/", "evaluation/")) for name in extra)
         assert before == {name: after[name] for name in before}
     assert_same(*(state_of(module) for _, module in runs))
 

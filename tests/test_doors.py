@@ -251,12 +251,10 @@ BAD_ARGUMENTS = [
     ({"faults": Faults(visit_timeout=1.0), "visits": Vectorized(2)}, ValueError, "one of `visit_timeout` and `Vector"),
     ({"stragglers": 0.5}, TypeError, "unexpected keyword argument 'stragglers'"),
     ({"optimizer_state": "share"}, ValueError, r"one of \['reset', 'keep'\], but got 'share'"),
-    ({"evaluate_clients_every": -1}, ValueError, "to be at least 0, but got -1"),
     ({"clients_per_round": 2 + 0j}, ValueError, r"a count \(int\) or a fraction \(float\), but got \(2\+0j\)"),
     ({"local_epochs": 1.5}, ValueError, "`local_epochs` to be a whole number, but got 1.5"),
     ({"local_epochs": True}, ValueError, "`local_epochs` to be a whole number, but got True"),
     ({"local_steps": 2.5}, ValueError, "`local_steps` to be a whole number, but got 2.5"),
-    ({"evaluate_clients_every": 0.5}, ValueError, "`evaluate_clients_every` to be a whole number, but got 0.5"),
     ({"personal": "head.*"}, ValueError, r"`personal` to be a list, such as .*, but got 'head\.\*'"),
     ({"frozen": "head.*"}, ValueError, r"`frozen` to be a list, such as .*, but got 'head\.\*'"),
     ({"personal": torch.nn.Linear}, ValueError, "`personal` to be a list, such as .*, but got <class .*Linear'>"),
@@ -805,7 +803,7 @@ def test_every_option_reaches_the_federation():
     options = {
         "method": aggregator, "partition": partition, "clients_per_round": 2, "local_epochs": 3,
         "availability": availability, "faults": Faults(min_clients=2, max_failed_rounds=7), "personal": ["a"],
-        "frozen": ["b"], "batch_norm": "frozen", "optimizer_state": "keep", "evaluate_clients_every": 5, "seed": 11,
+        "frozen": ["b"], "batch_norm": "frozen", "optimizer_state": "keep", "seed": 11,
         "visits": Vectorized(2),
     }  # fmt: skip
     federation = FederatedTrainer(**options, **QUIET).federation
@@ -814,7 +812,7 @@ def test_every_option_reaches_the_federation():
     assert federation.server.min_clients == 2
     for name in ("clients_per_round", "local_epochs", "availability", "seed"):
         assert getattr(federation.schedule, name) == options[name]
-    for name in ("availability", "faults", "batch_norm", "optimizer_state", "evaluate_clients_every", "visits"):
+    for name in ("availability", "faults", "batch_norm", "optimizer_state", "visits"):
         assert getattr(federation.options, name) == options[name]
     assert (federation.options.personal, federation.options.frozen) == (("a",), ("b",))
     assert FederatedTrainer(local_steps=9, **QUIET).federation.schedule.local_steps == 9

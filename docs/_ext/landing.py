@@ -14,6 +14,7 @@ import torch
 from matplotlib.figure import Figure
 
 from lightning_fed import FederatedTrainer
+from lightning_fed.callbacks import ClientEvaluation
 from lightning_fed.callbacks.segmentation_grid import default_colors
 from lightning_fed.data import Dirichlet, PartitionedData
 from lightning_fed.datasets import Shapes
@@ -74,12 +75,11 @@ def main():
         batch_norm="recalibrate",
         seed=0,
         logger=False,
-        callbacks=[kept],
+        callbacks=[kept, ClientEvaluation(ROUNDS)],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        evaluate_clients_every=ROUNDS,
     )
     trainer.fit(task, datamodule=data)
     print(f"{len(population.clients)} clients, val_miou {float(trainer.callback_metrics['val_miou']):.3f}")

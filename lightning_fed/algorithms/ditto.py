@@ -69,6 +69,8 @@ class PersonalModel(FederatedCallback):
 
     """
 
+    has_own_models = True
+
     def __init__(self, lam: float, global_epochs: int = 1) -> None:
         if not 0 <= check_number("lam", lam) < float("inf"):
             raise ValueError(f"Expected `lam` to be finite and at least 0, but got {lam}.")

@@ -74,6 +74,7 @@ class AdaptiveAggregation(FederatedCallback):
     """
 
     supports_vectorize = True
+    has_own_models = True
 
     def __init__(self, num_layers: int = 1, share: float = 0.8, eta: float = 1.0) -> None:
         self.num_layers = check_count("num_layers", num_layers)

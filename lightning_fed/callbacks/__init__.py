@@ -24,6 +24,7 @@ from lightning_fed.callbacks.client_segmentations import ClientSegmentations as 
 from lightning_fed.callbacks.communication import CommunicationReport as CommunicationReport
 from lightning_fed.callbacks.communication import PartTraffic as PartTraffic
 from lightning_fed.callbacks.communication import Traffic as Traffic
+from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation as ClientEvaluation
 from lightning_fed.callbacks.federation import Federation as Federation
 from lightning_fed.callbacks.federation import find_federation as find_federation
 from lightning_fed.callbacks.local_evaluation import LocalEvaluation as LocalEvaluation
@@ -37,6 +38,7 @@ __all__ = [
     "AttentionMap",
     "CenterEvaluation",
     "ClassPrototypes",
+    "ClientEvaluation",
     "ClientSegmentations",
     "CommunicationReport",
     "Confusion",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.atomic_files import atomic_write, write_text_atomically
+from lightning_fed.callbacks.evaluation.data_pass import limited_batches
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.pictures import figure_pixels, has_matplotlib, paint_numbers, tensorboards
 from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors, segmentation_grid
@@ -29,7 +30,6 @@ from lightning_fed.messages import Client
 from lightning_fed.metrics.functional.entropy import softmax_entropy
 from lightning_fed.metrics.segmentation import SegmentationScores
 from lightning_fed.model.batches import TARGET_KEYS, BatchKey, find_inputs, find_target
-from lightning_fed.rounds.client_evaluation import limited_batches
 from lightning_fed.rounds.federated_callback import tell_of_model
 from lightning_fed.rounds.isolated_pass import isolated_pass, prepare_batch
 from lightning_fed.rounds.lightning_internals import datamodule_of

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -19,7 +19,6 @@ from lightning_fed.atomic_files import folders_of, write_checkpoints_atomically
 from lightning_fed.callbacks.unseen_data import UnseenData
 from lightning_fed.client.client_store import ClientStore, build_store
 from lightning_fed.client.local_model import LocalModel
-from lightning_fed.data.federated import EvaluationData
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.messages import Client, State
@@ -27,11 +26,12 @@ from lightning_fed.method import Method, build_method
 from lightning_fed.model.entries import Policy, Selector, live_entries
 from lightning_fed.rounds.checkpoint_checks import check_file, check_method, check_model, count_of, describe_clients
 from lightning_fed.rounds.client_errors import describe_visit
-from lightning_fed.rounds.client_models import ClientModels
+from lightning_fed.rounds.client_models import Answers, ClientModels
 from lightning_fed.rounds.entry_policies import check_sliced
+from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.fit_summary import describe_end, describe_start, files_of, last_checkpoint
-from lightning_fed.rounds.lightning_internals import callbacks_of, datamodule_of, is_fitting, is_validating
+from lightning_fed.rounds.lightning_internals import callbacks_of, is_fitting, is_validating
 from lightning_fed.rounds.loop import RoundLoop
 from lightning_fed.rounds.options import BatchNormOption, Faults, FitOptions, LocalStatistics, VisitsOption
 from lightning_fed.rounds.remote import RemoteSide
@@ -84,9 +84,6 @@ class Federation(L.Callback):
         faults: Limits to failures of clients (:class:`~lightning_fed.Faults`); ``None`` for its defaults.
         store: Where clients keep what is theirs between visits: a folder (for many clients), a
             :class:`~lightning_fed.client.client_store.ClientStore`, or memory (``None``).
-        evaluate_clients_every: Of the rounds in which validation runs (``check_val_every_n_epoch``), after every how
-            many-th it runs client by client too, where the validation data are a mapping of clients; 0 for never, also
-            in ``trainer.validate`` and ``trainer.test``. With ``CentralDP`` among the steps it is 0: the log says so.
         visits: Whether the visits' batches are trained in one loop without what nobody looks at (``"fused"``), in
             Lightning's own (``"lightning"``), fused where nothing stands in the way (``"auto"``; else the log says
             what), or those of several clients at once (:class:`~lightning_fed.Vectorized`). The results are the same.
@@ -139,7 +136,6 @@ class Federation(L.Callback):
         availability: Availability | None = None,
         faults: Faults | None = None,
         store: str | os.PathLike[str] | ClientStore | None = None,
-        evaluate_clients_every: int = 1,
         visits: VisitsOption = "auto",
         steps: Sequence[UpdateStep] = (),
         seed: int | None = None,
@@ -158,8 +154,6 @@ class Federation(L.Callback):
             optimizer_state=options.optimizer_state,
             availability=Availability() if availability is None else availability,
             faults=Faults() if faults is None else faults,
-            # Scores of single clients are nothing that noise covers.
-            evaluate_clients_every=0 if chain.reveals == "model" else evaluate_clients_every,
             visits=visits,
         )
         self.server: ServerInterface = Server(chain, self.options.faults.min_clients)
@@ -179,7 +173,7 @@ class Federation(L.Callback):
         self._fit = FederatedFit(self.options, self.server, self.schedule, self.store, has_server, measure)
         self.server.held = HeldEntries()
         self._loop = RoundLoop(self._fit, remote)
-        self._models = ClientModels(self._fit)
+        self._models = ClientModels(self._fit, remote)
 
     def replace(self, **changes: Any) -> Federation:
         """A new federation with the same arguments, but for the changes.
@@ -305,6 +299,46 @@ class Federation(L.Callback):
         module = None if self._trainer is None else self._trainer.lightning_module
         return self._models.state(module, client, self._loop.round is not None)
 
+    def ask(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        callback: FederatedCallback,
+        clients: Iterable[Client],
+        question: Mapping[str, Any],
+        own: bool = False,
+    ) -> Answers:
+        """Asks clients outside of a round: a model goes down, and an answer comes up.
+
+        In this process, or in several that share the clients, ``callback`` answers
+        (:meth:`~lightning_fed.FederatedCallback.on_client_question`); on other machines the one of its class there.
+
+        Args:
+            trainer: The Trainer.
+            module: The module; it is the global model, and is it afterwards. An average of global models that
+                validation sees (``WeightAveraging``) is in its place.
+            callback: The callback.
+            clients: The clients.
+            question: What it is asked: primitives and plain containers.
+            own: Whether each client answers with its own model, and not with the global one.
+
+        Raises:
+            Exception: Whatever the callback raises in this process, with the client in a note.
+
+        """
+        with self._loop.averages_in_place():
+            return self._models.ask(trainer, module, callback, clients, question, own)
+
+    @property
+    def is_remote(self) -> bool:
+        """True if the other half of the federation is on other machines."""
+        return self._fit.is_remote
+
+    @property
+    def has_lost_entries(self) -> bool:
+        """True if the entries of the clients' own are not there any more, of the checkpoint that is evaluated."""
+        return self._models.is_lost
+
     def local_model(self, pl_module: L.LightningModule) -> LocalModel:
         """The module as one client after another sees it; to be asked for while it is the global model."""
         return self._models.local(pl_module)
@@ -363,10 +397,6 @@ class Federation(L.Callback):
         self._start, self.round_log.totals = time.monotonic(), Counter()
         if self._fit.has_server and trainer.is_global_zero:
             _log.info(describe_start(self._fit, self.method.name, self._loop.trains_at_once))
-            is_off = self.options.evaluate_clients_every != self.arguments["evaluate_clients_every"]
-            data = datamodule_of(trainer)
-            if is_off and isinstance(data, EvaluationData) and data.val_clients():
-                _log.info("Clients are not evaluated one by one: no noise covers the scores of single clients.")
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -382,22 +412,9 @@ class Federation(L.Callback):
             self._fit.progress.validate()
             self._loop.cut_short()
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluates the clients, before any checkpoint is saved by what they reach."""
-        every = self.options.evaluate_clients_every * (trainer.check_val_every_n_epoch or 1)
-        every = 0 if trainer.sanity_checking else every
-        if every and (is_validating(trainer) or (trainer.current_epoch + 1) % every == 0):
-            with self._loop.averages_in_place():
-                self._models.evaluate(trainer, pl_module, "validation")
-
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what is the clients' own."""
         self._fit.decide_policies(trainer, pl_module)
-
-    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluates the clients."""
-        if self.options.evaluate_clients_every:
-            self._models.evaluate(trainer, pl_module, "test")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives up a round that was cut short by the module, and has Lightning ask for the next one."""

@@ -6,9 +6,10 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.argument_checks import check_count
+from lightning_fed.callbacks.evaluation.data_pass import evaluate_data
 from lightning_fed.data.federated import EvaluationData
+from lightning_fed.data.population import seeded_generators
 from lightning_fed.messages import Client, ClientUpdate
-from lightning_fed.rounds.client_evaluation import evaluate_visit
 from lightning_fed.rounds.federated_callback import FederatedCallback
 
 
@@ -58,5 +59,6 @@ class LocalEvaluation(FederatedCallback):
             return
         loaders = trainer.datamodule.val_clients()  # type: ignore[attr-defined]
         if client in loaders:
-            values = evaluate_visit(trainer, module, loaders[client])
+            with seeded_generators():  # the visit goes on as without it
+                values = evaluate_data(trainer, module, loaders[client], keeps=True).values
             update.metrics |= {f"local/{name}": value for name, value in values.items()}

@@ -15,6 +15,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from torch import nn
 
+from lightning_fed.callbacks.evaluation.data_pass import Stage, evaluate_data
+from lightning_fed.callbacks.evaluation.results import ClientResults
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.compare.method_options import CENTRAL
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_training_data
@@ -22,7 +24,6 @@ from lightning_fed.data.population import seed_everything
 from lightning_fed.model.entries import entry_policies
 from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.recipe import FederatedCLI
-from lightning_fed.rounds.client_evaluation import Stage, evaluate_clients
 from lightning_fed.rounds.entry_policies import freeze_parameters
 from lightning_fed.rounds.lightning_internals import OverriddenMethod
 from lightning_fed.rounds.trainer_checks import find_loader_owner
@@ -180,5 +181,8 @@ class _ClientMeans(Callback):
         datamodule = getattr(trainer, "datamodule", None)
         if isinstance(datamodule, EvaluationData):
             clients = datamodule.val_clients() if stage == "validation" else datamodule.test_clients()
-            summary = evaluate_clients(trainer, pl_module, clients, lambda client: None, stage).summary()
+            reports = {
+                name: evaluate_data(trainer, pl_module, data, stage, keeps=True) for name, data in clients.items()
+            }
+            summary = ClientResults.of(reports).summary()
             trainer.callback_metrics.update({f"fed/{name}": torch.tensor(value) for name, value in summary.items()})

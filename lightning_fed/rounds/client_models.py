@@ -1,24 +1,61 @@
-"""Models of the clients outside of their visits: handed out, and evaluated."""
+"""Models of the clients outside of their visits: handed out, and asked for answers."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning as L
 import torch
 
 from lightning_fed.client.local_model import LocalModel
-from lightning_fed.data.federated import EvaluationData
-from lightning_fed.messages import Client, State
-from lightning_fed.rounds.client_evaluation import Stage, evaluate_clients, name_strangers
-from lightning_fed.rounds.federated_callback import tell_of_model
+from lightning_fed.data.population import seed_everything, seeded_generators
+from lightning_fed.errors import ClientFault, VisitTimeout
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.numerics.seeds import client_key, derive_seed
+from lightning_fed.rounds.federated_callback import FederatedCallback, tell_of_model
 from lightning_fed.rounds.federated_fit import FederatedFit
-from lightning_fed.rounds.lightning_internals import datamodule_of
+from lightning_fed.rounds.remote import RemoteSide
+from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.rule import ResizingAggregator, model_of
+from lightning_fed.server.schedule import Visit
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass
+class Answers:
+    """Answers of clients that were asked outside of a round.
+
+    Args:
+        updates: Client to its answer, in the order in which they were asked.
+        failed: Client to the reason why it has none.
+        down_bytes: Bytes of the models that were sent.
+        up_bytes: Bytes of the answers.
+
+    """
+
+    updates: dict[Client, ClientUpdate] = field(default_factory=dict)
+    failed: dict[Client, str] = field(default_factory=dict)
+    down_bytes: int = 0
+    up_bytes: int = 0
+
+    @classmethod
+    def joined(cls, parts: Sequence[Answers], clients: Iterable[Client]) -> Answers:
+        """Joins those of several processes, in the order of the clients."""
+        updates = {client: update for part in parts for client, update in part.updates.items()}
+        failed = {client: reason for part in parts for client, reason in part.failed.items()}
+        return cls(
+            {client: updates[client] for client in clients if client in updates},
+            failed,
+            sum(part.down_bytes for part in parts),
+            sum(part.up_bytes for part in parts),
+        )
 
 
 class ClientModels:
@@ -26,14 +63,15 @@ class ClientModels:
 
     Args:
         fit: The fit; it knows the clients, the policies of the entries and the store of the clients' own.
+        remote: The other half of the federation, where it is on other machines.
 
     Attributes:
-        is_lost: Whether the entries of the clients' own are not there any more, so that clients are not evaluated.
+        is_lost: Whether the entries of the clients' own are not there any more, so that no client can be asked.
 
     """
 
-    def __init__(self, fit: FederatedFit) -> None:
-        self._fit = fit
+    def __init__(self, fit: FederatedFit, remote: RemoteSide | None = None) -> None:
+        self._fit, self._remote = fit, remote
         self.is_lost = False
         self._has_named_strangers = False
 
@@ -43,7 +81,7 @@ class ClientModels:
         Args:
             rounds: Number of rounds.
             state: What the store's ``checkpoint`` returned.
-            must: Whether it is an error if it is lost; otherwise clients are not evaluated.
+            must: Whether it is an error if it is lost; otherwise clients are not asked.
 
         Raises:
             ValueError: If it is.
@@ -82,40 +120,114 @@ class ClientModels:
         finally:
             local.load_global(state)
 
-    def evaluate(self, trainer: L.Trainer, module: L.LightningModule, stage: Stage) -> None:
-        """Runs the module's step over each client's data, where there are any, with its own model, and logs it.
-
-        Args:
-            trainer: The Trainer.
-            module: The module; it is the global model, and is it afterwards.
-            stage: Whose step and data.
-
-        """
-        datamodule = datamodule_of(trainer)
-        if self.is_lost or not isinstance(datamodule, EvaluationData):
-            return
-        loaders = datamodule.val_clients() if stage == "validation" else datamodule.test_clients()
-        if not loaders:
-            return
+    def ask(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        callback: FederatedCallback,
+        clients: Iterable[Client],
+        question: Mapping[str, Any],
+        own: bool,
+    ) -> Answers:
+        """See :meth:`Federation.ask`."""
+        fit, clients, round = self._fit, list(clients), trainer.current_epoch
         with torch.inference_mode(False):  # what is made in that mode cannot be trained
             local = self.local(module)
-            if self._fit.is_population_known and not self._has_named_strangers:
-                name_strangers(loaders, self._fit.population.clients, bool(local.personal))
-                self._has_named_strangers = True
+            self._name_strangers(clients, bool(local.personal))
             state = local.global_state()
+            seed = fit.schedule.end_seed(round)
+            visits = [Visit(client, round, derive_seed(seed, client_key(client))) for client in clients]
 
-            def load(client: Client) -> None:
-                local.load_client(client, self._shared(client, state), trains=False)
-                tell_of_model(trainer, module, client)
+            def send(visit: Visit) -> Broadcast:
+                broadcast = Broadcast(round, self._shared(visit.client, state) if own else state)
+                fit.server.sent(visit.client, broadcast)
+                return broadcast
 
-            try:
-                results = evaluate_clients(trainer, module, loaders, load, stage)
-            finally:
-                local.load_global(state)
-                tell_of_model(trainer, module, None)
-        self._fit.round_log.put_clients(trainer, trainer.current_epoch, results)
+            with self._counting() as answers, seeded_generators():
+                if self._remote is not None:
+                    question = {**question, "callback": type(callback).__name__, "own": own}
+                    for client, answer in self._remote.ask(fit, question, visits, send):
+                        if isinstance(answer, str):
+                            answers.failed[client] = answer
+                        else:
+                            answers.updates[client] = answer
+                            answers.up_bytes += answer.nbytes
+                else:
+
+                    def answer_here(visit: Visit) -> ClientUpdate:
+                        sent = send(visit).state
+                        if own:
+                            local.load_client(visit.client, sent, trains=False)
+                        else:
+                            local.load_global(sent)
+                        tell_of_model(trainer, module, visit.client if own else None)
+                        seed_everything(visit.seed)
+                        with fit.clock.visit():
+                            return callback.on_client_question(trainer, module, visit.client, question)
+
+                    try:
+                        self._ask_here(trainer, visits, answer_here, answers)
+                    finally:
+                        local.load_global(state)
+                        tell_of_model(trainer, module, None)
+        if self._remote is None:
+            answers = Answers.joined(process_group_of(trainer).gather(answers), clients)
+        for client, reason in answers.failed.items():
+            _log.warning("Client %r does not answer: %s.", client, reason)
+        return answers
+
+    def _ask_here(
+        self, trainer: L.Trainer, visits: Sequence[Visit], answer: Callable[[Visit], ClientUpdate], answers: Answers
+    ) -> None:
+        """Asks the clients of which this process is in charge."""
+        ranks = process_group_of(trainer)
+        with ranks.independent():
+            for visit in itertools.islice(visits, ranks.rank, None, ranks.size):
+                try:
+                    update = answer(visit)
+                except (ClientFault, VisitTimeout) as fault:
+                    answers.failed[visit.client] = str(fault)
+                except Exception as error:
+                    error.add_note(f"After round {visit.round}, when client {visit.client!r} was asked.")
+                    raise
+                else:
+                    answers.updates[visit.client] = update
+                    answers.up_bytes += update.nbytes
+
+    @contextmanager
+    def _counting(self) -> Iterator[Answers]:
+        """Bytes are meanwhile counted apart from those of the last round."""
+        answers, server = Answers(), self._fit.server
+        report, server.report = server.report, replace(server.report, up_bytes=0, down_bytes=0)
+        try:
+            yield answers
+        finally:
+            answers.down_bytes, server.report = server.report.down_bytes, report
 
     def _shared(self, client: Client, state: State) -> State:
         """Shared entries of the model that serves a client, which with most rules is the global one's ``state``."""
         served_state = model_of(self._fit.server.rule, client)
         return state if served_state is None else served_state
+
+    def _name_strangers(self, clients: Sequence[Client], has_personal: bool) -> None:
+        """Says once who is asked and does not train: new clients, or misspelt ones."""
+        if not self._fit.is_population_known or self._has_named_strangers:
+            return
+        self._has_named_strangers = True
+        known = self._fit.population.clients
+        keys = known if isinstance(known, range) else set(known)
+        strangers = [client for client in clients if client not in keys]
+        if strangers:
+            _log.log(
+                logging.WARNING if has_personal else logging.INFO,
+                "%d clients are evaluated that do not train (%s), with %s. Those that train are %s.",
+                len(strangers),
+                _first(strangers),
+                "the initial values of the personal entries" if has_personal else "the global model",
+                _first(known),
+            )
+
+
+def _first(clients: Sequence[Client]) -> str:
+    named = ", ".join(repr(client) for client in itertools.islice(clients, 5))
+    return f"{named}, ..." if len(clients) > 5 else named

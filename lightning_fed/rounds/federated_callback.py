@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
 
+from lightning_fed.errors import ClientFault
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.rounds.lightning_internals import callbacks_of
 
@@ -32,6 +33,7 @@ class FederatedCallback(L.Callback):
         needs_local_clients: Reason why the callback cannot work with clients on other machines; empty where it can.
         can_recalibrate_remotely: Whether clients on other machines can measure BatchNorm's statistics with the global
             model (``batch_norm="recalibrate"``), with the messages that there are for it.
+        has_own_models: Whether clients have whole models of their own, with which they are evaluated.
 
     Example:
         >>> import torch
@@ -73,6 +75,7 @@ class FederatedCallback(L.Callback):
     needs_local_clients: str = ""
     can_recalibrate_remotely: bool = True
     keeps_privacy: bool = False
+    has_own_models: bool = False
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Server side, before the first visit: the module holds the global model, and must hold it again afterwards."""
@@ -168,6 +171,19 @@ class FederatedCallback(L.Callback):
             is_new: Whether the global model is a new one, and not that which the round found.
 
         """
+
+    def on_client_question(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, question: Mapping[str, Any]
+    ) -> ClientUpdate:
+        """Client side, outside of visits: the answer to :meth:`Federation.ask <lightning_fed.Federation.ask>`.
+
+        The module is the model to answer with; what is done to it is undone afterwards.
+
+        Raises:
+            ClientFault: If the client has no answer.
+
+        """
+        raise ClientFault(f"`{type(self).__name__}` is asked nothing")
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
         """Called when the module has become a client's model outside of its visit, to be evaluated or measured with.

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
 from torch import Tensor, nn
@@ -112,6 +112,22 @@ def is_fitting(trainer: L.Trainer) -> bool:
 def is_validating(trainer: L.Trainer) -> bool:
     """True if ``trainer.validate`` was called, likewise; ``trainer.validating`` is true in a fit's validation too."""
     return trainer.state.fn == TrainerFn.VALIDATING
+
+
+def exchange_stage(trainer: L.Trainer, stage: Any) -> Any:
+    """Has the Trainer say that it is in a stage (``trainer.validating``, ...), and returns the one before.
+
+    It is the ``stage`` of the Trainer's state.
+
+    Args:
+        trainer: The Trainer.
+        stage: ``"validation"``, ``"test"``, or what this function has returned.
+
+    """
+    before = trainer.state.stage
+    known = {"validation": RunningStage.VALIDATING, "test": RunningStage.TESTING}
+    trainer.state.stage = known.get(stage, stage)
+    return before
 
 
 def exchange_reload_interval(trainer: L.Trainer, epochs: int) -> int:

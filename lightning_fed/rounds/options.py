@@ -134,7 +134,6 @@ class FitOptions:
     optimizer_state: Literal["reset", "keep"] = "reset"
     availability: Availability = field(default_factory=Availability)
     faults: Faults = field(default_factory=Faults)
-    evaluate_clients_every: int = 1
     visits: VisitsOption = "auto"
 
     def __post_init__(self) -> None:
@@ -148,7 +147,6 @@ class FitOptions:
         for name, kind in (("availability", Availability), ("faults", Faults)):
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"Expected `{name}` to be {kind.__name__}(...), but got {getattr(self, name)!r}.")
-        check_count("evaluate_clients_every", self.evaluate_clients_every, lowest=0)
         if self.faults.visit_timeout is not None and self.most_at_once > 1:
             raise ValueError(
                 "Expected one of `visit_timeout` and `Vectorized`: clients that train at once wait for each other."

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from lightning_fed.data.population import Population
-from lightning_fed.messages import Broadcast, Client, State
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.round import Round
 from lightning_fed.server.interface import ServerInterface
@@ -58,5 +59,26 @@ class RemoteSide(ABC):
 
         Returns:
             Client and what it measured, without clients that cannot.
+
+        """
+
+    @abstractmethod
+    def ask(
+        self,
+        fit: FederatedFit,
+        question: Mapping[str, Any],
+        visits: Sequence[Visit],
+        send: Callable[[Visit], Broadcast],
+    ) -> Iterator[tuple[Client, ClientUpdate | str]]:
+        """Asks clients outside of a round.
+
+        Args:
+            fit: The fit; the entries that do not travel are in its module.
+            question: What their callback is asked: primitives and plain containers.
+            visits: The clients, each with the seed of its draws.
+            send: Gives the model to answer with, counted.
+
+        Returns:
+            Client and its answer, or the reason why there is none.
 
         """

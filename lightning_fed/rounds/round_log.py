@@ -12,16 +12,14 @@ from typing import Any
 import lightning as L
 import torch
 
-from lightning_fed.messages import Client, State
+from lightning_fed.messages import State
 from lightning_fed.model.entries import norm
-from lightning_fed.rounds.client_evaluation import ClientResults
 from lightning_fed.rounds.lightning_internals import hide_metrics, log_position, show_metrics
 from lightning_fed.server.schedule import Cohort
 from lightning_fed.server.server import RoundReport
 
 _log = logging.getLogger(__name__)
 
-_MAX_CLIENTS_BY_NAME = 20
 _MOST_METRICS = 64  # of one client in a round
 _MOST_NAMES = 256  # of all clients in a fit
 _NAME = re.compile(r"[A-Za-z0-9._/-]{1,100}")
@@ -152,20 +150,22 @@ class RoundLog:
             values["fed/global_update_norm"] = global_norm
             values["fed/drift"] = 1 - global_norm / mean_norm if mean_norm else 0.0
         values |= self._mean_metrics(report)
-        self._replace(trainer, "aggregator", measured)
-        self.put(trainer, report.round, values | dict(measured))
+        self.put(trainer, report.round, values | dict(measured), {"aggregator": measured})
 
-    def put_clients(self, trainer: L.Trainer, round: int, results: ClientResults) -> None:
-        """Logs the evaluation client by client: ``fed/<metric>/...``, and ``client/<id>/<metric>`` of few clients."""
-        values: dict[str, float] = {}
-        for name, by_client in results.values.items():
-            if len(by_client) <= _MAX_CLIENTS_BY_NAME:
-                values |= {f"client/{_loggable(client)}/{name}": value for client, value in by_client.items()}
-        self._replace(trainer, "clients", values)
-        self.put(trainer, round, {f"fed/{name}": value for name, value in results.summary().items()} | values)
+    def put(
+        self, trainer: L.Trainer, round: int, values: Mapping[str, float], passing: Mapping[str, Iterable[str]] = {}
+    ) -> None:
+        """Logs values of a round under their names.
 
-    def put(self, trainer: L.Trainer, round: int, values: Mapping[str, float]) -> None:
-        """Logs values of a round under their names."""
+        Args:
+            trainer: The Trainer.
+            round: The round.
+            values: The values.
+            passing: Kind to those of the names that take the place of the last ones of their kind.
+
+        """
+        for kind, names in passing.items():
+            self._replace(trainer, kind, names)
         if trainer.barebones or not values:
             return
         self._last |= values
@@ -204,8 +204,3 @@ class RoundLog:
                 )  # fmt: skip
             self.totals["numbers"] += len(left_out)
         return {f"clients/{name}": sum(values) / len(values) for name, values in sorted(sent.items()) if name in taken}
-
-
-def _loggable(client: Client) -> str:
-    """A client's key as text that files can hold: what is no text in it, as in names of files, is escaped."""
-    return str(client).encode(errors="backslashreplace").decode()

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 
 from lightning_fed import FederatedCallback, FederatedDataModule, MemoryStore
-from lightning_fed.callbacks import FeatureFusion, LocalEvaluation
+from lightning_fed.callbacks import ClientEvaluation, FeatureFusion, LocalEvaluation
 from lightning_fed.modules import find_fusion
 from tests import models
 from tests.algorithms.fedfusion.test_fusion import Net
@@ -81,7 +81,8 @@ def test_the_training_does_not_notice(options, federated_trainer):
     for callbacks in ([], [LocalEvaluation()]):
         recorder, store = Recorder(), MemoryStore()
         module = Writes(Net(), models.momentum)
-        fit(federated_trainer, [*callbacks, recorder], module, evaluate_clients_every=0, store=store, **options)
+        callbacks = [*callbacks, recorder, ClientEvaluation(0)]
+        fit(federated_trainer, callbacks, module, store=store, **options)
         kept = [state for client in TRAIN if (state := store.get(client))]
         results.append([*recorder.aggregates, *(visit.end for visit in recorder.visits), *kept])
     for expected, result in zip(*results, strict=True):

@@ -8,6 +8,7 @@ import torchmetrics
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
 
+from lightning_fed.callbacks import ClientEvaluation
 from lightning_fed.rounds.isolated_pass import find_metrics, isolated_pass
 from tests import models
 
@@ -193,7 +194,7 @@ def test_a_metric_with_two_names_is_evaluated_client_by_client(federated_trainer
     held_out = models.as_datasets(models.vectors({"ann": 11, "bob": 40}))
     values = []
     for every in (0, 1):
-        trainer = federated_trainer(max_rounds=3, seed=3, evaluate_clients_every=every)
+        trainer = federated_trainer(max_rounds=3, seed=3, callbacks=[ClientEvaluation(every)])
         trainer.fit(TwiceNamed(), models.as_datasets(clients), held_out)
         values.append(trainer.callback_metrics)
     assert values[0]["val_acc"] == values[1]["val_acc"]

@@ -151,6 +151,16 @@ def test_loaders_are_asked_for_again(plain_trainer):
     assert len(asked) == 3, "`trainer.reload_dataloaders_every_n_epochs` is not read in every epoch any more"
 
 
+def test_a_trainer_says_the_stage_that_it_was_given(plain_trainer):
+    trainer = plain_trainer()
+    before = internals.exchange_stage(trainer, "validation")
+    assert trainer.validating, "`trainer.state.stage` is not what `trainer.validating` reads any more"
+    assert internals.exchange_stage(trainer, "test") == "validate"
+    assert trainer.testing
+    internals.exchange_stage(trainer, before)
+    assert not trainer.testing
+
+
 def test_the_last_batch_is_what_it_was_made(fit):
     def look(trainer, module):
         before = trainer.is_last_batch

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.algorithms import FedFusion
-from lightning_fed.rounds.client_models import ClientModels
+from lightning_fed.rounds.client_models import Answers, ClientModels
 from tests import models
 from tests.breadth import quick
 from tests.recorders import MemoryLogger, assert_same, state_of
@@ -147,13 +147,14 @@ def test_clients_are_evaluated_with_the_average(federated_trainer):
 
 
 def test_a_failed_evaluation_leaves_the_global_model(federated_trainer, monkeypatch):
-    def fails(models, trainer, module, stage):
+    def fails(models, trainer, *arguments):
         if trainer.current_epoch == 1:
             raise RuntimeError("no evaluation")
+        return Answers()
 
     seen, own = GlobalModels(), module()
     trainer = federated_trainer(max_rounds=3, callbacks=[seen, ema()])
-    monkeypatch.setattr(ClientModels, "evaluate", fails)
+    monkeypatch.setattr(ClientModels, "ask", fails)
     with pytest.raises(RuntimeError, match="no evaluation"):
         trainer.fit(own, datamodule=data())
     assert_close(state_of(own), seen.states[1])

@@ -184,7 +184,6 @@ def test_numbers_that_not_every_round_brings_are_there_after_a_resume(tmp_path):
     def fit(name, folder, *callbacks, path=None):
         saved = ModelCheckpoint(tmp_path / folder, save_last=True)
         made = trainer(tmp_path, name, saved, *callbacks, rounds=5)
-        made.federation.evaluate_clients_every = 3
         clients = as_datasets(vectors())
         made.fit(module(), datamodule=FederatedDataModule(clients, clients, batch_size=4), ckpt_path=path)
         return made

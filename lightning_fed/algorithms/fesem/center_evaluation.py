@@ -8,11 +8,13 @@ from typing import Any
 import lightning as L
 
 from lightning_fed.algorithms.fesem.aggregator import FeSEM
+from lightning_fed.callbacks.evaluation.data_pass import Stage, evaluate_data
+from lightning_fed.callbacks.evaluation.results import ClientResults
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.messages import Client, State
 from lightning_fed.method import register
 from lightning_fed.model.entries import copy_state, live_entries, load_entries
-from lightning_fed.rounds.client_evaluation import Stage, evaluate_clients
+from lightning_fed.rounds.synchronisation import process_group_of
 
 _log = logging.getLogger(__name__)
 
@@ -63,17 +65,17 @@ class CenterEvaluation(L.Callback):
             models[key] = before if index is None else aggregator.centers[index]
             weights[key] = size
 
-        def load(key: Client) -> None:
-            load_entries(entries, models[key])
-
+        pool, reports = process_group_of(trainer), {}
         try:
-            results = evaluate_clients(trainer, pl_module, dict.fromkeys(models, loader), load, stage, is_pooled=True)
+            for key, model in models.items():
+                load_entries(entries, model)
+                reports[key] = evaluate_data(trainer, pl_module, loader, stage, pool=pool)
         finally:
             load_entries(entries, before)
         total = sum(weights.values())
         values: dict[str, float] = {
             f"fesem/{name}": sum(weights[key] * value for key, value in by_key.items()) / total
-            for name, by_key in results.values.items()
+            for name, by_key in ClientResults.of(reports).values.items()
         }
         federation.round_log.put(trainer, trainer.current_epoch, values)
 

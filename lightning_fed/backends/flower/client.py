@@ -100,6 +100,7 @@ class LightningClientApp(ClientApp):
         self.query("sum")(self._answer)
         self.train()(self._answer)
         self.evaluate()(self._answer)
+        self.evaluate("question")(self._answer)
 
     def _answer(self, message: Message, context: Context) -> Message:
         kind, packet = message.metadata.message_type, from_records(message.content)

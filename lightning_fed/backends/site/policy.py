@@ -22,7 +22,7 @@ from lightning_fed.privacy.secure_sum import SecureSum
 from lightning_fed.steps.update_step import UpdateStep
 
 ANSWERS = {"query": "clients", "train": "update", "query.request": "request", "evaluate": "statistics",
-           "query.sum": "sum"}  # fmt: skip
+           "query.sum": "sum", "evaluate.question": "evaluation"}  # fmt: skip
 """The kinds of answers by the type of the message that asks for them. One that is not here does not leave; a new one
 also needs a line in ``_CONTENTS``."""
 

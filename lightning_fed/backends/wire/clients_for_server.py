@@ -20,6 +20,7 @@ from lightning_fed.backends.wire.hyperparameters import (
 from lightning_fed.backends.wire.packets import (
     NOT_HELD,
     NOT_HERE,
+    QUESTION,
     REQUEST,
     STATISTICS,
     VISIT,
@@ -40,7 +41,7 @@ from lightning_fed.data.population import PlannedVisit, Population, VisitBatch
 from lightning_fed.errors import BadUpdate, describe, without_frames
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
 from lightning_fed.model.batch_norm import find_bad_statistics
-from lightning_fed.model.entries import find_non_finite
+from lightning_fed.model.entries import find_non_finite, live_entries
 from lightning_fed.privacy.secure_sum import RingSum
 from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.rounds.federated_fit import FederatedFit
@@ -144,14 +145,8 @@ class RemoteClientSide(RemoteSide):
                 " them with finite values, with which they are sent and averaged."
             )
         self._server_entries = round.local.server_entries
-        start = pack_numbers(optimizers.start)
-        self._train_request = {
-            "run": self._client_store.run,
-            "needed": self._client_store.needed,
-            "seed": self._seed,
-            "frozen": digest(frozen),
-            "hyperparameters": start | {"optimizers": name_optimizers(fit.trainer.optimizers)},
-        }
+        start = pack_numbers(optimizers.start) | {"optimizers": name_optimizers(fit.trainer.optimizers)}
+        self._train_request = self._common(frozen) | {"hyperparameters": start}
         number = fit.server.report.round
         secure_sum = self._start_sum(fit)
         requests = self._requests(fit, round.start.state)
@@ -230,6 +225,36 @@ class RemoteClientSide(RemoteSide):
             if reported.scaler:
                 final["scaler"] = reported.scaler
             optimizers.note_visit(position, final)
+
+    def ask(
+        self,
+        fit: FederatedFit,
+        question: Mapping[str, Any],
+        visits: Sequence[Visit],
+        send: Callable[[Visit], Broadcast],
+    ) -> Iterator[tuple[Client, ClientUpdate | str]]:
+        """Sends the question with the model, and receives what comes back, in the order of the clients."""
+        entries = live_entries(fit.module)
+        frozen = {name: entries[name] for name in entries if fit.policies[name] == "frozen"}
+        self._train_request = self._common(frozen) | {"hyperparameters": {}, "question": dict(question)}
+        messages = ((visit, send(visit), "") for visit in visits)
+        for client, reply in self._ask(fit.server, QUESTION, messages):
+            answer = _open(reply, client, fit.trainer.current_epoch, entries)
+            if isinstance(answer, Fault) and answer.reason == NOT_HERE:
+                self._transport.forget(client)
+            if isinstance(answer, tuple):
+                yield client, answer[0]
+            else:
+                yield client, answer.reason if isinstance(answer, Fault) else "it does not answer what it was asked"
+
+    def _common(self, frozen: State) -> dict[str, Any]:
+        """What all requests of a fit have."""
+        return {
+            "run": self._client_store.run,
+            "needed": self._client_store.needed,
+            "seed": self._seed,
+            "frozen": digest(frozen),
+        }
 
     def _start_sum(self, fit: FederatedFit) -> ServerSum | None:
         """Has the round's clients share secrets, where the rule uses their updates in a secure sum alone."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, distinct
 from lightning_fed.server.schedule import Visit
 
-VERSION = 4
+VERSION = 5
 """Version of the messages. Halves of different versions do not understand each other, and say so."""
 
 _MANY = 2**53  # whole numbers that a float holds exactly
@@ -29,9 +29,9 @@ _HIGHEST_RATE = 1e6  # learning rates above it are no one's
 _TEXT = 2**20, 2**11  # bytes of a header, and for every entry
 _DATA = 2**26, 8  # bytes of a reply's tensors, and for every byte of the model
 
-VISIT, REQUEST, STATISTICS, HELLO = "train", "query.request", "evaluate", "query"
-"""Types of messages. A client is asked for an update, the rows of its request, or statistics of its BatchNorm
-layers; a node is asked for its clients."""
+VISIT, REQUEST, STATISTICS, QUESTION, HELLO = "train", "query.request", "evaluate", "evaluate.question", "query"
+"""Types of messages. A client is asked for an update, the rows of its request, statistics of its BatchNorm
+layers, or what a callback asks; a node is asked for its clients."""
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -92,6 +92,7 @@ class TrainRequest:
         held: Digest of the entries that are not sent because the client should have them; empty if there are none.
         keeps: Whether the client is to keep what it is sent, because it will not be sent all of it again.
         peers: In a secure sum the clients with which it masks its update, itself among them; ``None`` without one.
+        question: A callback's question, outside of a round; ``None`` in one.
 
     """
 
@@ -106,6 +107,7 @@ class TrainRequest:
     held: str = ""
     keeps: bool = False
     peers: Sequence[Client] | None = None
+    question: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -304,6 +306,8 @@ def _check_train_request(train_request: TrainRequest) -> None:
         raise TypeError(f"the clients of its sum are {peers!r:.100}")
     if not isinstance(sent, dict):
         raise TypeError(f"the hyperparameters are {sent!r}")
+    if not isinstance(train_request.question, dict | None):
+        raise TypeError(f"the question is {train_request.question!r:.100}")
     bad_rate = find_bad_rate(sent)
     if bad_rate is not None:
         raise TypeError(bad_rate)

@@ -162,6 +162,8 @@ class ClientRunner:
         if remote.measured is not None:
             num_samples = population.num_samples(client)
             return self._bounded(write_update(ClientUpdate(client, num_samples, {}, remote.measured), Answer()), client)
+        if remote.answer is not None:
+            return self._bounded(write_update(remote.answer, Answer()), client)
         if server.update is not None:
             store = FolderStore(self._store / train_request.run, keep_all=True)
             if train_request.needed:
@@ -204,7 +206,6 @@ class ClientRunner:
             partition=None,
             visits=self._federation.options.visits_one_by_one,
             store=FolderStore(self._store / run, keep_all=True),
-            evaluate_clients_every=0,
         )
         half.split(remote)
         trainer = L.Trainer(

@@ -19,6 +19,7 @@ from lightning_fed.backends.wire.options import check_options
 from lightning_fed.backends.wire.remote_client_store import RemoteClientStore
 from lightning_fed.backends.wire.run_folder import lock_folder, read_clients, write_clients
 from lightning_fed.backends.wire.transport import Transport
+from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation, ClientsBatch
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.messages import Client
 from lightning_fed.rounds.batch_norm import batch_norm_layers
@@ -109,8 +110,6 @@ def run_server(
         partition=None,
         store=client_store,
         visits=federation.options.visits_one_by_one,
-        # The server does not have what is the clients' own.
-        evaluate_clients_every=0 if federation.has_personal_entries else federation.options.evaluate_clients_every,
     )
     half.split(RemoteClientSide(transport, client_store, clients, half.schedule.seed))
     L.seed_everything(half.schedule.seed, verbose=False)
@@ -123,6 +122,8 @@ def run_server(
     )
     if last.exists():
         _log.info("Going on from %s.", last)
+    if val_data is None and any(isinstance(callback, ClientEvaluation) for callback in callbacks):
+        val_data = ClientsBatch()
     if isinstance(val_data, L.LightningDataModule):
         val_data.prepare_data()
         val_data.setup("validate")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -17,14 +18,15 @@ from lightning_fed.backends.wire.hyperparameters import (
     on_device,
     pack_numbers,
 )
-from lightning_fed.backends.wire.packets import NOT_HELD, REQUEST, VISIT, TrainRequest
+from lightning_fed.backends.wire.packets import NOT_HELD, QUESTION, REQUEST, VISIT, TrainRequest
 from lightning_fed.client.client_store import FolderStore
-from lightning_fed.data.population import Population
+from lightning_fed.data.population import Population, seed_everything
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import ClientFault, VisitTimeout, describe
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
 from lightning_fed.model.entries import copy_state, find_non_finite, live_entries
 from lightning_fed.rounds.batch_norm import client_statistics, layers_in_training
+from lightning_fed.rounds.federated_callback import federated_callbacks, tell_of_model
 from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.isolated_pass import forward_step
 from lightning_fed.rounds.lightning_internals import keep_schedulers, loss_scaler
@@ -33,6 +35,8 @@ from lightning_fed.rounds.round import Round
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.interface import RoundReport, ServerInterface
 from lightning_fed.server.schedule import Cohort, Visit
+
+_log = logging.getLogger(__name__)
 
 
 class HalvesMismatch(ValueError):
@@ -128,6 +132,7 @@ class RemoteServerSide(RemoteSide):
     Attributes:
         request: The client's request, if it was asked for that.
         measured: Statistics of the inputs of BatchNorm layers, likewise.
+        answer: The answer of a callback that was asked, likewise.
         left: How far the visit took per-step schedulers and the loss scale; ``None`` where nothing goes on from it.
 
     """
@@ -148,6 +153,7 @@ class RemoteServerSide(RemoteSide):
         self.server: RemoteServer
         self.request: Request | None = None
         self.measured: State | None = None
+        self.answer: ClientUpdate | None = None
         self.left: dict[str, Any] | None = None
 
     def connect(self, server: ServerInterface) -> ServerInterface:
@@ -172,22 +178,8 @@ class RemoteServerSide(RemoteSide):
 
         """
         trainer, train_request = fit.trainer, self._train_request
-        sent = train_request.hyperparameters
-        if sent["optimizers"] != name_optimizers(trainer.optimizers):
-            raise HalvesMismatch(
-                f"the server's optimizers are {sent['optimizers']}, and the client's"
-                f" {name_optimizers(trainer.optimizers)}: both need the same model"
-            )
-        load_hyperparameters(trainer.optimizers, sent["groups"])
-        configs: list[Any] = trainer.lr_scheduler_configs
-        stepwise = [config for config in configs if _is_stepwise(trainer, config)]
-        for config, numbers in zip(stepwise, sent["schedulers"], strict=True):
-            load_numbers(config.scheduler, numbers)
-        # What schedules rounds is the server's: here each of them would see a single one.
-        keep_schedulers(trainer, stepwise)
-        scaler = loss_scaler(trainer)
-        if sent["scaler"] and scaler is not None:
-            load_numbers(scaler, sent["scaler"])
+        if self._kind != QUESTION:
+            self._load_optimizers(trainer, train_request.hyperparameters)
         self.server.arrive(trainer.lightning_module.device)
         fit.store.restore(train_request.kept + 1, {"run": 0})
         assert isinstance(fit.store, FolderStore)
@@ -203,6 +195,30 @@ class RemoteServerSide(RemoteSide):
 
         if train_request.held:
             self._fill_in(fit, entries)
+
+    @staticmethod
+    def _load_optimizers(trainer: L.Trainer, sent: dict[str, Any]) -> None:
+        """Makes optimizers and schedulers what they are at the start of this round.
+
+        Raises:
+            HalvesMismatch: If the server has another model.
+
+        """
+        if sent["optimizers"] != name_optimizers(trainer.optimizers):
+            raise HalvesMismatch(
+                f"the server's optimizers are {sent['optimizers']}, and the client's"
+                f" {name_optimizers(trainer.optimizers)}: both need the same model"
+            )
+        load_hyperparameters(trainer.optimizers, sent["groups"])
+        configs: list[Any] = trainer.lr_scheduler_configs
+        stepwise = [config for config in configs if _is_stepwise(trainer, config)]
+        for config, numbers in zip(stepwise, sent["schedulers"], strict=True):
+            load_numbers(config.scheduler, numbers)
+        # What schedules rounds is the server's: here each of them would see a single one.
+        keep_schedulers(trainer, stepwise)
+        scaler = loss_scaler(trainer)
+        if sent["scaler"] and scaler is not None:
+            load_numbers(scaler, sent["scaler"])
 
     def _fill_in(self, fit: FederatedFit, entries: State) -> None:
         """Adds the entries to the message that the server has left out.
@@ -251,6 +267,9 @@ class RemoteServerSide(RemoteSide):
             else:
                 self.server.fail(visit.client, planned.fault, planned.error)
             return
+        if self._kind == QUESTION:
+            self._answer(round, visit)
+            return
         module = trainer.lightning_module
         step = forward_step(module)
         try:
@@ -260,6 +279,37 @@ class RemoteServerSide(RemoteSide):
             self.measured = client_statistics(trainer, module, fit.population, visit, layers_in_training(module), step)
         except Exception as error:
             self.server.fail(visit.client, describe(error), error)
+
+    def _answer(self, round: Round, visit: Visit) -> None:
+        """Has the callback that is asked answer, with the client's own model or the global one."""
+        trainer, module, question = round.fit.trainer, round.fit.module, self._train_request.question or {}
+        name = question.get("callback")
+        try:
+            callback = next((one for one in federated_callbacks(trainer) if type(one).__name__ == name), None)
+            if callback is None:
+                raise ClientFault(f"its half has no callback {str(name)[:100]!r}, which is asked")
+            state = round.visits.send(visit.client).state
+            if question.get("own"):
+                round.local.load_client(visit.client, state, trains=False)
+            else:
+                round.local.load_global(state)
+            tell_of_model(trainer, module, visit.client if question.get("own") else None)
+            seed_everything(visit.seed)
+            self.answer = callback.on_client_question(trainer, module, visit.client, question)
+        except Exception as error:
+            if not isinstance(error, ClientFault):
+                _log.exception("Client %r cannot answer.", visit.client)
+            self.server.fail(visit.client, describe(error), error)
+
+    def ask(
+        self,
+        fit: FederatedFit,
+        question: Mapping[str, Any],
+        visits: Sequence[Visit],
+        send: Callable[[Visit], Broadcast],
+    ) -> Iterator[tuple[Client, ClientUpdate | str]]:
+        """Returns nothing: only a server asks."""
+        return iter(())
 
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]

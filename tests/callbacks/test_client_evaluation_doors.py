@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedDataModule, Federation
+from lightning_fed.callbacks import ClientEvaluation
 from lightning_fed.client.client_store import FolderStore
 from lightning_fed.data import IID
 from lightning_fed.privacy import CentralDP
@@ -65,7 +66,7 @@ def test_a_checkpoint_is_evaluated_with_each_clients_own_model(door, fitted, fed
         federation = trainer.federation
     else:
         federation = Federation(**options)
-        trainer = plain_trainer(callbacks=[federation])
+        trainer = plain_trainer(callbacks=[federation, ClientEvaluation()])
     module = Both()
     trainer.validate(module, datamodule=data(), ckpt_path=folder / "epoch=2.ckpt", verbose=False)
     assert of_clients(trainer, "val_acc") == reached
@@ -159,7 +160,7 @@ def test_clients_that_do_not_train_are_named(personal, federated_trainer, caplog
 def test_clients_are_evaluated_in_every_so_many_rounds_with_a_validation(every, val_every, rounds, federated_trainer):
     held_out = models.as_datasets({"ann": HELD_OUT["ann"]})
     trainer = federated_trainer(
-        max_rounds=6, evaluate_clients_every=every, check_val_every_n_epoch=val_every, logger=MemoryLogger()
+        max_rounds=6, callbacks=[ClientEvaluation(every)], check_val_every_n_epoch=val_every, logger=MemoryLogger()
     )
     trainer.fit(models.Module(models.mlp()), models.as_datasets(CLIENTS), held_out)
     assert [round for round, _ in trainer.logger.curve("client/ann/val_loss")] == rounds

@@ -1,0 +1,422 @@
+"""The callback that evaluates models where the clients' validation and test data are."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import lightning as L
+import numpy as np
+
+from lightning_fed.argument_checks import check_count
+from lightning_fed.callbacks.evaluation.data_pass import Stage, evaluate_data, pooled_values
+from lightning_fed.callbacks.evaluation.metric_states import StateRules, check_state, named_metrics
+from lightning_fed.callbacks.evaluation.report import EvaluationReport, metric_of
+from lightning_fed.callbacks.evaluation.results import ClientResults
+from lightning_fed.callbacks.federation import Federation, find_federation
+from lightning_fed.data.federated import EvaluationData
+from lightning_fed.errors import BadUpdate, ClientFault, OptionError
+from lightning_fed.messages import Client, ClientUpdate
+from lightning_fed.rounds.client_models import Answers
+from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
+from lightning_fed.rounds.lightning_internals import (
+    OverriddenMethod,
+    callbacks_of,
+    datamodule_of,
+    is_fitting,
+)
+from lightning_fed.rule import ClusteredAggregator
+
+_log = logging.getLogger(__name__)
+
+_MAX_CLIENTS_BY_NAME = 20
+_SAMPLE = 40  # a stream of random numbers of its own
+_HOOKS = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end")
+
+
+class ClientEvaluation(FederatedCallback):
+    """Evaluates the model on the clients' own validation and test data, where they are.
+
+    Each client runs the module's ``validation_step`` (in ``trainer.test`` its ``test_step``) with all hooks on its own
+    data. It sends sums, weights and states of metrics, and the server merges them: values over all clients are those of
+    one process on the pooled data, up to rounding. ``FederatedTrainer`` adds this callback where there is none; a plain
+    Trainer with :class:`~lightning_fed.callbacks.Federation` needs it among its callbacks.
+
+    ============================== ==================================================================================
+    ``<name>``                     over all clients, the global model: logged here where the server has no data of its
+                                   own; else it is the value of Lightning's own validation
+    ``fed/<name>/pooled``          over all clients, each with its own model where it has one
+    ``fed/<name>/mean``            mean over the clients; ``std``, ``min`` and ``worst10``, the mean of the worst tenth
+    ``client/<id>/<name>``         each client's, of at most 20
+    ``evaluation/clients``         clients that were evaluated; ``failed``, ``num_samples``, ``up_bytes``,
+                                   ``down_bytes``
+    ============================== ==================================================================================
+
+    Args:
+        every_n_rounds: Of the rounds in which validation runs, after every how many-th clients are evaluated; 0 for
+            never, also in ``trainer.validate`` and ``trainer.test``.
+        clients: ``"all"``, those of the ``"round"``, or a number or share of them, drawn by (seed, round).
+        min_clients: Least number of clients: with fewer the round has no score, and the log says so.
+        min_examples: On a client: with fewer validation examples it does not answer.
+        lists: Patterns of the module's metrics (their attributes' paths) whose states may leave a client although they
+            are lists of predictions.
+        withheld: Patterns of metrics of which no state leaves a client.
+        folder: Where tables and pictures of the clients go (:mod:`.client_table`); ``None`` for nowhere.
+
+    Attributes:
+        results: The last evaluation by client; ``None`` before.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> evaluation = ClientEvaluation(every_n_rounds=5, min_clients=3)
+        >>> trainer = FederatedTrainer(max_rounds=50, callbacks=[evaluation], logger=False)
+
+    """
+
+    supports_vectorize = True
+
+    def __init__(
+        self,
+        every_n_rounds: int = 1,
+        clients: Literal["all", "round"] | int | float = "all",
+        min_clients: int = 1,
+        min_examples: int = 1,
+        lists: Sequence[str] = (),
+        withheld: Sequence[str] = (),
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.every_n_rounds = check_count("every_n_rounds", every_n_rounds, lowest=0)
+        self.clients = _check_clients(clients)
+        self.min_clients = check_count("min_clients", min_clients)
+        self.min_examples = check_count("min_examples", min_examples)
+        self.rules = StateRules(tuple(lists), tuple(withheld))
+        self.folder = folder
+        self.results: ClientResults | None = None
+        self._overridden: list[OverriddenMethod] = []
+        self._said: set[str] = set()
+
+    # Lightning's hooks
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Moves behind the federation: callbacks that monitor come later."""
+        callbacks = callbacks_of(trainer)
+        callbacks.remove(self)
+        callbacks.insert(callbacks.index(find_federation(trainer)) + 1, self)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Says it if clients are not evaluated, for the sake of their privacy."""
+        federation = find_federation(trainer)
+        has_data = federation.is_remote or _loaders(trainer, "validation")
+        if self.every_n_rounds and has_data and federation.has_server and trainer.is_global_zero:
+            self._is_private(federation)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Takes the place of the module's step and hooks, where the only batch stands for the clients."""
+        self._stand_in(trainer, pl_module, "validation")
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Likewise."""
+        self._stand_in(trainer, pl_module, "test")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Evaluates the clients, before any checkpoint is saved by what they reach."""
+        if not self._overridden and not trainer.sanity_checking and self._is_due(trainer):
+            self._evaluate_own(trainer, pl_module, "validation")
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Evaluates the clients."""
+        if not self._overridden and self.every_n_rounds:
+            self._evaluate_own(trainer, pl_module, "test")
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Restores the module's methods."""
+        self._restore()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Restores the module's methods."""
+        self._restore()
+
+    # A client
+
+    def on_client_question(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, question: Mapping[str, Any]
+    ) -> ClientUpdate:
+        """Runs the module's step over the client's data.
+
+        Raises:
+            ClientFault: If it has no data, or fewer than ``min_examples``.
+
+        """
+        stage: Stage = question["stage"]
+        loaders = _loaders(trainer, stage)
+        if client not in loaders:
+            raise ClientFault(f"it has no {stage} data")
+        try:
+            report = evaluate_data(trainer, module, loaders[client], stage, self.rules, question["limit"])
+        except ClientFault:
+            raise
+        except Exception as error:
+            error.add_note(f"In the {stage} of client {client!r}.{_advice(error)}")
+            raise
+        if report.num_samples < self.min_examples:
+            raise ClientFault(f"it has fewer {stage} examples than its min_examples={self.min_examples}")
+        return report.as_update(client)
+
+    # The server
+
+    def evaluate(
+        self, trainer: L.Trainer, module: L.LightningModule, stage: Stage = "validation", own: bool = False
+    ) -> dict[Client, EvaluationReport]:
+        """Has the clients evaluate the model, and returns their reports; those that are no good are left out by name.
+
+        Args:
+            trainer: The Trainer.
+            module: The module, which is the global model.
+            stage: Whose step and data.
+            own: Whether each client evaluates its own model.
+
+        """
+        federation = find_federation(trainer)
+        question = {"stage": stage, "limit": _limit(trainer, stage)}
+        answers = federation.ask(trainer, module, self, self._drawn(trainer, federation, stage), question, own)
+        reports = self._read(module, answers)
+        examples = sum(report.num_samples for report in reports.values())
+        counts = {
+            "clients": len(reports), "failed": len(answers.failed), "num_samples": examples,
+            "up_bytes": answers.up_bytes, "down_bytes": answers.down_bytes,
+        }  # fmt: skip
+        if answers.failed or federation.is_remote:
+            _log.info("Evaluated by %d clients: %s.", len(reports), ", ".join(map(repr, list(reports)[:50])) or "none")
+        federation.round_log.put(
+            trainer, _round_of(trainer), {f"evaluation/{name}": float(value) for name, value in counts.items()}
+        )
+        return reports
+
+    def _evaluate_own(self, trainer: L.Trainer, module: L.LightningModule, stage: Stage) -> None:
+        """Evaluates clients beside Lightning's own evaluation of the global model."""
+        federation = find_federation(trainer)
+        if federation.has_lost_entries or (not federation.is_remote and not _loaders(trainer, stage)):
+            return
+        if self._is_private(federation):
+            return
+        reports = self.evaluate(trainer, module, stage, own=True)
+        if self._has_score(trainer, reports):
+            self._log_clients(trainer, module, stage, reports, self._pooled(trainer, module, stage, reports))
+
+    def _evaluate_remotely(self, trainer: L.Trainer, module: L.LightningModule, stage: Stage) -> None:
+        """Evaluates the clients in the place of Lightning's own evaluation, for which the server has no data."""
+        federation = find_federation(trainer)
+        if federation.has_lost_entries or not self._is_due(trainer) or self._is_private(federation):
+            return
+        reports = self.evaluate(trainer, module, stage)
+        if not self._has_score(trainer, reports):
+            return
+        values = self._pooled(trainer, module, stage, reports, is_muted=False)
+        shown = {name for report in reports.values() for name in report.shown}
+        for name, value in values.items():
+            if "/dataloader_idx_" in name:  # of which Lightning makes the names itself
+                federation.round_log.put(trainer, _round_of(trainer), {name: value})
+            else:
+                module.log(name, value, prog_bar=name in shown, on_step=False, on_epoch=True, batch_size=1)
+        if _has_own_models(trainer, federation):
+            reports = self.evaluate(trainer, module, stage, own=True)
+            values = self._pooled(trainer, module, stage, reports)
+        self._log_clients(trainer, module, stage, reports, values)
+
+    def _pooled(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        stage: Stage,
+        reports: Mapping[Client, EvaluationReport],
+        is_muted: bool = True,
+    ) -> dict[str, float]:
+        """Values over all clients; says once which of them are means, and which there are not."""
+        listed = list(reports.values())
+        values = pooled_values(trainer, module, listed, stage, is_muted=is_muted)
+        for name in sorted({name for report in listed for name in report.means}):
+            self._say_once(
+                f"{name!r} over all clients is the mean of theirs, weighted by their examples: it is computed at the"
+                " epoch's end from what stays with a client. Log a torchmetrics object, or compute it from one."
+            )
+        for report in listed:
+            for name, reason in report.stays.items():
+                self._say_once(f"The state of metric {name!r} does not leave the clients: {reason}.")
+        missing = sorted({name for report in listed for name in report.values} - values.keys())
+        if missing:
+            self._say_once(f"There are no values over all clients of {', '.join(missing)}.")
+        return values
+
+    def _log_clients(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        stage: Stage,
+        reports: Mapping[Client, EvaluationReport],
+        pooled: Mapping[str, float],
+    ) -> None:
+        """Logs the values by client: ``fed/<metric>/...``, and ``client/<id>/<metric>`` of few clients."""
+        results = self.results = ClientResults.of(reports)
+        values: dict[str, float] = {}
+        for name, by_client in results.values.items():
+            if len(by_client) <= _MAX_CLIENTS_BY_NAME:
+                values |= {f"client/{_loggable(client)}/{name}": value for client, value in by_client.items()}
+        summary = {f"fed/{name}": value for name, value in results.summary().items()}
+        summary |= {f"fed/{name}/pooled": value for name, value in pooled.items()}
+        find_federation(trainer).round_log.put(trainer, _round_of(trainer), summary | values, {"clients": values})
+
+    def _read(self, module: L.LightningModule, answers: Answers) -> dict[Client, EvaluationReport]:
+        """Reads and checks the answers."""
+        reports, metrics = dict[Client, EvaluationReport](), named_metrics(module)
+        for client, update in answers.updates.items():
+            try:
+                report = EvaluationReport.of(update)
+                for key, state in report.states.items():
+                    if metric_of(key) not in metrics:
+                        raise BadUpdate(f"it has a metric {metric_of(key)!r:.100}, and the server's module none")
+                    check_state(metrics[metric_of(key)], state)
+            except BadUpdate as error:
+                answers.failed[client] = str(error)
+                _log.warning("The evaluation of client %r is left out: %s.", client, error)
+            else:
+                reports[client] = report
+        return reports
+
+    def _has_score(self, trainer: L.Trainer, reports: Mapping[Client, EvaluationReport]) -> bool:
+        if len(reports) >= self.min_clients:
+            return True
+        _log.warning(
+            "Round %d has no score: %d clients were evaluated, fewer than min_clients=%d.",
+            _round_of(trainer),
+            len(reports),
+            self.min_clients,
+        )
+        return False
+
+    def _drawn(self, trainer: L.Trainer, federation: Federation, stage: Stage) -> list[Client]:
+        """The clients that are evaluated."""
+        known: Iterable[Client] = federation.population.clients if federation.is_remote else _loaders(trainer, stage)
+        clients = list(known)
+        if self.clients == "all" or (self.clients == "round" and not is_fitting(trainer)):
+            return clients
+        if self.clients == "round":
+            chosen = {visit.client for visit in federation.cohort.visits}
+            return [client for client in clients if client in chosen]
+        size = math.ceil(self.clients * len(clients)) if isinstance(self.clients, float) else int(self.clients)
+        seeds = [federation.schedule.seed, _round_of(trainer), _SAMPLE]
+        generator = np.random.default_rng(np.random.SeedSequence(seeds))
+        positions = generator.choice(len(clients), min(size, len(clients)), replace=False)
+        return [clients[int(position)] for position in np.sort(positions)]
+
+    def _is_due(self, trainer: L.Trainer) -> bool:
+        every = self.every_n_rounds * (trainer.check_val_every_n_epoch or 1)
+        return bool(every) and (not is_fitting(trainer) or (trainer.current_epoch + 1) % every == 0)
+
+    def _is_private(self, federation: Federation) -> bool:
+        """True if single clients' scores may not be known; says so."""
+        if federation.server.chain.reveals == "update":
+            return False
+        self._say_once("Clients are not evaluated one by one: no noise covers the scores of single clients.")
+        return True
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            _log.info("%s", line)
+
+    # The stand-in for a module on a server without data
+
+    def _stand_in(self, trainer: L.Trainer, module: L.LightningModule, stage: Stage) -> None:
+        """Takes the place of the module's step and hooks, until its hook at the evaluation's end."""
+        loaders = trainer.val_dataloaders if stage == "validation" else trainer.test_dataloaders
+        if not isinstance(loaders, ClientsBatch):
+            return
+
+        def step(*args: Any, **kwargs: Any) -> None:
+            self._restore()  # the module computes what is of all clients by its own hooks
+            try:
+                self._evaluate_remotely(trainer, module, stage)
+            finally:
+                override()
+
+        def override() -> None:
+            replacements = {f"{stage}_step": step, f"on_{stage}_end": self._restore}
+            replacements |= {f"on_{stage}_{hook}": _nothing for hook in _HOOKS}
+            self._overridden = [OverriddenMethod(module, name, new) for name, new in replacements.items()]
+
+        override()
+
+    def _restore(self) -> None:
+        overridden, self._overridden = self._overridden, []
+        for method in overridden:
+            method.restore()
+
+
+class ClientsBatch:
+    """The loader of a server without data: one batch, which stands for the clients."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[None]:
+        yield None
+
+
+def _loaders(trainer: L.Trainer, stage: Stage) -> dict[Client, Iterable[Any]]:
+    """The clients' loaders that this process has."""
+    datamodule = datamodule_of(trainer)
+    if not isinstance(datamodule, EvaluationData):
+        return {}
+    return datamodule.val_clients() if stage == "validation" else datamodule.test_clients()
+
+
+def _limit(trainer: L.Trainer, stage: Stage) -> int | float:
+    return trainer.limit_val_batches if stage == "validation" else trainer.limit_test_batches
+
+
+def _round_of(trainer: L.Trainer) -> int:
+    return trainer.current_epoch
+
+
+def _has_own_models(trainer: L.Trainer, federation: Federation) -> bool:
+    """True if clients may be served by other models than the global one."""
+    if "personal" in federation.policies.values() or isinstance(federation.server.rule, ClusteredAggregator):
+        return True
+    return any(callback.has_own_models for callback in federated_callbacks(trainer))
+
+
+def _advice(error: Exception) -> str:
+    """Advice on an error that a client's batch is at fault for."""
+    if "more than 1 value per channel" not in str(error):
+        return ""
+    return (
+        " A batch is too small for a BatchNorm layer that normalises with the batch's own statistics, as with"
+        " LocalStatistics(unseen='batch'): set another batch size, or `drop_last=True`, on that client's loader."
+    )
+
+
+def _loggable(client: Client) -> str:
+    """A client's key as text that files can hold: what is no text in it, as in names of files, is escaped."""
+    return str(client).encode(errors="backslashreplace").decode()
+
+
+def _check_clients(clients: object) -> Any:
+    """Checks whom the user wants to be evaluated."""
+    if clients in ("all", "round") or (isinstance(clients, int) and not isinstance(clients, bool) and clients > 0):
+        return clients
+    if isinstance(clients, float) and 0 < clients <= 1:
+        return clients
+    raise OptionError(
+        "Expected `clients` to be 'all', 'round', a number of them from 1 on, or a share in (0, 1], but got"
+        f" {clients!r}."
+    )
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass

@@ -1,0 +1,266 @@
+"""A pass of the module's step over one client's validation or test data, and the values over several such reports."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import lightning as L
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
+from torchmetrics import Metric, MetricCollection
+
+from lightning_fed.callbacks.evaluation.metric_states import (
+    StateRules,
+    join_states,
+    named_metrics,
+    read_state,
+    support_of,
+    write_state,
+)
+from lightning_fed.callbacks.evaluation.report import EvaluationReport, known_names, metric_of, state_key
+from lightning_fed.callbacks.evaluation.results import monitored_name
+from lightning_fed.data.federated import split_loaders
+from lightning_fed.process_group import ProcessGroup
+from lightning_fed.rounds.isolated_pass import find_metrics, isolated_pass, prepare_batch, run_prepared
+from lightning_fed.rounds.lightning_internals import batch_size_of, callbacks_of, exchange_stage, is_overridden
+from lightning_fed.rounds.logged_values import LogCall, LoggedValue, LoggedValues, intercepted
+
+_log = logging.getLogger(__name__)
+
+Stage = Literal["validation", "test"]
+
+_DEFAULT_RULES = StateRules()
+_CLOSE = 1e-4  # of values that are computed twice
+
+
+def evaluate_data(
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    data: Any,
+    stage: Stage = "validation",
+    rules: StateRules = _DEFAULT_RULES,
+    limit: int | float | None = None,
+    pool: ProcessGroup | None = None,
+    keeps: bool = False,
+) -> EvaluationReport:
+    """Runs the module's step and hooks over data, as Lightning's own evaluation does, but for callbacks and loggers.
+
+    Args:
+        trainer: The Trainer.
+        module: The module; its metrics, modes and logs are left as they were.
+        data: A loader, or several.
+        stage: Whose step, hooks and limit of batches.
+        rules: Rules for the metrics' states.
+        limit: Limit of batches per loader, as Lightning takes it; ``None`` for the Trainer's.
+        pool: The processes, where each has a part of the data.
+        keeps: Whether parameters and buffers that a step writes have their values back; else the caller loads them.
+
+    """
+    if limit is None:
+        limit = trainer.limit_val_batches if stage == "validation" else trainer.limit_test_batches
+    report, logged, loaders = EvaluationReport(), LoggedValues(), split_loaders(data)
+
+    def take(call: LogCall) -> None:
+        logged.take(call)
+        if call.prog_bar:
+            report.shown.add(f"{call.name}{logged.suffix}" if call.add_dataloader_idx else call.name)
+
+    def call(hook: str, *args: Any) -> None:
+        getattr(module, f"on_{stage}_{hook}")(*args)
+
+    def read(place: int | None) -> None:
+        """Notes the states of metrics at the end of a loader of several, or of all."""
+        keys = {id(metric): name for name, metric in metrics.items()}
+        for name, metric in logged.metrics.items():
+            if id(metric) in keys:
+                report.metrics[name] = state_key(keys[id(metric)], place)
+        wanted = {keys[id(metric)] for metric in logged.metrics.values() if id(metric) in keys}
+        for name in metrics if place is None else wanted:
+            obstacle = rules.find_obstacle(name, metrics[name])
+            if obstacle is not None:
+                report.stays[name] = obstacle
+            elif place is None or len(loaders) > 1:
+                report.states[state_key(name, place)] = read_state(metrics[name])
+
+    with ExitStack() as stack:
+        stack.enter_context(isolated_pass(module, intercepted(take), is_reloaded=not keeps, is_alone=pool is None))
+        stack.enter_context(_in_stage(trainer, stage))
+        call("model_eval")
+        call("start")
+        call("epoch_start")
+        for place, loader in enumerate(loaders):
+            index = [place] if len(loaders) > 1 else []
+            logged.suffix = f"/dataloader_idx_{place}" if index else ""
+            for number, batch in enumerate(limited_batches(loader, limit)):
+                with trainer.precision_plugin.forward_context():
+                    prepared = logged.batch = prepare_batch(trainer, module, batch, place)
+                call("batch_start", prepared, number, *index)
+                output = run_prepared(trainer, module, f"{stage}_step", prepared, number, *index)
+                call("batch_end", output, prepared, number, *index)
+                report.num_samples += _count(prepared)
+            if pool is not None:
+                logged.pool(pool.gather({name: value.on_cpu() for name, value in logged.sums.items()}))
+            metrics = named_metrics(module)
+            read(place if index else None)
+            report.logged |= {name: value.on_cpu() for name, value in logged.sums.items()}
+            report.values |= logged.results()
+        metrics = named_metrics(module)
+        if len(loaders) != 1:
+            read(None)
+        report.support = next((found for metric in metrics.values() if (found := support_of(metric)) is not None), None)
+        logged.batch, logged.suffix = None, ""
+        call("epoch_end")
+        at_end = logged.results()
+        report.values |= at_end
+        call("end")
+        if is_overridden(f"on_{stage}_model_train", module):
+            call("model_train")
+        report.higher_is_better = _monitored(trainer) | _collected(module) | logged.directions
+    if at_end and pool is None:
+        from_states = pooled_values(trainer, module, [report], stage, keeps=keeps)
+        report.means = {name for name, value in at_end.items() if not _is_close(value, from_states.get(name))}
+    return report
+
+
+def pooled_values(
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    reports: Sequence[EvaluationReport],
+    stage: Stage,
+    keeps: bool = True,
+    is_muted: bool = True,
+) -> dict[str, float]:
+    """Values over all the data of several reports, as one pass over them would log them.
+
+    Args:
+        trainer: The Trainer.
+        module: The module; it computes with its metrics, in which the reports' states are meanwhile, and runs its hook
+            at the epoch's end.
+        reports: The clients' reports.
+        stage: Whose hook.
+        keeps: Whether parameters and buffers that a hook writes have their values back.
+        is_muted: Whether loggers do not see what the hook hands to them.
+
+    Returns:
+        Values by name, in the order of the reports'.
+
+    """
+    values: dict[str, float] = {}
+    joined: dict[str, LoggedValue] = {}
+    for report in reports:
+        for name, logged in report.logged.items():
+            joined.setdefault(name, LoggedValue(logged.reduce_fx)).join(logged)
+    values |= {name: value.value for name, value in joined.items()}
+    names = known_names(reports)
+    means = {name for report in reports for name in report.means}
+    values |= {name: _mean(reports, name) for name in names if name in means}
+    stays = {name for report in reports for name in report.stays}
+    at_end = LoggedValues()
+    with ExitStack() as stack:
+        stack.enter_context(isolated_pass(module, intercepted(at_end.take), is_reloaded=not keeps))
+        stack.enter_context(_in_stage(trainer, stage, is_muted))
+        getattr(module, f"on_{stage}_start")()
+        getattr(module, f"on_{stage}_epoch_start")()
+        at_end.results()
+        metrics = named_metrics(module)
+        keys = {name: key for report in reports for name, key in report.metrics.items()}
+        for name, key in keys.items():
+            if metric_of(key) in metrics and metric_of(key) not in stays:
+                values[name] = _computed(metrics[metric_of(key)], key, reports)
+        for name, metric in metrics.items():
+            if name not in stays:
+                write_state(metric, join_states(metric, _states(reports, state_key(name))))
+        if set(names) - values.keys():
+            values |= {name: value for name, value in _at_end(module, stage, at_end).items() if name not in values}
+    return {name: values[name] for name in names if name in values}
+
+
+def _at_end(module: L.LightningModule, stage: Stage, logged: LoggedValues) -> dict[str, float]:
+    """What the module's hook at the epoch's end logs; as much as it has until it raises.
+
+    It raises where it needs what has stayed with the clients: whoever sent the reports has found that out as well.
+    """
+    try:
+        getattr(module, f"on_{stage}_epoch_end")()
+    except Exception as error:
+        _log.debug("`on_%s_epoch_end` does not work with states alone: %r.", stage, error)
+    return logged.results()
+
+
+def _states(reports: Sequence[EvaluationReport], key: str) -> list[Any]:
+    return [report.states[key] for report in reports if key in report.states]
+
+
+def _computed(metric: Metric, key: str, reports: Sequence[EvaluationReport]) -> float:
+    write_state(metric, join_states(metric, _states(reports, key)))
+    return float(metric.compute())
+
+
+def _mean(reports: Sequence[EvaluationReport], name: str) -> float:
+    """Mean over clients, weighted by examples, of those that have a value."""
+    pairs = [(report.values[name], report.num_samples) for report in reports if name in report.values]
+    pairs = [(value, weight) for value, weight in pairs if not math.isnan(value)]
+    total = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs) / total if total else math.nan
+
+
+def _is_close(value: float, other: float | None) -> bool:
+    if other is None:
+        return False
+    return math.isclose(value, other, rel_tol=_CLOSE, abs_tol=1e-7) or (math.isnan(value) and math.isnan(other))
+
+
+def _count(batch: Any) -> int:
+    try:
+        return batch_size_of(batch)
+    except Exception:  # of a batch without a tensor, say
+        return 1
+
+
+def limited_batches(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
+    """As many batches as Lightning would take: a number of them, or a share."""
+    if isinstance(limit, float):
+        return loader if limit == 1.0 else itertools.islice(loader, int(limit * len(loader)))  # type: ignore[arg-type]
+    return itertools.islice(loader, limit)
+
+
+@contextmanager
+def _in_stage(trainer: L.Trainer, stage: Stage, is_muted: bool = True) -> Iterator[None]:
+    """The Trainer meanwhile says that it validates or tests, and what is handed to loggers directly goes nowhere.
+
+    Pictures, say: they are logged once, in the evaluation of the global model.
+    """
+    before, loggers = exchange_stage(trainer, stage), trainer.loggers
+    try:
+        if is_muted:
+            trainer.loggers = [DummyLogger()]
+        yield
+    finally:
+        trainer.loggers = loggers
+        exchange_stage(trainer, before)
+
+
+def _monitored(trainer: L.Trainer) -> dict[str, bool]:
+    """Directions of the values that the user's callbacks monitor: of the clients' values as of their mean."""
+    watching = [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelCheckpoint | EarlyStopping)]
+    return {
+        monitored_name(callback.monitor): callback.mode == "max"
+        for callback in watching
+        if callback.monitor is not None
+    }
+
+
+def _collected(module: L.LightningModule) -> dict[str, bool]:
+    """Directions of the metrics in collections: a step logs their values under their names."""
+    return {
+        name: metric.higher_is_better
+        for collection in find_metrics(module)
+        if isinstance(collection, MetricCollection)
+        for name, metric in collection.items(copy_state=False)
+        if isinstance(metric, Metric) and metric.higher_is_better is not None
+    }

@@ -1,0 +1,216 @@
+"""States of torchmetrics objects: read, joined and written. The one place that leans on names of torchmetrics' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import lightning as L
+import torch
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+
+from lightning_fed.errors import BadUpdate
+from lightning_fed.messages import State
+from lightning_fed.numerics.precision import at_least_float32
+from lightning_fed.rounds.isolated_pass import find_metrics
+
+
+@dataclass
+class MetricState:
+    """State of one metric.
+
+    Args:
+        values: Tensor of every state by name; of a state that is a list its elements, joined.
+        updates: Number of batches that it has seen.
+
+    """
+
+    values: State = field(default_factory=dict)
+    updates: int = 0
+
+
+@dataclass(frozen=True)
+class StateRules:
+    """Rules for what of the metrics' states leaves a client.
+
+    Args:
+        lists: Patterns of metrics whose lists of predictions may leave.
+        withheld: Patterns of metrics of which nothing leaves.
+
+    """
+
+    lists: Sequence[str] = ()
+    withheld: Sequence[str] = ()
+
+    def find_obstacle(self, name: str, metric: Metric) -> str | None:
+        """Reason why a metric's state stays; ``None`` if it leaves.
+
+        Example:
+            >>> from torchmetrics.classification import BinaryAUROC
+            >>> StateRules().find_obstacle("auroc", BinaryAUROC())
+            'its state is a list of predictions or targets, which are data'
+            >>> StateRules(lists=["auroc"]).find_obstacle("auroc", BinaryAUROC())
+            >>> StateRules().find_obstacle("auroc", BinaryAUROC(thresholds=100))
+
+        """
+        if _matches(name, self.withheld):
+            return "it is withheld"
+        if holds_lists(metric) and not _matches(name, self.lists):
+            return "its state is a list of predictions or targets, which are data"
+        return None
+
+
+def holds_lists(metric: Metric) -> bool:
+    """True for a metric with a state that grows with the data."""
+    defaults = metric._defaults  # noqa: SLF001
+    return any(
+        isinstance(defaults[name], list) or reduction is dim_zero_cat for name, reduction in _reductions(metric).items()
+    )
+
+
+def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
+    """The metrics of a module by name: their path, or, in a plain list or dictionary, their class and place.
+
+    Example:
+        >>> from torchmetrics import MeanMetric
+        >>> module = L.LightningModule()
+        >>> module.score, module.more = MeanMetric(), {"a": MeanMetric()}
+        >>> list(named_metrics(module))
+        ['score', 'MeanMetric#1']
+
+    """
+    found = find_metrics(module)
+    for metric in found:
+        if isinstance(metric, MetricCollection):
+            dict(metric.items(copy_state=False))  # those that share a state with another one have it from then on
+    paths = {id(layer): path for path, layer in module.named_modules()}
+    metrics = [metric for metric in found if isinstance(metric, Metric)]
+    names = [paths.get(id(metric), f"{type(metric).__name__}#{place}") for place, metric in enumerate(metrics)]
+    return {name: metrics[place] for place, name in sorted(enumerate(names), key=lambda item: "#" in item[1])}
+
+
+def read_state(metric: Metric) -> MetricState:
+    """A copy of a metric's state on the CPU."""
+    values = {}
+    for name, value in metric.metric_state.items():
+        if isinstance(value, list):
+            if not value:
+                continue
+            value = dim_zero_cat(value)
+        values[name] = value.detach().to("cpu", copy=True)
+    return MetricState(values, metric._update_count)  # noqa: SLF001
+
+
+def write_state(metric: Metric, state: MetricState) -> None:
+    """Gives a metric a state."""
+    metric.reset()
+    for name, value in state.values.items():
+        here = value.to(metric.device)
+        setattr(metric, name, [here] if isinstance(metric._defaults[name], list) else here)  # noqa: SLF001
+    metric._update_count, metric._computed = state.updates, None  # noqa: SLF001
+
+
+def join_states(metric: Metric, parts: Sequence[MetricState]) -> MetricState:
+    """Joins the states of several clients by the metric's own ``dist_reduce_fx``.
+
+    Sums, of counts say, are added up as they are; means are weighted by the batches that they are of.
+
+    Args:
+        metric: The metric.
+        parts: The clients' states.
+
+    Raises:
+        ValueError: If states do not fit each other.
+
+    """
+    parts = [part for part in parts if part.updates]
+    updates = [part.updates for part in parts]
+    joined = {}
+    for name, reduction in _reductions(metric).items():
+        values = [part.values[name] for part in parts if name in part.values]
+        if values:
+            joined[name] = _join(values, updates, reduction, isinstance(metric._defaults[name], list))  # noqa: SLF001
+    return MetricState(joined, sum(updates))
+
+
+def check_state(metric: Metric, state: MetricState) -> None:
+    """Compares a received state with the metric's own.
+
+    Raises:
+        BadUpdate: If it is no state of this metric.
+
+    """
+    reductions = _reductions(metric)
+    if state.updates < 0:
+        raise BadUpdate(f"a metric has seen {state.updates} batches")
+    for name in (*reductions, *(state.values.keys() - reductions.keys())):
+        default = metric._defaults.get(name)  # noqa: SLF001
+        value = state.values.get(name)
+        if value is None:
+            if not isinstance(default, list):
+                raise BadUpdate(f"state {name!r} of a metric is missing")
+            continue
+        if default is None:
+            raise BadUpdate(f"a metric has no state {name!r}")
+        if isinstance(default, Tensor) and reductions[name] is not dim_zero_cat and value.shape != default.shape:
+            known = f"of shape {tuple(value.shape)} instead of {tuple(default.shape)}"
+            raise BadUpdate(f"state {name!r} of a metric is {known}")
+
+
+def support_of(metric: Metric) -> Tensor | None:
+    """Number of examples (or pixels) of every class that a metric has seen: float64, (classes,); ``None`` if unknown.
+
+    Known of metrics with a property ``support``, of confusion matrices, and of counts ``tp`` and ``fn``.
+
+    Example:
+        >>> from torchmetrics.classification import MulticlassAccuracy
+        >>> metric = MulticlassAccuracy(3)
+        >>> metric.update(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 2]))
+        >>> support_of(metric)
+        tensor([2., 0., 1.], dtype=torch.float64)
+
+    """
+    support = getattr(metric, "support", None)
+    state = metric.metric_state
+    confusion, hits, misses = (state.get(name) for name in ("confmat", "tp", "fn"))
+    if isinstance(support, Tensor):
+        counts = support
+    elif isinstance(confusion, Tensor) and confusion.ndim == 2 and confusion.shape[0] == confusion.shape[1]:
+        counts = confusion.sum(1)
+    elif isinstance(hits, Tensor) and isinstance(misses, Tensor) and hits.ndim == 1 and len(hits) > 1:
+        counts = hits + misses
+    else:
+        return None
+    return counts.detach().cpu().double()
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _reductions(metric: Metric) -> Mapping[str, Callable[[Tensor], Tensor] | None]:
+    return metric._reductions  # type: ignore[return-value] # noqa: SLF001
+
+
+def _join(
+    values: Sequence[Tensor], updates: Sequence[int], reduction: Callable[[Tensor], Tensor] | None, is_list: bool
+) -> Tensor:
+    if is_list or reduction is dim_zero_cat:
+        return torch.cat(list(values))
+    stacked = torch.stack(list(values))
+    if reduction is dim_zero_sum:
+        # The sum of many float32 sums, as near to that of one process as it can be.
+        return stacked.double().sum(0).to(stacked.dtype) if stacked.is_floating_point() else stacked.sum(0)
+    if reduction is dim_zero_mean:
+        weights = torch.tensor(updates, dtype=torch.float64)
+        mean: Tensor = torch.tensordot(weights / weights.sum(), at_least_float32(stacked).double(), 1)
+        return mean.to(stacked.dtype if stacked.is_floating_point() else torch.float32)
+    if reduction is dim_zero_max:
+        return stacked.amax(0)
+    if reduction is dim_zero_min:
+        return stacked.amin(0)
+    joined: Tensor = stacked if reduction is None else reduction(stacked)
+    return joined

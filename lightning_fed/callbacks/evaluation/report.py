@@ -1,0 +1,163 @@
+"""The message of a client's evaluation: sums and states, not means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_fed.callbacks.evaluation.metric_states import MetricState
+from lightning_fed.errors import BadUpdate
+from lightning_fed.messages import Client, ClientUpdate, State
+from lightning_fed.rounds.logged_values import LoggedValue
+
+_REDUCTIONS = ("mean", "sum", "max", "min")
+_LONGEST_NAME = 200
+_MOST_NAMES = 1000
+
+
+@dataclass
+class EvaluationReport:
+    """What a pass over a client's validation or test data gives.
+
+    Args:
+        num_samples: Number of examples.
+        logged: What steps and batch hooks log per epoch, by name, summed up.
+        states: States of metrics, by key (:func:`state_key`).
+        metrics: Name in the log to the key of the metric that was logged under it.
+        values: The client's own values, by name.
+        means: Names of those values that do not follow from sums and states: of all clients there is a mean.
+        shown: Names of those that are for the progress bar.
+        higher_is_better: Name to whether high values are good, where a metric says so.
+        stays: Metric to the reason why its state stays with the client.
+        support: Number of examples of every class: float64, shape (classes,); ``None`` where no metric counts them.
+
+    """
+
+    num_samples: int = 0
+    logged: dict[str, LoggedValue] = field(default_factory=dict)
+    states: dict[str, MetricState] = field(default_factory=dict)
+    metrics: dict[str, str] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)
+    means: set[str] = field(default_factory=set)
+    shown: set[str] = field(default_factory=set)
+    higher_is_better: dict[str, bool] = field(default_factory=dict)
+    stays: dict[str, str] = field(default_factory=dict)
+    support: Tensor | None = None
+
+    def as_update(self, client: Client) -> ClientUpdate:
+        """The message.
+
+        Example:
+            >>> loss = LoggedValue("mean", torch.tensor(2.0), 4.0)
+            >>> report = EvaluationReport(4, {"loss": loss}, values={"loss": 0.5})
+            >>> update = report.as_update("ann")
+            >>> update.num_samples, list(update.extras), update.nbytes
+            (4, ['logged|mean|loss', 'value||loss'], 24)
+            >>> EvaluationReport.of(update).logged["loss"].value
+            0.5
+
+        """
+        extras: State = {}
+        for name, logged in self.logged.items():
+            total = math.nan if logged.total is None else float(logged.total)
+            extras[f"logged|{logged.reduce_fx}|{name}"] = _numbers(total, logged.weight)
+        for key, state in self.states.items():
+            extras[f"updates|{key}"] = torch.tensor(state.updates)
+            extras |= {f"state|{key}|{name}": value for name, value in state.values.items()}
+        extras |= {f"metric|{key}|{name}": torch.zeros(0) for name, key in self.metrics.items()}
+        extras |= {f"value|{self._flags(name)}|{name}": _numbers(value) for name, value in self.values.items()}
+        extras |= {f"stays|{reason}|{name}": torch.zeros(0) for name, reason in self.stays.items()}
+        if self.support is not None:
+            extras["support"] = self.support
+        return ClientUpdate(client, self.num_samples, {}, extras)
+
+    @classmethod
+    def of(cls, update: ClientUpdate) -> EvaluationReport:
+        """The report in a message.
+
+        Raises:
+            BadUpdate: If there is none.
+
+        """
+        report = cls(update.num_samples)
+        if len(update.extras) > 20 * _MOST_NAMES:
+            raise BadUpdate(f"its evaluation has {len(update.extras)} tensors")
+        try:
+            for entry, value in update.extras.items():
+                report._read(entry, value)
+        except BadUpdate:
+            raise
+        except (ValueError, KeyError, RuntimeError, IndexError, TypeError) as error:
+            raise BadUpdate(f"its evaluation cannot be read: {type(error).__name__}") from error
+        for name in (*report.values, *report.logged, *report.metrics):
+            if len(name) > _LONGEST_NAME or not name.isprintable():
+                raise BadUpdate(f"it has evaluated {name[:50]!r}, which is no name")
+        if len(report.values) > _MOST_NAMES:
+            raise BadUpdate(f"it has {len(report.values)} values, and {_MOST_NAMES} are read")
+        return report
+
+    def _read(self, entry: str, value: Tensor) -> None:
+        if entry == "support":
+            if value.ndim != 1 or not bool((value >= 0).all()):
+                raise BadUpdate("its numbers of examples per class are none")
+            self.support = value.double()
+            return
+        kind, about, *rest = entry.split("|", 2)
+        if kind == "logged":
+            if about not in _REDUCTIONS or len(value) != 2:
+                raise BadUpdate(f"it reduces a value by {about!r:.50}")
+            total, weight = value.double().cpu().unbind()
+            if not float(weight) >= 0 or not math.isfinite(float(weight)):
+                raise BadUpdate(f"a value has the weight {float(weight)}")
+            self.logged[rest[0]] = LoggedValue(about, total, float(weight))
+        elif kind == "updates":
+            self.states.setdefault(about, MetricState()).updates = int(value)
+        elif kind == "state":
+            self.states.setdefault(about, MetricState()).values[rest[0]] = value.cpu()
+        elif kind == "metric":
+            self.metrics[rest[0]] = about
+        elif kind == "stays":
+            self.stays[rest[0]] = about
+        elif kind == "value":
+            self.values[rest[0]] = float(value[0])
+            for flag, names in (("m", self.means), ("p", self.shown)):
+                if flag in about:
+                    names.add(rest[0])
+            if "h" in about or "l" in about:
+                self.higher_is_better[rest[0]] = "h" in about
+        else:
+            raise BadUpdate(f"its evaluation has {kind!r:.50}")
+
+    def _flags(self, name: str) -> str:
+        direction = self.higher_is_better.get(name)
+        end = "" if direction is None else "h" if direction else "l"
+        return ("m" if name in self.means else "") + ("p" if name in self.shown else "") + end
+
+
+def state_key(metric: str, place: int | None = None) -> str:
+    """Key of a metric's state: at the end of the pass, or of the loader at a place.
+
+    Example:
+        >>> state_key("val_iou"), state_key("val_iou", 1)
+        ('val_iou', 'val_iou@1')
+
+    """
+    return metric if place is None else f"{metric}@{place}"
+
+
+def metric_of(key: str) -> str:
+    """The metric of a key of :func:`state_key`."""
+    return key.partition("@")[0]
+
+
+def known_names(reports: Iterable[EvaluationReport]) -> list[str]:
+    """Names of the values of several reports, in the order in which they come."""
+    return list(dict.fromkeys(name for report in reports for name in report.values))
+
+
+def _numbers(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)

@@ -1,0 +1,99 @@
+"""Values of an evaluation by client: the table, its summary, and which end of each value is the good one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_fed.callbacks.evaluation.report import EvaluationReport
+from lightning_fed.messages import Client
+
+_PARTS = ("loss", "error", "perplexity", "distance", "divergence", "discrepancy")
+_LOWER_IS_BETTER = {
+    "nll", "mse", "mae", "rmse", "mape", "smape", "msle", "rmsle", "ece", "mce", "ace", "brier", "wer", "cer", "ter",
+    "kl", "js", "mmd", "emd", "fid", "kid", "lpips", "hausdorff", "hd", "hd95", "assd", "bce", "ce", "entropy", "ppl",
+    "bpd", "bpc", "eer", "fpr", "fnr",
+}  # fmt: skip
+_CLIENTS_VALUE = re.compile(r"fed/(?P<name>.+)/(mean|worst10|min|pooled)")
+
+
+@dataclass
+class ClientResults:
+    """Values that the validation step logged, per client.
+
+    Args:
+        values: Metric name to client to value.
+        higher_is_better: Metric name to which end of the scale is the good one.
+        num_samples: Client to its number of examples.
+        support: Client to the number of its examples of every class, where a metric counts them.
+
+    """
+
+    values: dict[str, dict[Client, float]] = field(default_factory=dict)
+    higher_is_better: dict[str, bool] = field(default_factory=dict)
+    num_samples: dict[Client, int] = field(default_factory=dict)
+    support: dict[Client, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, reports: Mapping[Client, EvaluationReport]) -> ClientResults:
+        """The values of the clients' reports; what a client has no value of is missing."""
+        results = cls(num_samples={client: report.num_samples for client, report in reports.items()})
+        for client, report in reports.items():
+            for name, value in report.values.items():
+                results.values.setdefault(name, {})[client] = value
+                known = results.higher_is_better.get(name, is_score(name))
+                results.higher_is_better[name] = report.higher_is_better.get(name, known)
+            if report.support is not None:
+                results.support[client] = report.support
+        return results
+
+    def summary(self) -> dict[str, float]:
+        """Over clients: ``<metric>/mean``, ``/worst10`` (mean of the worst tenth of them), ``/std`` and ``/min``.
+
+        A client whose value is NaN has none.
+
+        Example:
+            >>> results = ClientResults({"val_acc": {"a": 0.5, "b": 0.7}}, {"val_acc": True})
+            >>> {name: round(value, 3) for name, value in results.summary().items()}
+            {'val_acc/mean': 0.6, 'val_acc/worst10': 0.5, 'val_acc/std': 0.1, 'val_acc/min': 0.5}
+
+        """
+        summary = {}
+        for name, values in self.values.items():
+            known = [value for value in values.values() if not math.isnan(value)] or [math.nan]
+            ordered = torch.tensor(sorted(known, reverse=not self.higher_is_better[name]), dtype=torch.float64)
+            worst = ordered[: -(-len(ordered) // 10)]
+            summary[f"{name}/mean"] = float(ordered.mean())
+            summary[f"{name}/worst10"] = float(worst.mean())
+            summary[f"{name}/std"] = float(ordered.std(correction=0))
+            summary[f"{name}/min"] = float(ordered.min())
+        return summary
+
+
+def monitored_name(name: str) -> str:
+    """Name of the module's value behind one over the clients.
+
+    Example:
+        >>> monitored_name("fed/val_acc/mean"), monitored_name("val_acc")
+        ('val_acc', 'val_acc')
+
+    """
+    match = _CLIENTS_VALUE.fullmatch(name)
+    return name if match is None else match["name"]
+
+
+def is_score(name: str) -> bool:
+    """True if higher is better, as far as a name says.
+
+    Example:
+        >>> is_score("val_acc"), is_score("val_loss"), is_score("valRMSE"), is_score("macer")
+        (True, False, False, True)
+
+    """
+    words = set(re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
+    return not words & _LOWER_IS_BETTER and not any(part in name.lower() for part in _PARTS)
