@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ProgressBar
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fed.aliases import refuse_foreign
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.callbacks.progress_bar import FederatedProgressBar
-from lightning_fed.data.federated import FederatedDataModule, LoaderDataModule
 from lightning_fed.method import Method
 from lightning_fed.rule import Aggregator
 
@@ -120,29 +115,6 @@ class FederatedTrainer(L.Trainer):
 
         """
         refuse_foreign(model, train_dataloaders, datamodule)
-        is_data = train_dataloaders is not None and not isinstance(train_dataloaders, L.LightningDataModule)
-        if is_data and datamodule is None:  # both is an error, which Lightning raises
-            brings_clients = isinstance(train_dataloaders, Mapping | list | tuple)
-            if brings_clients and self.federation.partition is not None:
-                raise MisconfigurationException(
-                    f"Expected one DataLoader or data set, which `partition` splits into clients, but got a"
-                    f" {type(train_dataloaders).__name__} of {len(train_dataloaders)}. If its entries are the clients,"
-                    " leave out `partition`; if every step takes a batch of each, put them into a `CombinedLoader`, of"
-                    " which each client gets a part."
-                )
-            if isinstance(train_dataloaders, Dataset) and not isinstance(train_dataloaders, IterableDataset):
-                train_dataloaders = DataLoader(train_dataloaders, batch_size=32, shuffle=True)
-            datamodule = (
-                FederatedDataModule(train_dataloaders, val_dataloaders)
-                if brings_clients
-                else LoaderDataModule(
-                    train_dataloaders, val_dataloaders, lambda: self.federation.find_population().clients
-                )
-            )
-            if val_dataloaders is None and is_overridden("val_dataloader", model, L.LightningModule):
-                # Beside a datamodule Lightning does not ask the module for its own.
-                setattr(datamodule, "val_dataloader", model.val_dataloader)  # noqa: B010 - a method, for mypy
-            train_dataloaders = val_dataloaders = None
         options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, **options)
 

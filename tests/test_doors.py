@@ -365,9 +365,9 @@ def sampled():
 BAD_DATA = {  # what FederatedTrainer.fit is given, options, error, message
     "no partition": (loader, {}, MisconfigurationException, "Expected a `partition` .*, but got neither"),
     "nothing": (lambda: None, {}, MisconfigurationException, "Expected a `partition` .*, but got neither"),
-    "nothing to split": (lambda: None, {"partition": IID(2)}, MisconfigurationException, "or use `FederatedTrainer`"),
+    "nothing to split": (lambda: None, {"partition": IID(2)}, MisconfigurationException, "data sets that are handed"),
     "partition of clients": (
-        datasets, {"partition": IID(2)}, MisconfigurationException,
+        datasets, {"partition": IID(2)}, OptionError,
         "which `partition` splits .* a dict of 3. .* leave out",
     ),
     "no clients": (dict, {}, ValueError, "at least one client, but got none"),
@@ -433,14 +433,19 @@ def test_loaders_and_a_datamodule(data, federated_trainer):
 
 
 @pytest.mark.parametrize("kind", [module, OwnData])
-def test_loaders_handed_to_a_plain_trainer(kind, plain_trainer):
-    """They cannot be reached, whether the module has a loader of its own or not; no batch is trained on."""
-    trainer, own = plain_trainer(max_epochs=1, callbacks=[Federation(partition=IID(2))]), kind()
-    before = state_of(own)
-    with pytest.raises(MisconfigurationException, match="`FederatedTrainer`"):
-        trainer.fit(own, loader())
-    assert_same(before, state_of(own))
+@pytest.mark.parametrize("data", [loader, lambda: loader().dataset, datasets])
+def test_data_handed_to_a_plain_trainer(kind, data, plain_trainer, federated_trainer):
+    """They are split or taken as clients as by the other door, also where the module has a loader of its own."""
+    partition, clients, own, other = None if data is datasets else IID(3, seed=5), datasets(), kind(), kind()
+    names = [*clients] if data is datasets else range(3)
+    validation = dict(zip(names, clients.values(), strict=True))  # of clients: only they are evaluated one by one
+    trainer = plain_trainer(max_epochs=2, callbacks=[Federation(partition=partition, seed=1)])
+    trainer.fit(own, data(), validation)
     assert_nothing_is_left(trainer, own)
+    assert trainer.datamodule is None
+    assert "fed/val_loss/worst10" in trainer.callback_metrics
+    federated_trainer(max_rounds=2, partition=partition, seed=1).fit(other, data(), validation)
+    assert_same(state_of(own), state_of(other))
 
 
 def test_two_federations(plain_trainer, federated_trainer):

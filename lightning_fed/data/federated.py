@@ -119,10 +119,7 @@ class EvaluationData(L.LightningDataModule):
 
 
 class LoaderDataModule(EvaluationData):
-    """Datamodule of loaders, for a Trainer with :class:`~lightning_fed.callbacks.Federation`.
-
-    The callback takes the place of a datamodule's ``train_dataloader``, and cannot reach loaders that are handed to
-    ``L.Trainer.fit``. ``FederatedTrainer`` takes these as they are.
+    """Datamodule of loaders.
 
     Args:
         train: The training loader, which a partition splits.
@@ -256,6 +253,35 @@ class FederatedDataModule(EvaluationData):
             collate_fn=self.collate_fn,
             **self.loader_options,  # type: ignore[arg-type]
         )
+
+
+def datamodule_of_handed(
+    train: Any, val: Any, has_partition: bool, known_clients: Callable[[], Sequence[Client]]
+) -> EvaluationData:
+    """The datamodule of data that were handed to ``fit``.
+
+    Args:
+        train: One ``DataLoader`` or map-style data set, which is to be split; or a mapping or sequence of clients.
+        val: Validation data, see :class:`EvaluationData`.
+        has_partition: Whether there is a partition to split them.
+        known_clients: Function that returns the clients.
+
+    Raises:
+        OptionError: If there are clients and a partition.
+
+    """
+    brings_clients = isinstance(train, Mapping | list | tuple)
+    if brings_clients and has_partition:
+        raise OptionError(
+            f"Expected one DataLoader or data set, which `partition` splits into clients, but got a"
+            f" {type(train).__name__} of {len(train)}. If its entries are the clients, leave out `partition`; if every"
+            " step takes a batch of each, put them into a `CombinedLoader`, of which each client gets a part."
+        )
+    if brings_clients:
+        return FederatedDataModule(train, val)
+    if isinstance(train, Dataset) and not isinstance(train, IterableDataset):
+        train = DataLoader(train, batch_size=32, shuffle=True)
+    return LoaderDataModule(train, val, known_clients)
 
 
 class ChainedLoaders:

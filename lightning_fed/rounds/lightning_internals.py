@@ -104,6 +104,47 @@ def datamodule_of(trainer: L.Trainer) -> Any:
     return getattr(trainer, "datamodule", None)
 
 
+def handed_data(trainer: L.Trainer) -> tuple[Any, Any]:
+    """The training and validation data that were handed to ``fit``, each ``None`` if it was not.
+
+    The fit loop and the validation loop in it keep what they ask for loaders, or the loaders, in their data source.
+    Where they have none, the data are not found, and the error says what to do.
+    """
+    sources = (getattr(loop, "_data_source", None) for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop))
+    data = [getattr(source, "instance", None) for source in sources]
+    train, val = (None if isinstance(value, L.LightningModule | L.LightningDataModule) else value for value in data)
+    return train, val
+
+
+class HandedDataModule:
+    """A datamodule in the place of the data that were handed to ``fit``, until :meth:`restore`.
+
+    Args:
+        trainer: The Trainer, of which :func:`handed_data` finds data.
+        datamodule: The datamodule with these data.
+
+    """
+
+    def __init__(self, trainer: L.Trainer, datamodule: L.LightningDataModule) -> None:
+        loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
+        self._trainer, self._before = trainer, datamodule_of(trainer)
+        self._sources = [
+            (loop._data_source, data)  # noqa: SLF001
+            for loop, data in zip(loops, handed_data(trainer), strict=True)
+            if data is not None
+        ]
+        for source, _ in self._sources:
+            source.instance = datamodule
+        trainer.datamodule = datamodule  # type: ignore[attr-defined]
+        datamodule.trainer = trainer
+
+    def restore(self) -> None:
+        """Puts the data back."""
+        for source, data in self._sources:
+            source.instance = data
+        self._trainer.datamodule = self._before  # type: ignore[attr-defined]
+
+
 def is_fitting(trainer: L.Trainer) -> bool:
     """True if the Trainer is in ``fit``, also in its validation: ``trainer.state.fn`` says which method was called."""
     return trainer.state.fn == TrainerFn.FITTING

@@ -15,7 +15,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_fed.data.federated import FederatedDataModule, split_training_data
+from lightning_fed.data.federated import FederatedDataModule, datamodule_of_handed, split_training_data
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
@@ -25,10 +25,12 @@ from lightning_fed.rounds.entry_policies import freeze_parameters
 from lightning_fed.rounds.failed_rounds import FailedRounds
 from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import (
+    HandedDataModule,
     OverriddenMethod,
     datamodule_of,
     exchange_last_batch,
     exchange_reload_interval,
+    handed_data,
     is_overridden,
     log_position,
     move_log_position,
@@ -72,7 +74,7 @@ class RoundLoop:
         self._loader: RoundLoader | None = None
         self._finished_loader: RoundLoader | None = None
         self._has_advised = False
-        self._overridden: list[OverriddenMethod] = []
+        self._overridden: list[OverriddenMethod | HandedDataModule] = []
         self._reload_interval: int | None = None  # the user's
         self._last_look = 0  # round in which the clients' data were asked for
         self._frozen: list[nn.Parameter] = []
@@ -109,6 +111,11 @@ class RoundLoop:
         strategy = sharing_strategy(trainer)
         if strategy is not None:
             fit.synchronise(strategy.synchronise(trainer, fit.server, fit.store, fit.schedule, fit.progress))
+        train, val = handed_data(trainer)
+        if train is not None:
+            has_partition = partition is not None
+            handed = datamodule_of_handed(train, val, has_partition, lambda: self.find_population().clients)
+            self._overridden = [HandedDataModule(trainer, handed)]
         has_clients = isinstance(datamodule_of(trainer), FederatedDataModule)
         if self.remote is None and has_clients == (partition is not None):
             raise MisconfigurationException(
@@ -128,7 +135,7 @@ class RoundLoop:
         self._batch_end = OverriddenMethod(module, "on_train_batch_end", self._on_train_batch_end)
         self._step = OverriddenMethod(module, "training_step", self._training_step)
         self._backward = OverriddenMethod(module, "backward", self._on_backward)
-        self._overridden = [
+        self._overridden += [
             self._backward,
             self._train_dataloader,
             self._save_checkpoint,
@@ -191,8 +198,8 @@ class RoundLoop:
             self.ask_for_round()
         if not isinstance(self.fit.trainer.train_dataloader, RoundLoader):
             raise MisconfigurationException(
-                "The Trainer trains on loaders that were handed to `fit`, not on the clients: use a datamodule, such as"
-                " `lightning_fed.data.LoaderDataModule(train, val)`, or `FederatedTrainer`."
+                "The Trainer trains on other loaders than those of the clients: hand over a datamodule, such as"
+                " `lightning_fed.data.LoaderDataModule(train, val)`."
             )
         self._generators.enter_context(seeded_generators())
 

@@ -32,7 +32,7 @@ def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.Lightn
     """The datamodule or module whose ``train_dataloader`` the Trainer will call.
 
     Raises:
-        MisconfigurationException: If there is none, because the loaders were handed to ``fit``.
+        MisconfigurationException: If there is none.
 
     """
     datamodule: L.LightningDataModule | None = datamodule_of(trainer)
@@ -41,10 +41,9 @@ def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.Lightn
     if is_overridden("train_dataloader", module):
         return module
     raise MisconfigurationException(
-        "Expected training data in a datamodule or in the module's own `train_dataloader`. `Federation` cannot reach"
-        " loaders that are handed directly to `L.Trainer.fit(model, train_dataloaders=...)`."
-        " Put them in a LightningDataModule (`trainer.fit(model, datamodule=...)`), or use `FederatedTrainer`, whose"
-        " `fit` takes them as they are."
+        "Expected training data: loaders or data sets that are handed to `fit`, a datamodule, or the module's own"
+        " `train_dataloader`. If loaders were handed to `fit`, `Federation` has not found them in this version of"
+        " Lightning: hand over `datamodule=lightning_fed.data.LoaderDataModule(train, val)`."
     )
 
 

@@ -66,8 +66,6 @@ DIFFS = {
     ("moco", "callback"): """
      L.seed_everything(1)
 +    callbacks = [*callbacks, fed.Federation(partition=fed.data.Dirichlet(3, 1.0))]
--    trainer.fit(model=model, train_dataloaders=dataloader)
-+    trainer.fit(model=model, datamodule=fed.data.LoaderDataModule(dataloader))
 """,
     ("segmentation", "trainer"): """
 -    trainer = L.Trainer(max_epochs=EPOCHS, log_every_n_steps=1, callbacks=callbacks, **options)
@@ -77,8 +75,6 @@ DIFFS = {
     ("segmentation", "callback"): """
      L.seed_everything(1)
 +    callbacks = [*callbacks, fed.Federation(partition=fed.data.IID(3))]
--    trainer.fit(model, train_dataloaders=train_dataloader, val_dataloaders=valid_dataloader)
-+    trainer.fit(model, fed.data.LoaderDataModule(train_dataloader, valid_dataloader))
 """,
     ("text", "trainer"): """
 -            num_training_steps=self.trainer.estimated_stepping_batches,
@@ -110,8 +106,6 @@ DIFFS = {
      pl.seed_everything(42)
 +    regions = fed.data.ByGroup(lambda sample: f"region {sample[0]['groups'].item() % 3}")
 +    callbacks = [*callbacks, fed.Federation(partition=regions)]
--    trainer.fit(Forecaster(), train_dataloaders=train_dataloader, val_dataloaders=val_dataloader)
-+    trainer.fit(Forecaster(), fed.data.LoaderDataModule(train_dataloader, val_dataloader))
 """,
     ("graphs", "trainer"): """
 -    trainer = L.Trainer(max_epochs=3, callbacks=callbacks, **options)
@@ -129,8 +123,6 @@ DIFFS = {
     ("diffusion", "callback"): """
      L.seed_everything(3)
 +    callbacks = [*callbacks, fed.Federation(partition=fed.data.IID(3))]
--    trainer.fit(DDPM(), train, val)
-+    trainer.fit(DDPM(), fed.data.LoaderDataModule(train, val))
 """,
     ("uncertainty", "trainer"): """
 -    trainer = L.Trainer(max_epochs=5, callbacks=callbacks, **options)
@@ -168,7 +160,7 @@ DIFFS = {
 +    callbacks = [*callbacks, fed.Federation()]
 -    trainer.fit(SemanticSegmentationTask(), train, val)
 +    regions = {n: DataLoader(dataset, 8, sampler=RandomGeoSampler(dataset, 16, 24, (n, n + 32))) for n in (0, 32)}
-+    trainer.fit(SemanticSegmentationTask(), fed.FederatedDataModule(regions, val))
++    trainer.fit(SemanticSegmentationTask(), regions, val)
 """,
 }  # fmt: skip
 

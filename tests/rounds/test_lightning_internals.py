@@ -13,6 +13,7 @@ from torch import nn
 from torch.func import vmap
 from torch.utils.data import DataLoader
 
+from lightning_fed.data import LoaderDataModule
 from lightning_fed.rounds import lightning_internals as internals
 from lightning_fed.rounds.logged_values import LogCall
 from tests.recorders import MemoryLogger, loading
@@ -128,6 +129,34 @@ def test_the_datamodule_is_known(plain_trainer):
     assert internals.datamodule_of(trainer) is None
     trainer.fit(module, datamodule=data)
     assert module.seen[0] is data, "Lightning does not keep the datamodule as `trainer.datamodule` any more"
+
+
+def test_data_that_are_handed_over_are_found_and_replaced(plain_trainer):
+    """What the fit loop's source has at the time of ``setup`` is what it asks for loaders."""
+    train, val, other = (DataLoader(torch.full((BATCHES, 2), value), batch_size=1) for value in (1.0, 2.0, 3.0))
+    found = []
+
+    class Exchange(L.Callback):
+        def setup(self, trainer, pl_module, stage):
+            found.append(internals.handed_data(trainer))
+            if found[0][0] is not None:
+                self.replaced = internals.HandedDataModule(trainer, LoaderDataModule(other, other))
+
+        def teardown(self, trainer, pl_module, stage):
+            self.replaced.restore()
+            found.append((internals.handed_data(trainer), internals.datamodule_of(trainer)))
+
+    module = Net()
+    module.training_step = lambda batch, batch_idx: module.seen.append(float(batch[0, 0])) or module.layer(batch).sum()
+    module.validation_step = lambda batch, batch_idx: module.seen.append(-float(batch[0, 0]))
+    plain_trainer(max_epochs=1, callbacks=[Exchange()]).fit(module, train, val)
+    assert found == [(train, val), ((train, val), None)], "Lightning keeps data that are handed to `fit` elsewhere"
+    assert module.seen == [3.0] * BATCHES + [-3.0] * BATCHES, "Lightning asks something else for loaders"
+    trainer = plain_trainer(max_epochs=1)
+    trainer.fit(Net())
+    assert internals.handed_data(trainer) == (None, None)
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=None))  # of a Lightning that has no sources
+    assert internals.handed_data(SimpleNamespace(fit_loop=loop)) == (None, None)
 
 
 def test_the_method_of_the_trainer_that_was_called(fit, plain_trainer):

@@ -71,7 +71,7 @@ PROJECTS = {
             "",
             "-    trainer.fit(task, train, val)",
             f"+    scenes = {REGIONS}",
-            "+    trainer.fit(task, fed.FederatedDataModule(scenes, val))",
+            "+    trainer.fit(task, scenes, val)",
         ),
     ),
     "lightly_moco": Project(
@@ -85,8 +85,6 @@ PROJECTS = {
         with_callback(
             "    L.seed_everything(1)",
             "partition=fed.data.Dirichlet(3, 1.0)",
-            "-    trainer.fit(model=MoCo(), train_dataloaders=dataloader)",
-            "+    trainer.fit(model=MoCo(), datamodule=fed.data.LoaderDataModule(dataloader))",
         ),
     ),
     "pytorch_forecasting_tft": Project(
@@ -102,8 +100,6 @@ PROJECTS = {
         with_callback(
             "    pl.seed_everything(42)",
             f"partition={SERIES}",
-            "-    trainer.fit(tft, train_dataloaders=train_dataloader, val_dataloaders=val_dataloader)",
-            "+    trainer.fit(tft, fed.data.LoaderDataModule(train_dataloader, val_dataloader))",
         ),
     ),
     "torch_geometric_graphs": Project(
@@ -138,8 +134,6 @@ PROJECTS = {
         with_callback(
             "    L.seed_everything(1)",
             'partition=fed.data.ByGroup("reviewer")',
-            "-    trainer.fit(Classifier(folder), train, val)",
-            "+    trainer.fit(Classifier(folder), fed.data.LoaderDataModule(train, val))",
         ),
     ),
     "anomalib_ganomaly": Project(
