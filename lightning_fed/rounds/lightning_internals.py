@@ -126,7 +126,7 @@ class HandedDataModule:
     """
 
     def __init__(self, trainer: L.Trainer, datamodule: L.LightningDataModule) -> None:
-        loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
+        loops: tuple[Any, Any] = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
         self._trainer, self._before = trainer, datamodule_of(trainer)
         self._sources = [
             (loop._data_source, data)  # noqa: SLF001
