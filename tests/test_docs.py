@@ -40,6 +40,7 @@ ROOMS = {  # every package with exports, and the page of the API that has them
     "lightning_fed.privacy": "privacy.md",
     "lightning_fed.backends.client_parallel": "backends.md",
     **({"lightning_fed.backends.flower": "backends.md"} if find_spec("flwr") else {}),  # an extra
+    **({"lightning_fed.backends.wire": "backends.md"} if find_spec("Crypto") else {}),  # comes with those
     "lightning_fed.callbacks": "callbacks.md",
     "lightning_fed.compare": "compare.md",
     "lightning_fed.data": "data.md",
@@ -75,6 +76,8 @@ def documented():
     objects = {}
     if not find_spec("flwr"):  # an extra
         paths = [path for path in paths if not path.startswith("lightning_fed.backends.flower.")]
+    if not find_spec("Crypto"):  # comes with it
+        paths = [path for path in paths if not path.startswith("lightning_fed.backends.wire.")]
     for path in paths:
         module, name = path.rsplit(".", 1)
         objects[path] = getattr(importlib.import_module(module), name)

@@ -2,10 +2,8 @@
 
 from lightning_fed.backends.flower.client import client_app as client_app
 from lightning_fed.backends.flower.server import server_app as server_app
-from lightning_fed.backends.wire.bounds import OrderBounds as OrderBounds
 
 __all__ = [
-    "OrderBounds",
     "client_app",
     "server_app",
 ]

@@ -14,6 +14,7 @@ from lightning_fed.argument_checks import check_count
 from lightning_fed.backends.flower.transport import FlowerTransport
 from lightning_fed.backends.site.signatures import read_private_key
 from lightning_fed.backends.wire.server import Model, ServerRunner
+from lightning_fed.backends.wire.transport import Deadline
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.messages import Client
 
@@ -27,7 +28,7 @@ def server_app(
     clients: int | Sequence[Client] | Mapping[Client, int],
     folder: str | os.PathLike[str],
     callbacks: Sequence[L.Callback] = (),
-    time_limit: float = 3600.0,
+    time_limit: float | Deadline = 3600.0,
     patience: float = 600.0,
     key: str | os.PathLike[str] | None = None,
 ) -> ServerApp:
@@ -53,7 +54,8 @@ def server_app(
             speak for that client.
         folder: Where checkpoints are, ``last.ckpt`` among them.
         callbacks: Callbacks beside the federation's own.
-        time_limit: Seconds in which the clients of a round must have answered.
+        time_limit: Seconds in which the clients of a round must have answered; or a :class:`Deadline`, which says more:
+            how long a round that has enough answers waits for the others, and for a connection that is lost.
         patience: Seconds in which the clients must have come.
         key: File of a private key (``ssh-keygen -t ed25519 -N ""``) with which messages are signed, for sites whose
             policy names the server's key.
@@ -85,14 +87,14 @@ def server_app(
         clients=clients,
         folder=folder,
         callbacks=callbacks,
-        time_limit=time_limit,
         patience=patience,
     )
     signing = None if key is None else read_private_key(key)
+    deadline = time_limit if isinstance(time_limit, Deadline) else Deadline(time_limit)
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        runner.run(FlowerTransport(grid, time_limit, bound=bound, key=signing))
+        runner.run(FlowerTransport(grid, deadline, bound=bound, key=signing))
 
     return app

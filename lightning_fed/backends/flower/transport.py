@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from lightning_fed.backends.site.signatures import sign
 from lightning_fed.backends.wire.packets import (
     HELLO,
     Packet,
@@ -20,6 +19,7 @@ from lightning_fed.backends.wire.packets import (
     read_packet,
     write_packet,
 )
+from lightning_fed.backends.wire.transport import Answer, Deadline, Transport
 from lightning_fed.data.population import LONGEST_NAME, client_keys
 from lightning_fed.errors import describe
 from lightning_fed.messages import Client
@@ -60,7 +60,7 @@ def from_records(content: RecordDict) -> Packet:
     return Packet(text, array.data)
 
 
-class FlowerTransport:
+class FlowerTransport(Transport):
     """Carries packets over Flower's grid.
 
     Clients are at nodes, each of which is asked once for its clients. A node that was lost and came back, under the
@@ -68,51 +68,34 @@ class FlowerTransport:
 
     Args:
         grid: Flower's grid.
-        time_limit: Seconds in which a round's clients must have answered.
+        deadline: Time that a round's clients have for their answers, or its seconds.
         poll: Seconds between looks at whether an answer has come.
         bound: Client to the node that may speak for it, as Flower's registration of a node's key numbers it; ``None``
             believes the first node that names a client, while it is there.
         key: Signs every message; ``None`` for messages without a signature.
-
-    Attributes:
-        sent: Bytes of the tensors in all packets that were sent.
-        received: Bytes of the tensors in all packets that came back.
 
     """
 
     def __init__(
         self,
         grid: Grid,
-        time_limit: float,
+        deadline: Deadline | float,
         poll: float = 0.1,
         bound: Mapping[Client, int] | None = None,
         key: Ed25519PrivateKey | None = None,
     ) -> None:
-        self._key = key
-        self._grid, self._limit, self._poll, self._bound = grid, time_limit, poll, bound
+        super().__init__(deadline, poll, key)
+        self._grid, self._bound = grid, bound
         self._nodes: dict[int, list[Client]] = {}
         self._asked: dict[int, tuple[str, float]] = {}  # the message, and until when a round waits for its answer
         self._retry_times: dict[int, float] = {}  # when to ask a node again that did not name its clients
-        self.sent = self.received = 0
 
     def meet(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
-        """Waits for the federation's clients.
-
-        Args:
-            expected: Their keys, or their number.
-            patience: Seconds to wait.
-
-        Returns:
-            Their keys, in the order of a mapping of clients.
-
-        Raises:
-            TimeoutError: If some are not there in time.
-
-        """
+        """Waits for the federation's clients."""
         deadline = time.monotonic() + patience
         wanted = None if isinstance(expected, int) else set(expected)
         while True:
-            self._discover_nodes()
+            self.discover()
             known = {client for clients in self._nodes.values() for client in clients}
             if (len(known) >= expected) if isinstance(expected, int) else known >= (wanted or set()):
                 break
@@ -125,68 +108,44 @@ class FlowerTransport:
             raise TimeoutError(f"Expected {expected} clients, but there are {len(chosen)}: {list(chosen)}.")
         return chosen
 
-    def ask(
-        self, kind: str, packets: Iterable[tuple[Client, Packet]], round: int
-    ) -> Iterator[tuple[Client, Packet | str]]:
-        """Sends packets and gives the answers in the same order: a packet, or a text that says why there is none.
+    def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
+        """Sends a packet to a client's node.
 
-        Answers wait at the SuperLink until it is their turn, so that no more than one is in memory, and sums are added
-        up in the same order in every run. Messages therefore live longer than the time limit: an answer that came in
-        time is still there after a client before it has used the limit up.
-
-        Args:
-            kind: The type of the messages.
-            packets: Clients and their packets; taken one at a time.
-            round: The round.
-
+        Messages live longer than the time limit: an answer that came in time is still there after a client before it
+        has used the limit up.
         """
-        self._discover_nodes()
-        deadline = time.monotonic() + self._limit
-        waiting: list[tuple[Client, int | None, str | None]] = []
-        for client, packet in packets:
-            node = self._find_node(client)
-            sent = None if node is None else self._push(node, kind, packet, f"{round}", self._limit + _COLLECTION)
-            self.sent += len(packet.data)
-            waiting.append((client, node, sent))
-        for client, node, sent in waiting:
-            if node is None or sent is None:
-                yield client, "it is not connected" if node is None else "its message could not be sent"
+        node = self._find_node(client)
+        return (
+            None if node is None else self._push(node, kind, packet, f"{round}", self._deadline.seconds + _COLLECTION)
+        )
+
+    def pull(self, name: str) -> Answer | None:
+        """The answer to a message, whatever Flower makes of what came; ``None`` as long as it has not come."""
+        answers = self._pull([name])
+        if isinstance(answers, str):
+            return answers
+        for message in answers:
+            if message.metadata.reply_to_message_id != name:
                 continue
-            yield client, self._await(node, sent, deadline)
+            if message.has_error():
+                return one_line(f"Flower reports: {message.error.reason or f'error {message.error.code}'}")
+            try:
+                return from_records(message.content)
+            except Exception as error:
+                return f"its answer cannot be read: {error if isinstance(error, PacketError) else describe(error)}"
+        return None
+
+    def connection(self, client: Client) -> int | None:
+        """The client's node; ``None`` if it is not there."""
+        self.discover()
+        return self._node_of(client)
 
     def forget(self, client: Client) -> None:
         """Asks a client's node for its clients again: it was started again, with other data."""
         node = self._node_of(client)
         if node is not None:
             del self._nodes[node]
-            self._discover_nodes()
-
-    def _await(self, node: int, sent: str, deadline: float) -> Packet | str:
-        looked = time.monotonic()
-        while True:
-            answers = self._pull([sent])
-            if isinstance(answers, str):
-                return answers
-            for message in answers:
-                if message.metadata.reply_to_message_id != sent:
-                    continue
-                if message.has_error():
-                    return one_line(f"Flower reports: {message.error.reason or f'error {message.error.code}'}")
-                try:
-                    packet = from_records(message.content)
-                except Exception as error:  # whatever Flower makes of what came
-                    return f"its answer cannot be read: {error if isinstance(error, PacketError) else describe(error)}"
-                self.received += len(packet.data)
-                return packet
-            now = time.monotonic()
-            if now > deadline:
-                return f"it did not answer within {self._limit:.0f} s"
-            if now - looked > 2:
-                looked = now
-                if node not in self._grid.get_node_ids():
-                    self._nodes.pop(node, None)
-                    return "its connection was lost"
-            time.sleep(self._poll)
+            self.discover()
 
     def _pull(self, sent: Sequence[str]) -> list[Message] | str:
         """The answers to messages that are there; in words, why what came cannot be read.
@@ -200,8 +159,6 @@ class FlowerTransport:
             return one_line(f"its answer cannot be read: {describe(error)}")
 
     def _push(self, node: int, kind: str, packet: Packet, group: str, ttl: float) -> str | None:
-        if self._key is not None:
-            packet = Packet(sign(packet.text, packet.data, self._key), packet.data)
         message = Message(to_records(packet), node, kind, ttl=ttl, group_id=group)
         return next(iter(self._grid.push_messages([message])), None)
 
@@ -214,10 +171,10 @@ class FlowerTransport:
             if all(until < time.monotonic() for _, until in self._asked.values()):
                 return None
             time.sleep(self._poll)
-            self._discover_nodes()
+            self.discover()
         return node
 
-    def _discover_nodes(self) -> None:
+    def discover(self) -> None:
         """Asks new nodes for their clients, and forgets nodes that have gone, without waiting."""
         there = set(self._grid.get_node_ids())
         for node in [node for node in self._nodes if node not in there]:
@@ -226,9 +183,9 @@ class FlowerTransport:
         for node in there - self._nodes.keys() - self._asked.keys():
             if self._retry_times.get(node, now) > now:
                 continue
-            sent = self._push(node, HELLO, write_packet("hello", {}), "hello", self._limit)
+            sent = self._push(node, HELLO, self.signed(write_packet("hello", {})), "hello", self._deadline.seconds)
             if sent is not None:
-                self._asked[node] = sent, now + min(_HELLO_SECONDS, self._limit)
+                self._asked[node] = sent, now + min(_HELLO_SECONDS, self._deadline.seconds)
         for node, (sent, _) in list(self._asked.items()):
             answers = self._pull([sent])
             if answers:

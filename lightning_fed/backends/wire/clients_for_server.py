@@ -324,14 +324,16 @@ class RemoteClientSide(RemoteSide):
             )
             return visit.client, write_train_request(kind, train_request, broadcast)
 
+        def pack_again(client: Client) -> Packet:
+            server.report.down_bytes += sent[client][1].nbytes
+            return pack(sent[client])[1]
+
         def pack_whole(client: Client) -> tuple[Client, Packet]:
-            _, broadcast, _ = sent[client]
-            broadcast.unsent = frozenset()
-            server.report.down_bytes += broadcast.nbytes
-            return pack(sent[client])
+            sent[client][1].unsent = frozenset()
+            return client, pack_again(client)
 
         number, waiting = server.report.round, list[tuple[Client, Packet | str]]()
-        for client, reply in self._transport.ask(kind, map(pack, messages), number):
+        for client, reply in self._transport.ask(kind, map(pack, messages), number, pack_again):
             if sent[client][1].unsent and _is_lacking(reply):
                 lacking.append(client)
             if lacking:  # the answers stay in their order
@@ -341,7 +343,7 @@ class RemoteClientSide(RemoteSide):
         if not lacking:
             return
         _log.info("Round %d: %d clients are sent entries that do not train, once.", number, len(lacking))
-        answers = dict(self._transport.ask(kind, map(pack_whole, lacking), number))
+        answers = dict(self._transport.ask(kind, map(pack_whole, lacking), number, pack_again))
         for client, reply in waiting:
             yield client, answers.get(client, reply)
 

@@ -50,7 +50,6 @@ class ServerRunner:
         clients: int | Sequence[Client] | Mapping[Client, Any],
         folder: str | os.PathLike[str],
         callbacks: Sequence[L.Callback] = (),
-        time_limit: float = 3600.0,
         patience: float = 600.0,
     ) -> None:
         options = check_options(trainer, _OURS)
@@ -61,8 +60,8 @@ class ServerRunner:
             )
         if isinstance(clients, int):
             check_count("clients", clients)
-        if not time_limit > 0 or not patience >= 0:
-            raise ValueError(f"Expected positive times, but got time_limit={time_limit} and patience={patience}.")
+        if not patience >= 0:
+            raise ValueError(f"Expected a `patience` that is not negative, but got {patience}.")
         self._federation, self._model, self._val_data = federation, model, val_data
         self._options, self._callbacks = options, callbacks
         self._clients = list(clients) if isinstance(clients, Mapping) else clients

@@ -18,6 +18,7 @@ from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records
 from lightning_fed.backends.wire import packets
 from lightning_fed.backends.wire.server import run_server
+from lightning_fed.backends.wire.transport import Deadline
 from lightning_fed.callbacks import ClassPrototypes, LayerwiseTraining, find_federation
 from lightning_fed.messages import tensor_bytes
 from lightning_fed.privacy import SecureSum
@@ -122,7 +123,7 @@ def on_flower(
     )
     if grids is not None:
         grids.append(grid)
-    transport = FlowerTransport(grid, limit, poll=0.01, key=key)
+    transport = FlowerTransport(grid, Deadline(limit, reconnect=0), poll=0.01, key=key)
     module = make_module()
     trainer = run_server(
         federation(), module, val, {**OPTIONS, **dict(options), **dict(server_options), "max_epochs": rounds},

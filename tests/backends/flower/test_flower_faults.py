@@ -483,7 +483,7 @@ def test_what_needs_data_on_the_server_is_refused(tmp_path):
         ({"trainer": {"max_epochs": 1, "callbacks": []}}, r"without .* but got \['callbacks'\]"),
         ({"trainer": [1]}, "Expected `trainer` to be a mapping"),
         ({"clients": 0}, "Expected `clients` to be at least 1, but got 0"),
-        ({"time_limit": 0}, "Expected positive times, but got time_limit=0"),
+        ({"time_limit": 0}, r"Expected positive times, but got Deadline\(seconds=0"),
     ],
 )
 def test_arguments_of_the_server(arguments, message):

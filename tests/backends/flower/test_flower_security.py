@@ -11,10 +11,10 @@ from lightning_fed.steps import MaxMedianNorm, MaxNorm, MaxSamples, UniformWeigh
 pytest.importorskip("flwr")
 
 from lightning_fed import Federation
-from lightning_fed.backends.flower import OrderBounds
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.server import server_app
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records
+from lightning_fed.backends.wire.bounds import OrderBounds
 from lightning_fed.backends.wire.packets import TrainRequest
 from lightning_fed.backends.wire.runner import find_public_reason
 from lightning_fed.backends.wire.server import run_server

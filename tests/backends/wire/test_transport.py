@@ -1,0 +1,141 @@
+"""How long a round waits for its clients, whatever the network: deadlines, quorum, lost connections, late answers."""
+
+import itertools
+
+import pytest
+
+from lightning_fed.backends.wire import transport
+from lightning_fed.backends.wire.packets import Packet
+from lightning_fed.backends.wire.transport import Deadline, Transport
+
+
+class Clock:
+    """Time that passes while somebody sleeps."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class Network(Transport):
+    """Answers come at known times; connections have names that change with time.
+
+    Args:
+        clock: The clock.
+        answers: Client to the seconds that an answer takes.
+        connections: Client to pairs of a time and the name of the connection from then on.
+
+    """
+
+    def __init__(self, clock, deadline, answers, connections=None):
+        super().__init__(deadline, poll=0.5)
+        self.clock, self.answers, self.connections = clock, answers, connections or {}
+        self.messages, self.names = {}, itertools.count()
+
+    def meet(self, expected, patience):
+        return expected
+
+    def discover(self):
+        pass
+
+    def forget(self, client):
+        pass
+
+    def push(self, client, kind, packet, round):
+        connection = self.connection(client)
+        if connection is None:
+            return None
+        name = f"message-{next(self.names)}"
+        self.messages[name] = client, self.clock.now + self.answers[client], packet, connection
+        return name
+
+    def pull(self, name):
+        client, due, packet, connection = self.messages[name]
+        if self.clock.now < due or self.connection(client) != connection:
+            return None
+        return Packet(f"{client} to {packet.text}", b"1234")
+
+    def connection(self, client):
+        changes = self.connections.get(client, [(0, "here")])
+        return [name for since, name in changes if since <= self.clock.now][-1]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(transport, "time", clock)
+    return clock
+
+
+def ask(network, clients, round=0, again=None):
+    packets = [(client, Packet(f"round {round}")) for client in clients]
+    answers = network.ask("train", packets, round, again)
+    return {client: getattr(answer, "text", answer) for client, answer in answers}
+
+
+def test_a_round_waits_for_all_until_the_deadline(clock):
+    network = Network(clock, 60, {"ann": 50, "bob": 70, "cid": 1})
+    assert ask(network, ["ann", "bob", "cid"]) == {
+        "ann": "ann to round 0", "bob": "it did not answer within 60 s", "cid": "cid to round 0",
+    }  # fmt: skip
+    assert 60 <= clock.now < 62
+    assert network.received == 8
+
+
+def test_with_enough_answers_the_others_have_the_rest(clock):
+    """Also where the slowest is the first: answers are used in the order of the clients all the same."""
+    network = Network(clock, Deadline(3600, min_clients=2, rest=20), {"ann": 500, "bob": 30, "cid": 10, "dan": 45})
+    answers = ask(network, ["ann", "bob", "cid", "dan"])
+    assert list(answers) == ["ann", "bob", "cid", "dan"]
+    assert answers["ann"] == "it did not answer within 20 s after 2 others"
+    assert [answers[name] for name in ("bob", "cid", "dan")] == [f"{name} to round 0" for name in ("bob", "cid", "dan")]
+    assert 50 <= clock.now < 52
+
+
+def test_late_answers_are_counted_and_not_used(clock, caplog):
+    network = Network(clock, 60, {"ann": 100, "bob": 1})
+    ask(network, ["ann", "bob"])
+    clock.now = 200
+    network.answers["ann"] = 1
+    assert ask(network, ["ann"], round=1) == {"ann": "ann to round 1"}
+    assert network.late == 1
+    assert "The answer of client 'ann' to round 0 came too late, and is dropped." in caplog.text
+    ask(network, ["ann"], round=2)
+    assert network.late == 1
+
+
+def test_a_connection_that_is_back_goes_on_with_its_message(clock):
+    """A link that is cut ends nothing at the client: what it has finished meanwhile is handed over."""
+    network = Network(clock, 3600, {"ann": 20}, {"ann": [(0, "a"), (10, None), (60, "a")]})
+    assert ask(network, ["ann"]) == {"ann": "ann to round 0"}
+    assert 60 <= clock.now < 63
+    assert len(network.messages) == 1
+
+
+def test_a_connection_that_stays_away_is_given_up(clock):
+    network = Network(clock, 3600, {"ann": 20}, {"ann": [(0, "a"), (10, None)]})
+    assert ask(network, ["ann"]) == {"ann": "its connection was lost"}
+    assert 70 <= clock.now < 75
+
+
+def test_a_client_that_was_started_again_is_asked_again(clock):
+    connections = {"ann": [(0, "a"), (10, None), (30, "b")]}
+    network = Network(clock, 3600, {"ann": 20}, connections)
+    assert ask(network, ["ann"], again=lambda client: Packet("the same")) == {"ann": "ann to the same"}
+    assert 50 <= clock.now < 53
+    clock.now = 0
+    assert ask(Network(clock, 3600, {"ann": 20}, connections), ["ann"]) == {"ann": "its connection was lost"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"seconds": 0}, "positive times"), ({"rest": -1}, "positive times"), ({"min_clients": 0}, "min_clients")],
+)
+def test_deadlines_that_there_are_not(options, message):
+    with pytest.raises(ValueError, match=message):
+        Deadline(**options)
