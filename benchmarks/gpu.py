@@ -322,7 +322,7 @@ def main() -> None:
         raise SystemExit("Expected a GPU that torch can use, but there is none.")
     prepare(arguments)
     parts = [
-        f"`python benchmarks/gpu.py --out docs/performance.md`. One {torch.cuda.get_device_name()}, torch"
+        f"`python benchmarks/gpu.py --out benchmarks/results/performance.md`. One {torch.cuda.get_device_name()}, torch"
         f" {torch.__version__}, lightning {L.__version__}, Python {sys.version.split()[0]}; float32, convolutions in"
         " TF32 as PyTorch has it. The examples are in the host's memory. Medians over repetitions, ratios within one,"
         " with their range; *memory* is the peak of what is allocated on the device, of all processes together."

@@ -170,7 +170,7 @@ def measure(quick: bool) -> str:
 
     rows = [(f"{size:,}", f"{value['seconds']:.4f}", f"{value['memory'] / 2**20:.0f}") for size, value in drawn.items()]
     text = [
-        f"`python benchmarks/scale.py --out docs/scale.md`, {machine(1)}, commit {version()}.",
+        f"`python benchmarks/scale.py --out benchmarks/results/scale.md`, {machine(1)}, commit {version()}.",
         "**Clients to draw from**, 10 in a round",
         table(["clients", "s / round", "MiB added by the fit"], rows),
         f"**Clients in a round**, {STEPS} steps of {BATCH_SIZE} examples each with a network of 69 parameters, of a"

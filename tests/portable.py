@@ -1,7 +1,7 @@
 """Runs the suite under settings that stand for other machines, and writes what came of it into a page.
 
     python tests/portable.py --list
-    python tests/portable.py --settings 1 4 --out docs/testing.md
+    python tests/portable.py --settings 1 4 --out docs/dev/testing.md
 
 Floats of other processors are had by holding the libraries of this one back. The settings are pairwise: every two
 values of two variables meet in some run. Each run is in a copy of the checkout whose path has a space.

@@ -24,7 +24,7 @@ from tests import models
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
-PAGES = [README, *sorted(DOCS.rglob("*.md"))]
+PAGES = [README, *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "benchmarks" / "results").glob("*.md"))]
 ROOMS = {  # every package with exports, and the page of the API that has them
     "lightning_fed": "lightning_fed.md",
     "lightning_fed.algorithms": "algorithms.md",
@@ -279,7 +279,14 @@ def test_every_page_is_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = re.findall(r"(?<= )[\w/]+\.md$", nav, re.MULTILINE)
     assert len(listed) == len(set(listed))
-    assert set(listed) == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert set(listed) == {page for page in pages if not page.startswith("dev/")}  # for who changes the package
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_to_files_on_github_lead_somewhere(page):
+    for target in re.findall(r"lightning-fed/blob/main/([^)#\s>]+)", page.read_text()):
+        assert (ROOT / target).exists(), target
 
 
 # --- the site ---------------------------------------------------------------------------------------------------------

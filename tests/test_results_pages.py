@@ -18,9 +18,10 @@ OF_OTHERS = re.compile(r"(?:published|paper)[^()]*\)", re.S)
 # Pages elsewhere whose sentences have scores; what is a setting, a version or about code that is gone in them.
 ELSEWHERE = {
     "README.md": ("3.11",),
+    "benchmarks/results/performance.md": (),
+    "benchmarks/results/method_costs.md": (),
     "docs/performance.md": (),
-    "docs/method_costs.md": (),
-    "docs/design/backends.md": ("5.2", "2.6", "1.7"),
+    "docs/dev/design/backends.md": ("5.2", "2.6", "1.7"),
     "docs/guides/baselines.md": ("1.2", "0.1"),
     "docs/guides/batch_norm.md": (),
     "docs/guides/deploy.md": ("0.1",),
@@ -28,15 +29,15 @@ ELSEWHERE = {
     "docs/guides/fedma.md": (),
     "docs/guides/fedmargin.md": (),
     "docs/guides/fedss.md": (),
-    "docs/guides/parallel.md": (),
     "docs/guides/privacy.md": ("0.01", "0.001", "1.8", "3.7", "4.0"),
     "docs/guides/robust.md": (),
-    "docs/guides/vectorize.md": ("2.6",),
+    "docs/guides/speed.md": ("2.5", "2.6"),
     "docs/guides/your_project.md": ("2.6", "2.7", "4.46"),
-    "docs/testing.md": ("2.11", "3.14", "3.15", "4.39", "9.2", "4.48"),
+    "docs/dev/testing.md": ("2.11", "3.14", "3.15", "4.39", "9.2", "4.48"),
 }
 PAIR = re.compile(r"(\d+\.\d+) ± (\d+\.\d+)")
 LINK = re.compile(r"\]\(([\w./-]+\.md)")
+ON_GITHUB = re.compile(r"blob/main/([\w./-]+\.md)")  # pages beside the site
 CODE = re.compile(r"```.*?```|`[^`]*`", re.S)
 
 
@@ -97,6 +98,7 @@ def test_scores_elsewhere_are_in_tables_of_the_pages_that_are_linked(page):
     path = ROOT / page
     text = path.read_text()
     linked = {path, *((path.parent / link).resolve() for link in LINK.findall(text))}
+    linked |= {ROOT / link for link in ON_GITHUB.findall(text)}
     numbers = [number for each in sorted(linked) for number in written(each.read_text())]
     sentences = CODE.sub("", SECTION.sub("", text))
     found = scores(sentences) + [part for pair in PAIR.findall(sentences) for part in pair]
