@@ -98,7 +98,7 @@ def test_scores_elsewhere_are_in_tables_of_the_pages_that_are_linked(page):
     path = ROOT / page
     text = path.read_text()
     linked = {path, *((path.parent / link).resolve() for link in LINK.findall(text))}
-    linked |= {ROOT / link for link in ON_GITHUB.findall(text)}
+    linked |= {ROOT / link for page in linked for link in ON_GITHUB.findall(page.read_text())}
     numbers = [number for each in sorted(linked) for number in written(each.read_text())]
     sentences = CODE.sub("", SECTION.sub("", text))
     found = scores(sentences) + [part for pair in PAIR.findall(sentences) for part in pair]

@@ -272,7 +272,7 @@ def _note(results: Sequence[Mapping[str, Any]], target: float, last: int) -> str
 
 
 def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
-    """What the seeds say of every method against the first one; nothing where there is one method."""
+    """Sentences about every method's difference to the first one over the seeds; none with one method."""
     methods = list(dict.fromkeys(run["method"] for run in results if run["method"] != CENTRAL))
     if len(methods) < 2:
         return []
