@@ -86,7 +86,8 @@ def measure(name: str, network: str, rounds: int, folder: Path) -> dict[str, Any
 
 def report(results: dict[str, Any], threads: int) -> str:
     parts = [
-        f"`python benchmarks/client_parallel.py --out benchmarks/results/performance.md`. {machine(threads)}. The data and the"
+        f"`python benchmarks/client_parallel.py --out benchmarks/results/performance.md`."
+        f" {machine(threads)}. The data and the"
         f" schedule of the first table: {COHORT} clients in a round. Ratios are medians over repetitions of the ratio"
         " within a repetition, with the quartiles in brackets; *process* counts the seconds of the busier process."
     ]

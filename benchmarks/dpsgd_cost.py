@@ -62,7 +62,8 @@ def report(results: dict[str, Any], threads: int) -> str:
     load = os.getloadavg()[0]
     busy = f"; other programs were running, load average {load:.1f}" if load > threads + 0.5 else ""
     parts = [
-        f"`python benchmarks/dpsgd_cost.py --out benchmarks/results/method_costs.md`. {machine(threads)}{busy}. All clients in every"
+        f"`python benchmarks/dpsgd_cost.py --out benchmarks/results/method_costs.md`."
+        f" {machine(threads)}{busy}. All clients in every"
         " round, one local epoch. Ratios are medians over repetitions of the ratio within a repetition, with the"
         " quartiles in brackets; *process* counts this process' own seconds."
     ]

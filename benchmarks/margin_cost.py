@@ -108,7 +108,8 @@ def measure(setting: Setting, rounds: int, repetitions: int) -> dict[str, Any]:
 
 def report(results: dict[str, Any], threads: int) -> str:
     parts = [
-        f"`python benchmarks/margin_cost.py --out benchmarks/results/method_costs.md`. {machine(threads)}. One local epoch; all"
+        f"`python benchmarks/margin_cost.py --out benchmarks/results/method_costs.md`."
+        f" {machine(threads)}. One local epoch; all"
         " clients in every round. Ratios are medians over repetitions of the ratio within a repetition, with the"
         " quartiles in brackets; *process* counts this process' own seconds."
     ]

@@ -68,7 +68,10 @@ def main() -> None:
         result = json.loads(done.stdout.splitlines()[-1])
         mebibytes = [result["input_bytes"] / 2**20, result["peak_bytes"] / 2**20]
         rows.append([WORDS[part].format(samples), *(f"{value:.0f}" for value in mebibytes), f"{result['cpu_s']:.1f}"])
-    text = f"`python benchmarks/margin_memory.py --out benchmarks/results/method_costs.md`. {machine(arguments.threads)}.\n\n"
+    text = (
+        f"`python benchmarks/margin_memory.py --out benchmarks/results/method_costs.md`."
+        f" {machine(arguments.threads)}.\n\n"
+    )
     header = ["", "peak resident MiB, package and inputs alone", "with the computation", "s, process"]
     write_section(arguments.out, "margin memory", text + table(header, rows))
 

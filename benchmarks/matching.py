@@ -187,7 +187,8 @@ def report(results: dict[str, Any], threads: int) -> str:
         "s, marginal",
     ]
     words = (
-        f"`python benchmarks/matching.py --out benchmarks/results/method_costs.md`. {machine(threads)}. The published score, all"
+        f"`python benchmarks/matching.py --out benchmarks/results/method_costs.md`."
+        f" {machine(threads)}. The published score, all"
         f" variances 1, gamma 7, random weights, at most {results['passes']} passes. Process seconds of a whole"
         " matching; the loops' for the same assignments, from the time of some of their rows (without what is the same"
         " for all of them, which the programs compute every time) and of the solver."

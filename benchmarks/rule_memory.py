@@ -74,7 +74,8 @@ def main() -> None:
         for rule in RULES
     ]
     text = (
-        f"`python benchmarks/rule_memory.py --out benchmarks/results/method_costs.md`. {machine(arguments.threads)}. A model of"
+        f"`python benchmarks/rule_memory.py --out benchmarks/results/method_costs.md`."
+        f" {machine(arguments.threads)}. A model of"
         f" {4 * parameters / 1e6:.0f} MB in {ENTRIES} entries.\n\n"
     )
     header = ["rule", f"{CLIENTS} clients", f"{2 * CLIENTS} clients"]

@@ -162,7 +162,8 @@ def report(results: dict[str, Any], threads: int) -> str:
         "peak MB of the process",
     ]
     words = (
-        f"`python benchmarks/sampled_softmax_cost.py --out benchmarks/results/method_costs.md`. {machine(threads)}. {CLIENTS} clients"
+        f"`python benchmarks/sampled_softmax_cost.py --out benchmarks/results/method_costs.md`."
+        f" {machine(threads)}. {CLIENTS} clients"
         f" of {SAMPLES} random 28 x 28 images, batches of {BATCH}; embeddings of {WIDTH}; every client holds {held:,}"
         " classes. Process seconds: *client* from drawing the classes it asks for to the update made, with the rows"
         " looked up for it and loaded; *the rest* is the server (averaging, with `fedavgm` momentum's step on the whole"

@@ -127,7 +127,8 @@ def report(results: dict[str, Any], threads: int) -> str:
             numbers = [client, spent["mask"], spent["server, none"], spent["server, most"]]
             body.append([named, f"{4 * size / 1e6:.1f}", *more, *(f"{number:.3g}" for number in numbers)])
     about = (
-        f"`python benchmarks/secure_sum_cost.py --out benchmarks/results/method_costs.md`. {machine(threads)}{busy}. Per round,"
+        f"`python benchmarks/secure_sum_cost.py --out benchmarks/results/method_costs.md`."
+        f" {machine(threads)}{busy}. Per round,"
         " medians of three repetitions; seconds are the process' own. The *model* is as many bytes in float32 as in"
         " masked whole numbers; *more* are the messages for keys, shares and unmasking, to and from one client. A"
         " client's seconds are those of keys, shares, rounding to whole numbers, masks, and opening the others' shares."

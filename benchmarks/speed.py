@@ -351,7 +351,8 @@ def spread(values: np.ndarray) -> str:
 def report_together(results: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> str:
     where = f"{machine(arguments.threads)}, load average {os.getloadavg()[0]:.1f}"
     parts = [
-        f"`python benchmarks/speed.py --parts vectorized --out benchmarks/results/performance.md`. {where}. MLP 784-64-10, batches"
+        f"`python benchmarks/speed.py --parts vectorized --out benchmarks/results/performance.md`."
+        f" {where}. MLP 784-64-10, batches"
         f" of {BATCH_SIZE}, {SAMPLES} examples per client, SGD; process seconds. Medians over repetitions, of ratios"
         " within a repetition, with the quartiles in brackets."
     ]
@@ -369,7 +370,8 @@ def report_together(results: dict[str, dict[str, Any]], arguments: argparse.Name
 
 def report(results: dict[str, Any], arguments: argparse.Namespace) -> str:
     parts = [
-        f"`python benchmarks/speed.py --out benchmarks/results/performance.md`. {machine(arguments.threads)}. Batches of"
+        f"`python benchmarks/speed.py --out benchmarks/results/performance.md`."
+        f" {machine(arguments.threads)}. Batches of"
         f" {BATCH_SIZE}, {SAMPLES} examples per client, {COHORT} clients in a round, SGD. Ratios are medians over"
         " repetitions of the ratio within a repetition, with the quartiles in brackets; *process* counts this"
         " process' own seconds, which other work on a shared machine disturbs less than the wall clock; ratios are of"

@@ -192,7 +192,8 @@ def report(results: Mapping[str, Any], arguments: argparse.Namespace) -> str:
         if package
     )
     parts = [
-        f"`python benchmarks/speed_peers.py --out benchmarks/results/performance.md`. {machine(arguments.cores)}; {versions}. One"
+        f"`python benchmarks/speed_peers.py --out benchmarks/results/performance.md`."
+        f" {machine(arguments.cores)}; {versions}. One"
         f" process has {arguments.cores} threads, each of two processes half of them. Medians over repetitions, ratios"
         " within a repetition; *start* is what passes before the second round, *memory* the largest sum over all"
         f" processes. All end with the weights of the loop by hand, to {SAME:.0%} of the largest (rounding grows with"
