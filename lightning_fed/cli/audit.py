@@ -58,7 +58,7 @@ def describe_line(line: Line, is_full: bool = False) -> str:
         ...     "answer": "update", "entries": ["w", "b"], "bytes": 812, "digest": "9c0d11e5aa",
         ...     "rule": {"entries": ["*"]}}
         >>> describe_line(Line(7, "0a", content))
-        '     7 2026-11-24T12:00:00 ann run 3f9a77c0 round 4 update: left, 2 entries, 812 bytes, digest 9c0d11e5'
+        '     7 2026-11-24T12:00:00 ann run 3f9a77c0 round 4 update: left, 2 names, 812 bytes, digest 9c0d11e5'
 
     """
     content = line.content
@@ -74,7 +74,7 @@ def describe_line(line: Line, is_full: bool = False) -> str:
     behind = f"; the clock was {content['clock_behind']} s behind" if "clock_behind" in content else ""
     return (
         f"{line.number:6d} {content['time'][:19]}{whose} {content['answer']}: {outcome},"
-        f" {len(content['entries'])} entries, {content['bytes']} bytes, digest {content['digest'][:8]}{torn}{behind}"
+        f" {len(content['entries'])} names, {content['bytes']} bytes, digest {content['digest'][:8]}{torn}{behind}"
     )
 
 

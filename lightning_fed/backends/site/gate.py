@@ -107,7 +107,7 @@ class SiteGate:
     def _judge(
         self, policy: SitePolicy, record: Record, order: Order, reply: Packet | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Of every rule what allowed the answer, and the names of its entries.
+        """Of every rule what allowed the answer, and the names of all that it holds.
 
         Raises:
             Refusal: If it is not to leave.
@@ -126,7 +126,7 @@ class SiteGate:
             raise Refusal("rounds_per_day", f"its site's policy allows {policy.rounds_per_day} rounds in a day")
         if reply is None:
             return rule, []
-        allowed, names = policy.judge_answer(reply.text)
+        allowed, names = policy.judge_answer(order.answer, reply.text)
         size = _size(reply)
         if sum(content["bytes"] for content in counted) + size > policy.bytes_per_day:
             raise Refusal("bytes_per_day", f"its site's policy allows {policy.bytes_per_day} bytes in a day")

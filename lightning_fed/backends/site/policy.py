@@ -161,11 +161,11 @@ class SitePolicy:
         servers: Public keys, the lines of servers' ``.pub`` files; ``"*"`` for all servers, also without a signature.
         runs: Names of runs.
         methods: Names of methods, in any case.
-        answers: Kinds of answers: ``"update"``, ``"request"``, ``"statistics"`` and ``"sum"``. Who is there is always
-            said to a server that is allowed.
+        answers: Kinds of answers: ``"update"``, ``"request"``, ``"statistics"``, ``"sum"`` and ``"evaluation"``. A
+            server that is allowed is always told who is there.
         entries: Names of the model's entries.
         extras: Names of the method's further tensors, and of BatchNorm layers' statistics.
-        metrics: Names of numbers for the log.
+        metrics: Names of numbers for the log, and of the sums and states of an evaluation.
         rounds_per_day: Most answers of one kind for one client, in any 24 hours.
         bytes_per_day: Most bytes of all answers, in any 24 hours.
         clients_per_sum: Fewest clients of a secure sum; there must be one, if it is given.
@@ -231,11 +231,15 @@ class SitePolicy:
                 )
         return allowed
 
-    def judge_answer(self, text: str) -> tuple[dict[str, Any], list[str]]:
+    def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
         """Judges what an answer holds, as it is to leave.
 
+        Args:
+            answer: The kind of answer that was asked for, of :data:`ANSWERS`.
+            text: Its text.
+
         Returns:
-            Of every rule the patterns that allowed it, and the names of the entries.
+            Of every rule the patterns that allowed it, and the names of all that it holds.
 
         Raises:
             Refusal: If it has something that is not allowed.
@@ -252,6 +256,8 @@ class SitePolicy:
         names: dict[str, list[str]] = {"entries": [], "extras": [], "metrics": []}
         for group, rows in tensors.items():
             rule = known_groups[group]
+            if answer == "evaluation" and rule == "extras":
+                rule = "metrics"  # sums and states
             if rule is not None:
                 names[rule] += [row[0] for row in rows]
         for name, rule in _NAMED_FIELDS.items():
@@ -259,7 +265,7 @@ class SitePolicy:
         allowed = {
             rule: _find_pattern(rule, found, getattr(self, rule)) for rule, found in names.items() if len(found) > 0
         }
-        return allowed, names["entries"] + names["extras"]
+        return allowed, [name for found in names.values() for name in found]
 
     def _find_server(self, order: Order) -> str:
         if "*" in self.servers:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("flwr")
 
@@ -19,8 +20,10 @@ from lightning_fed.backends.site import gate
 from lightning_fed.backends.site.policy import PolicyError, RequiredStep, read_policy
 from lightning_fed.backends.site.record import read_lines
 from lightning_fed.backends.site.signatures import read_private_key, sign
-from lightning_fed.backends.wire.packets import PacketError, write_packet
+from lightning_fed.backends.wire.packets import Answer, PacketError, write_packet, write_update
+from lightning_fed.callbacks.evaluation.report import EvaluationReport
 from lightning_fed.privacy import SecureSum
+from lightning_fed.rounds.logged_values import LoggedValue
 from lightning_fed.steps import MaxNorm, MaxSamples, UniformWeights
 from tests import models
 from tests.backends.flower.halves import OPTIONS, SIZES, clients_of, norm_module, on_flower
@@ -149,7 +152,7 @@ def test_what_is_allowed_leaves_and_is_in_the_record(tmp_path):
     assert [(line["client"], line["round"], line["answer"]) for line in lines] == [
         (None, None, "clients"), ("ann", 0, "update"), ("cid", 0, "update"), ("ann", 1, "update"), ("cid", 1, "update")
     ]  # fmt: skip
-    assert lines[-1]["entries"] == [row[0] for row in left[-1]["tensors"]["state"]]
+    assert lines[-1]["entries"] == [row[0] for row in left[-1]["tensors"]["state"]] + ["age"]
     assert lines[-1]["rule"] == {
         "servers": public, "runs": "*", "methods": "fed*", "answers": "update", "entries": ["net.*"],
         "metrics": ["age"], "rounds_per_day": 10, "bytes_per_day": 10**6,
@@ -182,6 +185,26 @@ def test_steps_that_the_server_does_protect_nobody_from_it():
     assert "has clip=None" in str(
         RequiredStep("SecureSum", at_most={"clip": 9.0}).find_fault(gate.Half("FedAvg", [SecureSum(None)]))
     )
+
+
+def test_a_callback_that_protects_examples_has_the_values_that_are_required():
+    class DPSGD:
+        noise_multiplier, max_grad_norm = 1.1, 1.0
+
+    half = gate.Half("FedAvg", callbacks=[DPSGD()])
+    assert RequiredStep("DPSGD", {"noise_multiplier": 1.0}, {"max_grad_norm": 1.0}).find_fault(half) is None
+    for at_least in ({"noise_multiplier": 2.0}, {"noise": 0.0}, {"noise_multiplier": float("nan")}):
+        assert "it is to be at least" in RequiredStep("DPSGD", at_least).find_fault(half)
+
+
+def test_sums_and_states_of_an_evaluation_are_metrics(tmp_path):
+    report = EvaluationReport(4, {"val_loss": LoggedValue("mean", torch.tensor(2.0), 4.0)}, {}, {}, {"age": 61.0})
+    text = write_update(report.as_update("ann"), Answer()).text
+    policy = read_policy(write_policy(tmp_path, extras=["*"], metrics=["*|val_loss"]))
+    with pytest.raises(gate.Refusal, match=r"does not allow 'value.*\|age' in metrics"):
+        policy.judge_answer("evaluation", text)
+    policy = read_policy(write_policy(tmp_path, metrics=["*|val_loss", "*|age"]))
+    assert policy.judge_answer("evaluation", text)[0] == {"metrics": ["*|val_loss", "*|age"]}
 
 
 # --- files that cannot be trusted -------------------------------------------------------------------------------------
