@@ -914,14 +914,18 @@ def test_limits(case, federated_trainer):
     assert trainer.current_epoch == rounds
 
 
-def test_max_steps_inside_a_round(federated_trainer):
-    """The fit ends there; the module holds the last complete global model."""
+def test_max_steps_inside_a_round(federated_trainer, caplog):
+    """The fit ends there; the round counts with one client of three, and two batches of another."""
     recorder, own = Recorder(), module(optimizer=models.adam)
-    trainer = federated_trainer(max_rounds=5, max_steps=6, callbacks=[recorder])
-    trainer.fit(own, datasets(), DataLoader(TensorDataset(*HELD_OUT), 16))
-    assert trainer.global_step == 6
-    assert len(recorder.aggregates) == 1
-    assert_same(recorder.aggregates[0], state_of(own))
+    clients = {name: DataLoader(data, 10) for name, data in datasets().items()}  # 4, 7 and 4 batches
+    trainer = federated_trainer(max_rounds=5, max_steps=15 + 6, callbacks=[recorder])
+    trainer.fit(own, clients, DataLoader(TensorDataset(*HELD_OUT), 16))
+    assert trainer.global_step == 15 + 6
+    assert len(recorder.aggregates) == 2
+    assert trainer.callback_metrics["fed/clients"] == 2
+    assert [len(visit.batches) for visit in recorder.visits[3:]] == [4, 2]
+    assert_same(recorder.aggregates[1], state_of(own))
+    assert "Round 1 was cut short: the fit ends in visit 2 of 3" in caplog.text
 
 
 def test_barebones(tmp_path):

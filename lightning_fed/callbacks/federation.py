@@ -377,7 +377,7 @@ class Federation(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what travels, before anything trains."""
         check_schedulers(trainer)
-        if self._loop.planned is not None and not self._fit.is_remote:
+        if self._loop.is_planned and not self._fit.is_remote:
             check_estimate(self._fit)
         self._fit.decide_policies(trainer, pl_module)
         check_sliced(pl_module, self._fit.policies, self.server.rule, self.options)
@@ -397,6 +397,10 @@ class Federation(L.Callback):
         self._start, self.round_log.totals = time.monotonic(), Counter()
         if self._fit.has_server and trainer.is_global_zero:
             _log.info(describe_start(self._fit, self.method.name, self._loop.trains_at_once))
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Has Lightning ask for validation data as without a federation."""
+        self._loop.end_asking()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

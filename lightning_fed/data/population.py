@@ -35,6 +35,7 @@ class PlannedVisit:
         position: Index in the round, from 0.
         error: Exception by which it failed, if there was one, without its traceback.
         epoch_batches: Batches in one pass over the client's data; ``None`` where it has no length.
+        is_over: Whether the client has answered before its last batch.
 
     """
 
@@ -45,6 +46,7 @@ class PlannedVisit:
     position: int = 0
     error: Exception | None = None
     epoch_batches: int | None = None
+    is_over: bool = False
 
     def fail(self, fault: str, error: Exception) -> None:
         """Marks the visit as failed by an exception, whose traceback becomes a note, which holds no frames."""

@@ -153,7 +153,8 @@ class RoundLoader:
             self.clock.start()
             for batches_left in range(group[0].num_batches - 1, -1, -1):
                 if numbers is None:
-                    batch = None if group[0].fault is not None else self._fetch(stream, positions[0])
+                    is_given_up = group[0].fault is not None or group[0].is_over
+                    batch = None if is_given_up else self._fetch(stream, positions[0])
                 else:
                     batch = self._fetch_group(stream, positions, numbers, batches_left)
                 self.group, self.numbers, self.batches_left = group, numbers, batches_left

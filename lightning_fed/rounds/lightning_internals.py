@@ -192,12 +192,22 @@ def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:
     return before
 
 
+def ends_after_batch(trainer: L.Trainer) -> bool:
+    """True if Lightning leaves its epoch loop after this batch, whether or not it is the epoch's last one.
+
+    It does where ``max_steps`` is reached, or where the Trainer was told to stop and its fit loop says that it may.
+    """
+    if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:
+        return True
+    return trainer.should_stop and trainer.fit_loop._can_stop_early  # noqa: SLF001
+
+
 def fit_progress(trainer: L.Trainer) -> dict[str, Any]:
     """Counts of epochs, batches and steps, as checkpoints hold them: the state of the fit loop and of those in it."""
     return trainer.fit_loop.state_dict()
 
 
-def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mapping[str, Any]) -> None:
+def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mapping[str, Any], window: int) -> None:
     """Makes a checkpoint one of the start of an epoch.
 
     Lightning goes on after the batches that ``epoch_loop.batch_progress`` counts; where it counts none as ready, it
@@ -207,12 +217,17 @@ def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mappin
         checkpoint: What Lightning saves.
         global_step: The Trainer's step at the epoch's start.
         progress: What :func:`fit_progress` returned there.
+        window: Batches for one step of the optimizer.
 
     """
-    checkpoint["global_step"], checkpoint["loops"]["fit_loop"] = global_step, copy.deepcopy(progress)
-    batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    checkpoint["global_step"], loop = global_step, copy.deepcopy(progress)
+    checkpoint["loops"]["fit_loop"] = loop
+    batches = loop["epoch_loop.batch_progress"]
+    batches["is_last_batch"] = False
     if batches["current"]["ready"] == 0:
         _advance(batches, "ready")  # the first batch is on its way
+    if window == 1:  # Lightning counts it on the log's axis once more when it goes on
+        loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
 def complete_epoch(checkpoint: dict[str, Any]) -> None:

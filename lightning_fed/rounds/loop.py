@@ -7,12 +7,13 @@ What happens inside a round is in :mod:`lightning_fed.rounds.round`, inside a vi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 
 from lightning_fed.data.federated import FederatedDataModule, datamodule_of_handed, split_training_data
@@ -27,7 +28,9 @@ from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import (
     HandedDataModule,
     OverriddenMethod,
+    callbacks_of,
     datamodule_of,
+    ends_after_batch,
     exchange_last_batch,
     exchange_reload_interval,
     handed_data,
@@ -59,13 +62,13 @@ class RoundLoop:
     Attributes:
         remote: Likewise.
         failed_rounds: Count of the rounds that brought no new model because clients failed.
-        planned: The last round that was planned; ``None`` before the first one.
+        is_planned: True once the first round has been planned.
     """
 
     def __init__(self, fit: FederatedFit, remote: RemoteSide | None = None) -> None:
         self.fit, self.remote = fit, remote
         self.failed_rounds = FailedRounds(fit.options.faults.max_failed_rounds)
-        self.planned: int | None = None
+        self.is_planned = False
         self._round: Round | None = None
         self._executor: VectorizedVisits | None = None
         self._batch_loop: BatchLoop | None = None
@@ -75,6 +78,7 @@ class RoundLoop:
         self._finished_loader: RoundLoader | None = None
         self._has_advised = False
         self._overridden: list[OverriddenMethod | HandedDataModule] = []
+        self._waiting: list[Callable[[], object]] = []  # callbacks that look at the round's last batch after it
         self._reload_interval: int | None = None  # the user's
         self._last_look = 0  # round in which the clients' data were asked for
         self._frozen: list[nn.Parameter] = []
@@ -147,6 +151,8 @@ class RoundLoop:
             self._batch_start = OverriddenMethod(module, "on_train_batch_start", self._on_train_batch_start)
             self._overridden.append(self._batch_start)
 
+        savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
+        self._overridden += [self._after_round(callback) for callback in savers]
         for owner in (datamodule_of(trainer), module):
             for hook in _TRANSFER_HOOKS:
                 if owner is not None and is_overridden(hook, owner):
@@ -194,8 +200,6 @@ class RoundLoop:
             MisconfigurationException: If it trains on loaders that were handed to ``fit``.
 
         """
-        if self.planned != self.fit.trainer.current_epoch:  # Lightning counts on after a checkpoint of an epoch's end
-            self.ask_for_round()
         if not isinstance(self.fit.trainer.train_dataloader, RoundLoader):
             raise MisconfigurationException(
                 "The Trainer trains on other loaders than those of the clients: hand over a datamodule, such as"
@@ -244,8 +248,12 @@ class RoundLoop:
             fit.meet(split_training_data(loader, self._partition, fit.schedule.seed))
 
     def ask_for_round(self) -> None:
-        """Has Lightning ask for a training loader before the epoch that comes, if its round is not planned yet."""
+        """Has Lightning ask for a training loader before the next epoch: for the next round's."""
         exchange_reload_interval(self.fit.trainer, 1)
+
+    def end_asking(self) -> None:
+        """Has Lightning ask for validation data as the user has told it, when it has asked for the round's loader."""
+        exchange_reload_interval(self.fit.trainer, self._reload_interval or 0)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
         """The module meanwhile is the average of the global models, as in validation, where there is one."""
@@ -256,14 +264,13 @@ class RoundLoop:
     def _plan_round(self) -> RoundLoader:
         """Override of ``train_dataloader``: the next round's loader, which opens it when its first batch is fetched."""
         fit, round, interval = self.fit, self.fit.trainer.current_epoch, self._reload_interval or 0
-        exchange_reload_interval(fit.trainer, interval)  # by which Lightning asks for validation data
         is_due = bool(interval) and round - self._last_look >= interval
-        if self.planned is not None and is_due:
+        if self.is_planned and is_due:
             self._look_at_data()
         self.find_population()
-        if is_due or self.planned is None:
+        if is_due or not self.is_planned:
             self._last_look = round
-        self.planned = round
+        self.is_planned = True
         remote = self.remote
         cohort = fit.draw_cohort(round) if remote is None else remote.cohort(lambda: fit.draw_cohort(round))
         served = fit.served(cohort)
@@ -311,11 +318,22 @@ class RoundLoop:
     def _on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
         """Override of the module's ``on_train_batch_start``."""
         with self._counting_in_visit(batch_idx) as local_idx:
-            return self._batch_start.original(batch, local_idx)
+            response = self._batch_start.original(batch, local_idx)
+        loader, round = self._loader, self.round
+        if response != -1 or loader is None or round is None or loader.current is None:
+            return response
+        self._end_visit_early(round, loader, trained=loader.current.num_batches - loader.batches_left - 1)
+        is_rest = loader.current is loader.visits[-1] and process_group_of(self.fit.trainer).size == 1
+        if is_rest:
+            self._close_round(round, loader)
+        return -1 if is_rest else None  # the other clients' batches come yet
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Override of the module's ``training_step``."""
-        round = self.round
+        round, planned = self.round, None if self._loader is None else self._loader.current
+        if planned is not None and planned.is_over:  # with this batch
+            self.fit.ignore_warning("`training_step` returned `None`")
+            return None
         if round is None or not round.visits.group:  # beside the visits
             return self._step.original(*args, **kwargs)
         with self._counting_in_visit(0) as local_idx:
@@ -347,9 +365,24 @@ class RoundLoop:
             batch_loop.end_batch()
             self._finish_batch(*batch_loop.train())
 
+    def _after_round(self, callback: L.Callback) -> OverriddenMethod:
+        """Has a callback that saves checkpoints see a round's last batch when the round is over: with its model."""
+
+        def wait(*args: Any) -> None:
+            loader = self._loader
+            is_open = loader is not None and loader is not self._finished_loader
+            if loader is not None and is_open and (loader.is_over or self._is_cut(loader)):
+                self._waiting.append(lambda: method.original(*args))
+            else:
+                method.original(*args)
+
+        method = OverriddenMethod(callback, "on_train_batch_end", wait)
+        return method
+
     def _finish_batch(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         planned = None if self._loader is None else self._loader.current
-        if self._has_batch_end and batch is not None and (planned is None or planned.fault is None):
+        is_skipped = batch is None or (planned is not None and (planned.fault is not None or planned.is_over))
+        if self._has_batch_end and not is_skipped:
             with self._counting_in_visit(batch_idx) as local_idx:
                 self._batch_end.original(outputs, batch, local_idx)
         self._end_batch()
@@ -359,13 +392,49 @@ class RoundLoop:
         loader = self._loader
         if self.round is not None and loader is not None:
             self.round.visits.end_batch(loader.batches_left)
+            if self._is_cut(loader):
+                self._cut(self.round, loader)
         if loader is None or loader.batches_left or loader is self._finished_loader:
             return
         round = self._open_round()
-        if loader.group:
+        if loader.group and not loader.group[0].is_over:
             round.visits.end_group(loader.group)
         if loader.is_over:
             self._close_round(round, loader)
+
+    def _is_cut(self, loader: RoundLoader) -> bool:
+        """True if the fit ends after this batch, inside the round.
+
+        Of several processes none knows how far the others are, and visits that train at once are given up.
+        """
+        is_alone = process_group_of(self.fit.trainer).size == 1 and self._executor is None
+        return is_alone and loader.current is not None and not loader.is_over and ends_after_batch(self.fit.trainer)
+
+    def _cut(self, round: Round, loader: RoundLoader) -> None:
+        """Ends the round with what its clients have trained so far."""
+        planned = loader.current
+        assert planned is not None
+        if loader.batches_left and not planned.is_over:
+            self._end_visit_early(round, loader, trained=planned.num_batches - loader.batches_left)
+        elif not planned.is_over:
+            round.visits.end_group(loader.group)
+        _log.warning(
+            "Round %d was cut short: the fit ends in visit %d of %d, with what was trained so far.",
+            self.fit.server.report.round,
+            loader.visits.index(planned) + 1,
+            len(loader.visits),
+        )
+        self._close_round(round, loader)
+
+    def _end_visit_early(self, round: Round, loader: RoundLoader, trained: int) -> None:
+        """Ends a visit before its last batch: the client sends what it has trained."""
+        planned = loader.current
+        assert planned is not None
+        planned.is_over = True
+        if planned.fault is None and not trained:
+            planned.fault = "`on_train_batch_start` returned -1 before it had trained"
+        planned.num_batches = trained
+        round.visits.end_group(loader.group)
 
     def _close_round(self, round: Round, loader: RoundLoader) -> None:
         fit, server = self.fit, self.fit.server
@@ -379,6 +448,7 @@ class RoundLoop:
         self._finished_loader = loader
         fit.progress.end_round()
         fit.count_rounds(server.report.round + 1)
+        waiting, self._waiting = self._waiting, []
         if fit.has_server:
             self.failed_rounds.end_round(
                 server.report,
@@ -388,6 +458,8 @@ class RoundLoop:
                 {**loader.errors, **server.errors},
                 process_group_of(fit.trainer),
             )
+        for save in waiting:
+            save()
 
     def cut_short(self) -> None:
         """Gives up the round that is open, if there is one, and says so."""

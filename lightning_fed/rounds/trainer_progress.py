@@ -17,12 +17,13 @@ class RoundProgress:
     """
 
     def __init__(self) -> None:
-        self._start: tuple[int, dict[str, Any]] | None = None  # the steps and progress before an incomplete round
+        # Steps and progress before an incomplete round, and the batches for a step.
+        self._start: tuple[int, dict[str, Any], int] | None = None
         self._is_before_validation = False
 
     def start_round(self, trainer: L.Trainer) -> None:
         """Notes Lightning's progress before the round's first batch."""
-        self._start = trainer.global_step, fit_progress(trainer)
+        self._start = trainer.global_step, fit_progress(trainer), trainer.accumulate_grad_batches
 
     def steps(self, trainer: L.Trainer) -> int:
         """Optimizer steps since the round's first batch."""

@@ -115,6 +115,20 @@ def test_a_log_has_the_rows_of_a_plain_fit(kind, tmp_path, plain_trainer):
     assert fits[0] == fits[1]
 
 
+def test_a_fit_resumed_inside_a_round_logs_at_the_same_positions(tmp_path, plain_trainer):
+    """Inside round 1 of three: what is logged afterwards is where it would have been without the break."""
+    train = DataLoader(TensorDataset(*vectors({"a": 40})["a"]), 8)
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=7, save_top_k=-1)
+    logs = []
+    for path in (None, tmp_path / "step=7.ckpt"):
+        logger = MemoryLogger()
+        federation = Federation(partition=IID(1), visits="lightning")
+        made = plain_trainer(max_epochs=3, logger=logger, callbacks=[federation, save], enable_checkpointing=True)
+        made.fit(Chatty(mlp()), datamodule=LoaderDataModule(train, train), ckpt_path=path)
+        logs.append([(step, sorted(line)) for step, line in logger.lines if line["epoch"] > 0])
+    assert logs[0] == logs[1]
+
+
 def test_byte_counts_beyond_float32_are_exact(tmp_path):
     made = trainer(tmp_path, "a", rounds=1)
     made.federation.round_log.load_state_dict({"up_bytes": 2**24, "down_bytes": 0, "last": {}, "passing": {}})

@@ -1,0 +1,91 @@
+"""A round that ends before its last batch, with one client as a plain fit ends, and what is saved at a round's end."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fed import Federation
+from lightning_fed.data import IID, LoaderDataModule
+from tests import models
+from tests.recorders import Recorder, assert_same, state_of
+
+# Many fits here only train, with modules that could validate.
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+EXAMPLES = models.vectors({"a": 40})["a"]
+KEEP = {"optimizer_state": "keep", "batch_norm": "average"}
+
+
+def data():
+    loader = DataLoader(TensorDataset(*EXAMPLES), 8)
+    return LoaderDataModule(loader, loader)
+
+
+class Stops(L.Callback):
+    """Tells the Trainer to stop after the seventh step, which is the second of the second epoch."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        trainer.should_stop = trainer.global_step == 7
+
+
+class Skips(models.Module):
+    """Ends every epoch but the first after two batches."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if self.trainer.current_epoch and batch_idx == 2 else None
+
+
+ENDS = {
+    "max_steps": (models.Module, {"max_steps": 7}, ()),
+    "should_stop": (models.Module, {}, (Stops(),)),
+    "-1": (Skips, {}, ()),
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "visits"),
+    [(how, visits) for how in ENDS for visits in ("fused", "lightning") if (how, visits) != ("-1", "fused")],
+)
+def test_an_epoch_ends_as_in_a_plain_fit(how, visits, plain_trainer):
+    kind, options, callbacks = ENDS[how]
+    ends = []
+    for federation in ([], [Federation(partition=IID(1), visits=visits, **KEEP)]):
+        own, seen = kind(models.mlp(), models.momentum), []
+        watch = L.pytorch.callbacks.LambdaCallback(
+            on_train_epoch_end=lambda trainer, module, seen=seen: seen.append((trainer.global_step, state_of(module)))
+        )
+        trainer = plain_trainer(max_epochs=3, callbacks=[*federation, *callbacks, watch], **options)
+        trainer.fit(own, datamodule=data())
+        ends.append((trainer.current_epoch, trainer.global_step, seen, state_of(own)))
+    (epochs, steps, seen, state), (rounds, federated_steps, federated_seen, federated_state) = ends
+    assert (epochs, steps) == (rounds, federated_steps)
+    assert [step for step, _ in seen] == [step for step, _ in federated_seen]
+    for (_, ours), (_, theirs) in zip(seen, federated_seen, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(state, federated_state)
+
+
+def test_a_module_that_ends_a_visit_leaves_the_others_alone(federated_trainer):
+    recorder = Recorder()
+    clients = {
+        name: DataLoader(part, 8) for name, part in models.as_datasets(models.vectors({"a": 40, "b": 24})).items()
+    }
+    trainer = federated_trainer(max_rounds=2, callbacks=[recorder])
+    trainer.fit(Skips(models.mlp()), clients)
+    assert [len(visit.batches) for visit in recorder.visits] == [5, 3, 3, 3]  # with the one that is skipped
+    assert trainer.callback_metrics["fed/clients"] == 2
+
+
+@pytest.mark.parametrize("visits", ["fused", "lightning"])
+def test_a_checkpoint_on_the_last_batch_holds_the_round(visits, federated_trainer, tmp_path):
+    recorder = Recorder()
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=10, save_top_k=-1, save_last=True)
+    trainer = federated_trainer(max_rounds=2, callbacks=[recorder, save], enable_checkpointing=True, visits=visits)
+    clients = models.as_datasets(models.vectors({"a": 40, "b": 40}))
+    trainer.fit(models.Module(models.mlp()), {name: DataLoader(part, 8) for name, part in clients.items()})
+    for name, aggregate in (("step=10", 0), ("step=20", 1), ("last", 1)):
+        saved = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
+        assert_same(recorder.aggregates[aggregate], saved["state_dict"])
+        assert saved["callbacks"]["Federation"]["rounds"] == aggregate + 1
