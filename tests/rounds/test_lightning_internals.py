@@ -216,12 +216,14 @@ def test_a_checkpoint_becomes_one_of_the_epochs_start(fit, plain_trainer, tmp_pa
                 trainer.save_checkpoint(path)
 
         def on_save_checkpoint(self, trainer, module, checkpoint):
-            internals.restart_epoch(checkpoint, *start["progress"])
+            internals.restart_epoch(checkpoint, *start["progress"], window=1)
 
     fit(callbacks=[Saves()])
     resumed = Net()
-    plain_trainer(max_epochs=1).fit(resumed, ckpt_path=path, **loading(weights_only=False))
+    again = plain_trainer(max_epochs=1)
+    again.fit(resumed, ckpt_path=path, **loading(weights_only=False))
     assert len(resumed.seen) == BATCHES, "Lightning's checkpoints count the batches of an epoch in another way"
+    assert internals.log_position(again) == BATCHES, "a fit that is resumed inside an epoch logs at other positions"
 
 
 def test_a_checkpoint_becomes_one_of_the_epochs_end(fit, plain_trainer, tmp_path):
@@ -266,6 +268,29 @@ def test_metrics_are_where_callbacks_look(fit):
     assert trainer.logged_metrics["fed/clients"] == 2, "`trainer.logged_metrics` is a copy by now"
     internals.hide_metrics(trainer, ["fed/clients", "unknown"])
     assert not {"fed/clients"} & (trainer.callback_metrics.keys() | trainer.logged_metrics.keys())
+
+
+def test_the_epoch_loop_ends_where_it_is_known(plain_trainer):
+    """After the second batch, told by the number of steps or by the Trainer; not before the least of epochs."""
+
+    class Stops(L.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            trainer.should_stop = batch_idx == 1
+            ends.append(internals.ends_after_batch(trainer))
+
+    for options, expected in (
+        ({"max_epochs": 2}, [False, True]),
+        ({"max_epochs": 1, "min_epochs": 1}, [False] * BATCHES),
+        ({"max_epochs": 2, "max_steps": 1}, [True]),
+    ):
+        ends = []
+        plain_trainer(callbacks=[Stops()], **options).fit(Net())
+        assert ends == expected, "Lightning leaves its epoch loop after other batches than before"
+
+
+def test_the_position_can_be_moved(fit):
+    trainer, _ = fit(lambda trainer, module: internals.move_log_position(trainer, -1))
+    assert internals.log_position(trainer) == 0
 
 
 def test_the_x_axis_is_where_lightning_logs(plain_trainer):
