@@ -436,11 +436,11 @@ class Federation(L.Callback):
         """
         self._loop.end_training(pl_module)
         self._loop.failed_rounds.end_fit()
-        totals = self.round_log.totals
+        totals, files = self.round_log.totals, files_of(trainer)  # which all processes ask for, or none
         if totals["rounds"] and trainer.is_global_zero:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             seconds = time.monotonic() - self._start
-            _log.info(describe_end(self.method.name, totals, seconds, metrics, files_of(trainer)))
+            _log.info(describe_end(self.method.name, totals, seconds, metrics, files))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Shows the last round's numbers also where nothing was left to train after a resume."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_fed.data.federated import ChainedLoaders
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightning_fed.rounds.lightning_internals import (
     IgnoredWarning,
@@ -128,11 +129,11 @@ class DistributedLog(L.Callback):
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Logs what all processes have summed up."""
-        self.log_all(self._ranks.gather(self.taken()))
+        self._log_evaluation(trainer.val_dataloaders)
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Logs what all processes have summed up."""
-        self.log_all(self._ranks.gather(self.taken()))
+        self._log_evaluation(trainer.test_dataloaders)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Restores ``log``."""
@@ -173,6 +174,11 @@ class DistributedLog(L.Callback):
                     joint[name] = entry
         for name, entry in joint.items():
             self._log_joint(name, entry)
+
+    def _log_evaluation(self, loaders: Any) -> None:
+        """Logs an evaluation, of which each process has had a part, or, of the data of all clients, the whole."""
+        parts, first = self._ranks.gather(self.taken()), loaders[0] if isinstance(loaders, list) else loaders
+        self.log_all(parts[:1] if isinstance(first, ChainedLoaders) else parts)
 
     def _take(self, call: LogCall) -> None:
         reduction, value = call.reduction, call.value

@@ -178,7 +178,9 @@ class RemoteServerSide(RemoteSide):
 
         """
         trainer, train_request = fit.trainer, self._train_request
-        if self._kind != QUESTION:
+        if self._kind == QUESTION:
+            keep_schedulers(trainer, [])
+        else:
             self._load_optimizers(trainer, train_request.hyperparameters)
         self.server.arrive(trainer.lightning_module.device)
         fit.store.restore(train_request.kept + 1, {"run": 0})
@@ -296,10 +298,11 @@ class RemoteServerSide(RemoteSide):
             tell_of_model(trainer, module, visit.client if question.get("own") else None)
             seed_everything(visit.seed)
             self.answer = callback.on_client_question(trainer, module, visit.client, question)
+        except ClientFault as fault:
+            self.server.fault = str(fault)
         except Exception as error:
-            if not isinstance(error, ClientFault):
-                _log.exception("Client %r cannot answer.", visit.client)
-            self.server.fail(visit.client, describe(error), error)
+            _log.exception("Client %r cannot answer.", visit.client)
+            self.server.fault = f"its program raised {type(error).__name__}; the client's log says where"
 
     def ask(
         self,

@@ -43,7 +43,7 @@ from lightning_fed.messages import Broadcast
 from lightning_fed.modules import SampledSoftmaxHead
 from lightning_fed.privacy import DPSGD, SecureSum
 from lightning_fed.steps import UniformWeights
-from tests import resume_script
+from tests import evaluations, models, resume_script
 from tests.conftest import QUIET
 from tests.recorders import MemoryLogger
 
@@ -423,6 +423,13 @@ def evaluated_locally(folder, processes):
     return train(folder, processes, Net, data, 3, callbacks, clients_per_round=3, batch_norm="personal")
 
 
+def evaluated(folder, processes):
+    """Metrics of every kind, whose states the processes join."""
+    held_out = evaluations.held_out(models.vectors, 1)
+    data = FederatedDataModule(models.as_datasets(models.vectors(evaluations.TRAIN)), held_out, batch_size=8)
+    return train(folder, processes, evaluations.Classifier, data, 2)
+
+
 def own_rule(folder, processes):
     rule = Plain()
     found = train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), method=rule)
@@ -663,8 +670,8 @@ JOBS = {
         job.__name__.replace("_", "-"): job
         for job in (
             talkative, worlds, one_client, three_clients, switched, by_batches, nobody, faults, limits, stopped,
-            counted, spread_out, matched, evaluated_locally, own_rule, private_examples, noisy, second_door, resumed,
-            four_rounds, stuck, refusals,
+            counted, spread_out, matched, evaluated_locally, evaluated, own_rule, private_examples, noisy,
+            second_door, resumed, four_rounds, stuck, refusals,
         )
     },
     "raising": broken_off("raising", lambda folder: Raise()),

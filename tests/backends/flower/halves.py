@@ -73,8 +73,8 @@ class Padded(FederatedCallback):
             )
 
 
-def clients_of(data, batch_size=16):
-    return FederatedDataModule(models.as_datasets(data), batch_size=batch_size)
+def clients_of(data, batch_size=16, held_out=None):
+    return FederatedDataModule(models.as_datasets(data), held_out, held_out, batch_size=batch_size)
 
 
 def in_process(trainer, make_module, data, federation, rounds=3, callbacks=(), val=None, options=()):
@@ -87,7 +87,7 @@ def in_process(trainer, make_module, data, federation, rounds=3, callbacks=(), v
 
 def on_flower(
     folder, make_module, data, federation, rounds=3, callbacks=list, val=None, change=None, options=(), limit=5,
-    server_callbacks=(), grids=None, server_options=(), key=None,
+    server_callbacks=(), grids=None, server_options=(), key=None, held_out=None,
 ):  # fmt: skip
     """Two nodes: the first has every other client, the second the rest.
 
@@ -106,6 +106,7 @@ def on_flower(
         grids: A list that the grid is put into.
         server_options: Arguments of the server's Trainer alone.
         key: The server's key.
+        held_out: The clients' validation and test data.
 
     Returns:
         The server's module, its Trainer, the transport and the grid.
@@ -113,8 +114,8 @@ def on_flower(
     """
     apps = {
         node: client_app(
-            federation(), make_module, clients_of(data), {**OPTIONS, **dict(options)}, callbacks=callbacks(),
-            store=folder / f"{node}",
+            federation(), make_module, clients_of(data, held_out=held_out), {**OPTIONS, **dict(options)},
+            callbacks=callbacks(), store=folder / f"{node}",
         )
         for node in (11, 12)
     }  # fmt: skip

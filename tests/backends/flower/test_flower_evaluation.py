@@ -1,0 +1,121 @@
+"""Evaluation at clients on other machines: the values of one process, a server without data, clients that fail."""
+
+import logging
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_fed import Federation
+from lightning_fed.algorithms import FedPer
+from lightning_fed.callbacks import ClientEvaluation
+from lightning_fed.errors import ClientFault
+from tests import evaluations, models
+from tests.backends.flower.halves import base_and_head, in_process, on_flower
+
+TRAIN = evaluations.TRAIN
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+def numbers_of(trainer, *prefixes):
+    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {name: value for name, value in values.items() if name.startswith(prefixes)}
+
+
+@pytest.mark.parametrize("case", evaluations.CASES)
+def test_a_server_without_data_has_the_values_of_pooled_data(case, plain_trainer, tmp_path):
+    make, data, loaders = evaluations.CASES[case]
+    held_out = evaluations.held_out(data, loaders)
+    module, trainer, *_ = on_flower(
+        tmp_path, make, data(TRAIN), Federation, 2, lambda: [ClientEvaluation(lists=["dice"])], held_out=held_out
+    )
+    expected = evaluations.on_pooled_data(plain_trainer(), module, held_out)
+    found = {name: float(trainer.callback_metrics[name]) for name in expected}
+    assert found == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize("personal", [False, True])
+def test_by_client_as_in_one_process(personal, federated_trainer, tmp_path):
+    def federation():
+        return Federation(FedPer("net.head.*") if personal else "fedavg", seed=3)
+
+    data, held_out = models.vectors(TRAIN), evaluations.held_out(models.vectors, 1)
+    _, trainer = in_process(federated_trainer, base_and_head, data, federation(), 2, [ClientEvaluation()], held_out)
+    kinds = ("fed/val", "client/", "val_", "evaluation/")
+    expected = numbers_of(trainer, *kinds)
+    _, remote, transport, _ = on_flower(
+        tmp_path, base_and_head, data, federation, 2, lambda: [ClientEvaluation()], held_out=held_out
+    )
+    assert len(expected) > 15
+    assert numbers_of(remote, *kinds) == pytest.approx(expected, rel=1e-5)
+    assert len({expected[f"client/{name}/val_acc"] for name in TRAIN}) > 1
+    assert transport.received > 0
+
+
+def test_lightnings_callbacks_need_not_know_of_clients(tmp_path):
+    def callbacks():
+        return [
+            ModelCheckpoint(tmp_path / "best", monitor="val_acc", mode="max", filename="{epoch}"),
+            EarlyStopping("val_loss", patience=2, mode="min", min_delta=10.0),
+        ]
+
+    def module():
+        return models.Module(models.mlp(), models.momentum, plateau)
+
+    def plateau(optimizer):
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        return {"scheduler": scheduler, "monitor": "val_loss"}
+
+    server_callbacks = callbacks()
+    logger = CSVLogger(tmp_path / "logs")
+    _, trainer, *_ = on_flower(
+        tmp_path, module, models.vectors(TRAIN), Federation, 9, lambda: [ClientEvaluation()],
+        held_out=evaluations.held_out(models.vectors, 1), server_callbacks=server_callbacks,
+        server_options={"logger": logger},
+    )  # fmt: skip
+    best, stopping = server_callbacks
+    assert trainer.current_epoch == 3 == stopping.stopped_epoch + 1
+    rows = (tmp_path / "logs" / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+    assert "val_acc" in rows[0]
+    assert "fed/val_acc/worst10" in rows[0]
+    assert float(best.best_model_score) == max(float(value) for value in best.best_k_models.values())
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05 * 0.1**3)
+
+
+class Fails(ClientEvaluation):
+    """Bob's evaluation fails, and cid refuses."""
+
+    def on_client_question(self, trainer, module, client, question):
+        if client == "bob":
+            raise ValueError("/home/bob/scans/17.png is no image")
+        if client == "cid":
+            raise ClientFault("its data are being moved")
+        return super().on_client_question(trainer, module, client, question)
+
+
+@pytest.mark.parametrize("min_clients", [1, 2])
+def test_clients_that_do_not_answer_are_named(min_clients, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        _, trainer, *_ = on_flower(
+            tmp_path, base_and_head, models.vectors(TRAIN), Federation, 1, lambda: [Fails(min_clients=min_clients)],
+            held_out=evaluations.held_out(models.vectors, 1),
+        )  # fmt: skip
+    assert "Client 'bob' does not answer: its program raised ValueError; the client's log says where." in caplog.text
+    assert "Client 'cid' does not answer: its data are being moved." in caplog.text
+    assert "Evaluated by 1 clients: 'ann'." in caplog.text
+    assert ("Round 0 has no score: 1 clients were evaluated, fewer than min_clients=2." in caplog.text) == (
+        min_clients == 2
+    )
+    assert ("val_loss" in trainer.callback_metrics) == (min_clients == 1)
+    counts = numbers_of(trainer, "evaluation/")
+    assert (counts["evaluation/clients"], counts["evaluation/failed"]) == (1, 2)
+
+
+def test_a_half_without_the_callback_says_so(tmp_path, caplog):
+    _, trainer, *_ = on_flower(
+        tmp_path, base_and_head, models.vectors(TRAIN), Federation, 1, server_callbacks=[ClientEvaluation()]
+    )
+    assert "does not answer: its half has no callback 'ClientEvaluation', which is asked." in caplog.text
+    assert "val_loss" not in trainer.callback_metrics
