@@ -1,7 +1,7 @@
 """Federated training for PyTorch Lightning: one callback, one Trainer, one epoch per round."""
 
+from lightning_fed import aliases as _aliases  # noqa: F401 - before Lightning is imported
 from lightning_fed import console as _console  # noqa: F401 - shows the log from now on
-from lightning_fed.aliases import alias_pytorch_lightning as alias_pytorch_lightning
 from lightning_fed.backends.client_parallel.strategy import ClientParallelStrategy as ClientParallelStrategy
 from lightning_fed.callbacks.federation import Federation as Federation
 from lightning_fed.callbacks.federation import scheduler_steps as scheduler_steps
@@ -45,6 +45,5 @@ __all__ = [
     "MemoryStore",
     "Method",
     "Vectorized",
-    "alias_pytorch_lightning",
     "scheduler_steps",
 ]

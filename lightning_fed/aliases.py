@@ -1,48 +1,49 @@
-"""Projects that import ``pytorch_lightning``, the other name under which Lightning is published."""
+"""The two names under which Lightning is published, ``lightning.pytorch`` and ``pytorch_lightning``, as one."""
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any
 
 NAMES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 
+_log = logging.getLogger(__name__)
 
-def alias_pytorch_lightning() -> None:
-    """Makes ``import pytorch_lightning`` give ``lightning.pytorch``, so that all classes are of one Lightning.
 
-    The two packages have the same code, and neither's Trainer takes the other's modules, datamodules and callbacks. For
-    a project or a library that imports ``pytorch_lightning`` this is the one line to add, before its imports; the
-    package need not be installed.
+def unite_names() -> None:
+    """Makes both names of Lightning mean the one that was imported first, ``lightning.pytorch`` if none was.
 
-    Raises:
-        RuntimeError: If ``pytorch_lightning`` has been imported before, so that there are classes of both.
+    The two packages have the same code, and neither's Trainer takes the other's modules, datamodules and callbacks.
+    Nothing happens where both have been imported already, or are installed in different versions.
 
     Example:
-        >>> import lightning_fed
-        >>> lightning_fed.alias_pytorch_lightning()  # doctest: +SKIP
-        >>> from pytorch_lightning import LightningModule  # doctest: +SKIP
+        >>> import pytorch_lightning, lightning.pytorch
+        >>> pytorch_lightning.Trainer is lightning.pytorch.Trainer
+        True
 
     """
-    if any(isinstance(finder, _Aliases) for finder in sys.meta_path):
+    if _version("lightning") != _version("pytorch-lightning"):
         return
-    imported = [name for name in NAMES if name in sys.modules]
-    if imported:
-        raise RuntimeError(
-            f"Expected `alias_pytorch_lightning()` to be called before `{imported[0]}` is imported, but that has been"
-            " done: call it in the first lines of the program."
-        )
-    sys.meta_path.insert(0, _Aliases())
+    aliases: dict[str, str] = {}
+    for name, other in NAMES.items():
+        if other not in sys.modules and name in sys.modules:
+            aliases[other] = name
+        elif name not in sys.modules:
+            aliases[name] = other
+    sys.meta_path.insert(0, _Aliases(aliases))
 
 
 def refuse_foreign(*objects: Any) -> None:
-    """Makes sure that nothing is an object of a class of ``pytorch_lightning``.
+    """Makes sure that nothing is an object of another Lightning than this package's.
 
     Args:
         objects: Modules, datamodules and callbacks, or anything else.
@@ -53,31 +54,66 @@ def refuse_foreign(*objects: Any) -> None:
     """
     for value in objects:
         for base in type(value).__mro__:
-            if base.__module__.partition(".")[0] == "pytorch_lightning":
+            if base.__module__.partition(".")[0] == "pytorch_lightning" and not _is_one():
                 raise TypeError(
-                    f"Expected objects of Lightning's own classes, but got a {type(value).__name__}, which is a"
-                    f" {base.__name__} of the package `pytorch_lightning`, whose classes are other ones: write `import"
-                    " lightning.pytorch as pl` for `import pytorch_lightning as pl`, or, where a library imports it,"
-                    " call `lightning_fed.alias_pytorch_lightning()` before that."
+                    f"Expected objects of the package `lightning`, but got a {type(value).__name__}, which is a"
+                    f" {base.__name__} of the package `pytorch_lightning`. {_advice()}"
                 )
 
 
-class _Aliases(MetaPathFinder, Loader):
-    """Finds modules of Lightning by their other names."""
+@cache
+def warn_of_two() -> None:
+    """Warns, once, where both packages are in use: the Trainers of one refuse this package's callbacks."""
+    if "pytorch_lightning" in sys.modules and not _is_one():
+        _log.warning(
+            "Both `lightning` and `pytorch_lightning` are imported, which are different packages with the same code."
+            ' `Federation` goes with `lightning`; a Trainer of `pytorch_lightning` refuses it ("Expected a parent").'
+            " %s",
+            _advice(),
+        )
 
-    def __init__(self) -> None:
+
+def _is_one() -> bool:
+    return sys.modules.get("pytorch_lightning") is sys.modules.get("lightning.pytorch")
+
+
+def _advice() -> str:
+    versions = {name: _version(name) for name in ("lightning", "pytorch-lightning")}
+    if len({*versions.values()}) > 1:
+        return f"Install the same version of both, which then are one; there are {versions}."
+    return "Import one of the two only, or `lightning_fed` before the second: both names then mean the first."
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+class _Aliases(MetaPathFinder, Loader):
+    """Finds modules of Lightning by their other names.
+
+    Args:
+        names: Packages that are imported in the place of others, by the names of these.
+
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
         self._specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Says that it loads the modules of the two packages."""
-        return spec_from_loader(fullname, self) if fullname.partition(".")[0] in NAMES else None
+        """Says that it loads the modules of the packages."""
+        return None if self._other(fullname) is None else spec_from_loader(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Imports the module of the right name."""
-        package, dot, rest = spec.name.partition(".")
-        module = import_module(NAMES[package] + dot + rest)
+        other = self._other(spec.name)
+        assert other is not None
+        module = import_module(other)
         self._specs[spec.name] = module.__spec__
         return module
 
@@ -85,3 +121,12 @@ class _Aliases(MetaPathFinder, Loader):
         """Gives the module, which has been executed, its own specification back."""
         assert module.__spec__ is not None
         module.__spec__ = self._specs.pop(module.__spec__.name)
+
+    def _other(self, fullname: str) -> str | None:
+        for name, other in self._names.items():
+            if fullname == name or fullname.startswith(f"{name}."):
+                return other + fullname[len(name) :]
+        return None
+
+
+unite_names()

@@ -5,7 +5,6 @@ import gc
 import inspect
 import logging
 import os
-import sys
 import threading
 
 import lightning as L
@@ -110,18 +109,6 @@ def quiet_lightning():
     logging.getLogger("lightning_fed").setLevel(logging.WARNING)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-@pytest.fixture
-def without_pytorch_lightning(monkeypatch):
-    """Nothing of the package is imported, and nothing stays."""
-    others = [name for name in sys.modules if name.partition(".")[0] in ("pytorch_lightning", "lightning_fabric")]
-    for name in others:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("pytorch_lightning", "lightning_fabric")]:
-        del sys.modules[name]
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_fed.aliases import warn_of_two
 from lightning_fed.atomic_files import folders_of, write_checkpoints_atomically
 from lightning_fed.callbacks.unseen_data import UnseenData
 from lightning_fed.client.client_store import ClientStore, build_store
@@ -141,6 +142,7 @@ class Federation(L.Callback):
         seed: int | None = None,
     ) -> None:
         given = locals()
+        warn_of_two()
         self.arguments = {name: given[name] for name in inspect.signature(Federation).parameters}
         self.method = build_method(method)
         options = SimpleNamespace(**_settle(self.method, self.arguments))

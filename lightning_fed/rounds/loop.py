@@ -131,7 +131,9 @@ class RoundLoop:
         # A visit that fails is padded with `None` batches: on purpose, and the log says why.
         fit.ignore_warning("train_dataloader yielded None")
         # Lightning 2.6 with torch 2.13, about itself, and again whenever a library has changed the filters.
-        fit.ignore_warning(r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"lightning\.pytorch\.")
+        fit.ignore_warning(
+            r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"(lightning\.pytorch|pytorch_lightning)\."
+        )
         self._reload_interval = exchange_reload_interval(trainer, 1)
         self._train_dataloader = OverriddenMethod(loader_owner, "train_dataloader", self._plan_round)
         self._save_checkpoint = OverriddenMethod(module, "on_save_checkpoint", self._on_save_checkpoint)
