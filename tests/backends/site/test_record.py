@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -93,6 +94,7 @@ def test_several_may_write_one_record(record):
         start.wait()
         for number in range(10, 35):
             with written.open():
+                time.sleep(0.002)  # long enough for another one to come between
                 written.append(content(number))
 
     with ThreadPoolExecutor(4) as pool:
