@@ -17,7 +17,7 @@ INSTALL_LOWEST := $(INSTALL) uv==0.12.24 && $(BIN)/uv pip install -q --python $(
 # files in their order, so that what the tests of a file share is made once; who is done first helps the other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 10
 
-.PHONY: help venv demo test test-slow test-gpu test-oldest test-projects test-portable lint types docs tutorials dist clean
+.PHONY: help venv demo test test-slow test-gpu test-oldest test-master test-flower test-projects test-portable lint types docs tutorials dist clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,6 +46,15 @@ test-gpu: $(STAMP) ## the tests that need a GPU; without one they are skipped
 test-oldest: ## the tests on the oldest Python and dependencies allowed, in .venv-oldest
 	$(MAKE) test PYTHON=python3.11 VENV=.venv-oldest LOWEST=yes
 
+test-master: $(STAMP) ## what leans on Lightning's own parts, on its master branch, in an environment made for it alone
+	$(INSTALL) "lightning @ git+https://github.com/Lightning-AI/pytorch-lightning@master"
+	$(BIN)/pytest tests/rounds/test_lightning_internals.py tests/rounds/test_fused_visits.py tests/test_invariants.py \
+		-m "not slow" $(ARGS)
+
+test-flower: $(STAMP) ## the tests on Flower, on its newest version, in an environment made for it alone
+	$(INSTALL) --upgrade flwr
+	$(BIN)/pytest tests/backends/flower -m "not slow" $(ARGS)
+
 test-projects: ## real packages of others, plain and federated, in .venv-projects: a quarter of an hour, 7 GB
 	test -x .venv-projects/bin/python || $(PYTHON) -m venv .venv-projects
 	.venv-projects/bin/python -m pip install -qq --disable-pip-version-check -e . flwr-datasets pytest==9.2.0 \
@@ -66,6 +75,7 @@ types: $(STAMP) ## types
 docs: $(STAMP) ## the documentation as HTML, in site/
 	$(INSTALL) -e ".[docs]"
 	$(BIN)/zensical build --strict --config-file mkdocs.yml
+	$(BIN)/python docs/_ext/equations.py site
 
 tutorials: $(STAMP) ## run the tutorials; write what they print and draw into their pages: some minutes
 	OMP_NUM_THREADS=1 $(BIN)/python docs/_ext/tutorials.py $(ARGS)

@@ -1,6 +1,6 @@
-"""Draws docs/assets/demo.png: masks of three clients before training, after the first and after the last round.
+"""Draws docs/assets/demo.png: the global model's score by round, and its masks of three clients' images.
 
-    python docs/_ext/landing.py    # three minutes on a free core
+    python docs/_ext/landing.py    # ten minutes on a free core
 
 The model, the data and the options are those of `lightning-fed demo`, but every client holds back a fifth of its
 images, which the picture shows.
@@ -21,15 +21,17 @@ from lightning_fed.datasets import Shapes
 from lightning_fed.model.feature_extraction import evaluating
 from lightning_fed.tasks import SegmentationTask
 
-ROUNDS, CLIENTS = 16, 24
+ROUNDS, CLIENTS = 48, 24
+SHOWN = (1, 12, ROUNDS)
+INK = "0.5"  # to be read on white and on black
 OUT = Path(__file__).parents[1] / "assets" / "demo.png"
 
 
 class Masks(L.Callback):
-    """Keeps what the global model says of some images after the first round and after the last."""
+    """Keeps the global model's scores, and what it says of some images after some rounds."""
 
     def __init__(self, images):
-        self.images, self.masks = images, {}
+        self.images, self.masks, self.scores = images, {}, []
 
     def predict(self, module):
         with evaluating(module):
@@ -37,7 +39,9 @@ class Masks(L.Callback):
 
     def on_validation_end(self, trainer, module):
         if not trainer.sanity_checking:
-            self.masks["first" if trainer.current_epoch == 0 else "last"] = self.predict(module)
+            self.scores.append(float(trainer.callback_metrics["val_miou"]))
+            if trainer.current_epoch + 1 in SHOWN:
+                self.masks[trainer.current_epoch + 1] = self.predict(module)
 
 
 def main():
@@ -67,7 +71,6 @@ def main():
         lr=0.002,
     )
     kept = Masks(images)
-    kept.masks["before"] = kept.predict(task)
     trainer = FederatedTrainer(
         max_rounds=ROUNDS,
         clients_per_round=5,
@@ -82,6 +85,7 @@ def main():
         num_sanity_val_steps=0,
     )
     trainer.fit(task, datamodule=data)
+    print([round(score, 3) for score in kept.scores])
     print(f"{len(population.clients)} clients, val_miou {float(trainer.callback_metrics['val_miou']):.3f}")
 
     colors = np.array(default_colors(source.num_classes))
@@ -89,22 +93,29 @@ def main():
     rows = {
         "image": shown.clamp(0, 1).permute(0, 2, 3, 1).numpy(),
         "truth": colors[truth],
-        "before training": colors[kept.masks["before"]],
-        "after round 1": colors[kept.masks["first"]],
-        f"after round {ROUNDS}": colors[kept.masks["last"]],
+        **{f"round {number}": colors[kept.masks[number]] for number in SHOWN},
     }
-    figure = Figure(figsize=(9, 5.6), layout="constrained")
-    grid = figure.subplots(len(columns), len(rows), squeeze=False)
+    figure = Figure(figsize=(12, 5.2), layout="constrained")
+    left, right = figure.subfigures(1, 2, width_ratios=(3.2, 8.8))
+    curve = left.subplots()
+    curve.plot(range(1, ROUNDS + 1), kept.scores, color="tab:purple", linewidth=2)
+    curve.set(xlabel="round", xlim=(1, ROUNDS), ylim=(0, 1))
+    curve.set_title("mIoU of the global model", fontsize=11, color=INK)
+    curve.spines[["top", "right"]].set_visible(False)
+    curve.spines[["left", "bottom"]].set_color(INK)
+    curve.tick_params(colors=INK)
+    curve.xaxis.label.set_color(INK)
+    grid = right.subplots(len(columns), len(rows), squeeze=False)
     for column, (name, pictures) in enumerate(rows.items()):
         for row, (client, favourite, _) in enumerate(columns):
             axes = grid[row, column]
             axes.imshow(pictures[row], interpolation="nearest")
             axes.set(xticks=[], yticks=[])
             if row == 0:
-                axes.set_title(name, fontsize=11)
+                axes.set_title(name, fontsize=11, color=INK)
             if column == 0:
-                axes.set_ylabel(f"client {client}\nmostly {names[favourite]}s", fontsize=10)
-    figure.savefig(OUT, dpi=100)
+                axes.set_ylabel(f"client {client}\nmostly {names[favourite]}s", fontsize=10, color=INK)
+    figure.savefig(OUT, dpi=90, transparent=True)
 
 
 if __name__ == "__main__":
