@@ -1,6 +1,6 @@
 """Writes the site's equations as MathML, which browsers draw by themselves: no script, no download.
 
-    python docs/_ext/equations.py site    # after zensical has built it
+After zensical has built it: ``python docs/_ext/equations.py site``.
 """
 
 import html
@@ -21,6 +21,7 @@ def draw(match: re.Match[str]) -> str:
 
 
 def main(site: Path) -> None:
+    """Rewrites the pages of a site."""
     for page in site.rglob("*.html"):
         before = page.read_text()
         after = EQUATION.sub(draw, before)
