@@ -123,7 +123,8 @@ def main() -> None:
     results = run_all("merging", ROWS, run, arguments)
     seeds = arguments.seeds[:1] if arguments.quick else arguments.seeds
     words = (
-        f"`python benchmarks/merging.py --out docs/guides/merging.md`. {machine(arguments.threads)}. Images of 8 x 8"
+        f"`python benchmarks/merging.py --out benchmarks/results/merging.md`."
+        f" {machine(arguments.threads)}. Images of 8 x 8"
         " (LeNet: enlarged to 16 x 16) of ten generated patterns with noise, 1,200 to train on and 600 to test; 4"
         " epochs (ResNet: 3). Accuracy on test images, mean and standard deviation over the starts with the seeds"
         f" {', '.join(map(str, seeds))}, of independent networks over the pairs"
