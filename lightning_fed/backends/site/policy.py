@@ -41,8 +41,9 @@ _CONTENTS: dict[str, tuple[set[str], dict[str, str | None]]] = {
 _NAMED_FIELDS = {"same": "entries", "metrics": "metrics"}
 """Fields that are mappings, and the rule for their names."""
 
-_NEEDS = ("steps", "clients_per_sum")
-"""Rules that forbid where others allow. They come first: then half a policy allows no more than all of it."""
+_NEEDS = ("record", "steps", "clients_per_sum")
+"""Rules that forbid where others allow, and the file by which days are counted. They come first: then half a policy
+allows no more than all of it."""
 
 _LARGEST = 2**20  # bytes of a policy
 
@@ -319,7 +320,7 @@ def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
         raise ValueError(f"expected rules of {known}, but got {unknown[0]!r}")
     needs = [name for name in values if name in _NEEDS]
     if list(values)[: len(needs)] != needs:  # of a file that an editor has half written, the end is missing
-        raise ValueError(f"expected {' and '.join(_NEEDS)} before all other rules, and as `steps = [...]`")
+        raise ValueError(f"expected {', '.join(_NEEDS)} before all other rules, and as `steps = [...]`")
     read: dict[str, Any] = {}
     for name, value in values.items():
         if name == "steps":
