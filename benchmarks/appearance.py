@@ -121,7 +121,7 @@ def task_of(classes: int, norm: str, seed: int, start: str, arguments: argparse.
 
 
 def scores_of(
-    task: SegmentationTask, states: Mapping[Any, Mapping[str, Any]], data: PartitionedData, serve: Any = None
+    task: SegmentationTask, states: Mapping[Any, Mapping[str, Any]], data: Any, serve: Any = None
 ) -> dict[str, Any]:
     """Mean IoU on each client's test data with the state of its own, and on all of them together.
 
@@ -133,7 +133,7 @@ def scores_of(
             ``None`` for running statistics.
 
     """
-    whole, clients = SegmentationScores(task.num_classes), {}
+    whole, clients, dice = SegmentationScores(task.num_classes), {}, {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     task.to(device).eval()
     adapter = None
@@ -147,16 +147,24 @@ def scores_of(
                 logits = task(images.to(device)).cpu()
                 own.update(logits, masks)
                 whole.update(logits, masks)
-        clients[str(client)] = float(own.compute()["miou"])
+        values = own.compute()
+        clients[str(client)], dice[str(client)] = float(values["miou"]), float(values.get("dice/1", 0.0))
     if adapter is not None:
         adapter.remove()
     task.cpu()
-    return {"all": float(whole.compute()["miou"]), "clients": clients}
+    return {"all": float(whole.compute()["miou"]), "clients": clients, "dice": dice}
 
 
 def run(name: str, setting: str, start: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Trains once, and evaluates in every way that the treatment has."""
+    """Trains once on a setting, and evaluates in every way that the treatment has."""
     data, classes = data_of(setting, seed, arguments)
+    return train(name, data, classes, seed, start, arguments, setting)
+
+
+def train(
+    name: str, data: Any, classes: int, seed: int, start: str, arguments: argparse.Namespace, setting: str
+) -> dict[str, Any]:
+    """Trains once on clients that have test data of their own, and evaluates in every way that the treatment has."""
     rounds, epochs = arguments.rounds or ROUNDS[start], EPOCHS
     task = task_of(classes, "group" if name == "group" else "batch", seed, start, arguments)
     curve = Curve(f"{setting}, {start}, {name}, seed {seed}:")
@@ -208,7 +216,7 @@ def run(name: str, setting: str, start: str, seed: int, arguments: argparse.Name
     return result
 
 
-def _only(data: PartitionedData, client: Any) -> Any:
+def _only(data: Any, client: Any) -> Any:
     """The test data of one client."""
     return argparse.Namespace(test={client: data.test[client]})
 

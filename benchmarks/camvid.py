@@ -201,8 +201,9 @@ def report(arguments: argparse.Namespace) -> str:
             parts.append(table([*header, "test mIoU", "CPU s / round", "MB / round"], rows))
             parts.append(growth(arguments, setting))
     words = (
-        f"`python benchmarks/camvid.py --data DATA --out docs/results/segmentation.md`. CamVid at {width}x{height},"
-        f" every second training frame (184, of which the clients hold back 15 % each), `{arguments.model}`,"
+        f"`python benchmarks/camvid.py --data DATA --out benchmarks/results/segmentation.md`."
+        f" CamVid at {width}x{height}, every second training frame (184, of which the clients hold back 15 % each),"
+        f" `{arguments.model}`,"
         f" `{arguments.encoder}` from scratch, cross-entropy, SGD with rate {arguments.lr} and momentum 0.9, batches"
         f" of {BATCH_SIZE}. Validation and test frames are SegNet's (validation: every second one of its 101 frames,"
         " from drive 0016E5; test: all 233, from drives 0001TP and Seq05VD). *mIoU at the clients* is the mean over"

@@ -57,8 +57,9 @@ def main() -> None:
         for name, found in results.items()
     ]
     words = (
-        f"`python benchmarks/clients_added.py --data DATA --out docs/results/fedma.md`. CIFAR-10, {IMAGES:,} images"
-        f" over {CLIENTS} clients (Dirichlet 0.5 per class), a quarter of VGG-9's channels. Clients come {GROUP} at a"
+        f"`python benchmarks/clients_added.py --data DATA --out benchmarks/results/fedma.md`. CIFAR-10,"
+        f" {IMAGES:,} images over {CLIENTS} clients (Dirichlet 0.5 per class), a quarter of VGG-9's channels."
+        f" Clients come {GROUP} at a"
         f" time; after each all that are there train for {ROUNDS} rounds of one epoch, one pass of FedMA, with a"
         f" learning rate of {LR} (not tuned) and momentum. Accuracy in % on {VALIDATION:,} other images, mean ±"
         f" standard deviation over seeds. {machine(arguments.threads)}."

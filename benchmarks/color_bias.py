@@ -108,8 +108,9 @@ def report(results: dict[str, list[dict[str, Any]]], arguments: argparse.Namespa
         [name, spread([100 * each["test"] for each in found], 1), f"{len(found)}"] for name, found in results.items()
     ]
     return (
-        f"`python benchmarks/color_bias.py --data DATA --out docs/results/fedma.md`. CIFAR-10, {IMAGES:,} images, a"
-        f" quarter of VGG-9's channels: of classes 0 to 4 {SHARE:.0%} are grey, of 5 to 9 {1 - SHARE:.0%}; one client"
+        f"`python benchmarks/color_bias.py --data DATA --out benchmarks/results/fedma.md`. CIFAR-10,"
+        f" {IMAGES:,} images, a quarter of VGG-9's channels: of classes 0 to 4 {SHARE:.0%} are grey, of 5 to 9"
+        f" {1 - SHARE:.0%}; one client"
         f" has these and one those; {ROUNDS} rounds of {EPOCHS} epochs (a pass of FedMA), pooled training of as many,"
         f" with a learning rate of {LR} (not tuned) and momentum; {TEST:,} other images, half of them grey. Accuracy"
         " in %, mean ± standard deviation over seeds."

@@ -165,8 +165,9 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
     study = STUDIES[name]
     command = f"python benchmarks/drift.py --data DATA --studies {name}{' --full' if arguments.full else ''}"
     parts = [
-        f"`{command} --out docs/results/drift.md`. {study.words}; `recipes/{study.recipe}`. Published: {study.source}."
-        f" `{study.monitor}` in percent, mean over the last {arguments.last} rounds, ± standard deviation over seeds."
+        f"`{command} --out benchmarks/results/drift.md`. {study.words}; `recipes/{study.recipe}`."
+        f" Published: {study.source}. `{study.monitor}` in percent, mean over the last {arguments.last} rounds, ±"
+        " standard deviation over seeds."
         f" With equal bytes: the last {arguments.last} rounds that the bytes of the cheapest method pay, both ways."
         f" {PAIRED} Version {version()}."
     ]

@@ -272,8 +272,8 @@ def report(
     main = [run for run in results if run["method"] not in labels]
     rate, rounds = best_rate(name, arguments), max(len(run["rounds"]) for run in results)
     parts = [
-        f"`python benchmarks/fedfusion.py --data DATA --studies {name} --out docs/results/fedfusion.md`. {study.words};"
-        f" `recipes/{study.recipe}`, {rounds} rounds"
+        f"`python benchmarks/fedfusion.py --data DATA --studies {name} --out benchmarks/results/fedfusion.md`."
+        f" {study.words}; `recipes/{study.recipe}`, {rounds} rounds"
         f"{'' if rate is None else f', learning rate {rate:g}'}. {machine(arguments.threads)}.",
     ]
     scores = load_json(folder(name, arguments) / "rates.json")

@@ -275,8 +275,8 @@ def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Nam
         rounds += f", and a rate of their own ({rates})" if rates else ""
     header = ["method", f"`{study.monitor}`", f"with {budget:.1f} MB", "MB", "size", "agreement", "CPU s", "seeds"]
     return (
-        f"`python benchmarks/fedma.py --data DATA --studies {name}{more} --out docs/results/fedma.md`. {study.words};"
-        f" `recipes/{study.recipe}`. {rate}{rounds}; the score with fewer megabytes is the last one"
+        f"`python benchmarks/fedma.py --data DATA --studies {name}{more} --out benchmarks/results/fedma.md`."
+        f" {study.words}; `recipes/{study.recipe}`. {rate}{rounds}; the score with fewer megabytes is the last one"
         f" before 5 % more; megabytes are those of all clients, up and down; size is the largest global model over a"
         f" client's; agreement the share of the squared length of the neurons' incoming weights that their means keep,"
         f" mean over the layers of the first pass, where it is logged. {machine(arguments.threads)}.\n\n"
@@ -349,7 +349,7 @@ def report_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], arguments: a
     )
     header = ["local epochs", "method", "`val_acc`", "difference to `fedavg`", "with few MB", "difference to `fedavg`"]
     return (
-        f"`python benchmarks/fedma.py --data DATA --studies {' '.join(names)} --out docs/results/fedma.md`."
+        f"`python benchmarks/fedma.py --data DATA --studies {' '.join(names)} --out benchmarks/results/fedma.md`."
         f" {STUDIES[names[0]].words}; `recipes/{STUDIES[names[0]].recipe}`. Learning rates tried with `fedavg` for"
         f" each number of local epochs (`--tune`, seed {tuning.SEED}): {tried}; and with FedMA: {tried_fedma}. The"
         " best is taken: for FedMA its own, for all others that of `fedavg`. All have 8 rounds; the score with few"

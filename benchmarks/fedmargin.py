@@ -141,7 +141,7 @@ STUDIES = {
     ),
     "steps": Study(
         "synthetic.yaml",
-        "Synthetic(1,1) as in the section before, with the server's steps and the margins that it lacks",
+        "Synthetic(1,1) with a small MLP (60-64-10), and the server's steps and margins that the first study lacks",
         "",
         (
             "central",
@@ -226,7 +226,10 @@ def make_plans(name: str, arguments: argparse.Namespace) -> dict[str, list[Plan]
 def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.Namespace) -> str:
     """The tables of a study, of all runs that are there."""
     study, last = STUDIES[name], arguments.last or STUDIES[name].last
-    command = f"python benchmarks/fedmargin.py --data DATA --studies {name} --out docs/results/fedmargin.md"
+    of_cohort = "".join(f" {part:g}" for part in arguments.stragglers)
+    command = f"python benchmarks/fedmargin.py --data DATA --studies {name}"
+    command += f" --stragglers{of_cohort}" if of_cohort else ""
+    command += " --out benchmarks/results/fedmargin.md"
     drawn = " Other data with every seed." if study.overrides == DRAWN else ""
     parts = [f"`{command}`. {study.words}; `recipes/{study.recipe}`.{drawn} {machine(arguments.threads)}."]
     options = [MethodChoice.parse(text).label for text in study.options]
@@ -350,8 +353,9 @@ def analyse(names: Sequence[str], arguments: argparse.Namespace) -> str:
     """Margins, discrepancies and entropies of the final models, of all runs whose central one is there too."""
     parts = [
         "`python benchmarks/fedmargin.py --data DATA --studies steps mnist-users --analysis --out"
-        " docs/results/fedmargin.md`, from the final global models, on validation data. Aggregate margin: half the mean"
-        " distance between the means of two classes' features, and the same over the mean length of these means."
+        " benchmarks/results/fedmargin.md`, from the final global models, on validation data. Aggregate margin:"
+        " half the"
+        " mean distance between the means of two classes' features, and the same over the mean length of these means."
         " Discrepancy: maximum mean discrepancy between the features and those of the central model of the same seed"
         " (Gaussian kernel, median bandwidth). Entropy: of the class probabilities, in nats. Spreads are standard"
         f" deviations over the seeds. {PAIRED}"

@@ -85,7 +85,7 @@ def report(results: dict[str, Any], threads: int) -> str:
             values = np.array(results["noise"][when][str(size)])
             cells += [f"{mean:.3g}" for mean in values.mean(axis=0)]
         rows.append(cells)
-    command = "python benchmarks/gradient_noise.py --data DATA --out docs/results/fedss.md"
+    command = "python benchmarks/gradient_noise.py --data DATA --out benchmarks/results/fedss.md"
     words = (
         f"`{command} --figure docs/assets/gradient_noise.png`."
         f" Omniglot, {CLASSES} classes, the network of the study above; {COHORT} clients with the same batch of {BATCH}"

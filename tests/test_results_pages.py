@@ -1,6 +1,7 @@
 """Numbers in the sentences of the results stand in a table that a script has written."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,12 @@ def written(text):
     return [float(number) for row in rows for number in re.findall(r"\d+\.\d+", row)]
 
 
+def tables_of(path):
+    """The numbers of a page's tables, with those that its scripts write beside themselves."""
+    full = ROOT / "benchmarks" / "results" / path.name
+    return written(path.read_text()) + (written(full.read_text()) if path.parent == FOLDER and full.exists() else [])
+
+
 def is_among(number, numbers):
     """Whether a number is one of others, rounded as it is."""
     digits = len(number.partition(".")[2])
@@ -71,7 +78,7 @@ def test_what_is_a_score():
 @pytest.mark.parametrize("page", PAGES)
 def test_scores_in_sentences_are_in_a_table_of_the_page(page):
     text = (FOLDER / f"{page}.md").read_text()
-    numbers = written(text)
+    numbers = tables_of(FOLDER / f"{page}.md")
     assert numbers
     assert [score for score in scores(SECTION.sub("", text)) if not is_among(score, numbers)] == []
 
@@ -87,12 +94,39 @@ def test_scores_of_the_first_page_are_in_tables_of_the_pages_it_names():
         names = re.findall(r"\((\w+)\.md[#)]", line) or [name for paper, name in claims.items() if paper == cells[0]]
         if not line.startswith("|") or not names or len(cells) < 4:
             continue
-        numbers = [number for name in names for number in written((FOLDER / f"{name}.md").read_text())]
+        numbers = [number for name in names for number in tables_of(FOLDER / f"{name}.md")]
         found = re.findall(r"\d+\.\d+ ± \d+\.\d+", cells[2]) + [score for score in scores(cells[2])]
         for value in found:
             count += 1
             assert all(is_among(number, numbers) for number in value.split(" ± ")), (cells[0], value)
     assert count > 20
+
+
+def test_verdicts_are_those_of_the_rule():
+    """What stands in the last column begins with, or says after a colon, one of the words that the page explains."""
+    text = (FOLDER / "index.md").read_text()
+    words = re.findall(r"\*\*([a-z ]+)\*\*", text.partition("## Which method")[0])
+    claims = [line for line in text.partition("## Published claims")[2].splitlines() if line.startswith("| ")][1:]
+    assert len(words) == 6
+    assert len(claims) > 15
+    for claim in claims:
+        assert any(word in claim.rpartition("|")[0].rpartition("|")[2] for word in words), claim
+
+
+@pytest.mark.parametrize(
+    ("differences", "text"),
+    [
+        ([], ""),
+        ([0.5], "0.500"),
+        ([1.0, 2.0, 3.0], "2.000 (-0.484 to 4.484)"),
+        ([3.0, 3.1, 2.9, 3.0], "3.000 (2.870 to 3.130)"),  # four seeds call nothing shown
+        ([3.0, 3.1, 2.9, 3.0, 3.0], "**3.000 (2.912 to 3.088)**"),
+        ([3.0, -3.1, 2.9, 3.0, 3.0], "1.760 (-1.614 to 5.134)"),
+    ],
+)
+def test_how_tables_tell_a_difference(monkeypatch, differences, text):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    assert import_module("common").paired(differences) == text
 
 
 @pytest.mark.parametrize("page", ELSEWHERE)
@@ -101,7 +135,7 @@ def test_scores_elsewhere_are_in_tables_of_the_pages_that_are_linked(page):
     text = path.read_text()
     linked = {path, *((path.parent / link).resolve() for link in LINK.findall(text))}
     linked |= {ROOT / link for page in linked for link in ON_GITHUB.findall(page.read_text())}
-    numbers = [number for each in sorted(linked) for number in written(each.read_text())]
+    numbers = [number for each in sorted(linked) for number in tables_of(each)]
     sentences = CODE.sub("", SECTION.sub("", text))
     found = scores(sentences) + [part for pair in PAIR.findall(sentences) for part in pair]
     known = ELSEWHERE[page]
