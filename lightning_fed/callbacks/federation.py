@@ -90,7 +90,8 @@ class Federation(L.Callback):
             what), or those of several clients at once (:class:`~lightning_fed.Vectorized`). The results are the same.
         steps: What happens to an update between a client's training and the new global model, the innermost step first:
             next to the model (:mod:`lightning_fed.steps`). Those of the method are inside of them.
-        seed: Seed of the partition and the schedule; ``None`` takes that of ``lightning.seed_everything``, or else 0.
+        seed: Seed of the partition and the schedule; ``None`` takes that of ``lightning.seed_everything`` when a fit
+            begins, or else 0.
 
     Attributes:
         arguments: What it was built with, by name.
@@ -161,9 +162,8 @@ class Federation(L.Callback):
         self.server: ServerInterface = Server(chain, self.options.faults.min_clients)
         self._fresh_chain = copy.deepcopy(chain.state_dict())
         self.partition = partition
-        seed = default_seed() if seed is None else seed
         work = options.local_epochs, options.local_steps
-        self.schedule = Schedule(seed, clients_per_round, *work, self.options.availability)
+        self.schedule = Schedule(self.seed, clients_per_round, *work, self.options.availability)
         self.store = build_store(store)
         self._is_fit = True
         self._clients = ""
@@ -196,6 +196,12 @@ class Federation(L.Callback):
     def has_personal_entries(self) -> bool:
         """True if entries of the model stay with the clients, as far as the options say it."""
         return self.options.has_personal_entries
+
+    @property
+    def seed(self) -> int:
+        """The seed that a fit begins with: that of the arguments, or the last one of ``seed_everything``."""
+        given: int | None = self.arguments["seed"]
+        return default_seed() if given is None else given
 
     @property
     def rounds(self) -> int:
@@ -372,7 +378,7 @@ class Federation(L.Callback):
             self.store.restore(fit.rounds, self.store.checkpoint(fit.rounds))
         else:
             self.server.chain.load_state_dict(copy.deepcopy(self._fresh_chain))
-            self.schedule.secret = None
+            self.schedule.secret, self.schedule.seed = None, self.seed
         put_first(trainer, self, Federation)
         self._loop.attach(trainer, pl_module, self.partition)
 

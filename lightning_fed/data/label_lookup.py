@@ -35,6 +35,10 @@ _HINT = (
 _MOST_BINS = 1 << 16  # larger class numbers are counted by sorting
 
 
+class NoLabels(TypeError):
+    """A data set has no labels where they are looked for."""
+
+
 def labels_of(
     dataset: MapDataset,
     label_fn: Callable[[Any], float | str] | None = None,
@@ -71,7 +75,8 @@ def labels_of(
         Labels, shape ``(N,)``.
 
     Raises:
-        TypeError: If the data set cannot be read by index, or its targets are neither labels nor masks.
+        TypeError: If the data set cannot be read by index.
+        NoLabels: If its targets are neither labels nor masks.
         ValueError: If a label is not finite, or a mask has a negative class other than ``ignore_index``.
 
     Example:
@@ -102,7 +107,13 @@ def labels_of(
             type(part).__name__,
         )
         with _fixed_generators():
-            return np.asarray([_label_of_sample(part, index, label_of) for index in indices.tolist()])
+            labels = []
+            for index in indices.tolist():
+                sample = part[index]
+                if not labels:
+                    _describe_place(sample)
+                labels.append(_label_of_sample(part, index, sample, label_of))
+            return np.asarray(labels)
 
     return _as_classes(_collect(dataset, np.arange(length), known, read))
 
@@ -262,8 +273,7 @@ def _labels_of_targets(
         return None
 
 
-def _label_of_sample(dataset: Any, index: int, label_of: Callable[[Any], float]) -> float:
-    sample = dataset[index]
+def _label_of_sample(dataset: Any, index: int, sample: Any, label_of: Callable[[Any], float]) -> float:
     try:
         return label_of(_target_of(sample))
     except (TypeError, ValueError) as error:
@@ -272,16 +282,34 @@ def _label_of_sample(dataset: Any, index: int, label_of: Callable[[Any], float])
 
 
 def _target_of(sample: Any) -> Any:
-    if isinstance(sample, tuple | list) and len(sample) > 1:
-        return sample[1]
-    entries = sample if isinstance(sample, Mapping) else {key: getattr(sample, key, None) for key in _KEYS}
-    target = next((entries[key] for key in _KEYS if entries.get(key) is not None), None)
-    if target is None:
-        raise TypeError(
+    place = _place_of_target(sample)
+    if place is None:
+        raise NoLabels(
             "Expected a sample to be a tuple or list of at least an input and a target, or to have one of"
             f" {', '.join(map(repr, _KEYS))}, but got {_described(sample)}. {_HINT}"
         )
-    return target
+    return sample[place] if isinstance(place, int) or isinstance(sample, Mapping) else getattr(sample, place)
+
+
+def _place_of_target(sample: Any) -> int | str | None:
+    """Index, key or attribute of a sample's target."""
+    if isinstance(sample, tuple | list) and len(sample) > 1:
+        return 1
+    entries = sample if isinstance(sample, Mapping) else {key: getattr(sample, key, None) for key in _KEYS}
+    return next((key for key in _KEYS if entries.get(key) is not None), None)
+
+
+def _describe_place(sample: Any) -> None:
+    """Logs where in a sample the label is looked for."""
+    place = _place_of_target(sample)
+    if isinstance(place, int):
+        _log.info(
+            "The label of a sample is the second of its %d elements (a %s); `label_fn` takes another one.",
+            len(sample),
+            type(sample[place]).__name__,
+        )
+    elif place is not None:
+        _log.info("The label of a sample is its %r; `label_fn` takes another one.", place)
 
 
 def _label_of_target(target: Any, ignore_index: int | None, background: int | None) -> float:
@@ -295,7 +323,7 @@ def _label_of_target(target: Any, ignore_index: int | None, background: int | No
             array = array.squeeze(0 if array.shape[0] == 1 else -1)
         if array.ndim == 2:
             return _dominant_class(array, ignore_index, background)
-    raise TypeError(
+    raise NoLabels(
         "Expected a target to be a number or a mask of classes of shape (H, W), (1, H, W) or (H, W, 1), but got"
         f" {_described(target if array is None else array)}. {_HINT}"
     )
@@ -306,7 +334,7 @@ def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
     if values.dtype.kind == "U":
         return np.unique(values, return_inverse=True)[1].astype(np.int64)
     if values.dtype.kind not in "iubf":
-        raise TypeError(f"Expected labels to be numbers, or all of them texts, but got {values[0]!r}. {_HINT}")
+        raise NoLabels(f"Expected labels to be numbers, or all of them texts, but got {values[0]!r}. {_HINT}")
     if not np.isfinite(values).all():
         raise ValueError(f"Expected labels to be finite, but got {values[~np.isfinite(values)][0]}. {_HINT}")
     labels = _as_labels(values)
@@ -326,7 +354,7 @@ def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
 def _dominant_class(mask: npt.NDArray[Any], ignore_index: int | None, background: int | None) -> int:
     pixels = _as_labels(mask.ravel())
     if pixels is None:
-        raise TypeError(
+        raise NoLabels(
             f"Expected a mask of classes (whole numbers), but got one of {mask.dtype} with fractions. {_HINT}"
         )
     if pixels.min() >= 0 and pixels.max() < _MOST_BINS:

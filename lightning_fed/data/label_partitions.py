@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_fed.argument_checks import check_count, check_option
-from lightning_fed.data.label_lookup import MapDataset, labels_of
+from lightning_fed.data.label_lookup import MapDataset, NoLabels, labels_of
 from lightning_fed.data.partition_base import NumberedPartition
 from lightning_fed.data.sample_assignment import (
     IndexArray,
@@ -62,7 +62,11 @@ class LabelPartition(NumberedPartition):
 
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
         """The samples of every client."""
-        labels = labels_of(dataset, self.label_fn, ignore_index=self.ignore_index, background=self.background)
+        try:
+            labels = labels_of(dataset, self.label_fn, ignore_index=self.ignore_index, background=self.background)
+        except NoLabels as error:
+            name, number = type(self).__name__, self.num_clients
+            raise NoLabels(f"`{name}` needs labels and found none; without labels: `IID({number})`. {error}") from None
         return self.assign_by_label(labels, seed)
 
 
@@ -93,6 +97,7 @@ class Dirichlet(LabelPartition):
             more only if there is none).
         definition: ``"per_class"`` or ``"per_client"``.
         min_size: Per class: smallest number of samples of a client; the split is drawn again until it is reached.
+            ``None`` for the first of 10, 5, 2 and 1 that is.
         balance: Per class: whether a client that holds :math:`N / K` samples or more gets none of the next classes (the
             proportions of the others are scaled up), as always in NIID-Bench's code.
         label_fn: Function of a sample that gives its label, in place of the data set's targets.
@@ -127,7 +132,7 @@ class Dirichlet(LabelPartition):
         num_clients: int,
         alpha: float,
         definition: Literal["per_class", "per_client"] = "per_class",
-        min_size: int = 10,
+        min_size: int | None = None,
         balance: bool = False,
         label_fn: LabelFn | None = None,
         ignore_index: int | None = 255,
@@ -151,7 +156,7 @@ class Dirichlet(LabelPartition):
             raise ValueError(f"Expected `prior` with definition='per_client' only, but got {prior!r} with 'per_class'.")
         self.alpha = alpha
         self.definition: Literal["per_class", "per_client"] = definition
-        self.min_size = check_count("min_size", min_size, 0)
+        self.min_size = None if min_size is None else check_count("min_size", min_size, 0)
         self.balance = balance
         self.prior: Literal["empirical", "uniform"] = prior
 

@@ -86,7 +86,8 @@ class QuantitySkew(NumberedPartition):
         distribution: Distribution of the sizes: ``"dirichlet"`` (NIID-Bench's "iid-diff-quantity") or ``"lognormal"``
             (as in the FedProx data).
         sigma: Standard deviation of the logarithm of the sizes of ``"lognormal"``, at least 0.
-        min_size: Smallest number of samples of a client; the sizes are drawn again until it is reached.
+        min_size: Smallest number of samples of a client; the sizes are drawn again until it is reached. ``None`` for
+            the first of 10, 5, 2 and 1 that is.
         seed: Seed of the split; ``None`` for the federation's.
 
     Raises:
@@ -111,7 +112,7 @@ class QuantitySkew(NumberedPartition):
         beta: float = 0.5,
         distribution: Literal["dirichlet", "lognormal"] = "dirichlet",
         sigma: float = 1.0,
-        min_size: int = 10,
+        min_size: int | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__(num_clients, seed)
@@ -123,7 +124,7 @@ class QuantitySkew(NumberedPartition):
         self.beta = beta
         self.distribution: Literal["dirichlet", "lognormal"] = distribution
         self.sigma = sigma
-        self.min_size = check_count("min_size", min_size, 0)
+        self.min_size = None if min_size is None else check_count("min_size", min_size, 0)
 
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
         """The samples of every client."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 IndexArray = npt.NDArray[np.int64]
 
 MAX_TRIES = 1000
+_SIZES = (10, 5, 2, 1)  # of a client, from the one that is wanted to the least
 """Number of draws of clients' sizes after which a partition gives up."""
 
 # Beyond these numpy's sampler loses its precision (sums of gamma variates overflow, densities underflow), while the
@@ -96,7 +97,7 @@ def draw_until_large(
     draw: Callable[[], IndexArray],
     num_clients: int,
     num_samples: int,
-    min_size: int,
+    min_size: int | None,
     skew: str,
     remedy: str,
 ) -> IndexArray:
@@ -106,7 +107,8 @@ def draw_until_large(
         draw: Function that draws the numbers, shape ``(clients,)`` or ``(clients, classes)``.
         num_clients: Number of clients.
         num_samples: Number of samples that are assigned.
-        min_size: Smallest number of samples that a client may have.
+        min_size: Smallest number of samples that a client may have; ``None`` for the first of 10, 5, 2 and 1 that a
+            draw reaches.
         skew: The requested skew, as the error shows it.
         remedy: A change that would help, as the error shows it.
 
@@ -117,19 +119,24 @@ def draw_until_large(
         PartitionError: If there are too few samples, or no draw is large enough.
 
     """
-    if min_size * num_clients > num_samples:
+    sizes = _SIZES if min_size is None else (min_size,)
+    option = "" if min_size is None else "`min_size` * "
+    if sizes[-1] * num_clients > num_samples:
+        factor = "" if min_size is None else f"{min_size} * "
         raise PartitionError(
-            f"Expected `min_size` * `num_clients` to be at most the number of samples ({num_samples}), but got"
-            f" {min_size} * {num_clients}."
+            f"Expected {option}`num_clients` to be at most the number of samples ({num_samples}), but got"
+            f" {factor}{num_clients}."
         )
-    for _ in range(MAX_TRIES):
-        counts = draw()
-        if counts.reshape(num_clients, -1).sum(axis=1).min() >= min_size:
-            return counts
+    for size in sizes:
+        for _ in range(MAX_TRIES if size * num_clients <= num_samples else 0):
+            counts = draw()
+            if counts.reshape(num_clients, -1).sum(axis=1).min() >= size:
+                return counts
+    least = "a sample" if min_size is None else f"at least {min_size} samples (`min_size`)"
+    lower = "`num_clients`" if min_size is None else "`min_size` or `num_clients`"
     raise PartitionError(
-        f"Expected every client to get at least {min_size} samples (`min_size`), but none of {MAX_TRIES} draws gave"
-        f" that to {num_clients} clients of {num_samples} samples with {skew}. Lower `min_size` or `num_clients`, or"
-        f" {remedy}."
+        f"Expected every client to get {least}, but none of {MAX_TRIES} draws gave that to {num_clients} clients of"
+        f" {num_samples} samples with {skew}. Lower {lower}, or {remedy}."
     )
 
 

@@ -16,7 +16,7 @@ from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.synchronisation import process_group_of
 
 _UNITS = ["bytes", "kB", "MB", "GB", "TB"]
-_AT_HOME = ("personal", "frozen", "untrained")
+_AT_HOME = ("personal", "frozen")
 _OWN = ("fed/", "comm/", "client/", "clients/")
 
 
@@ -47,10 +47,8 @@ def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
     counts = Counter[str](fit.policies.values())
     entries = live_entries(fit.module)
     untrained = {name for name, value in fit.module.named_parameters() if not value.requires_grad}
-    shared = {
-        name: entries[name] for name, policy in fit.policies.items() if policy == "shared" and name not in untrained
-    }
-    counts["shared"], counts["untrained"] = len(shared), counts["shared"] - len(shared)
+    shared = {name: entries[name] for name, policy in fit.policies.items() if policy == "shared"}
+    following = {name: shared.pop(name) for name in untrained & shared.keys()}
     first, last = trainer.current_epoch, trainer.max_epochs
     rounds = "rounds without end" if last in (None, -1) else f"rounds {first} to {last - 1}"
     secret = fit.schedule.secret
@@ -58,14 +56,20 @@ def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
     kept = " and ".join(f"{counts[policy]} {policy}" for policy in _AT_HOME if counts[policy])
     text = [
         f"{method}: {rounds}, {size} of {clients} clients in each, {_execution(fit, trains_at_once)}.",
-        f"{format_bytes(tensor_bytes(shared))} travel to a client and back ({counts['shared']} entries"
+        f"{format_bytes(tensor_bytes(shared))} travel to a client and back ({len(shared)} entries"
         f"{f'; {kept} ones stay' if kept else ''}).",
     ]
+    if following:
+        text.append(
+            f"{format_bytes(tensor_bytes(following))} more ({len(following)} entries without gradient) travel where the"
+            " module writes into them, as into a teacher."
+        )
     if counts["sliced"]:
         text.append(f"Of {counts['sliced']} more only the rows that a client asks for.")
     if batch_norm_layers(fit.module):
-        text.append(f"BatchNorm: {fit.options.batch_norm!r}.")
-    return " ".join(text)
+        again = ", for which clients are sent the new model too" if fit.options.batch_norm == "recalibrate" else ""
+        text.append(f"BatchNorm: {fit.options.batch_norm!r}{again}.")
+    return " ".join([*text, f"Seed {fit.schedule.seed}."])
 
 
 def _execution(fit: FederatedFit, trains_at_once: bool) -> str:

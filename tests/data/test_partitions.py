@@ -23,7 +23,7 @@ from lightning_fed.data.partitions import (
     QuantitySkew,
     Shards,
 )
-from lightning_fed.data.sample_assignment import pixel_permutation
+from lightning_fed.data.sample_assignment import PartitionError, pixel_permutation
 from tests import references
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
@@ -328,7 +328,7 @@ def test_permutation_in_worker_processes():
         (lambda: PermutedPixels(IID(2), seed=-1), "Expected `seed` to be at least 0, but got -1."),
         (lambda: ByGroup(seed=-1), "Expected `seed` to be at least 0, but got -1."),
         (lambda: LabelsPerClient(2, 5).split(DATASET, 0), "Expected `labels_per_client` to be from 1 to"),
-        (lambda: Dirichlet(600, 0.1).split(DATASET, 0), "Expected `min_size` * `num_clients` to be at most"),
+        (lambda: Dirichlet(604, 0.1).split(DATASET, 0), "Expected `num_clients` to be at most"),
     ],
 )
 def test_errors_name_the_argument_and_its_value(call, message):
@@ -390,3 +390,30 @@ def test_wrong_choice_in_text_is_refused():
         parser.parse_args(
             ["--partition=Dirichlet", "--partition.num_clients=3", "--partition.alpha=1", "--partition.definition=x"]
         )
+
+
+@pytest.mark.parametrize(
+    "dataset", [[(torch.ones(2), "ann")] * 6, [torch.ones(2)] * 6, TensorDataset(torch.ones(6, 2)), [{"x": 1}] * 6]
+)
+@pytest.mark.parametrize("partition", [Dirichlet(3, 0.5), Shards(3), LabelsPerClient(3, 1)])
+def test_data_without_labels(partition, dataset):
+    """The first words say what to do."""
+    words = rf"^`{type(partition).__name__}` needs labels and found none; without labels: `IID\(3\)`\. Expected "
+    with pytest.raises(TypeError, match=words):
+        partition.split(dataset, 0)
+
+
+def test_the_element_that_is_read_is_named(caplog):
+    speech = [(torch.ones(2), 16_000 + index % 2, "yes", "ann", index) for index in range(40)]
+    with caplog.at_level("INFO", "lightning_fed"):
+        Dirichlet(2, 1.0).split(speech, 0)
+    assert "The label of a sample is the second of its 5 elements (a int)" in caplog.text
+
+
+@pytest.mark.parametrize("size", [8, 12, 35])
+def test_a_small_set_is_split_without_a_word_of_a_smallest_size(size):
+    dataset = TensorDataset(torch.ones(size, 1), torch.arange(size) % 2)
+    for partition in (Dirichlet(3, 0.5), QuantitySkew(3)):
+        assert min(map(len, partition.split(dataset, 0).values())) >= 1
+    with pytest.raises(PartitionError, match=rf"^Expected `num_clients` to be at most .* \({size}\), but got 40\."):
+        Dirichlet(40, 0.5).split(dataset, 0)

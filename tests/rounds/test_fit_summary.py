@@ -5,6 +5,7 @@ import re
 import warnings
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
@@ -42,7 +43,45 @@ def test_the_line_at_the_start(federated_trainer, caplog):
     assert first.startswith("FedAvg: rounds 0 to 1, 2 of 3 clients in each, one after another.")
     assert f"{size} bytes travel to a client and back" in first
     assert "2 personal ones stay" in first
-    assert first.endswith("BatchNorm: 'recalibrate'.")
+    assert "BatchNorm: 'recalibrate', for which clients are sent the new model too." in first
+
+
+class Teacher(models.Module):
+    """Its momentum encoder follows the network in every step."""
+
+    def __init__(self):
+        super().__init__(models.mlp())
+        self.teacher = models.mlp().requires_grad_(False)
+        torch.nn.init.zeros_(self.teacher[0].weight)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            for followed, value in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                followed.lerp_(value, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_what_travels_of_a_momentum_encoder(federated_trainer, caplog):
+    """The line's two sizes are what a client is sent back."""
+    module = Teacher()
+    first, *_, end = fit(federated_trainer, caplog, module, rounds=1, local_epochs=2)
+    half = bytes_of(module, "teacher.")
+    assert f" {half} bytes travel to a client and back (4 entries)." in first
+    assert f" {half} bytes more (4 entries without gradient) travel where the module writes into them" in first
+    assert f"sent back         {3 * 2 * half / 1000:.1f} kB" in end
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_the_seed_is_read_when_the_fit_begins(federated_trainer, caplog, monkeypatch):
+    federation = Federation()
+    monkeypatch.setenv("PL_GLOBAL_SEED", "8")
+    assert "Seed 8." in fit(federated_trainer, caplog, models.Module(models.mlp()), federation=federation)[0]
+    assert federation.schedule.seed == 8
+    monkeypatch.setenv("PL_GLOBAL_SEED", "9")
+    caplog.clear()
+    given = Federation(seed=3)
+    assert "Seed 3." in fit(federated_trainer, caplog, models.Module(models.mlp()), federation=given)[0]
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")

@@ -419,7 +419,7 @@ def _federation_seed(trainer: L.Trainer) -> int:
     """The seed of the Trainer's federation; without one, as where a module is only evaluated, that of a new one."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     federation = next((callback for callback in callbacks if isinstance(callback, Federation)), None)
-    return default_seed() if federation is None else federation.schedule.seed
+    return default_seed() if federation is None else federation.seed
 
 
 def _name_of(layer: nn.Module, module: nn.Module) -> str:
