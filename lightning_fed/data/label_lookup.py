@@ -107,7 +107,7 @@ def labels_of(
             type(part).__name__,
         )
         with _fixed_generators():
-            labels = []
+            labels: list[float] = []
             for index in indices.tolist():
                 sample = part[index]
                 if not labels:
