@@ -246,9 +246,10 @@ def test_the_commands_of_the_readme_are_make_targets():
     assert {"demo", "test"} <= named <= targets
 
 
-def test_the_recipes_of_the_guide_are_those_there_are():
-    listed = re.findall(r"^\| `recipes/(\S+)`", (DOCS / "guides" / "cli.md").read_text(), re.M)
-    assert sorted(listed) == sorted(path.name for path in (ROOT / "recipes").glob("*.yaml"))
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_recipes_that_are_named_exist(page):
+    for name in re.findall(r"\brecipes/(\w+\.yaml)", page.read_text()):
+        assert (ROOT / "recipes" / name).exists(), name
 
 
 # --- links ------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "docs/guides/segmentation.md": (),
     "docs/guides/merging.md": (),
     "benchmarks/results/merging.md": (),
+    "docs/guides/cli.md": ("0.3",),
     "docs/guides/deploy.md": ("0.1",),
     "docs/guides/fedfusion.md": (),
     "docs/guides/fedma.md": (),
@@ -35,7 +36,7 @@ ELSEWHERE = {
     "docs/guides/privacy.md": ("0.01", "0.001", "1.8", "3.7", "4.0"),
     "docs/guides/robust.md": (),
     "docs/guides/speed.md": ("2.5", "2.6"),
-    "docs/guides/your_project.md": ("2.6", "2.7", "4.46"),
+    "benchmarks/results/projects.md": ("2.7", "4.46"),
     "docs/dev/testing.md": ("2.11", "3.14", "3.15", "4.39", "9.2", "4.48"),
 }
 PAIR = re.compile(r"(\d+\.\d+) ± (\d+\.\d+)")
