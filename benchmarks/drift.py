@@ -131,7 +131,9 @@ def make_plan(name: str, variant: str, arguments: argparse.Namespace) -> Plan:
     if arguments.quick:
         nested = "source." if "source" in study.data else ""
         overrides += [f"--data.{nested}train_size", "1000", "--trainer.max_rounds", "1", "--trainer.local_epochs", "1"]
-    folder = "_".join([name, *variant.lower().split(), *(["full"] if arguments.full else [])])
+    overrides += ["--trainer.max_rounds", str(arguments.rounds)] if arguments.rounds else []
+    length = [f"{arguments.rounds}_rounds"] if arguments.rounds else []
+    folder = "_".join([name, *variant.lower().split(), *(["full"] if arguments.full else []), *length])
     return Plan(
         recipe=ROOT / "recipes" / study.recipe,
         methods=[MethodChoice.parse(text) for text in arguments.methods or study.methods],
@@ -164,6 +166,7 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
     """The tables of a study, of all runs that are there."""
     study = STUDIES[name]
     command = f"python benchmarks/drift.py --data DATA --studies {name}{' --full' if arguments.full else ''}"
+    command += f" --rounds {arguments.rounds}" if arguments.rounds else ""
     parts = [
         f"`{command} --out benchmarks/results/drift.md`. {study.words}; `recipes/{study.recipe}`."
         f" Published: {study.source}. `{study.monitor}` in percent, mean over the last {arguments.last} rounds, ±"
@@ -203,6 +206,7 @@ def main() -> None:
     made.add_argument("--variants", nargs="+", default=[], metavar="SPLIT", help="else those of the study")
     made.add_argument("--seeds", type=int, nargs="+", default=[], help="else those of the study")
     made.add_argument("--last", type=int, default=3, help="rounds at the end whose mean is the score")
+    made.add_argument("--rounds", type=int, default=0, help="rounds; 0 for those of the study")
     made.add_argument("--full", action="store_true", help="as long as the publications, with all images")
     made.add_argument("--report", action="store_true", help="only make the tables of what is there")
     arguments = made.parse_args()
@@ -222,7 +226,8 @@ def main() -> None:
             if runs:
                 results[variant] = runs
         if results:
-            write_section(arguments.out, f"drift-{name}", report(name, results, arguments))
+            length = f"-{arguments.rounds}" if arguments.rounds else ""
+            write_section(arguments.out, f"drift-{name}{length}", report(name, results, arguments))
 
 
 if __name__ == "__main__":
