@@ -371,13 +371,20 @@ def make_table(runs, path, only=None):
 
 
 def put_row(path, row):
-    """Puts a row between `<!-- crash points -->` and `<!-- /crash points -->`, in the place of one of the same name."""
+    """Puts a row between `<!-- crash points -->` and `<!-- /crash points -->`, in the place of one of the same name.
+
+    Fits of the same numbers share a row.
+    """
     before, rest = path.read_text().split("<!-- crash points -->\n")
     table, after = rest.split("<!-- /crash points -->")
-    head = ["| fit | points | kills | differences | of Lightning's log |", "|---|---:|---:|---:|---:|"]
-    old = [line for line in table.splitlines() if line.startswith("|") and line not in head]
-    name = row.split("|")[1]
-    lines = [*head, *(line for line in old if line.split("|")[1] != name), row]
+    head = ["| fits | points of each | kills | differences | of Lightning's log |", "|---|---:|---:|---:|---:|"]
+    names = {}
+    for line in [*(line for line in table.splitlines() if line.startswith("|") and line not in head), row]:
+        _, of, numbers = line.split("|", 2)
+        new = [name.strip() for name in of.split(",")]
+        names = {key: [name for name in known if name not in new] for key, known in names.items()}
+        names.setdefault(numbers, []).extend(new)
+    lines = [*head, *(f"| {', '.join(known)} |{numbers}" for numbers, known in names.items() if known)]
     path.write_text(f"{before}<!-- crash points -->\n\n" + "\n".join(lines) + f"\n\n<!-- /crash points -->{after}")
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 import traceback
+from threading import Thread
 
 import lightning as L
 import pytest
@@ -1190,3 +1191,29 @@ def test_the_server_by_itself(caplog):
     for client, reason in server.report.failed.items():
         assert f"Round 4: client {client!r} is left out: {reason}." in caplog.messages
     assert server.report.received == {"good": 2, "better": 6}
+
+
+def test_two_fits_in_threads_are_refused():
+    """They would draw from the same global generators; fits one after another in threads are as ever."""
+    refused = []
+
+    class Starts(L.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            thread = Thread(target=other)
+            thread.start()
+            thread.join()
+
+    def other():
+        try:
+            train(good_clients())
+        except MisconfigurationException as error:
+            refused.append(str(error))
+
+    train(good_clients(), callbacks=[Starts()])
+    assert [text.partition(",")[0] for text in refused] == [
+        "Expected one federated fit at a time in a process"
+    ] * ROUNDS
+    thread = Thread(target=other)
+    thread.start()
+    thread.join()
+    assert len(refused) == ROUNDS

@@ -6,6 +6,7 @@ NeurIPS 2020, equations 8 to 10 and section 4. https://arxiv.org/abs/2007.07481
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import lightning as L
@@ -27,6 +28,7 @@ from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
 
 _PREFIX = "length:"
+_MOST_TIMES = 100  # times the median of the round, as which a longer length counts
 
 
 class StepLength(FederatedCallback):
@@ -241,7 +243,7 @@ class _NormalisedSum:
         self.first = 0.0
         self.values: Tensor | None = None  # of n_i (a_1 / a_i) y_i
         self.weights = 0.0  # of n_i (a_1 / a_i)
-        self.lengths = 0.0  # of n_i (a_i / a_1)
+        self.lengths: list[tuple[float, float]] = []  # n_i and a_i
 
     def add(self, value: Tensor, num_samples: float, length: float) -> None:
         self.first = self.first or length
@@ -251,24 +253,25 @@ class _NormalisedSum:
         else:
             self.values.add_(to_float64(value), alpha=weight)
         self.weights += weight
-        self.lengths += num_samples * (length / self.first)
+        self.lengths.append((num_samples, length))
 
     def merge(self, other: _NormalisedSum) -> None:
         if other.values is None:
             return
+        self.lengths = self.lengths + other.lengths
         if self.values is None:
-            self.first, self.weights, self.lengths = other.first, other.weights, other.lengths
-            self.values = other.values.clone()
+            self.first, self.weights, self.values = other.first, other.weights, other.values.clone()
             return
         ratio = self.first / other.first
         self.values.add_(other.values.to(self.values.device), alpha=ratio)
         self.weights += ratio * other.weights
-        self.lengths += other.lengths / ratio
 
     def step(self, start: Tensor, num_samples: float) -> Tensor:
         """The entry's new value, from ``start``."""
         if self.values is None:
             return start.clone()
-        mean_length = self.lengths / num_samples
+        # A length is its client's word: one that is far beyond the others' does not stretch everybody's steps.
+        most = _MOST_TIMES * statistics.median_low(length for _, length in self.lengths)
+        mean_length = sum(count * (min(length, most) / self.first) for count, length in self.lengths) / num_samples
         rest = 1 - mean_length * (self.weights / num_samples)
         return cast_back(self.values / num_samples * mean_length + rest * to_float64(start), start)

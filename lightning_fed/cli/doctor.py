@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 
 import torch
 from packaging.requirements import Requirement
@@ -55,10 +56,14 @@ def run(args: Sequence[str]) -> None:
         args: The command line after ``doctor``.
 
     Raises:
-        SystemExit: With status 1 if a package that is always needed is missing, or has a version that is not allowed.
+        SystemExit: With status 1 if a package that is always needed is missing, or has a version that is not allowed,
+            or if the connection to a server does not work.
 
     """
-    _parser().parse_args(args)
+    options = _parser().parse_args(args)
+    if options.flower is not None:
+        _check_flower(options)
+        return
     try:
         requirements = requires(PACKAGE) or []
     except PackageNotFoundError:
@@ -72,12 +77,27 @@ def run(args: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     """Parser of the command."""
-    return argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="lightning-fed doctor",
         description="Prints the versions of what the package needs, the devices, and which extras are installed; for"
         " the others, what they are for and how to install them. The status is 1 where something is missing that is"
-        " always needed.",
+        " always needed. With --flower it checks the connection to a server instead.",
     )
+    parser.add_argument("--flower", metavar="NAME:PORT", help="check a node's connection to the server at this address")
+    parser.add_argument("--ca", type=Path, default=Path("keys/ca.crt"), help="the server's ca.crt (keys/ca.crt)")
+    parser.add_argument("--key", type=Path, help="the node's private key, to see whether the server knows it")
+    return parser
+
+
+def _check_flower(options: argparse.Namespace) -> None:
+    from lightning_fed.backends.flower.connection_check import Broken, check_connection
+
+    try:
+        for line in check_connection(options.flower, options.ca, options.key):
+            sys.stdout.write(f"{line}\n")
+    except Broken as error:
+        sys.stderr.write(f"error: {error}.\n")
+        raise SystemExit(1) from None
 
 
 def examine(requirements: Sequence[str]) -> tuple[str, bool]:

@@ -123,6 +123,7 @@ def write_app(folder: Path, recipe: Path) -> None:
     if (folder / "pyproject.toml").exists():
         raise FileExistsError(f"There is an app in {str(folder)!r} already.")
     built = read_recipe(recipe)
+    scripts = ("start_server.sh", "start_node.sh")
     has_clients = isinstance(built.data, FederatedDataModule) and len(built.data.clients)
     values = {
         "name": name,
@@ -134,9 +135,12 @@ def write_app(folder: Path, recipe: Path) -> None:
     shutil.copy(recipe, folder / package / "recipe.yaml")
     (folder / package / "__init__.py").write_text('"""A federation with lightning-fed."""\n')
     templates = files("lightning_fed.backends.flower") / "template"
-    for target in ("pyproject.toml", f"{package}/server.py", f"{package}/clients.py", f"{package}/client.py"):
+    modules = (f"{package}/server.py", f"{package}/clients.py", f"{package}/client.py")
+    for target in ("pyproject.toml", *modules, *scripts):
         text = (templates / f"{Path(target).name}.txt").read_text()
         (folder / target).write_text(text.format(**values))
+    for script in scripts:
+        (folder / script).chmod(0o755)
 
 
 def run(args: Sequence[str]) -> None:
@@ -151,14 +155,40 @@ def run(args: Sequence[str]) -> None:
         write_app(options.folder, options.config)
         sys.stdout.write(f"An app of {options.config}: {options.folder}\n")
         return
+    if options.command == "certificates":
+        _write_certificates(options)
+        return
+    logging.basicConfig(level=logging.INFO)
+    if options.command == "server":
+        from lightning_fed.backends.flower.start import start_server
+
+        start_server(options.keys, options.address, options.host, options.control_port)
+        return
+    if options.command == "node":
+        from lightning_fed.backends.flower.start import start_node
+
+        start_node(options.folder, options.keys, options.address, options.client, options.node_config)
+        return
     from lightning_fed.backends.flower.worker import serve
 
-    logging.basicConfig(level=logging.INFO)
     sys.path.insert(0, str(options.folder.resolve()))
     packages = [path.parent.name for path in options.folder.glob("*/clients.py")]
     if len(packages) != 1:
         raise FileNotFoundError(f"Expected an app of `lightning-fed flower new`, but {str(options.folder)!r} is none.")
     serve(importlib.import_module(f"{packages[0]}.clients").app, options.socket)
+
+
+def _write_certificates(options: argparse.Namespace) -> None:
+    """Writes the certificates of a server, and the keys of nodes."""
+    from lightning_fed.backends.flower.certificates import write_certificates, write_node_key
+
+    if not options.name and not options.node:
+        raise OptionError("Expected `--name`, by which nodes reach the server, or `--node`, a client's name.")
+    written = write_certificates(options.folder, options.name, options.days) if options.name else []
+    for node in options.node:
+        written += write_node_key(options.folder, node)
+    for path in written:
+        sys.stdout.write(f"{path}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -170,6 +200,21 @@ def _parser() -> argparse.ArgumentParser:
     new = commands.add_parser("new", help="write a Flower app of a recipe")
     new.add_argument("folder", type=Path, help="where to")
     new.add_argument("-c", "--config", type=Path, required=True, metavar="RECIPE", help="the recipe, a YAML file")
+    keys = commands.add_parser("certificates", help="make the server's certificate, or nodes' keys")
+    keys.add_argument("folder", type=Path, help="where to")
+    keys.add_argument("--name", action="append", default=[], help="a name or address by which nodes reach the server")
+    keys.add_argument("--node", action="append", default=[], metavar="CLIENT", help="a client whose node gets a key")
+    keys.add_argument("--days", type=int, default=365, help="days for which certificates are valid (365)")
+    server = commands.add_parser("server", help="run the server: SuperLink, and the gateway for nodes")
+    server.add_argument("--host", help="address of this machine at which to listen; by default the name of --address")
+    server.add_argument("--control-port", type=int, default=8000, help="the SuperLink's port on this machine (8000)")
+    node = commands.add_parser("node", help="run a client's node: SuperNode, and the worker beside the data")
+    node.add_argument("folder", type=Path, help="the app")
+    node.add_argument("--client", required=True, help="the client's name; its key is in KEYS/CLIENT.key")
+    node.add_argument("--node-config", default="", help="more of the node's configuration: 'partition-id=0 ...'")
+    for each in (server, node):
+        each.add_argument("--keys", type=Path, required=True, help="folder of the certificates")
+        each.add_argument("--address", required=True, metavar="NAME:PORT", help="where nodes reach the server")
     worker = commands.add_parser("worker", help="run the long-lived process beside a client's data")
     worker.add_argument("folder", type=Path, help="the app")
     worker.add_argument("--socket", type=Path, required=True, help="where the SuperNode's processes find it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Dataset
 
 from lightning_fed.data.poisson import PoissonSampling
@@ -236,6 +238,30 @@ def seeded_generators(seed: int | None = None) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
         restore_torch_generators(states)
+
+
+_training_threads: list[int] = []
+
+
+@contextmanager
+def in_one_thread() -> Iterator[None]:
+    """Context in which clients train: the global generators that seed their visits are those of all threads.
+
+    Raises:
+        MisconfigurationException: If clients train in another thread.
+
+    """
+    own = threading.get_ident()
+    _training_threads.append(own)
+    try:
+        if set(_training_threads) != {own}:
+            raise MisconfigurationException(
+                "Expected one federated fit at a time in a process, but another thread has one that trains. Both would"
+                " draw from the same random numbers, and neither could be repeated: run them in processes of their own."
+            )
+        yield
+    finally:
+        _training_threads.remove(own)
 
 
 class LazyClients(Mapping[Client, Any]):

@@ -232,7 +232,8 @@ class SecureSum(UpdateStep):
         most = len(clients) * self.ring.max_weight
         weight = len(clients) if self.is_private else int(total[WEIGHT])
         if not 0 < weight <= most:
-            raise BadUpdates(dict.fromkeys(clients, f"the sum of the weights, {weight}, is not from 1 to {most}"))
+            reason = f"the weights add up to {weight}, not to 1 to {most}: one of the sum sends a wrong one, masked"
+            raise BadUpdates(dict.fromkeys(clients, reason))
         state = dict(self.state)
         for name in self._names(self.state):
             mean = self.ring.decode(total[name]) / weight

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_fed.data.federated import FederatedDataModule, datamodule_of_handed, split_training_data
 from lightning_fed.data.partitions import Partition
-from lightning_fed.data.population import Population, seeded_generators
+from lightning_fed.data.population import Population, in_one_thread, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
@@ -207,6 +207,8 @@ class RoundLoop:
                 "The Trainer trains on other loaders than those of the clients: hand over a datamodule, such as"
                 " `lightning_fed.data.LoaderDataModule(train, val)`."
             )
+        if self.remote is None or not self.remote.has_server:  # a server of remote clients trains nothing here
+            self._generators.enter_context(in_one_thread())
         self._generators.enter_context(seeded_generators())
 
     def end_training(self, module: L.LightningModule) -> None:

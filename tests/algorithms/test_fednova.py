@@ -244,3 +244,18 @@ def test_by_hand(federated_trainer):
 def test_strengths_that_cannot_be(mu):
     with pytest.raises(ValueError, match="`mu` to be finite and at least 0, but got"):
         FedNova(mu)
+
+
+def test_a_length_that_cannot_be_does_not_stretch_the_others_steps():
+    """A length of 10^12 once multiplied the step of all clients with it."""
+
+    def step(claimed):
+        rule = FedNova()
+        rule.start(RoundInfo(0), {"w": torch.zeros(1)})
+        for client, length in enumerate([1.0, 1.0, 2.0, 2.0, claimed]):
+            moved = {"w": torch.tensor([-1.0])}
+            rule.receive(ClientUpdate(client, 10, moved, {"length:w": torch.tensor(length, dtype=torch.float64)}))
+        return float(rule.aggregate()["w"])
+
+    assert abs(step(1e12)) <= 101 * abs(step(2.0))
+    assert step(1e12) == pytest.approx(-(6 + 200) / 5 * (1 + 1 + 0.5 + 0.5) / 5)

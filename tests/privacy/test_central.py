@@ -341,6 +341,24 @@ def test_every_fit_has_a_key_of_its_own(federated_trainer):
     assert max(keys) > 2**100
 
 
+def test_another_fit_on_the_same_clients_begins_its_budget_anew(federated_trainer, caplog):
+    """And says so; other clients, and a fit that goes on, are nobody's business."""
+    data = {"of": models.vectors({"ledger-a": 12, "ledger-b": 12}), "other": models.vectors({"ledger-c": 12, "b": 12})}
+
+    def fit(clients):
+        caplog.clear()
+        trainer = federated_trainer(max_rounds=2, steps=[CentralDP(1.0, delta=1e-2, noise_multiplier=1.0)])
+        trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(data[clients]))
+        return float(trainer.callback_metrics["privacy/epsilon"])
+
+    epsilon = fit("of")
+    assert "Earlier fits" not in caplog.text
+    fit("other")
+    assert "Earlier fits" not in caplog.text
+    fit("of")
+    assert f"have spent an epsilon of {epsilon:.4g}. That of this fit" in caplog.text
+
+
 def test_resume_is_exact_and_the_budget_goes_on(federated_trainer, tmp_path):
     secret = CentralDP(0.3, 1e-3, epsilon=5.0)
     path = tmp_path / "two.ckpt"

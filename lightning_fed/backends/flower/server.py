@@ -11,7 +11,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from lightning_fed.argument_checks import check_count
-from lightning_fed.backends.flower.transport import FlowerTransport
+from lightning_fed.backends.flower.transport import FlowerTransport, read_node_key
 from lightning_fed.backends.site.signatures import read_private_key
 from lightning_fed.backends.wire.server import Model, ServerRunner
 from lightning_fed.backends.wire.transport import Deadline
@@ -25,7 +25,7 @@ def server_app(
     val_data: Any = None,
     trainer: Mapping[str, Any] | None = None,
     *,
-    clients: int | Sequence[Client] | Mapping[Client, int],
+    clients: int | Sequence[Client] | Mapping[Client, int | str],
     folder: str | os.PathLike[str],
     callbacks: Sequence[L.Callback] = (),
     time_limit: float | Deadline = 3600.0,
@@ -49,9 +49,9 @@ def server_app(
             or a datamodule that has them (it is set up for the stage ``"validate"``).
         trainer: Arguments of ``L.Trainer``; ``max_epochs`` is the number of rounds.
         clients: The clients' keys, or how many they are. Training starts when they are there, and is theirs: those that
-            come later are not drawn. A run that goes on waits for those whom it began with. A mapping binds each key to
-            the number of a SuperNode, as ``flwr supernode register`` gives it for a node's key: then no other node can
-            speak for that client.
+            come later are not drawn. A run that goes on waits for those whom it began with. A mapping binds each to
+            the public key of a SuperNode (the text of its ``.key.pub``), or to the number that ``flwr supernode
+            register`` gives it: then no other node can speak for that client, or gets a message.
         folder: Where checkpoints are, ``last.ckpt`` among them.
         callbacks: Callbacks beside the federation's own.
         time_limit: Seconds in which the clients of a round must have answered; or a :class:`Deadline`, which says more:
@@ -78,7 +78,10 @@ def server_app(
     """
     bound = dict(clients) if isinstance(clients, Mapping) else None
     for client, node in (bound or {}).items():
-        check_count(f"the node of client {client!r}", node, lowest=0)
+        if isinstance(node, str):
+            read_node_key(node)
+        else:
+            check_count(f"the node of client {client!r}", node, lowest=0)
     runner = ServerRunner(
         federation,
         model,

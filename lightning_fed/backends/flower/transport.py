@@ -7,7 +7,9 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
@@ -70,8 +72,9 @@ class FlowerTransport(Transport):
         grid: Flower's grid.
         deadline: Time that a round's clients have for their answers, or its seconds.
         poll: Seconds between looks at whether an answer has come.
-        bound: Client to the node that may speak for it, as Flower's registration of a node's key numbers it; ``None``
-            believes the first node that names a client, while it is there.
+        bound: Client to the node that may speak for it: its public key, the text of a ``.pub`` file, or the number that
+            Flower's registration of the key gives it. Other nodes get no message. ``None`` believes the first node that
+            names a client, while it is there.
         key: Signs every message; ``None`` for messages without a signature.
 
     """
@@ -81,11 +84,13 @@ class FlowerTransport(Transport):
         grid: Grid,
         deadline: Deadline | float,
         poll: float = 0.1,
-        bound: Mapping[Client, int] | None = None,
+        bound: Mapping[Client, int | str] | None = None,
         key: Ed25519PrivateKey | None = None,
     ) -> None:
         super().__init__(deadline, poll, key)
-        self._grid, self._bound = grid, bound
+        self._grid = grid
+        keys = None if bound is None else {client: read_node_key(who) for client, who in bound.items()}
+        self._keys, self._bound = keys, None if bound is None else dict[Client, int | None]()
         self._nodes: dict[int, list[Client]] = {}
         self._asked: dict[int, tuple[str, float]] = {}  # the message, and until when a round waits for its answer
         self._retry_times: dict[int, float] = {}  # when to ask a node again that did not name its clients
@@ -176,7 +181,7 @@ class FlowerTransport(Transport):
 
     def discover(self) -> None:
         """Asks new nodes for their clients, and forgets nodes that have gone, without waiting."""
-        there = set(self._grid.get_node_ids())
+        there = self._find_nodes()
         for node in [node for node in self._nodes if node not in there]:
             _log.warning("The node of the clients %s has gone.", self._nodes.pop(node))
         now = time.monotonic()
@@ -193,6 +198,16 @@ class FlowerTransport(Transport):
                 self._register(node, answers if isinstance(answers, str) else answers[0])
             elif node not in there:
                 del self._asked[node]
+
+    def _find_nodes(self) -> set[int]:
+        """The nodes that are there and may speak for a client."""
+        if self._keys is None:
+            return set(self._grid.get_node_ids())
+        numbers: dict[int | bytes, int] = {}
+        for node in self._grid.get_nodes():
+            numbers |= {node.node_id: node.node_id, node.public_key: node.node_id}
+        self._bound = {client: numbers.get(who) for client, who in self._keys.items()}
+        return {node for node in self._bound.values() if node is not None}
 
     def _register(self, node: int, answer: Message | str) -> None:
         try:
@@ -222,6 +237,21 @@ class FlowerTransport(Transport):
             )
         self._nodes[node] = clients
         _log.info("Node %d has the clients %s.", node, json.dumps(self._nodes[node]))
+
+
+def read_node_key(who: int | str) -> int | bytes:
+    """A node's public key as Flower keeps it; its number as it is.
+
+    Raises:
+        ValueError: If it is no key.
+
+    """
+    if not isinstance(who, str):
+        return who
+    try:
+        return load_ssh_public_key(who.encode()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ValueError(f"Expected a node's public key, the text of its `.pub` file, but got {who[:60]!r}.") from error
 
 
 def _is_key(client: object) -> bool:

@@ -102,6 +102,7 @@ class RemoteClientSide(RemoteSide):
         self._transport, self._client_store, self._seed = transport, client_store, seed
         self.population = RemotePopulation(clients)
         self._cohort = Cohort(())
+        self._distrusted: set[Client] = set()  # in secure sums
         self._train_request: dict[str, Any] = {}
         self._server_entries: State = {}
 
@@ -263,7 +264,7 @@ class RemoteClientSide(RemoteSide):
         if not sums:
             return None
         server, run = fit.server, self._client_store.run
-        secure_sum = ServerSum(self._transport, server, sums[0], run)
+        secure_sum = ServerSum(self._transport, server, sums[0], run, self._distrusted)
         secure_sum.share_secrets(
             [visit.client for visit in self._cohort.visits if visit.client not in server.report.failed]
         )

@@ -21,6 +21,7 @@ from lightning_fed.backends.wire.secure_sum_packets import (
     write_sum_reply,
 )
 from lightning_fed.backends.wire.secure_sum_protocol import (
+    NO_SHARE,
     SEALED,
     Secrets,
     Share,
@@ -169,7 +170,11 @@ class ClientSum:
         for peer, is_there, sealed in zip(request.peers, request.survivors, request.rows, strict=True):
             share = own
             if peer != self._client:
-                share = open_share(sealing, keys[peer], keys[self._client], sealed, self._context(request.round))
+                try:
+                    share = open_share(sealing, keys[peer], keys[self._client], sealed, self._context(request.round))
+                except SumError as error:
+                    _log.warning("Round %d: client %r: %s, by %r.", request.round, self._client, error, peer)
+                    share = Share(NO_SHARE, NO_SHARE)  # the others' may be enough
             answers.append(share.seed if is_there else share.pairing)
         return tuple(answers)
 

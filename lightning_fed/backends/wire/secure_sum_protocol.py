@@ -20,6 +20,7 @@ seed of 32 bits, which can be tried out.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,12 +45,28 @@ SECRET, KEY, NONCE = 16, 32, 12
 PUBLIC = 3 * KEY
 """Bytes of what a client publishes: two keys, and the digest of its seed."""
 
+NO_SHARE = bytes(SECRET)
+"""What a client answers in the place of a share that was sealed so that it cannot be opened."""
+
+_MOST_TRIES = 500
+"""Subsets of the answers that are tried, where some of them do not restore a secret."""
+
 SEALED = NONCE + 2 * SECRET + 16
 """Bytes of a pair of shares as one client sends it to another: nonce, shares, and the code of their authentication."""
 
 
 class SumError(ValueError):
-    """A reason why a secret sum cannot be made, in our own words."""
+    """A reason why a secret sum cannot be made, in our own words.
+
+    Args:
+        text: The reason.
+        dealer: The client whose shares are to blame, unless many others lie; ``None`` where there is none.
+
+    """
+
+    def __init__(self, text: str, dealer: Client | None = None) -> None:
+        super().__init__(text)
+        self.dealer = dealer
 
 
 @dataclass(frozen=True)
@@ -214,7 +231,7 @@ def find_masks(
     positions: Mapping[Client, int],
     least: int,
     context: bytes,
-) -> Vector:
+) -> tuple[Vector, list[Client]]:
     """Finds the masks that are in a sum of clients' masked vectors.
 
     Args:
@@ -228,7 +245,7 @@ def find_masks(
         context: The run and the round.
 
     Returns:
-        Their sum, to be subtracted.
+        Their sum, to be subtracted; and the clients that have answered wrong shares, which were not needed.
 
     Raises:
         SumError: If there are too few shares, or they restore something else than was published.
@@ -236,21 +253,58 @@ def find_masks(
     """
     if len(shares) < least:
         raise SumError(f"{len(shares)} clients have answered, and {least} must have to take the masks off")
-    total = np.zeros(size, np.uint32)
-    holders = list(shares)[:least]
+    total, liars = np.zeros(size, np.uint32), set[Client]()
     for peer, public in peers.items():
-        secret = Shamir.combine([(positions[holder] + 1, shares[holder][peer]) for holder in holders], ssss=False)
-        if peer in survivors:
-            if hashlib.sha256(secret).digest() != public[2 * KEY :]:
-                raise SumError(f"the shares of client {peer!r} do not restore its mask")
+        is_there = peer in survivors
+        held = {holder: (positions[holder] + 1, rows[peer]) for holder, rows in shares.items() if holder not in liars}
+        secret, wrong = _restore(peer, held, least, public, is_there)
+        liars |= wrong
+        if is_there:
             total += _numbers(_derive(secret, b"own", context), size)
         else:
-            if _public(_pairing_key(secret)) != public[KEY : 2 * KEY]:
-                raise SumError(f"the shares of client {peer!r} do not restore its key")
             lost = np.zeros(size, np.uint32)
             _add_pairs(lost, secret, public, (peers[survivor] for survivor in survivors), context)
             total -= lost
-    return total
+    return total, [holder for holder in shares if holder in liars]
+
+
+def _restore(
+    dealer: Client, held: Mapping[Client, tuple[int, bytes]], least: int, public: bytes, is_seed: bool
+) -> tuple[bytes, set[Client]]:
+    """Restores a secret of a client from shares of which some may be wrong; returns whose are, too.
+
+    Raises:
+        SumError: If it cannot be restored.
+
+    """
+
+    def is_right(secret: bytes) -> bool:
+        if is_seed:
+            return hashlib.sha256(secret).digest() == public[2 * KEY :]
+        return _public(_pairing_key(secret)) == public[KEY : 2 * KEY]
+
+    what, opened = "mask" if is_seed else "key", {name: part for name, part in held.items() if part[1] != NO_SHARE}
+    if len(opened) < least:
+        raise SumError(
+            f"{len(held) - len(opened)} of {len(held)} clients cannot open what client {dealer!r} has sealed for them,"
+            f" and its {what} needs {least}: it is at fault, or all of these are",
+            dealer,
+        )
+    for holders in itertools.islice(itertools.combinations(opened, least), _MOST_TRIES):
+        secret = Shamir.combine([opened[holder] for holder in holders], ssss=False)
+        if not is_right(secret):
+            continue
+        others = [opened[holder] for holder in holders[1:]]
+        wrong = {
+            holder for holder in opened.keys() - set(holders)
+            if not is_right(Shamir.combine([opened[holder], *others], ssss=False))
+        }  # fmt: skip
+        return secret, wrong
+    raise SumError(
+        f"the shares of client {dealer!r} do not restore its {what}: it is at fault, or more than"
+        f" {len(opened) - least} of the {len(opened)} clients that have answered with them",
+        dealer,
+    )
 
 
 def _add_pairs(vector: Vector, pairing: bytes, public: bytes, others: Iterable[bytes], context: bytes) -> None:

@@ -35,6 +35,7 @@ class ServerSum:
         server: Counts the bytes, and leaves clients out.
         secret_sum: The round's sum.
         run: Name of the fit.
+        distrusted: Clients with whose shares a sum could not be read, which are left out; more may join them.
 
     Attributes:
         peers: What the clients have published who have shared their secrets with each other, in the order in which
@@ -42,7 +43,10 @@ class ServerSum:
 
     """
 
-    def __init__(self, transport: Transport, server: ServerInterface, secret_sum: RingSum, run: str) -> None:
+    def __init__(
+        self, transport: Transport, server: ServerInterface, secret_sum: RingSum, run: str, distrusted: set[Client]
+    ) -> None:
+        self.distrusted = distrusted
         self._transport, self._server, self._sum, self._run = transport, server, secret_sum, run
         self.peers: dict[Client, bytes] = {}
         self._positions: dict[Client, int] = {}  # among those who have published keys
@@ -51,6 +55,9 @@ class ServerSum:
     def share_secrets(self, clients: Sequence[Client]) -> None:
         """Has clients publish keys, and share their secrets; who does not is left out, and all if they are too few."""
         published: dict[Client, bytes] = {}
+        for client in [client for client in clients if client in self.distrusted]:
+            self._server.fail(client, "with its shares a sum of this run could not be read")
+        clients = [client for client in clients if client not in self.distrusted]
         for request, rows in self._ask("keys", clients, lambda client: self._request("keys", client)):
             (public,) = rows
             try:
@@ -94,11 +101,20 @@ class ServerSum:
         sizes = [self._sum.total[name].numel() for name in names]
         context = context_of(self._run, self._server.report.round)
         try:
-            masks = find_masks(sum(sizes), self.peers, survivors, shares, self._positions, self._sum.least, context)
+            masks, liars = find_masks(
+                sum(sizes), self.peers, survivors, shares, self._positions, self._sum.least, context
+            )
         except Exception as error:  # shares that restore nothing, whatever they are
             reason = str(error) if isinstance(error, SumError) else describe(error)
             self._sum.discard(f"the sum cannot be read: {reason}")
+            dealer = error.dealer if isinstance(error, SumError) else None
+            if dealer is not None:
+                self.distrusted.add(dealer)
+                _log.warning("Round %d: client %r is in no more sums of this run.", self._server.report.round, dealer)
             return
+        for liar in liars:
+            words = "Round %d: client %r has answered wrong shares, and the sum was read without them."
+            _log.warning(words, self._server.report.round, liar)
         parts = torch.split(torch.from_numpy(masks.view(np.int32)), sizes)
         self._sum.subtract(
             {name: part.reshape(self._sum.total[name].shape) for name, part in zip(names, parts, strict=True)}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 from flwr.app import Context, Message, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.task_identity import TaskIdentity
 
 
@@ -27,6 +28,7 @@ class FakeGrid:
         silent: Nodes that never answer.
         errors: What apps have raised.
         late: Node to the number of looks for an answer of it that find none.
+        keys: Node to its public key, as Flower keeps it.
 
     """
 
@@ -34,12 +36,15 @@ class FakeGrid:
         self.apps, self.configs = apps, configs or {}
         self.change = change or (lambda node, message, content: [content])
         self.sent, self.gone, self.silent = [], set(), set()
-        self.late, self.errors = {}, []
+        self.late, self.errors, self.keys = {}, [], {}
         self._waiting, self._names = {}, count()
         TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # what Flower's own processes do
 
     def get_node_ids(self) -> Iterable[int]:
         return [node for node in self.apps if node not in self.gone]
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return [NodeInfo(node_id=node, public_key=self.keys.get(node, b"")) for node in self.get_node_ids()]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         names = []

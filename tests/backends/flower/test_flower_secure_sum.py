@@ -11,7 +11,7 @@ pytest.importorskip("flwr")
 
 from lightning_fed import FederatedCallback, Federation
 from lightning_fed.backends.flower.transport import from_records, to_records
-from lightning_fed.backends.wire.packets import Packet, read_packet
+from lightning_fed.backends.wire.packets import Packet, read_packet, write_packet
 from lightning_fed.errors import ClientFault
 from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import MaxNorm, MaxSamples, UniformWeights
@@ -153,6 +153,24 @@ def test_one_that_does_not_help_to_read_the_sum_is_in_it(federated_trainer, tmp_
     assert_same(state_of(masked), state_of(plain))
     assert "client 'bob' does not help to read the sum" in caplog.text
     assert [row["fed/failed"] for row in there.logged] == [0, 0, 0]
+
+
+def test_one_who_seals_nonsense_does_not_end_the_run(tmp_path, caplog):
+    """In round 0 the sum cannot be read, and from then on it is of the others."""
+
+    def seal_nonsense(node, message, content):
+        stage, _, client = stage_of(message)
+        if (stage, client) != ("shares", "bob"):
+            return [content]
+        _, tensors = read_packet(from_records(content), "sum")
+        rows = torch.zeros_like(tensors["rows"]["rows"])
+        return [to_records(write_packet("sum", {"client": "bob", "stage": "shares"}, rows={"rows": rows}))]
+
+    there = WireRecorder()
+    on_flower(tmp_path, module, models.vectors(SIZES), federation, change=seal_nonsense, server_callbacks=[there])
+    assert [row["fed/failed"] for row in there.logged] == [5, 1, 1]
+    assert "4 of 5 clients cannot open what client 'bob' has sealed for them" in caplog.text
+    assert "Round 1: client 'bob' is left out: with its shares a sum of this run could not be read" in caplog.text
 
 
 @needs_accountant

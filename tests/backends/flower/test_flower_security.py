@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from torch.utils.data import Dataset
 
 from lightning_fed.steps import MaxMedianNorm, MaxNorm, MaxSamples, UniformWeights
@@ -11,6 +12,7 @@ from lightning_fed.steps import MaxMedianNorm, MaxNorm, MaxSamples, UniformWeigh
 pytest.importorskip("flwr")
 
 from lightning_fed import Federation
+from lightning_fed.backends.flower.certificates import write_node_key
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.server import server_app
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records
@@ -343,16 +345,33 @@ def test_a_name_is_bound_to_its_node(tmp_path, caplog):
     asked = transport.ask("train", [], 0)
     assert list(asked) == []
     assert "Node 11 is not asked for the clients" in caplog.text
-    assert "Node 13 is not asked for the clients ['cid'], which are not bound to it." in caplog.text
+    assert 13 not in [node for node, _ in grid.sent]  # it gets no message at all
     with pytest.raises(TimeoutError, match=r"missing are \{'bob'\}"):
         FlowerTransport(FakeGrid({11: app(11, "ann", "bob")}), 5, 0.01, bound={"ann": 11, "bob": 12}).meet(
             ["ann", "bob"], 0
         )
 
 
+def test_a_name_is_bound_to_a_key(tmp_path):
+    """Whatever number Flower gives the node: after a SuperLink that has forgotten its nodes it is another one."""
+    app = client_app(Federation(), make_module, {"ann": models.as_datasets(models.vectors(SIZES))["ann"]}, OPTIONS)
+    _, public = write_node_key(tmp_path, "ann")
+    key = load_ssh_public_key(public.read_bytes()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    grid = FakeGrid({11: app, 12: app})
+    grid.keys = {12: key}
+    transport = FlowerTransport(grid, 5, 0.01, bound={"ann": public.read_text()})
+    assert list(transport.meet(["ann"], 1)) == ["ann"]
+    grid.apps[13] = grid.apps.pop(12)
+    grid.keys = {13: key}
+    list(transport.ask("train", [], 0))
+    transport.meet(["ann"], 1)
+    assert {node for node, _ in grid.sent} == {12, 13}
+
+
 def test_nodes_are_numbers(tmp_path):
-    with pytest.raises(ValueError, match="Expected `the node of client 'ann'` to be a whole number"):
-        server_app(Federation(), make_module, trainer={"max_epochs": 1}, clients={"ann": "key"}, folder=tmp_path)
+    for node, words in (("no key", "a node's public key"), (0.5, "`the node of client 'ann'` to be a whole number")):
+        with pytest.raises(ValueError, match=f"Expected {words}"):
+            server_app(Federation(), make_module, trainer={"max_epochs": 1}, clients={"ann": node}, folder=tmp_path)
 
 
 def test_our_own_words_may_be_read():

@@ -1,0 +1,143 @@
+"""Certificates and keys of a federation: an authority, the server's certificate, and the nodes' keys."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+_HERE = ("localhost", "127.0.0.1", "::1")
+"""Names by which the SuperLink's own processes, the gateway and `flwr` reach it on the server's machine."""
+
+
+def write_certificates(folder: Path, names: Sequence[str], days: int = 365) -> list[Path]:
+    """Writes the authority's certificate and key, if they are not there, and the server's.
+
+    Args:
+        folder: Where to: ``ca.crt``, which everybody gets; ``ca.key``, ``server.crt`` and ``server.key``.
+        names: Names and addresses by which nodes reach the server.
+        days: Days for which they are valid.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        FileExistsError: If there is a certificate of the server already.
+
+    Example:
+        >>> import tempfile
+        >>> [path.name for path in write_certificates(Path(tempfile.mkdtemp()), ["fed.example.org"])]
+        ['ca.key', 'ca.crt', 'server.key', 'server.crt']
+
+    """
+    if (folder / "server.crt").exists():
+        raise FileExistsError(
+            f"There is a certificate already: {str(folder / 'server.crt')!r}. For a new one of the same authority,"
+            " remove it and `server.key`."
+        )
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    written = []
+    if not (folder / "ca.key").exists():
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Authority of a federation")])
+        basic = x509.BasicConstraints(ca=True, path_length=0)
+        builder = _certificate(subject, subject, key.public_key(), days)
+        builder = builder.add_extension(basic, critical=True).add_extension(_usage(is_authority=True), critical=True)
+        written += [_write_key(folder / "ca.key", key)]
+        written += [_write(folder / "ca.crt", builder.sign(key, hashes.SHA256()))]
+    authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+    authority_key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    assert isinstance(authority_key, ec.EllipticCurvePrivateKey)
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
+    builder = _certificate(subject, authority.subject, key.public_key(), days)
+    alternatives = x509.SubjectAlternativeName([_general_name(name) for name in dict.fromkeys((*names, *_HERE))])
+    builder = (
+        builder.add_extension(alternatives, critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(is_authority=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
+    )
+    written += [_write_key(folder / "server.key", key)]
+    return [*written, _write(folder / "server.crt", builder.sign(authority_key, hashes.SHA256()))]
+
+
+def write_node_key(folder: Path, name: str) -> list[Path]:
+    """Writes a node's key as ``ssh-keygen -t ecdsa`` does: ``<name>.key``, and ``<name>.key.pub`` for the server.
+
+    Raises:
+        FileExistsError: If there is one already.
+
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    private, public = folder / f"{name}.key", folder / f"{name}.key.pub"
+    if private.exists():
+        raise FileExistsError(f"There is a key already: {str(private)!r}.")
+    key = ec.generate_private_key(ec.SECP384R1())
+    _write_private(
+        private,
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+        ),
+    )
+    public.write_bytes(
+        key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH) + b"\n"
+    )
+    return [private, public]
+
+
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))  # for a clock that is behind
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+    )
+
+
+def _usage(is_authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not is_authority, key_cert_sign=is_authority, crl_sign=is_authority,
+        content_commitment=False, key_encipherment=False, data_encipherment=False, key_agreement=False,
+        encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> Path:
+    return _write_private(
+        path,
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+    )
+
+
+def _write_private(path: Path, content: bytes) -> Path:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    return path
+
+
+def _write(path: Path, certificate: x509.Certificate) -> Path:
+    path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    return path

@@ -1,0 +1,141 @@
+"""Checks a node's connection to its server, one thing after another, and names the first that is wrong."""
+
+from __future__ import annotations
+
+import datetime
+import email.utils
+import http.client
+import json
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from lightning_fed.backends.flower.start import split_address
+
+_SECONDS = 10.0
+_NODE_SECONDS = 60.0
+_MOST_SKEW = 300.0
+"""Seconds by which a node's clock may be behind; of one that is ahead Flower takes 5."""
+
+
+class Broken(Exception):
+    """What is wrong with a connection, and what to do."""
+
+
+def check_connection(address: str, ca: Path, key: Path | None = None) -> Iterator[str]:
+    """Checks name, port, certificate, gateway, versions, clocks, and the node's key.
+
+    Args:
+        address: Where nodes reach the server, such as ``"fed.example.org:9092"``.
+        ca: The authority's certificate, ``ca.crt``.
+        key: The node's private key; ``None`` leaves the last check out.
+
+    Yields:
+        A line for everything that is right.
+
+    Raises:
+        Broken: At the first thing that is wrong.
+
+    """
+    name, port = split_address(address)
+    try:
+        found = sorted({str(each[4][0]) for each in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)})
+    except OSError as error:
+        raise Broken(f"name: {name!r} is not known here ({error.strerror}); is it spelt rightly?") from error
+    yield f"name: {name} is {', '.join(found)}"
+    try:
+        socket.create_connection((name, port), _SECONDS).close()
+    except OSError as error:
+        raise Broken(f"port: nothing listens at {address} ({error}); does the server run?") from error
+    yield f"port: {port} is open"
+    answer, text = _ask(name, port, ca)
+    yield "certificate: it is of the authority, for this name, and valid"
+    try:
+        versions = json.loads(text)
+        theirs, ours = versions["flwr"], version("flwr")
+    except (ValueError, KeyError, TypeError) as error:
+        raise Broken(
+            f"gateway: {address} answers (status {answer.status}), and is no gateway of `lightning-fed flower server`."
+            " If it is a SuperLink itself, everybody who reaches it can take the federation over"
+        ) from error
+    yield "gateway: it passes on what nodes call, and nothing else"
+    if theirs.split(".")[:2] != ours.split(".")[:2]:
+        raise Broken(f"version: the server has flwr {theirs}, and this machine {ours}; install the same")
+    yield f"version: flwr {ours} on both sides"
+    skew = _find_skew(answer.getheader("Date"))
+    if not -_MOST_SKEW < skew < 5:
+        raise Broken(f"clock: this machine's is {skew:+.0f} s from the server's, which then lets no node in")
+    yield f"clock: {skew:+.0f} s from the server's"
+    if key is not None:
+        yield f"key: the server knows the node as {_join(address, ca, key)}"
+
+
+def _ask(name: str, port: int, ca: Path) -> tuple[http.client.HTTPResponse, str]:
+    try:
+        context = ssl.create_default_context(cafile=str(ca))
+    except (OSError, ssl.SSLError) as error:
+        raise Broken(f"certificate: {str(ca)!r} cannot be read ({error}); it is the server's `ca.crt`") from error
+    connection = http.client.HTTPSConnection(name, port, context=context, timeout=_SECONDS)
+    try:
+        connection.request("GET", "/")
+        answer = connection.getresponse()
+        return answer, answer.read(10_000).decode(errors="replace")
+    except ssl.SSLCertVerificationError as error:
+        raise Broken(f"certificate: {error.verify_message}; is it the right `ca.crt`, name and clock?") from error
+    except ssl.SSLError as error:
+        raise Broken(f"certificate: {name}:{port} does not speak TLS ({error.reason}); is it `--insecure`?") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise Broken(f"port: {name}:{port} does not answer ({error!r})") from error
+    finally:
+        connection.close()
+
+
+def _find_skew(date: str | None) -> float:
+    """Seconds by which this machine's clock is ahead."""
+    if date is None:
+        return 0.0
+    theirs = email.utils.parsedate_to_datetime(date)
+    return (datetime.datetime.now(datetime.UTC) - theirs).total_seconds()
+
+
+def _join(address: str, ca: Path, key: Path) -> str:
+    """Starts a SuperNode for as long as it takes to be let in; returns its number."""
+    if not key.is_file():
+        raise Broken(f"key: there is no {str(key)!r}; `lightning-fed flower certificates --node` makes one")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    program = Path(sys.executable).parent / "flower-supernode"
+    command = [
+        str(program) if program.exists() else "flower-supernode", "--root-certificates", str(ca),
+        "--auth-supernode-private-key", str(key), "--superlink", address, "--port", str(port),
+        "--isolation", "process", "--max-retries", "0",
+    ]  # fmt: skip
+    with tempfile.TemporaryFile("w+") as log:
+        environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+        with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment) as process:
+            try:
+                for _ in range(int(10 * _NODE_SECONDS)):
+                    log.seek(0)
+                    said = log.read()
+                    if "SuperNode ID: " in said:
+                        return said.split("SuperNode ID: ")[1].split()[0]
+                    try:
+                        process.wait(0.1)
+                        break
+                    except subprocess.TimeoutExpired:
+                        pass
+            finally:
+                process.terminate()
+        log.seek(0)
+        said = " ".join(log.read().split())[-300:]
+    raise Broken(
+        f"key: the server does not let the node in; is {key.name}.pub registered there (`flwr supernode register`), and"
+        f" no SuperNode running with it? Flower says: ...{said}"
+    )

@@ -1,0 +1,219 @@
+"""The processes of a server and of a node: Flower's with the options that are safe, and ours beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from lightning_fed.errors import OptionError
+
+_log = logging.getLogger(__name__)
+
+_ENVIRONMENT = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+}
+_START_SECONDS = 300.0
+_GRACE_SECONDS = 10.0
+
+
+def start_server(keys: Path, address: str, host: str | None = None, port: int = 8000, home: Path | None = None) -> None:
+    """Runs a server until one of its processes ends: SuperLink, the process that starts its apps, and the gateway.
+
+    The SuperLink listens on the loopback address, takes registered nodes only, and keeps its state in a file. Its apps
+    are started by a process that knows a secret, so that nobody else can take an app's place.
+
+    Args:
+        keys: Folder with ``ca.crt``, ``server.crt`` and ``server.key`` (:func:`write_certificates`).
+        address: Name and port at which nodes reach the gateway.
+        host: Name or address at which the gateway listens; by default the name of ``address``.
+        port: Port of the SuperLink on the loopback address, which ``flwr`` uses.
+        home: Folder of the server's state; by default ``server`` in Flower's (``FLWR_HOME``).
+
+    Raises:
+        FileNotFoundError: If there are no certificates.
+        OptionError: If a port is taken.
+
+    """
+    name, gateway_port = split_address(address)
+    ca, certificate, key = (str((keys / file).resolve()) for file in ("ca.crt", "server.crt", "server.key"))
+    _check_files(ca, certificate, key)
+    folder, superlink = _state(home or flower_home() / "server"), f"127.0.0.1:{port}"
+    secret = _write_secret(folder)
+    listens = name if host is None else host
+    _check_free("127.0.0.1", port)
+    _check_free(listens, gateway_port)
+    tls = ("--ssl-ca-certfile", ca, "--ssl-certfile", certificate, "--ssl-keyfile", key)
+    _run_together(
+        [
+            ("flower-superlink", *tls, "--enable-supernode-auth", "--disable-runtime-dependency-installation",
+             "--host", "127.0.0.1", "--port", str(port), "--database", str(folder / "superlink.db"),
+             "--isolation", "process", "--superexec-auth-secret-file", secret),
+            ("flower-superexec", "--root-certificates", ca, "--runtime-api-address", superlink,
+             "--superexec-auth-secret-file", secret, "--parent-pid", str(os.getpid())),
+            (sys.executable, "-m", "lightning_fed.backends.flower.gateway", superlink, listens, str(gateway_port), ca,
+             certificate, key),
+        ],
+        listening=[("127.0.0.1", port), None, (listens, gateway_port)],
+        ready=f"Nodes reach the server at {address}, `flwr` on this machine at {superlink}.",
+    )  # fmt: skip
+
+
+def start_node(app: Path, keys: Path, address: str, client: str, config: str = "", home: Path | None = None) -> None:
+    """Runs a node until one of its processes ends: SuperNode, the process that starts its apps, and the worker.
+
+    The SuperNode's own port is on the loopback address, and takes what knows a secret, so that no other user of the
+    machine can answer in the client's place.
+
+    Args:
+        app: Folder of the app, whose ``clients.py`` has the data.
+        keys: Folder with ``ca.crt`` and the node's key ``<client>.key``.
+        address: Name and port of the server's gateway.
+        client: Name of the client.
+        config: More of the node's configuration, as ``flower-supernode`` takes it.
+        home: Folder of the node's state; by default ``node-<client>`` in Flower's (``FLWR_HOME``).
+
+    Raises:
+        FileNotFoundError: If there is no certificate or key.
+
+    """
+    split_address(address)
+    ca, key = (str((keys / file).resolve()) for file in ("ca.crt", f"{client}.key"))
+    _check_files(ca, key)
+    folder = _state(home or flower_home() / f"node-{client}")
+    secret, worker, port = _write_secret(folder), folder / "worker", _free_port()
+    runtime = f"127.0.0.1:{port}"
+    _run_together(
+        [
+            (sys.executable, "-m", "lightning_fed", "flower", "worker", str(app), "--socket", str(worker)),
+            ("flower-supernode", "--root-certificates", ca, "--auth-supernode-private-key", key,
+             "--superlink", address, "--host", "127.0.0.1", "--port", str(port), "--isolation", "process",
+             "--superexec-auth-secret-file", secret,
+             "--node-config", f'client="{client}" worker="{worker}" {config}'.strip()),
+            ("flower-superexec", "--insecure", "--runtime-api-address", runtime,
+             "--superexec-auth-secret-file", secret, "--parent-pid", str(os.getpid())),
+        ],
+        listening=[None, ("127.0.0.1", port), None],
+        ready=f"The node of client {client!r} looks for the server at {address}.",
+    )  # fmt: skip
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Name and port of an address.
+
+    Raises:
+        OptionError: If it has none.
+
+    Example:
+        >>> split_address("fed.example.org:9092")
+        ('fed.example.org', 9092)
+
+    """
+    name, _, port = address.rpartition(":")
+    if not name or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise OptionError(f"Expected an address such as 'fed.example.org:9092', but got {address!r}.")
+    return name.strip("[]"), int(port)
+
+
+def flower_home() -> Path:
+    """Flower's folder."""
+    return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
+
+
+def _state(folder: Path) -> Path:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    return folder.resolve()
+
+
+def _write_secret(folder: Path) -> str:
+    """A new secret for the processes of this start, which only this user can read."""
+    path = folder / "secret"
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    return str(path)
+
+
+def _check_files(*files: str) -> None:
+    for file in files:
+        if not Path(file).is_file():
+            raise FileNotFoundError(f"There is no {file!r}: `lightning-fed flower certificates` makes it.")
+
+
+def _check_free(host: str, port: int) -> None:
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                raise OptionError(
+                    f"Cannot listen at {host}:{port}: {error.strerror}. Where this machine has another address than the"
+                    " one that nodes know, give it as `--host`."
+                ) from error
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _run_together(commands: Sequence[Sequence[str]], listening: Sequence[tuple[str, int] | None], ready: str) -> None:
+    """Starts processes, each once the one before listens at its address, and ends all when one ends or a signal comes.
+
+    Raises:
+        SystemExit: If one ends by itself, with its status.
+
+    """
+    environment = {**_ENVIRONMENT, **os.environ}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        for command, address in zip(commands, listening, strict=True):
+            processes.append(subprocess.Popen(command, env=environment))
+            if address is not None:
+                _await_listener(address, processes[-1])
+        _log.info("%s", ready)
+        while all(process.poll() is None for process in processes):
+            time.sleep(0.2)
+        ended = next(process for process in processes if process.poll() is not None)
+        _log.error("%s has ended with status %s.", Path(str(ended.args[0])).name, ended.returncode)  # type: ignore[index]
+        raise SystemExit(ended.returncode or 1)
+    except KeyboardInterrupt:
+        _log.info("Ending.")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for process in reversed(processes):
+            process.terminate()
+        for process in processes:
+            try:
+                process.wait(_GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _await_listener(address: tuple[str, int], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(address, 1):
+            return
+        time.sleep(0.1)

@@ -1,0 +1,193 @@
+"""The deployment guide's commands as they stand in the page, and then a stranger who holds the server's `ca.crt`."""
+
+import os
+import re
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from tests.backends.flower.processes import ROOT
+from tests.recorders import assert_same
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+PAGE = ROOT / "docs" / "guides" / "deploy.md"
+RECIPE = """
+seed_everything: 0
+model:
+  class_path: ClassificationTask
+  init_args: {model: mlp, in_channels: 60, input_size: 1, model_kwargs: {hidden: [8]}, num_classes: 10, lr: 0.05}
+data: {class_path: Synthetic, init_args: {num_clients: 6, batch_size: 20}}
+trainer:
+  max_rounds: ROUNDS
+  method: fedavg
+  accelerator: cpu
+  logger: false
+  callbacks:
+    - {class_path: ModelCheckpoint, init_args: {dirpath: checkpoints, save_last: true}}
+"""
+SERVER = "fed.example.org:9092"
+HERE = "localhost:9092"
+
+
+def read_commands():
+    """The lines of the section's blocks, in their order."""
+    section = PAGE.read_text().split("## Several machines")[1].split("\n###")[0]
+    return [line.strip().replace(SERVER, HERE) for line in section.splitlines() if line.startswith("    ")]
+
+
+class Shell:
+    """Runs lines as a shell would that has a folder of its own for home and all."""
+
+    def __init__(self, folder):
+        self.folder, self.background = folder, []
+        self.environment = {
+            **os.environ, "HOME": str(folder), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+        }  # fmt: skip
+        self.environment.pop("FLWR_HOME", None)
+
+    def run(self, line, seconds=600):
+        result = subprocess.run(
+            ["bash", "-c", line], cwd=self.folder, env=self.environment, capture_output=True, text=True,
+            timeout=seconds, check=False,
+        )  # fmt: skip
+        return result.returncode, result.stdout + result.stderr
+
+    def start(self, line, ready):
+        log = self.folder / f"{len(self.background)}.log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                ["bash", "-c", f"exec {line}"], cwd=self.folder, env=self.environment, stdout=file, stderr=file,
+                start_new_session=True,
+            )  # fmt: skip
+        self.background.append(process)
+        wait_for(lambda: ready in log.read_text() or process.poll() is not None)
+        assert ready in log.read_text(), log.read_text()[-3000:]
+        return process
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in reversed(self.background):
+            process.terminate()
+        for process in self.background:
+            process.wait(60)
+
+
+def wait_for(happens, seconds=300):
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def skip_if_taken(*ports):
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                pytest.skip(f"Port {port}, which the page names, is taken on this machine.")
+
+
+def follow(shell):
+    """Runs the page up to the run itself, which is returned."""
+    for line in read_commands():
+        if line.startswith("export "):
+            name, value = line.removeprefix("export ").split("=")
+            shell.environment[name] = value
+        elif "start_server.sh" in line:
+            shell.start(line, "Nodes reach the server at")
+        elif "start_node.sh" in line:
+            shell.start(line, "Waiting for messages at")
+        elif line.startswith("flwr run"):
+            return line
+        else:
+            status, said = shell.run(line)
+            assert status == 0, f"{line}\n{said}"
+            if line.startswith("lightning-fed doctor"):
+                assert [part.partition(":")[0] for part in said.splitlines()][-6:] == [
+                    "name", "port", "certificate", "gateway", "version", "clock", "key",
+                ][-6:]  # fmt: skip
+    raise AssertionError("the page does not start a run")
+
+
+def test_the_guide_and_a_stranger(tmp_path):
+    skip_if_taken(9092, 8000)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "synthetic.yaml").write_text(RECIPE.replace("ROUNDS", "3"))
+    status, said = Shell(tmp_path).run("lightning-fed fit -c recipes/synthetic.yaml")
+    assert status == 0, said
+    (tmp_path / "checkpoints").rename(tmp_path / "one-process")
+    with Shell(tmp_path) as shell:
+        run = follow(shell)
+        running = shell.start(run, "SuperLink")
+        wait_for(lambda: (tmp_path / "runs" / "hospitals" / "last.ckpt").exists(), 600)
+        for action, refusal in be_a_stranger(shell, tmp_path):
+            assert refusal, f"the stranger can {action}"
+        running.wait(600)
+        assert len(shell.run("flwr supernode list here --format json")[1].split('"node-id"')) == 1 + 3
+        runs = shell.run("flwr list here --format json")[1]
+        assert len(re.findall('"run-id"', runs)) == 1
+        assert "finished:completed" in runs
+    there, here = (
+        torch.load(tmp_path / folder / "last.ckpt", weights_only=True)["state_dict"]
+        for folder in ("runs/hospitals", "one-process")
+    )
+    assert_same(there, here)
+
+
+def be_a_stranger(shell, folder):
+    """Tries what took a federation over that had TLS and registered keys; yields the action and whether it failed."""
+    stranger = Shell(folder / "stranger")
+    stranger.folder.mkdir()
+    stranger.environment["HOME"] = str(stranger.folder)
+    ca = folder / "hospitals" / "keys" / "ca.crt"
+    (stranger.folder / ".flwr").mkdir()
+    (stranger.folder / ".flwr" / "config.toml").write_text(
+        f'[superlink.there]\naddress = "{HERE}"\nroot-certificates = "{ca}"\n'
+    )
+    stranger.run("lightning-fed flower certificates keys --node stranger")
+    run = re.findall(r'"run-id": "?(\d+)', shell.run("flwr list here --format json")[1])[0]
+    node = re.findall(r'"node-id": "?(\d+)', shell.run("flwr supernode list here --format json")[1])[0]
+    for action, line in {
+        "list the nodes": "flwr supernode list there",
+        "list the runs": "flwr list there",
+        "register a key": "flwr supernode register keys/stranger.key.pub there",
+        "read the log": f"flwr log {run} there",
+        "run code on the server and all clients": f"flwr run {folder / 'hospitals'} there",
+        "stop the fit": f"flwr stop {run} there",
+        "remove a node": f"flwr supernode unregister {node} there",
+    }.items():
+        status, said = stranger.run(line, 120)
+        yield action, "403" in said and status != 0
+    status, said = stranger.run(
+        "timeout 30 flower-supernode --max-retries 0 --port 19094 --auth-supernode-private-key keys/stranger.key"
+        f" --root-certificates {ca} --superlink {HERE}"
+    )
+    yield "join as a node", status not in (0, 124) and "SuperNode ID" not in said
+    body = {"content": b"", "headers": {"content-type": "application/x-protobuf"}}
+    with httpx.Client(verify=ssl.create_default_context(cafile=ca)) as client:
+        calls = [client.post(f"https://{HERE}{path}", **body) for path in (
+            "/v1/runtime/acquire-task", "/v1/runtime/push-logs", "/v1/fleet/../runtime/acquire-task",
+            "//v1/runtime/acquire-task", "/v1/control/list-runs?x", "/v1/fleet/x/../../control/list-runs",
+        )]  # fmt: skip
+        yield "take a task of the server's", all(call.status_code in (403, 404) for call in calls)
+        unsigned = client.post(f"https://{HERE}/v1/fleet/pull-messages", **body)
+        yield "pull messages without a key", unsigned.status_code == 401
+        # A user of the server's machine, who does not know the secret.
+        local = client.post("https://127.0.0.1:8000/v1/runtime/acquire-task", **body)
+        yield "take a task at the SuperLink itself", local.status_code == 401
