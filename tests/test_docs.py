@@ -252,6 +252,26 @@ def test_recipes_that_are_named_exist(page):
         assert (ROOT / "recipes" / name).exists(), name
 
 
+def messages():
+    """The package's strings; the parts of an f-string are joined by dots."""
+    for path in (ROOT / "lightning_fed").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+
+
+def test_errors_that_are_explained_are_raised():
+    page = (DOCS / "guides" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| (?:``(.+?) ?``|`(.+?)`) \|", page, re.M)
+    texts = [first or second for first, second in quoted]
+    known = "\n".join(re.sub(r"%[rsd]", "...", message) for message in messages())
+    assert len(texts) > 20
+    of_torch = "Expected more than 1 value per channel when training"
+    assert [text for text in texts if text not in known and text != of_torch] == []
+
+
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
