@@ -839,7 +839,7 @@ def test_callbacks_and_the_bar(tmp_path):
     own = Recorder()
     trainer = FederatedTrainer(**{**QUIET, "enable_progress_bar": True}, callbacks=own, default_root_dir=tmp_path)
     kinds = [type(callback).__name__ for callback in trainer.callbacks]
-    assert kinds == ["Federation", "Recorder", "FederatedProgressBar"]
+    assert kinds == ["Federation", "ClientEvaluation", "Recorder", "FederatedProgressBar"]
     assert trainer.progress_bar_callback is trainer.callbacks[-1]
     mine = L.pytorch.callbacks.TQDMProgressBar()
     trainer = FederatedTrainer(**{**QUIET, "enable_progress_bar": True}, callbacks=[mine])

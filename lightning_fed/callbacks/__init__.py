@@ -25,6 +25,7 @@ from lightning_fed.callbacks.communication import CommunicationReport as Communi
 from lightning_fed.callbacks.communication import PartTraffic as PartTraffic
 from lightning_fed.callbacks.communication import Traffic as Traffic
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation as ClientEvaluation
+from lightning_fed.callbacks.evaluation.site_matrix import SiteMatrix as SiteMatrix
 from lightning_fed.callbacks.federation import Federation as Federation
 from lightning_fed.callbacks.federation import find_federation as find_federation
 from lightning_fed.callbacks.local_evaluation import LocalEvaluation as LocalEvaluation
@@ -61,6 +62,7 @@ __all__ = [
     "ProximalTerm",
     "SampledSoftmax",
     "SegmentationImages",
+    "SiteMatrix",
     "SpreadOut",
     "StepLength",
     "Traffic",

@@ -367,6 +367,9 @@ class Federation(L.Callback):
             add_callbacks(trainer, self, [UnseenData(self.store)])
         previous, self._trainer = self._trainer, trainer
         if stage != "fit":
+            self._fit.attach(trainer)
+            if self._loop.remote is not None:
+                self._fit.meet(self._loop.remote.population)
             return
         write_checkpoints_atomically(trainer)
         self._loop.detach()

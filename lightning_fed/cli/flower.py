@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
@@ -155,6 +156,8 @@ def run(args: Sequence[str]) -> None:
         write_app(options.folder, options.config)
         sys.stdout.write(f"An app of {options.config}: {options.folder}\n")
         return
+    if options.command == "evaluate":
+        sys.exit(subprocess.call(evaluation_command(options.folder, options.federation, options.stage, options.ckpt)))
     if options.command == "certificates":
         _write_certificates(options)
         return
@@ -191,6 +194,25 @@ def _write_certificates(options: argparse.Namespace) -> None:
         sys.stdout.write(f"{path}\n")
 
 
+def evaluation_command(folder: Path, federation: str, stage: str, ckpt: Path | None) -> list[str]:
+    """The command line of Flower that evaluates a run of an app at its clients.
+
+    Args:
+        folder: The app.
+        federation: Name of the connection in Flower's configuration; empty for the default.
+        stage: ``"validate"`` or ``"test"``.
+        ckpt: The checkpoint, as the server finds it; ``None`` for the run's last.
+
+    Example:
+        >>> evaluation_command(Path("app"), "", "test", Path("best.ckpt"))[1:]
+        ['run', 'app', '--stream', '--run-config', 'evaluate="test" checkpoint="best.ckpt"']
+
+    """
+    config = f'evaluate="{stage}" checkpoint="{ckpt or ""}"'
+    names = [federation] if federation else []
+    return ["flwr", "run", os.fspath(folder), *names, "--stream", "--run-config", config]
+
+
 def _parser() -> argparse.ArgumentParser:
     """Parser of the command."""
     parser = argparse.ArgumentParser(
@@ -215,6 +237,11 @@ def _parser() -> argparse.ArgumentParser:
     for each in (server, node):
         each.add_argument("--keys", type=Path, required=True, help="folder of the certificates")
         each.add_argument("--address", required=True, metavar="NAME:PORT", help="where nodes reach the server")
+    evaluate = commands.add_parser("evaluate", help="evaluate a checkpoint of a run at its clients")
+    evaluate.add_argument("folder", type=Path, help="the app")
+    evaluate.add_argument("federation", nargs="?", default="", help="the connection, as `flwr run` takes it")
+    evaluate.add_argument("--stage", choices=("validate", "test"), default="validate", help="whose step and data")
+    evaluate.add_argument("--ckpt", type=Path, help="the checkpoint, by default the run's last")
     worker = commands.add_parser("worker", help="run the long-lived process beside a client's data")
     worker.add_argument("folder", type=Path, help="the app")
     worker.add_argument("--socket", type=Path, required=True, help="where the SuperNode's processes find it")

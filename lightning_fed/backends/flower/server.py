@@ -98,6 +98,7 @@ def server_app(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        runner.run(FlowerTransport(grid, deadline, bound=bound, key=signing))
+        stage, ckpt_path = (str(context.run_config.get(name) or "") for name in ("evaluate", "checkpoint"))
+        runner.run(FlowerTransport(grid, deadline, bound=bound, key=signing), stage or "fit", ckpt_path)
 
     return app

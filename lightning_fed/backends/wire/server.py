@@ -67,11 +67,13 @@ class ServerRunner:
         self._clients = list(clients) if isinstance(clients, Mapping) else clients
         self._folder, self._patience = Path(folder), patience
 
-    def run(self, transport: Transport) -> L.Trainer:
+    def run(self, transport: Transport, stage: str = "fit", ckpt_path: str = "") -> L.Trainer:
         """Waits for the clients, and trains; no other server may train in the folder.
 
         Args:
             transport: Carries the packets.
+            stage: ``"validate"`` or ``"test"`` evaluates at the clients instead.
+            ckpt_path: Checkpoint that is evaluated; by default the run's last.
 
         Raises:
             RuntimeError: If another server trains in the folder.
@@ -90,6 +92,8 @@ class ServerRunner:
                 clients,
                 self._folder,
                 self._callbacks,
+                stage,
+                ckpt_path,
             )
 
 
@@ -102,8 +106,26 @@ def run_server(
     clients: Sequence[Client],
     folder: str | os.PathLike[str],
     callbacks: Sequence[L.Callback] = (),
+    stage: str = "fit",
+    ckpt_path: str | os.PathLike[str] | None = None,
 ) -> L.Trainer:
-    """A fit whose clients are reached by a transport; the arguments are those of :class:`ServerRunner`."""
+    """A fit whose clients are reached by a transport, or an evaluation.
+
+    The arguments are those of :class:`ServerRunner`.
+
+    Args:
+        federation: The federation.
+        model: The model.
+        val_data: The server's own validation data.
+        options: Arguments of its Trainer.
+        transport: Carries the packets.
+        clients: The clients.
+        folder: The run's folder.
+        callbacks: Callbacks beside the federation's.
+        stage: ``"fit"``, or ``"validate"`` or ``"test"`` for an evaluation at the clients alone.
+        ckpt_path: Checkpoint that is evaluated; by default the run's last.
+
+    """
     client_store = RemoteClientStore()
     half = federation.replace(
         partition=None,
@@ -119,6 +141,12 @@ def run_server(
         **{**_QUIET, "default_root_dir": folder, "num_sanity_val_steps": 0, **options},
         callbacks=[half, *callbacks, RoundCheckpoint(last)],
     )
+    if stage != "fit":
+        if not any(isinstance(callback, ClientEvaluation) for callback in callbacks):
+            raise MisconfigurationException("Expected `ClientEvaluation` among the callbacks: it evaluates at clients.")
+        path = last if not ckpt_path and last.exists() else ckpt_path or None
+        getattr(trainer, stage)(module, datamodule=HalfData(ClientsBatch()), ckpt_path=path)
+        return trainer
     if last.exists():
         _log.info("Going on from %s.", last)
     if val_data is None and any(isinstance(callback, ClientEvaluation) for callback in callbacks):

@@ -6,3 +6,4 @@ Read :mod:`.report` (the message), :mod:`.data_pass` (what a client does, and wh
 
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation as ClientEvaluation
 from lightning_fed.callbacks.evaluation.report import EvaluationReport as EvaluationReport
+from lightning_fed.callbacks.evaluation.site_matrix import SiteMatrix as SiteMatrix

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -16,6 +17,7 @@ from lightning_fed.callbacks.evaluation.data_pass import Stage, evaluate_data, p
 from lightning_fed.callbacks.evaluation.metric_states import StateRules, check_state, named_metrics
 from lightning_fed.callbacks.evaluation.report import EvaluationReport, metric_of
 from lightning_fed.callbacks.evaluation.results import ClientResults
+from lightning_fed.callbacks.evaluation.tables import client_table
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.data.federated import EvaluationData
 from lightning_fed.errors import BadUpdate, ClientFault, OptionError
@@ -64,10 +66,12 @@ class ClientEvaluation(FederatedCallback):
         lists: Patterns of the module's metrics (their attributes' paths) whose states may leave a client although they
             are lists of predictions.
         withheld: Patterns of metrics of which no state leaves a client.
-        folder: Where tables and pictures of the clients go (:mod:`.client_table`); ``None`` for nowhere.
+        folder: Where the newest table of the clients goes, as ``clients.csv`` and, with matplotlib, ``clients.png``;
+            ``None`` for nowhere.
 
     Attributes:
         results: The last evaluation by client; ``None`` before.
+        pooled: Its values over all clients.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -98,6 +102,7 @@ class ClientEvaluation(FederatedCallback):
         self.rules = StateRules(tuple(lists), tuple(withheld))
         self.folder = folder
         self.results: ClientResults | None = None
+        self.pooled: dict[str, float] = {}
         self._overridden: list[OverriddenMethod] = []
         self._said: set[str] = set()
 
@@ -133,6 +138,10 @@ class ClientEvaluation(FederatedCallback):
         """Evaluates the clients."""
         if not self._overridden and self.every_n_rounds:
             self._evaluate_own(trainer, pl_module, "test")
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Shows the table of the last round."""
+        self._show_table(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Restores the module's methods."""
@@ -270,6 +279,17 @@ class ClientEvaluation(FederatedCallback):
         summary = {f"fed/{name}": value for name, value in results.summary().items()}
         summary |= {f"fed/{name}/pooled": value for name, value in pooled.items()}
         find_federation(trainer).round_log.put(trainer, _round_of(trainer), summary | values, {"clients": values})
+        self.pooled = dict(pooled)
+        if self.folder is not None and trainer.is_global_zero:
+            client_table(results, pooled).write(Path(self.folder) / "clients")
+        if not is_fitting(trainer):
+            self._show_table(trainer)
+
+    def _show_table(self, trainer: L.Trainer) -> None:
+        """Shows the last evaluation's table in the log, where it is not too long for it."""
+        results = self.results
+        if results is not None and trainer.is_global_zero and len(results.num_samples) <= _MAX_CLIENTS_BY_NAME:
+            _log.info("Evaluated by client:\n\n%s\n", client_table(results, self.pooled, with_support=False).markdown())
 
     def _read(self, module: L.LightningModule, answers: Answers) -> dict[Client, EvaluationReport]:
         """Reads and checks the answers."""

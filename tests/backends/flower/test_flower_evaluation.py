@@ -1,5 +1,6 @@
 """Evaluation at clients on other machines: the values of one process, a server without data, clients that fail."""
 
+import csv
 import logging
 
 import pytest
@@ -9,10 +10,13 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fed import Federation
 from lightning_fed.algorithms import FedPer
-from lightning_fed.callbacks import ClientEvaluation
+from lightning_fed.backends.flower.transport import FlowerTransport
+from lightning_fed.backends.wire.server import run_server
+from lightning_fed.callbacks import ClientEvaluation, SiteMatrix
 from lightning_fed.errors import ClientFault
 from tests import evaluations, models
-from tests.backends.flower.halves import base_and_head, in_process, on_flower
+from tests.backends.flower.halves import OPTIONS, base_and_head, in_process, on_flower
+from tests.recorders import assert_same, state_of
 
 TRAIN = evaluations.TRAIN
 
@@ -119,3 +123,56 @@ def test_a_half_without_the_callback_says_so(tmp_path, caplog):
     )
     assert "does not answer: its half has no callback 'ClientEvaluation', which is asked." in caplog.text
     assert "val_loss" not in trainer.callback_metrics
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_a_checkpoint_is_evaluated_without_training(stage, plain_trainer, tmp_path):
+    """With personal heads, which the clients have kept: they are those of the run."""
+    held_out = evaluations.held_out(models.vectors, 1)
+
+    def federation():
+        return Federation(FedPer("net.3.*"), seed=3)
+
+    grids = []
+    module, fitted, *_ = on_flower(
+        tmp_path, evaluations.Classifier, models.vectors(TRAIN), federation, 2, lambda: [ClientEvaluation()],
+        held_out=held_out, grids=grids,
+    )  # fmt: skip
+    transport, evaluation = FlowerTransport(grids[0], 5, poll=0.01), ClientEvaluation(folder=tmp_path)
+    trainer = run_server(
+        federation(), evaluations.Classifier(), None, {**OPTIONS, "max_epochs": 2}, transport,
+        transport.meet(3, 1), tmp_path / "server", [evaluation], stage,
+    )  # fmt: skip
+    kinds = ("client/", "val_", "all_", "fed/val", "examples")
+    assert numbers_of(trainer, *kinds) == pytest.approx(numbers_of(fitted, *kinds), rel=1e-6)
+    assert_same(state_of(trainer.lightning_module), state_of(module))
+    with (tmp_path / "clients.csv").open() as file:
+        rows = {row["client"]: row for row in csv.DictReader(file)}
+    assert list(rows) == [*TRAIN, "all"]
+    assert float(rows["bob"]["val_loss"]) == pytest.approx(numbers_of(fitted, "client/bob/val_loss").popitem()[1])
+    assert [rows[name]["examples"] for name in rows] == ["21", "5", "40", "66"]
+    classes = [float(rows["all"][f"support/{index}"]) for index in range(models.CLASSES)]
+    assert sum(classes) == 66
+
+
+def test_a_matrix_of_models_by_sites(federated_trainer, tmp_path, caplog):
+    data, held_out = models.vectors(TRAIN), evaluations.held_out(models.vectors, 1)
+
+    def callbacks():
+        return [ClientEvaluation(), SiteMatrix("val_acc", tmp_path)]
+
+    one, other = callbacks(), callbacks()
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        in_process(federated_trainer, base_and_head, data, Federation(seed=3), 2, one, held_out)
+    assert "| val_acc of the model of | ann | bob | cid |" in caplog.text
+    on_flower(
+        tmp_path, base_and_head, data, lambda: Federation(seed=3), 2, lambda: [ClientEvaluation()],
+        held_out=held_out, server_callbacks=other[1:],
+    )  # fmt: skip
+    table = one[1].table
+    assert table.rows == ["global", *TRAIN]
+    assert table.columns == list(TRAIN)
+    assert len(table.values) == 12
+    assert other[1].table.values == pytest.approx(table.values)
+    assert len(set(table.values.values())) > 3
+    assert (tmp_path / "sites.csv").read_text() == other[1].table.csv()

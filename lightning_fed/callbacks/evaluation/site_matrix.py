@@ -1,0 +1,120 @@
+"""The matrix of models by sites: each client's model, and the global one, on every client's data."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation
+from lightning_fed.callbacks.evaluation.tables import Table
+from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.messages import Client, ClientUpdate, State
+from lightning_fed.model.entries import copy_state, live_entries, load_entries
+from lightning_fed.rounds.federated_callback import FederatedCallback
+from lightning_fed.rounds.lightning_internals import callbacks_of
+
+_log = logging.getLogger(__name__)
+
+GLOBAL = "global"
+"""Name of the row of the global model."""
+
+
+class SiteMatrix(FederatedCallback):
+    """Evaluates the models of the last round's clients, and the global one, on every client's data, after the fit.
+
+    A client's model is what it has sent in the last round, before it was averaged. The log has the matrix in Markdown;
+    ``<folder>/sites.csv`` and ``sites.png`` have it too. It costs an evaluation of all clients for each model, and the
+    memory of the models of a round. It needs :class:`ClientEvaluation`, on the clients' side too.
+
+    Args:
+        metric: Name of the value in the matrix, of those that the validation step logs.
+        folder: Where to; ``None`` for the log alone.
+
+    Attributes:
+        table: The matrix; ``None`` before the fit's end.
+
+    Raises:
+        MisconfigurationException: In ``fit``, if clients have entries of their own, without which what they send is no
+            model; or if the server sees no single client's model, because of privacy or compression.
+
+    Example:
+        >>> from lightning_fed import FederatedTrainer
+        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[SiteMatrix("val_acc")], logger=False)
+
+    References:
+        NVFLARE's "cross-site model evaluation".
+
+    """
+
+    supports_vectorize = True
+
+    def __init__(self, metric: str, folder: str | os.PathLike[str] | None = None) -> None:
+        self.metric = metric
+        self.folder = None if folder is None else Path(folder)
+        self.table: Table | None = None
+        self._models: dict[Client, State] = {}
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuses federations in which the server has no single client's model."""
+        federation = find_federation(trainer)
+        reason = ""
+        if federation.has_personal_entries:
+            reason = "entries of the clients' own do not leave them, and without them there is no model"
+        elif federation.server.chain.reveals != "update":
+            reason = "the server sees no single client's model"
+        elif not any(isinstance(callback, ClientEvaluation) for callback in callbacks_of(trainer)):
+            reason = "it needs a `ClientEvaluation` among the callbacks"
+        if reason:
+            raise MisconfigurationException(f"`SiteMatrix` cannot be made: {reason}.")
+
+    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Forgets the round before."""
+        self._models = {}
+
+    def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
+        """Keeps the client's model."""
+        self._models[update.client] = {name: value.cpu() for name, value in copy_state(update.state).items()}
+
+    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
+        """The models of this process."""
+        return self._models
+
+    def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
+        """Takes those of all processes."""
+        self._models = {client: model for share in shares for client, model in share.items()}
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Makes the matrix."""
+        federation = find_federation(trainer)
+        if not federation.has_server:
+            return
+        evaluation = next(each for each in callbacks_of(trainer) if isinstance(each, ClientEvaluation))
+        received = federation.server.report.received
+        models = {str(client): model for client, model in self._models.items() if client in received}
+        entries, values, sites = live_entries(pl_module), dict[tuple[str, str], float](), dict[str, None]()
+        before = copy_state(entries)
+        try:
+            for name, model in {GLOBAL: {}, **models}.items():
+                if any(key not in entries or value.shape != entries[key].shape for key, value in model.items()):
+                    _log.warning("The model of client %r is not in the matrix: it is not what it sent.", name)
+                    continue
+                load_entries(
+                    entries, {**before, **{key: value.to(entries[key].device) for key, value in model.items()}}
+                )
+                for client, report in evaluation.evaluate(trainer, pl_module).items():
+                    sites[str(client)] = None
+                    if self.metric in report.values:
+                        values[name, str(client)] = report.values[self.metric]
+        finally:
+            load_entries(entries, before)
+        self.table = Table(f"{self.metric} of the model of", [GLOBAL, *models], list(sites), values)
+        if trainer.is_global_zero:
+            _log.info("Models by sites:\n\n%s\n", self.table.markdown())
+            if self.folder is not None:
+                self.table.write(self.folder / "sites")

@@ -1,0 +1,127 @@
+"""A table of values by name: as CSV, as Markdown, and as a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_fed.atomic_files import atomic_write, write_text_atomically
+from lightning_fed.callbacks.evaluation.results import ClientResults
+from lightning_fed.callbacks.pictures import has_matplotlib
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table. A cell without a value is empty: what is missing is not zero.
+
+    Args:
+        corner: Heading of the rows' names.
+        rows: Names of the rows.
+        columns: Names of the columns.
+        values: Value by (row, column); NaN is missing too.
+
+    Example:
+        >>> table = Table("client", ["a", "b"], ["val_iou"], {("a", "val_iou"): 0.5})
+        >>> print(table.markdown())
+        | client | val_iou |
+        |---|---|
+        | a | 0.5 |
+        | b |  |
+
+    """
+
+    corner: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Mapping[tuple[str, str], float]
+
+    def cells(self, digits: int) -> list[list[str]]:
+        """The rows as text."""
+        return [[row, *(self._cell(row, column, digits) for column in self.columns)] for row in self.rows]
+
+    def csv(self) -> str:
+        """The table as CSV."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([[self.corner, *self.columns], *self.cells(17)])
+        return text.getvalue()
+
+    def markdown(self) -> str:
+        """The table in Markdown."""
+        lines = [[self.corner, *self.columns], *self.cells(3)]
+        head, *rest = (f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+        return "\n".join([head, f"|{'---|' * (1 + len(self.columns))}", *rest])
+
+    def write(self, path: Path) -> None:
+        """Writes ``<path>.csv`` and, where matplotlib is there, ``<path>.png``."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(path.with_suffix(".csv"), self.csv())
+        if has_matplotlib() and self.rows and self.columns:
+            self._draw(path.with_suffix(".png"))
+
+    def _draw(self, path: Path) -> None:
+        """Draws a column as a colour scale of its own, from its lowest (dark) to its highest value."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # the extra `demo`
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(2 + 1.1 * len(self.columns), 1.2 + 0.4 * len(self.rows)), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        scaled = [[math.nan] * len(self.columns) for _ in self.rows]
+        for place, column in enumerate(self.columns):
+            known = [self._value(row, column) for row in self.rows]
+            found = [value for value in known if not math.isnan(value)] or [0.0]
+            low, high = min(found), max(found)
+            for index, value in enumerate(known):
+                scaled[index][place] = (value - low) / (high - low) if high > low else value * 0 + 0.5
+        axes.imshow(scaled, aspect="auto", vmin=0, vmax=1)
+        axes.set_xticks(range(len(self.columns)), self.columns, rotation=30, ha="right")
+        axes.set_yticks(range(len(self.rows)), self.rows)
+        axes.set_ylabel(self.corner)
+        for index, row in enumerate(self.rows):
+            for place, column in enumerate(self.columns):
+                color = "black" if scaled[index][place] > 0.6 else "white"
+                axes.text(place, index, self._cell(row, column, 3) or "-", ha="center", va="center", color=color)
+        with atomic_write(path) as partial:
+            figure.savefig(partial, format="png", dpi=120)
+
+    def _value(self, row: str, column: str) -> float:
+        return self.values.get((row, column), math.nan)
+
+    def _cell(self, row: str, column: str, digits: int) -> str:
+        value = self._value(row, column)
+        return "" if math.isnan(value) else f"{value:.{digits}g}"
+
+
+ALL = "all"
+"""Name of the row of all clients together."""
+
+
+def client_table(results: ClientResults, pooled: Mapping[str, float], with_support: bool = True) -> Table:
+    """The values of an evaluation, a row for each client and one for all of them.
+
+    Args:
+        results: The clients' values.
+        pooled: Values over all clients.
+        with_support: Whether the numbers of examples of every class are columns too, where a metric counts them.
+
+    """
+    values: dict[tuple[str, str], float] = {}
+    for client, count in results.num_samples.items():
+        values[str(client), "examples"] = count
+    values[ALL, "examples"] = sum(results.num_samples.values())
+    for name, by_client in results.values.items():
+        values |= {(str(client), name): value for client, value in by_client.items()}
+        values[ALL, name] = pooled.get(name, math.nan)
+    columns = ["examples", *results.values]
+    if with_support and results.support:
+        classes = max(len(support) for support in results.support.values())
+        columns += [f"support/{index}" for index in range(classes)]
+        for client, support in results.support.items():
+            for index, count in enumerate(support.tolist()):
+                values[str(client), f"support/{index}"] = count
+                values[ALL, f"support/{index}"] = values.get((ALL, f"support/{index}"), 0) + count
+    return Table("client", [*map(str, results.num_samples), ALL], columns, values)
