@@ -249,7 +249,7 @@ class RemoteClientSide(RemoteSide):
                 yield client, answer.reason if isinstance(answer, Fault) else "it does not answer what it was asked"
 
     def _common(self, frozen: State) -> dict[str, Any]:
-        """What all requests of a fit have."""
+        """Fields that all requests of a fit have."""
         return {
             "run": self._client_store.run,
             "needed": self._client_store.needed,

@@ -181,7 +181,7 @@ def pooled_values(
 
 
 def _at_end(module: L.LightningModule, stage: Stage, logged: LoggedValues) -> dict[str, float]:
-    """What the module's hook at the epoch's end logs; as much as it has until it raises.
+    """Values that the module's hook at the epoch's end logs, as many as there are until it raises.
 
     It raises where it needs what has stayed with the clients: whoever sent the reports has found that out as well.
     """

@@ -79,7 +79,7 @@ def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
         >>> module = L.LightningModule()
         >>> module.score, module.more = MeanMetric(), {"a": MeanMetric()}
         >>> list(named_metrics(module))
-        ['score', 'MeanMetric#1']
+        ['score', 'MeanMetric#0']
 
     """
     found = find_metrics(module)

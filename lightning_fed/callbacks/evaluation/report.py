@@ -21,7 +21,7 @@ _MOST_NAMES = 1000
 
 @dataclass
 class EvaluationReport:
-    """What a pass over a client's validation or test data gives.
+    """Sums, states and values of a pass over a client's validation or test data.
 
     Args:
         num_samples: Number of examples.

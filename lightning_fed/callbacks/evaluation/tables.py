@@ -89,11 +89,13 @@ class Table:
             figure.savefig(partial, format="png", dpi=120)
 
     def _value(self, row: str, column: str) -> float:
-        return self.values.get((row, column), math.nan)
+        return float(self.values.get((row, column), math.nan))
 
     def _cell(self, row: str, column: str, digits: int) -> str:
         value = self._value(row, column)
-        return "" if math.isnan(value) else f"{value:.{digits}g}"
+        if math.isnan(value):
+            return ""
+        return f"{value:.0f}" if value.is_integer() else f"{value:.{digits}g}"
 
 
 ALL = "all"
