@@ -78,3 +78,20 @@ def negatives_reference(positives, n, m, generator):
     others = [c for c in range(n) if c not in set(positives)]
     places = generator.choice(len(others), min(m, len(others)), replace=False, shuffle=False)
     return sorted(others[place] for place in places)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Margins: Deng et al. 2019 (ArcFace, with the continuation of its authors' program), Wang et al. 2018 (CosFace)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def margin_reference(cosines, t, margin, margin_of):
+    """The cosines of an example, class to number, with a margin on that of its class t."""
+    changed = dict(cosines)
+    if margin_of == "cosine":
+        changed[t] = cosines[t] - margin
+    elif math.acos(cosines[t]) <= math.pi - margin:
+        changed[t] = math.cos(math.acos(cosines[t]) + margin)
+    else:
+        changed[t] = cosines[t] - margin * math.sin(margin)
+    return changed

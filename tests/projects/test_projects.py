@@ -162,6 +162,46 @@ DIFFS = {
 +    regions = {n: DataLoader(dataset, 8, sampler=RandomGeoSampler(dataset, 16, 24, (n, n + 32))) for n in (0, 32)}
 +    trainer.fit(SemanticSegmentationTask(), regions, val)
 """,
+    ("distillation", "trainer"): """
+-    trainer = L.Trainer(max_epochs=4, callbacks=callbacks, **options)
++    trainer = fed.FederatedTrainer(max_rounds=4, partition=fed.data.IID(3), callbacks=callbacks, **options)
+""",
+    ("distillation", "callback"): """
+     L.seed_everything(2)
++    callbacks = [*callbacks, fed.Federation(partition=fed.data.IID(3))]
+""",
+    ("metric_learning", "trainer"): """
+-    trainer = L.Trainer(max_epochs=4, callbacks=callbacks, **options)
++    trainer = fed.FederatedTrainer(max_rounds=4, partition=fed.data.Dirichlet(3, 1.0), callbacks=callbacks, **options)
+""",
+    ("metric_learning", "callback"): """
+     L.seed_everything(4)
++    callbacks = [*callbacks, fed.Federation(partition=fed.data.Dirichlet(3, 1.0))]
+""",
+    ("few_shot", "trainer"): """
+-    train = episodes(Glyphs(range(8)), 24)
++    train = [episodes(Glyphs(range(4)), 12), episodes(Glyphs(range(4, 8)), 12)]
+-    trainer = L.Trainer(max_epochs=4, callbacks=callbacks, **options)
++    trainer = fed.FederatedTrainer(max_rounds=4, callbacks=callbacks, **options)
+""",
+    ("few_shot", "callback"): """
+     L.seed_everything(6)
++    callbacks = [*callbacks, fed.Federation()]
+-    train = episodes(Glyphs(range(8)), 24)
++    train = [episodes(Glyphs(range(4)), 12), episodes(Glyphs(range(4, 8)), 12)]
+""",
+    ("dqn", "trainer"): """
+-    train = DataLoader(ReplayStream(), batch_size=16)
++    train = [DataLoader(ReplayStream(start), batch_size=16) for start in (1, 3)]
+-    trainer = L.Trainer(max_epochs=4, limit_train_batches=30, callbacks=callbacks, **options)
++    trainer = fed.FederatedTrainer(max_rounds=4, local_steps=30, callbacks=callbacks, **options)
+""",
+    ("dqn", "callback"): """
+-    train = DataLoader(ReplayStream(), batch_size=16)
++    train = [DataLoader(ReplayStream(start), batch_size=16) for start in (1, 3)]
+-    trainer = L.Trainer(max_epochs=4, limit_train_batches=30, callbacks=callbacks, **options)
++    trainer = L.Trainer(max_epochs=4, callbacks=[*callbacks, fed.Federation(local_steps=30)], **options)
+""",
 }  # fmt: skip
 
 FALLING = {  # a value of each project's log, and to which share of its first it falls
@@ -179,6 +219,10 @@ FALLING = {  # a value of each project's log, and to which share of its first it
     "anomaly": ("train_loss", 0.8),
     "transfer": ("val_loss", 0.95),
     "landcover": ("val_loss", 0.9),
+    "distillation": ("val_loss", 0.95),
+    "metric_learning": ("val_loss", 0.9),
+    "few_shot": ("val_loss", 0.9),
+    "dqn": ("train_loss", 0.9),
 }
 # The notebook's lists grow over a round's visits, which the log says of all attributes that do.
 SAID = {"segmentation": "`training_step_outputs`"}
@@ -244,7 +288,7 @@ def test_a_plain_project_trains(name, run):
     assert_falls(name, run(source_of(name), name)[1])
 
 
-@pytest.mark.parametrize("name", quick_projects("cli", "gan", "lora", "graphs", "transfer"))
+@pytest.mark.parametrize("name", quick_projects("cli", "gan", "lora", "graphs", "transfer", "few_shot", "dqn"))
 def test_a_federated_project_trains_at_the_first_try(name, run, caplog, plain_trainer, monkeypatch):
     """By either door, with the same weights; visits are plain fits, and rounds are averages of them."""
     recorder = Recorder()

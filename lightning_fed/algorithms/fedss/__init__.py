@@ -18,6 +18,7 @@ from lightning_fed.algorithms.fedss.losses import log_correction as log_correcti
 from lightning_fed.algorithms.fedss.losses import sample_negatives as sample_negatives
 from lightning_fed.algorithms.fedss.losses import sampled_logits as sampled_logits
 from lightning_fed.algorithms.fedss.losses import sampled_softmax_loss as sampled_softmax_loss
+from lightning_fed.algorithms.fedss.losses import with_margin as with_margin
 from lightning_fed.algorithms.fedss.sampled_classes import SampledClasses as SampledClasses
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "sampled_logits",
     "sampled_softmax_loss",
     "to_sampled_softmax",
+    "with_margin",
 ]

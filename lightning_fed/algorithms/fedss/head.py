@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fed.algorithms.fedss.losses import Reduction, sampled_logits
+from lightning_fed.algorithms.fedss.losses import MarginOf, Reduction, sampled_logits, with_margin
 from lightning_fed.algorithms.fedss.sampled_classes import SampledClasses
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.model.features import LogitsLayer
@@ -54,13 +54,17 @@ class SampledSoftmaxHead(LogitsLayer):
         scale: Factor :math:`s` of cosine logits. Linear logits have none.
         normalize: Whether logits are cosines; else they are those of `torch.nn.Linear`.
         bias: Whether there is a bias. The paper has none.
+        margin: Margin of cosine logits in training, see :func:`~lightning_fed.algorithms.fedss.with_margin`:
+            ArcFace's, in radians (published: 0.5 with a scale of 64), or CosFace's (0.35).
+        margin_of: ``"angle"`` (ArcFace) or ``"cosine"`` (CosFace).
 
     Shape:
         - Features: ``(*, in_features)``.
         - Logits: ``(*, num_classes)``; ``(*, S)`` while it holds S classes, or as many as the batch has columns.
 
     Raises:
-        ValueError: If a size is not a positive number, ``scale`` is not greater than 0, or linear logits are given one.
+        ValueError: If a size is not a positive number, ``scale`` is not greater than 0, a margin is out of its range,
+            or linear logits are given either.
 
     Example:
         >>> head = SampledSoftmaxHead(in_features=2, num_classes=1000)
@@ -77,7 +81,14 @@ class SampledSoftmaxHead(LogitsLayer):
     """
 
     def __init__(
-        self, in_features: int, num_classes: int, scale: float = _SCALE, normalize: bool = True, bias: bool = False
+        self,
+        in_features: int,
+        num_classes: int,
+        scale: float = _SCALE,
+        normalize: bool = True,
+        bias: bool = False,
+        margin: float = 0.0,
+        margin_of: MarginOf = "angle",
     ) -> None:
         super().__init__()
         self.in_features = check_count("in_features", in_features)
@@ -86,8 +97,16 @@ class SampledSoftmaxHead(LogitsLayer):
             raise ValueError(f"Expected `scale` to be a number greater than 0, but got {scale}.")
         if not normalize and scale != _SCALE:
             raise ValueError(f"Expected no `scale` with `normalize=False`: linear logits have none, but got {scale}.")
+        check_option("margin_of", margin_of, get_args(MarginOf))
+        limit = math.pi if margin_of == "angle" else 2.0
+        if not 0 <= margin < limit:
+            raise ValueError(f"Expected `margin` to be from 0 to below {limit:.4g}, but got {margin}.")
+        if margin and not normalize:
+            raise ValueError(f"Expected no `margin` with `normalize=False`: it is one of cosines, but got {margin}.")
         self.scale = scale
         self.normalize = normalize
+        self.margin = margin
+        self.margin_of: MarginOf = margin_of
         self.weight = nn.Parameter(torch.empty(num_classes, in_features))
         self.bias = nn.Parameter(torch.empty(num_classes)) if bias else None
         self._held: SampledClasses | None = None
@@ -104,6 +123,7 @@ class SampledSoftmaxHead(LogitsLayer):
     def extra_repr(self) -> str:
         """Text in the printed module."""
         kind = f"scale={self.scale}" if self.normalize else "normalize=False"
+        kind += f", margin={self.margin} of the {self.margin_of}" if self.margin else ""
         return f"in_features={self.in_features}, num_classes={self.num_classes}, {kind}, bias={self.bias is not None}"
 
     # --- the client's classes -----------------------------------------------------------------------------------------
@@ -186,10 +206,15 @@ class SampledSoftmaxHead(LogitsLayer):
             features: Features, shape ``(*, in_features)``.
 
         Raises:
-            ValueError: In training, if the rows are not those of the held classes, or the objective needs every
-                example's label and the batch that began has another number of them.
+            ValueError: In training, if the rows are not those of the held classes, or the objective or a margin needs
+                every example's label and no batch has begun, or one with another number of them.
 
         """
+        if self._batch is None and self.training and self.margin:
+            raise ValueError(
+                f"Expected the labels, without which `margin={self.margin}` cannot be applied in training: call"
+                " `head.loss(features, target)` for the loss, also outside of a federation."
+            )
         if self._batch is None or not self.training:
             return self._logits(features, self.weight, self.bias)
         return self._sampled(features, self._batch)
@@ -220,7 +245,7 @@ class SampledSoftmaxHead(LogitsLayer):
         check_option("reduction", reduction, get_args(Reduction))
         labels = target.reshape(-1)
         if self._batch is None or not self.training:
-            logits = self._logits(features, self.weight, self.bias)
+            logits = self._logits(features, self.weight, self.bias, labels if self.training else None)
         else:
             logits = self._sampled(features, self._batch._replace(target=labels))
         value = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels, reduction=reduction)
@@ -268,32 +293,37 @@ class SampledSoftmaxHead(LogitsLayer):
             classes = self._held.classes.to(classes.device)[classes]
         return values, classes
 
-    def _logits(self, features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _logits(self, features: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None = None) -> Tensor:
+        """The logits; with a margin where labels are given."""
         if not self.normalize:
             return at_least_float32(F.linear(features, weight, bias))
-        cosines = F.linear(_directions(features), _directions(weight))
-        logits = self.scale * at_least_float32(cosines)
+        cosines = at_least_float32(F.linear(_directions(features), _directions(weight)))
+        if self.margin and target is not None:
+            rows = cosines.reshape(-1, cosines.shape[-1])
+            cosines = with_margin(rows, target, self.margin, self.margin_of).reshape(cosines.shape)
+        logits = self.scale * cosines
         return logits if bias is None else logits + bias
 
     def _sampled(self, features: Tensor, batch: _Batch) -> Tensor:
         self._check_rows()
-        held = batch.held
-        if batch.columns is None:
-            logits = self._logits(features, self.weight, self.bias)
-        else:
-            columns = batch.columns.to(self.weight.device)
-            bias = None if self.bias is None else self.bias[columns]
-            logits = self._logits(features, self.weight[columns], bias)
-        rows = logits.reshape(-1, logits.shape[-1])
-        target = None
-        if held.needs_target:
-            if batch.target is None or batch.target.numel() != len(rows):
+        held, target = batch.held, None
+        if held.needs_target or self.margin:
+            count = features.shape[:-1].numel()
+            if batch.target is None or batch.target.numel() != count:
+                need = f"objective={held.objective!r}" if held.needs_target else f"margin={self.margin}"
                 raise ValueError(
-                    f"Expected a label for each of {len(rows)} examples with objective={held.objective!r}, but got"
+                    f"Expected a label for each of {count} examples with {need}, but got"
                     f" {0 if batch.target is None else batch.target.numel()}: see `begin_batch`, or use `loss` for"
                     " other examples than the batch's."
                 )
-            target = batch.target.reshape(-1).to(rows.device)
+            target = batch.target.reshape(-1).to(features.device)
+        if batch.columns is None:
+            logits = self._logits(features, self.weight, self.bias, target)
+        else:
+            columns = batch.columns.to(self.weight.device)
+            bias = None if self.bias is None else self.bias[columns]
+            logits = self._logits(features, self.weight[columns], bias, target)
+        rows = logits.reshape(-1, logits.shape[-1])
         is_positive, correction = held.is_positive.to(rows.device), held.correction(self.num_classes)
         rows = sampled_logits(rows, is_positive, correction, target, objective=held.objective)
         return rows.reshape(logits.shape)

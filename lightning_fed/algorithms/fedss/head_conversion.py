@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fed.algorithms.fedss.head import SampledSoftmaxHead
+from lightning_fed.algorithms.fedss.losses import MarginOf
 from lightning_fed.model.features import find_classifier
+
+
+class MarginLoss(nn.Module):
+    """Loss with a `SampledSoftmaxHead`, called as those of ``pytorch-metric-learning``.
+
+    Args:
+        head: The head.
+
+    Example:
+        >>> loss = MarginLoss(SampledSoftmaxHead(8, 1000, scale=64.0, margin=0.5))
+        >>> loss(torch.randn(4, 8), torch.tensor([1, 2, 3, 999])).shape
+        torch.Size([])
+
+    """
+
+    def __init__(self, head: SampledSoftmaxHead) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss of embeddings, shape ``(N, d)``, with labels, shape ``(N,)``."""
+        return self.head.loss(embeddings, labels)
 
 
 def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool = True) -> nn.Module:
     """Replaces the last linear layer by a `SampledSoftmaxHead`, in place.
 
-    Its weight is the linear layer's own parameter, so it keeps its name in the ``state_dict``, its values, device and
-    whether it is trained. With ``normalize=False`` so is its bias, and the model computes what it did; cosine logits
-    have none, and what a trained model computed is lost. Hooks on the old layer do not carry over.
+    An ``ArcFaceLoss`` or ``CosFaceLoss`` of ``pytorch-metric-learning`` in the module is replaced by a ``MarginLoss``
+    with its margin, scale and weights, which are called ``head.weight`` then; a step calls it as before, with
+    embeddings and labels.
+
+    Otherwise its weight is the linear layer's own parameter, so it keeps its name in the ``state_dict``, its values,
+    device and whether it is trained. With ``normalize=False`` so is its bias, and the model computes what it did;
+    cosine logits have none, and what a trained model computed is lost. Hooks on the old layer do not carry over.
 
     Args:
         module: Any classifier: timm, torchvision or your own.
@@ -34,6 +63,9 @@ def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool =
         SampledSoftmaxHead(in_features=64, num_classes=1000, scale=20.0, bias=False)
 
     """
+    margin_losses = [name for name, layer in module.named_modules() if _is_margin_loss(layer)]
+    if margin_losses:
+        return _replaced(module, margin_losses[-1], _converted(module.get_submodule(margin_losses[-1])))
     path = find_classifier(module)
     linear = None if path is None else module.get_submodule(path)
     if path is None or not isinstance(linear, nn.Linear):
@@ -45,8 +77,29 @@ def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool =
     for name in ["weight", "bias"] if has_bias else ["weight"]:
         head.register_parameter(name, linear.get_parameter(name))
     head.train(linear.training)
+    return _replaced(module, path, head)
+
+
+def _replaced(module: nn.Module, path: str, layer: nn.Module) -> nn.Module:
     if path == "":
-        return head
+        return layer
     parent, _, name = path.rpartition(".")
-    module.get_submodule(parent).register_module(name, head)
+    module.get_submodule(parent).register_module(name, layer)
     return module
+
+
+def _is_margin_loss(layer: nn.Module) -> bool:
+    """True for the two losses of ``pytorch-metric-learning``, which need not be installed."""
+    kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(layer).__mro__}
+    return bool(kinds & {("pytorch_metric_learning", "ArcFaceLoss"), ("pytorch_metric_learning", "CosFaceLoss")})
+
+
+def _converted(loss: Any) -> MarginLoss:
+    in_features, num_classes = loss.W.shape
+    is_arcface = any(kind.__name__ == "ArcFaceLoss" for kind in type(loss).__mro__)
+    margin, scale = float(loss.margin), float(loss.scale)
+    with torch.device("meta"):
+        kind: MarginOf = "angle" if is_arcface else "cosine"
+        head = SampledSoftmaxHead(in_features, num_classes, scale, margin=margin, margin_of=kind)
+    head.weight = nn.Parameter(loss.W.detach().t().contiguous(), loss.W.requires_grad)
+    return MarginLoss(head).train(loss.training)

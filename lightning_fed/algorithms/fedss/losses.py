@@ -30,6 +30,7 @@ from lightning_fed.numerics.precision import at_least_float32, to_float64
 Objective = Literal["fedss", "negonly", "posonly", "full"]
 Reduction = Literal["mean", "sum", "none"]
 Norm = Literal["l2", "mean_abs"]
+MarginOf = Literal["angle", "cosine"]
 
 
 def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, generator: np.random.Generator) -> Tensor:
@@ -156,6 +157,43 @@ def sampled_logits(
     is_other = torch.arange(len(is_positive), device=target.device) != target.unsqueeze(1)
     # A row without a target keeps its numbers: masked all over, its gradient would be NaN.
     return logits.masked_fill(is_positive & is_other & (target >= 0).unsqueeze(1), -torch.inf)
+
+
+def with_margin(cosines: Tensor, target: Tensor, margin: float, margin_of: MarginOf) -> Tensor:
+    r"""Cosines with a margin on those of the examples' own classes (ArcFace, CosFace).
+
+    .. math:: \cos(\theta_t + m) \text{ (angle, ArcFace)} \qquad \cos\theta_t - m \text{ (cosine, CosFace)}
+
+    With angles above :math:`\pi - m` ArcFace takes :math:`\cos\theta_t - m \sin m`, so that the loss falls with the
+    cosine everywhere.
+
+    Args:
+        cosines: Cosines :math:`\cos\theta`, shape ``(N, S)``.
+        target: Columns of the examples' classes, shape ``(N,)``; negative where an example has none.
+        margin: The margin :math:`m`, an angle in radians or a difference of cosines.
+        margin_of: ``"angle"`` or ``"cosine"``.
+
+    Returns:
+        The cosines, shape ``(N, S)``. Gradients flow.
+
+    Example:
+        >>> with_margin(torch.tensor([[0.5, 0.5]]), torch.tensor([1]), 0.2, "cosine")
+        tensor([[0.5000, 0.3000]])
+
+    References:
+        - Deng et al., "ArcFace: Additive Angular Margin Loss for Deep Face Recognition", CVPR 2019.
+        - Wang et al., "CosFace: Large Margin Cosine Loss for Deep Face Recognition", CVPR 2018.
+
+    """
+    columns = target.to(cosines.device, torch.int64).clamp(min=0).unsqueeze(1)
+    own = cosines.gather(1, columns)
+    if margin_of == "cosine":
+        changed = own - margin
+    else:
+        angles = own.clamp(-1 + 1e-6, 1 - 1e-6).acos()  # whose derivative is finite
+        changed = torch.where(angles <= math.pi - margin, (angles + margin).cos(), own - margin * math.sin(margin))
+    has_class = (target >= 0).unsqueeze(1).to(cosines.device)
+    return cosines.scatter(1, columns, torch.where(has_class, changed, own))
 
 
 def sampled_softmax_loss(

@@ -536,3 +536,52 @@ def test_examples_whose_labels_do_not_matter():
     assert head(features).shape == (BATCH, 7)
     head.begin_batch(labels)
     assert head(torch.cat([features, features])).shape == (2 * BATCH, 7)
+
+
+# --- margins ----------------------------------------------------------------------------------------------------------
+
+
+def margin_losses(full, features, labels, negatives, **options):
+    """By the reference, from the cosines of all classes."""
+    losses = []
+    for feature, t in zip(features.tolist(), labels.tolist(), strict=True):
+        cosines = dict(enumerate(references.logits_reference(feature, full.weight.tolist(), 1.0, None)))
+        cosines = cosines if t < 0 else references.margin_reference(cosines, t, full.margin, full.margin_of)
+        o = {j: full.scale * cosine for j, cosine in cosines.items()}
+        losses.append(0.0 if t < 0 else references.loss_reference(o, POSITIVES, negatives, t, N, **options))
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("margin", [{"margin": 0.5}, {"margin": 2.5}, {"margin": 0.35, "margin_of": "cosine"}])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_margins(margin, objective):
+    """2.5 is past the angle where ArcFace goes on with a line."""
+    full = SampledSoftmaxHead(D, N, scale=8.0, **margin).double()
+    head = copy.deepcopy(full)
+    put_rows(head, torch.tensor(CLASSES))
+    head.hold(held(objective=objective))
+    features, labels = batch()
+    local = head.begin_batch(labels)
+    expected = margin_losses(full, features, labels, NEGATIVES, objective=objective)
+    torch.testing.assert_close(head.loss(features, local, "none"), expected)
+    assert torch.equal(F.cross_entropy(head(features), local, reduction="none"), head.loss(features, local, "none"))
+    torch.testing.assert_close(
+        full.loss(features, labels, "none"), margin_losses(full, features, labels, [], objective="full")
+    )
+
+
+def test_a_margin_is_one_of_training_with_labels():
+    head = SampledSoftmaxHead(D, N, margin=0.5)
+    with pytest.raises(ValueError, match=r"without which `margin=0.5` cannot be applied in training: call `head.loss"):
+        head(torch.ones(2, D))
+    plain = SampledSoftmaxHead(D, N)
+    plain.load_state_dict(head.state_dict())
+    assert torch.equal(head.eval()(torch.ones(2, D)), plain(torch.ones(2, D)))
+    for options, message in (
+        ({"margin": 3.2}, "from 0 to below 3.142, but got 3.2"),
+        ({"margin": 2.0, "margin_of": "cosine"}, "from 0 to below 2, but got 2.0"),
+        ({"margin": 0.1, "normalize": False}, "it is one of cosines"),
+        ({"margin_of": "degrees"}, "`margin_of` to be one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SampledSoftmaxHead(D, N, **options)

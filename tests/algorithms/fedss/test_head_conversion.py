@@ -114,3 +114,20 @@ def test_what_cannot_be_converted():
     with pytest.raises(ValueError, match="`scale`"):
         to_sampled_softmax(model, scale=2.0, normalize=False)
     assert isinstance(model[0], nn.Linear)
+
+
+@pytest.mark.parametrize(("name", "margin", "kind"), [("ArcFaceLoss", 0.5, "angle"), ("CosFaceLoss", 0.35, "cosine")])
+def test_a_loss_of_pytorch_metric_learning_is_converted(name, margin, kind):
+    """One with its class's name, package and attributes; the step calls what replaces it as before."""
+    base = type(name, (nn.Module,), {"__module__": f"pytorch_metric_learning.losses.{name.lower()}"})
+    loss = type("Own", (base,), {})()
+    loss.W, loss.margin, loss.scale = nn.Parameter(torch.randn(D, N)), margin, 64
+    module = nn.ModuleDict({"trunk": nn.Linear(3, D), "loss": loss})
+    assert to_sampled_softmax(module) is module
+    head = module["loss"].head
+    assert (head.margin, head.margin_of, head.scale) == (margin, kind, 64.0)
+    assert torch.equal(head.weight, loss.W.t())
+    assert head.weight.requires_grad
+    embeddings, labels = module["trunk"](torch.randn(4, 3)), torch.tensor([0, 3, 3, 11])
+    assert torch.equal(module["loss"](embeddings, labels), head.loss(embeddings, labels))
+    assert find_sampled_softmax_head(module) == "loss.head"
