@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import lightning_fed
+from lightning_fed.rounds import loop
 from tests.breadth import quick
 from tests.conftest import QUIET
 from tests.projects.changes import MOST_LINES, changed_lines, federate
@@ -202,6 +203,15 @@ DIFFS = {
 -    trainer = L.Trainer(max_epochs=4, limit_train_batches=30, callbacks=callbacks, **options)
 +    trainer = L.Trainer(max_epochs=4, callbacks=[*callbacks, fed.Federation(local_steps=30)], **options)
 """,
+    ("csv_plot", "trainer"): """
+-    trainer = L.Trainer(max_epochs=4, logger=[csv_logger, logger], callbacks=callbacks, **options)
++    trainer = fed.FederatedTrainer(
++        max_rounds=4, partition=fed.data.IID(3), logger=[csv_logger, logger], callbacks=callbacks, **options)
+""",
+    ("csv_plot", "callback"): """
+     L.seed_everything(9)
++    callbacks = [*callbacks, fed.Federation(partition=fed.data.IID(3))]
+""",
 }  # fmt: skip
 
 FALLING = {  # a value of each project's log, and to which share of its first it falls
@@ -223,6 +233,7 @@ FALLING = {  # a value of each project's log, and to which share of its first it
     "metric_learning": ("val_loss", 0.9),
     "few_shot": ("val_loss", 0.9),
     "dqn": ("train_loss", 0.9),
+    "csv_plot": ("val_loss", 0.95),
 }
 # The notebook's lists grow over a round's visits, which the log says of all attributes that do.
 SAID = {"segmentation": "`training_step_outputs`"}
@@ -288,7 +299,9 @@ def test_a_plain_project_trains(name, run):
     assert_falls(name, run(source_of(name), name)[1])
 
 
-@pytest.mark.parametrize("name", quick_projects("cli", "gan", "lora", "graphs", "transfer", "few_shot", "dqn"))
+@pytest.mark.parametrize(
+    "name", quick_projects("cli", "gan", "lora", "graphs", "transfer", "few_shot", "dqn", "csv_plot")
+)
 def test_a_federated_project_trains_at_the_first_try(name, run, caplog, plain_trainer, monkeypatch):
     """By either door, with the same weights; visits are plain fits, and rounds are averages of them."""
     recorder = Recorder()
@@ -324,6 +337,16 @@ def test_a_federated_project_trains_at_the_first_try(name, run, caplog, plain_tr
         with warnings.catch_warnings(action="ignore"):  # of metrics on validation data that are those of training
             plain.fit(module, batches, batches)
         assert_same(visit.end, state_of(module))
+
+
+@pytest.mark.parametrize("name", quick_projects("distillation", "metric_learning", "few_shot", "dqn"))
+def test_fused_visits_are_ordinary_ones(name, run, monkeypatch):
+    """To the last bit."""
+    source = federated(name, "trainer")
+    fused, _ = run(source, name)
+    monkeypatch.setattr(loop, "find_obstacle", lambda *arguments: "a test says so")
+    ordinary, _ = run(source, name)
+    assert_same(state_of(fused.lightning_module), state_of(ordinary.lightning_module))
 
 
 def test_what_is_unfrozen_later_trains(run):
