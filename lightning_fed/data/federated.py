@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import lightning as L
 import numpy as np
@@ -77,6 +77,13 @@ class EvaluationData(L.LightningDataModule):
     def test_dataloader(self) -> Any:
         """The test data; of a mapping of clients, all of them one after another."""
         return self._evaluation_loader(self.test)
+
+    def has_clients(self, stage: Literal["validation", "test"]) -> bool:
+        """True if validation or test data come client by client."""
+        hook, data = ("val_clients", self.val) if stage == "validation" else ("test_clients", self.test)
+        if getattr(type(self), hook) is not getattr(EvaluationData, hook):
+            return bool(getattr(self, hook)())
+        return bool(data) and self._is_of_clients(data)
 
     def val_clients(self) -> dict[Client, Iterable[Any]]:
         """Every client's validation loader; empty where ``val`` is not a mapping of clients."""

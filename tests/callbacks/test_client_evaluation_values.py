@@ -4,9 +4,14 @@ import logging
 
 import pytest
 import torch
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.callbacks import ClientEvaluation
+from lightning_fed.callbacks.evaluation import EvaluationReport
+from lightning_fed.errors import BadUpdate, ClientFault
+from lightning_fed.messages import ClientUpdate
 from tests import evaluations, models
 
 
@@ -74,3 +79,115 @@ def test_what_is_no_function_of_the_states_is_a_mean_and_said(federated_trainer,
         assert caplog.text.count(f"'{name}' over all clients is the mean of theirs") == 1
     assert logged["fed/accuracy/pooled"] == pytest.approx(logged["accuracy"])
     assert logged["accuracy"] > 0
+
+
+class AtTheEnd(models.Module):
+    """Metrics as objects that are logged at the epoch's end; one holds a list, and one has a name with signs in it."""
+
+    def __init__(self):
+        super().__init__(models.mlp())
+        self.auroc = MulticlassAUROC(models.CLASSES)
+        self.scores = MetricCollection({"hits@1|all": MulticlassAccuracy(models.CLASSES)})
+
+    def validation_step(self, batch, batch_idx):
+        outputs = self(batch[0])
+        self.auroc.update(outputs.softmax(1), batch[1])
+        self.scores.update(outputs, batch[1])
+
+    def on_validation_epoch_end(self):
+        self.log("val_auroc", self.auroc)
+        self.log_dict(self.scores)
+
+
+def test_metrics_that_the_epochs_end_logs_as_objects(federated_trainer):
+    held_out = models.as_datasets(models.vectors({"ann": 21, "bob": 15}))
+    module, trainer = AtTheEnd(), federated_trainer(max_rounds=1)
+    trainer.fit(module, models.as_datasets(models.vectors(evaluations.TRAIN)), held_out)
+    logged = trainer.callback_metrics
+    assert float(logged["fed/hits@1|all/pooled"]) == pytest.approx(float(logged["hits@1|all"]))
+    mean = (21 * logged["client/ann/val_auroc"] + 15 * logged["client/bob/val_auroc"]) / 36
+    assert float(logged["fed/val_auroc/pooled"]) == pytest.approx(float(mean))
+
+
+def report_of(count, **extras):
+    """A report of the classifier's loss, with more in it."""
+    loss = torch.tensor([1.0 * count, count], dtype=torch.float64)
+    return ClientUpdate("ann", count, {}, {"logged|mean|loss": loss, "value||loss": loss[:1] / count} | extras)
+
+
+@pytest.mark.parametrize(
+    "extras",
+    [
+        {"updates|acc": torch.tensor(float("inf"))},
+        {"logged|mean|other": torch.zeros(2)},
+        {"logged|middle|other": torch.ones(2)},
+        {"metric|acc|val_acc": torch.zeros(0)},
+        {"value||a\nb": torch.zeros(1)},
+        {"logged": torch.ones(2)},
+        {"weather|fine|x": torch.ones(2)},
+        {"support": torch.tensor([-1.0])},
+        {f"value||{number}": torch.zeros(1) for number in range(1001)},
+    ],
+)
+def test_reports_that_are_none(extras):
+    with pytest.raises(BadUpdate):
+        EvaluationReport.of(report_of(4, **extras))
+    assert EvaluationReport.of(report_of(4)).logged["loss"].value == 1.0
+
+
+def test_one_clients_word_changes_nothing_of_the_others(federated_trainer, monkeypatch, caplog):
+    """It withholds a metric, claims that values are means, and invents names."""
+    original = ClientEvaluation.on_client_question
+
+    def lies(self, trainer, module, client, question):
+        update = original(self, trainer, module, client, question)
+        if client == "bob":
+            names = [name for name in update.extras if "|f1" in name]
+            for name in names:
+                del update.extras[name]
+            update.extras |= {"stays|lie\nlie|f1": torch.zeros(0), "stays|it is withheld|weather": torch.zeros(0)}
+            update.extras["value|m|val_loss"] = update.extras.pop("value|p|val_loss")
+            update.extras |= {f"value||new{number}": torch.zeros(1, dtype=torch.float64) for number in range(400)}
+            update.extras["value||step"] = torch.zeros(1, dtype=torch.float64)
+        return update
+
+    monkeypatch.setattr(ClientEvaluation, "on_client_question", lies)
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        _, trainer, _ = fitted(federated_trainer, "classifier", ClientEvaluation(), 1)
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert logged["fed/val_loss/pooled"] == pytest.approx(logged["val_loss"])
+    assert 0 < logged["fed/val_f1/pooled"] <= 1
+    assert "The state of metric 'f1' does not leave 1 clients ('bob'): it says so." in caplog.text
+    assert "'weather'" not in caplog.text
+    assert len([name for name in logged if name.endswith("/pooled")]) < 20
+    assert len([name for name in logged if name.startswith("client/bob/")]) <= 256
+    assert "client/bob/step" not in logged
+
+
+def test_loaders_are_made_once(federated_trainer):
+    made = []
+
+    class Data(FederatedDataModule):
+        def evaluation_loader(self, dataset):
+            made.append(dataset)
+            return super().evaluation_loader(dataset)
+
+    held_out = models.as_datasets(models.vectors({f"c{number}": 3 for number in range(6)}))
+    trainer = federated_trainer(max_rounds=1)
+    module = models.Module(models.mlp())
+    trainer.fit(module, datamodule=Data(models.as_datasets(models.vectors(evaluations.TRAIN)), held_out))
+    assert len(made) == 12  # of Lightning's own validation, and of that by client
+
+
+@pytest.mark.parametrize("question", [{}, {"stage": "training", "limit": 1.0}, {"stage": "test", "limit": "all"}])
+def test_what_is_no_question_is_not_answered(question, plain_trainer):
+    with pytest.raises(ClientFault, match="asked for no evaluation"):
+        ClientEvaluation().on_client_question(plain_trainer(), models.Module(models.mlp()), "ann", question)
+
+
+@pytest.mark.parametrize(("clients", "count"), [("all", 3), ("round", 1), (2, 2), (0.5, 2)])
+def test_who_is_evaluated(clients, count, federated_trainer):
+    _, trainer, _ = fitted(federated_trainer, "labels", ClientEvaluation(clients=clients), clients_per_round=1)
+    assert trainer.callback_metrics["evaluation/clients"] == count
+    with pytest.raises(ValueError, match="Expected `clients` to be 'all', 'round'"):
+        ClientEvaluation(clients=0)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 import numpy as np
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.evaluation.data_pass import Stage, evaluate_data, pooled_values
-from lightning_fed.callbacks.evaluation.metric_states import StateRules, check_state, named_metrics
+from lightning_fed.callbacks.evaluation.metric_states import REASONS, StateRules, check_state, named_metrics
 from lightning_fed.callbacks.evaluation.report import EvaluationReport, metric_of
 from lightning_fed.callbacks.evaluation.results import ClientResults
 from lightning_fed.callbacks.evaluation.tables import client_table
@@ -36,6 +38,8 @@ _log = logging.getLogger(__name__)
 
 _MAX_CLIENTS_BY_NAME = 20
 _SAMPLE = 40  # a stream of random numbers of its own
+_MOST_NAMES = 256
+_LIGHTNINGS = {"step", "epoch"}  # which name the x-axis
 _HOOKS = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end")
 
 
@@ -46,6 +50,9 @@ class ClientEvaluation(FederatedCallback):
     data. It sends sums, weights and states of metrics, and the server merges them: values over all clients are those of
     one process on the pooled data, up to rounding. ``FederatedTrainer`` adds this callback where there is none; a plain
     Trainer with :class:`~lightning_fed.callbacks.Federation` needs it among its callbacks.
+
+    A module's hooks of an epoch's start and end run once for each client, and, where the end's logs values, once more
+    for each client and for all of them, with the states that are sent: that shows which values follow from them.
 
     ============================== ==================================================================================
     ``<name>``                     over all clients, the global model: logged here where the server has no data of its
@@ -105,6 +112,9 @@ class ClientEvaluation(FederatedCallback):
         self.pooled: dict[str, float] = {}
         self._overridden: list[OverriddenMethod] = []
         self._said: set[str] = set()
+        self._kept_loaders: dict[Client, Iterable[Any]] = {}
+        self._names: set[str] = set()
+        self._known: list[str] = []  # names over all clients, of the last round that had a score
 
     # Lightning's hooks
 
@@ -117,8 +127,8 @@ class ClientEvaluation(FederatedCallback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Says it if clients are not evaluated, for the sake of their privacy."""
         federation = find_federation(trainer)
-        has_data = federation.is_remote or _loaders(trainer, "validation")
-        if self.every_n_rounds and has_data and federation.has_server and trainer.is_global_zero:
+        is_asked = self.every_n_rounds and federation.has_server and trainer.is_global_zero
+        if is_asked and (federation.is_remote or _has_clients(trainer, "validation")):
             self._is_private(federation)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -162,12 +172,14 @@ class ClientEvaluation(FederatedCallback):
             ClientFault: If it has no data, or fewer than ``min_examples``.
 
         """
-        stage: Stage = question["stage"]
-        loaders = _loaders(trainer, stage)
+        stage, limit = question.get("stage"), question.get("limit")
+        if stage not in ("validation", "test") or not isinstance(limit, int | float) or limit < 0:
+            raise ClientFault("it is asked for no evaluation")
+        loaders = self._of_clients(trainer, stage)
         if client not in loaders:
             raise ClientFault(f"it has no {stage} data")
         try:
-            report = evaluate_data(trainer, module, loaders[client], stage, self.rules, question["limit"])
+            report = evaluate_data(trainer, module, loaders[client], stage, self.rules, limit)
         except ClientFault:
             raise
         except Exception as error:
@@ -193,7 +205,11 @@ class ClientEvaluation(FederatedCallback):
         """
         federation = find_federation(trainer)
         question = {"stage": stage, "limit": _limit(trainer, stage)}
-        answers = federation.ask(trainer, module, self, self._drawn(trainer, federation, stage), question, own)
+        self._kept_loaders = {} if federation.is_remote else self._of_clients(trainer, stage)
+        try:
+            answers = federation.ask(trainer, module, self, self._drawn(trainer, federation, stage), question, own)
+        finally:
+            self._kept_loaders = {}
         reports = self._read(module, answers)
         examples = sum(report.num_samples for report in reports.values())
         counts = {
@@ -207,10 +223,14 @@ class ClientEvaluation(FederatedCallback):
         )
         return reports
 
+    def _of_clients(self, trainer: L.Trainer, stage: Stage) -> dict[Client, Iterable[Any]]:
+        """The clients' loaders, which an evaluation makes once."""
+        return self._kept_loaders or _loaders(trainer, stage)
+
     def _evaluate_own(self, trainer: L.Trainer, module: L.LightningModule, stage: Stage) -> None:
         """Evaluates clients beside Lightning's own evaluation of the global model."""
         federation = find_federation(trainer)
-        if federation.has_lost_entries or (not federation.is_remote and not _loaders(trainer, stage)):
+        if federation.has_lost_entries or not (federation.is_remote or _has_clients(trainer, stage)):
             return
         if self._is_private(federation):
             return
@@ -224,9 +244,12 @@ class ClientEvaluation(FederatedCallback):
         if federation.has_lost_entries or not self._is_due(trainer) or self._is_private(federation):
             return
         reports = self.evaluate(trainer, module, stage)
-        if not self._has_score(trainer, reports):
+        if not self._has_score(trainer, reports):  # and none of an earlier model's in its place
+            for name in self._known:
+                module.log(name, math.nan, on_step=False, on_epoch=True, batch_size=1)
             return
         values = self._pooled(trainer, module, stage, reports, is_muted=False)
+        self._known = [name for name in values if "/dataloader_idx_" not in name]
         shown = {name for report in reports.values() for name in report.shown}
         for name, value in values.items():
             if "/dataloader_idx_" in name:  # of which Lightning makes the names itself
@@ -254,9 +277,13 @@ class ClientEvaluation(FederatedCallback):
                 f"{name!r} over all clients is the mean of theirs, weighted by their examples: it is computed at the"
                 " epoch's end from what stays with a client. Log a torchmetrics object, or compute it from one."
             )
-        for report in listed:
-            for name, reason in report.stays.items():
-                self._say_once(f"The state of metric {name!r} does not leave the clients: {reason}.")
+        reasons = {(name, reason) for report in listed for name, reason in report.stays.items()}
+        for name, reason in sorted(reasons):
+            who = [client for client, report in reports.items() if report.stays.get(name) == reason]
+            owners = (
+                "the clients" if len(who) == len(reports) else f"{len(who)} clients ({', '.join(map(repr, who[:5]))})"
+            )
+            self._say_once(f"The state of metric {name!r} does not leave {owners}: {reason}.")
         missing = sorted({name for report in listed for name in report.values} - values.keys())
         if missing:
             self._say_once(f"There are no values over all clients of {', '.join(missing)}.")
@@ -305,8 +332,25 @@ class ClientEvaluation(FederatedCallback):
                 answers.failed[client] = str(error)
                 _log.warning("The evaluation of client %r is left out: %s.", client, error)
             else:
+                known = {name: reason if reason in REASONS else "it says so" for name, reason in report.stays.items()}
+                report.stays = {name: reason for name, reason in known.items() if name in metrics}
                 reports[client] = report
+        self._bound_names(reports)
         return reports
+
+    def _bound_names(self, reports: Mapping[Client, EvaluationReport]) -> None:
+        """Leaves names out beyond the first that most clients send, and those that Lightning has for itself."""
+        counts = Counter(name for report in reports.values() for name in report.values)
+        taken = sorted(counts, key=lambda name: (name not in self._names, -counts[name]))  # stable: in their order
+        taken = [name for name in taken if name not in _LIGHTNINGS][:_MOST_NAMES]
+        self._names.update(taken)
+        left_out = counts.keys() - set(taken)
+        if left_out:
+            self._say_once(
+                f"{len(left_out)} names are not evaluated, {min(left_out)!r} first: there are {_MOST_NAMES}."
+            )
+        for report in reports.values():
+            report.keep_names(set(taken))
 
     def _has_score(self, trainer: L.Trainer, reports: Mapping[Client, EvaluationReport]) -> bool:
         if len(reports) >= self.min_clients:
@@ -321,9 +365,11 @@ class ClientEvaluation(FederatedCallback):
 
     def _drawn(self, trainer: L.Trainer, federation: Federation, stage: Stage) -> list[Client]:
         """The clients that are evaluated."""
-        known: Iterable[Client] = federation.population.clients if federation.is_remote else _loaders(trainer, stage)
+        is_remote = federation.is_remote
+        known: Iterable[Client] = federation.population.clients if is_remote else self._of_clients(trainer, stage)
         clients = list(known)
-        if self.clients == "all" or (self.clients == "round" and not is_fitting(trainer)):
+        is_round = self.clients == "round"
+        if self.clients == "all" or (is_round and not (is_fitting(trainer) and hasattr(federation, "cohort"))):
             return clients
         if self.clients == "round":
             chosen = {visit.client for visit in federation.cohort.visits}
@@ -357,6 +403,11 @@ class ClientEvaluation(FederatedCallback):
         loaders = trainer.val_dataloaders if stage == "validation" else trainer.test_dataloaders
         if not isinstance(loaders, ClientsBatch):
             return
+        if self.every_n_rounds > 1:
+            raise MisconfigurationException(
+                f"Expected `every_n_rounds=1` on a server without data, but got {self.every_n_rounds}: set"
+                " `check_val_every_n_epoch` of its Trainer, by which callbacks that monitor a score go, too."
+            )
 
         def step(*args: Any, **kwargs: Any) -> None:
             self._restore()  # the module computes what is of all clients by its own hooks
@@ -394,6 +445,12 @@ def _loaders(trainer: L.Trainer, stage: Stage) -> dict[Client, Iterable[Any]]:
     if not isinstance(datamodule, EvaluationData):
         return {}
     return datamodule.val_clients() if stage == "validation" else datamodule.test_clients()
+
+
+def _has_clients(trainer: L.Trainer, stage: Stage) -> bool:
+    """True if this process has data of clients; of the package's datamodules without making loaders."""
+    datamodule = datamodule_of(trainer)
+    return isinstance(datamodule, EvaluationData) and datamodule.has_clients(stage)
 
 
 def _limit(trainer: L.Trainer, stage: Stage) -> int | float:

@@ -25,6 +25,7 @@ from lightning_fed.callbacks.evaluation.metric_states import (
 from lightning_fed.callbacks.evaluation.report import EvaluationReport, known_names, metric_of, state_key
 from lightning_fed.callbacks.evaluation.results import monitored_name
 from lightning_fed.data.federated import split_loaders
+from lightning_fed.errors import describe
 from lightning_fed.process_group import ProcessGroup
 from lightning_fed.rounds.isolated_pass import find_metrics, isolated_pass, prepare_batch, run_prepared
 from lightning_fed.rounds.lightning_internals import batch_size_of, callbacks_of, exchange_stage, is_overridden
@@ -157,9 +158,9 @@ def pooled_values(
             joined.setdefault(name, LoggedValue(logged.reduce_fx)).join(logged)
     values |= {name: value.value for name, value in joined.items()}
     names = known_names(reports)
-    means = {name for report in reports for name in report.means}
-    values |= {name: _mean(reports, name) for name in names if name in means}
-    stays = {name for report in reports for name in report.stays}
+    # One client's word does not make an exact value a mean.
+    means = {name for name in names if 2 * sum(name in report.means for report in reports) > _holders(reports, name)}
+    values |= {name: _mean(reports, name) for name in means}
     at_end = LoggedValues()
     with ExitStack() as stack:
         stack.enter_context(isolated_pass(module, intercepted(at_end.take), is_reloaded=not keeps))
@@ -168,37 +169,64 @@ def pooled_values(
         getattr(module, f"on_{stage}_epoch_start")()
         at_end.results()
         metrics = named_metrics(module)
-        keys = {name: key for report in reports for name, key in report.metrics.items()}
-        for name, key in keys.items():
-            if metric_of(key) in metrics and metric_of(key) not in stays:
-                values[name] = _computed(metrics[metric_of(key)], key, reports)
-        for name, metric in metrics.items():
-            if name not in stays:
-                write_state(metric, join_states(metric, _states(reports, state_key(name))))
+        for name, key in {name: key for report in reports for name, key in report.metrics.items()}.items():
+            metric = metrics.get(metric_of(key))
+            if metric is not None and _load(metric, key, reports):
+                values |= _computed(name, metric)
+        known = {id(metric) for name, metric in metrics.items() if _load(metric, state_key(name), reports)}
         if set(names) - values.keys():
-            values |= {name: value for name, value in _at_end(module, stage, at_end).items() if name not in values}
+            found = _at_end(module, stage, at_end, known)
+            values |= {name: value for name, value in found.items() if name not in values}
     return {name: values[name] for name in names if name in values}
 
 
-def _at_end(module: L.LightningModule, stage: Stage, logged: LoggedValues) -> dict[str, float]:
+def _at_end(module: L.LightningModule, stage: Stage, logged: LoggedValues, known: set[int]) -> dict[str, float]:
     """Values that the module's hook at the epoch's end logs, as many as there are until it raises.
 
     It raises where it needs what has stayed with the clients: whoever sent the reports has found that out as well.
+
+    Args:
+        module: The module.
+        stage: Whose hook.
+        logged: Gets what it logs.
+        known: Identities of the metrics that have a state.
+
     """
     try:
         getattr(module, f"on_{stage}_epoch_end")()
     except Exception as error:
         _log.debug("`on_%s_epoch_end` does not work with states alone: %r.", stage, error)
-    return logged.results()
+    metrics, logged.metrics = logged.metrics, {}
+    values = logged.results()
+    for name, metric in metrics.items():
+        if id(metric) in known:
+            values |= _computed(name, metric)
+    return values
 
 
-def _states(reports: Sequence[EvaluationReport], key: str) -> list[Any]:
-    return [report.states[key] for report in reports if key in report.states]
+def _load(metric: Metric, key: str, reports: Sequence[EvaluationReport]) -> bool:
+    """Gives a metric the joint state of those who have sent one; returns whether there is one."""
+    parts = [report.states[key] for report in reports if key in report.states]
+    try:
+        write_state(metric, join_states(metric, parts))
+    except Exception as error:  # states that do not fit each other, as lists of unlike shapes
+        _log.warning("The states of metric %r cannot be joined: %s.", metric_of(key), describe(error))
+        metric.reset()
+        return False
+    return bool(parts)
 
 
-def _computed(metric: Metric, key: str, reports: Sequence[EvaluationReport]) -> float:
-    write_state(metric, join_states(metric, _states(reports, key)))
-    return float(metric.compute())
+def _computed(name: str, metric: Metric) -> dict[str, float]:
+    """The value of a metric under its name; nothing where it cannot be computed."""
+    try:
+        return {name: float(metric.compute())}
+    except Exception as error:
+        _log.debug("Metric %r cannot be computed of the clients' states: %r.", name, error)
+        return {}
+
+
+def _holders(reports: Sequence[EvaluationReport], name: str) -> int:
+    return sum(name in report.values for report in reports)
 
 
 def _mean(reports: Sequence[EvaluationReport], name: str) -> float:

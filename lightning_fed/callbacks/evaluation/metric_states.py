@@ -17,6 +17,9 @@ from lightning_fed.messages import State
 from lightning_fed.numerics.precision import at_least_float32
 from lightning_fed.rounds.isolated_pass import find_metrics
 
+REASONS = "it is withheld", "its state is a list of predictions or targets, which are data"
+"""Reasons why a state stays with its client."""
+
 
 @dataclass
 class MetricState:
@@ -57,9 +60,9 @@ class StateRules:
 
         """
         if _matches(name, self.withheld):
-            return "it is withheld"
+            return REASONS[0]
         if holds_lists(metric) and not _matches(name, self.lists):
-            return "its state is a list of predictions or targets, which are data"
+            return REASONS[1]
         return None
 
 
@@ -89,6 +92,7 @@ def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
     paths = {id(layer): path for path, layer in module.named_modules()}
     metrics = [metric for metric in found if isinstance(metric, Metric)]
     names = [paths.get(id(metric), f"{type(metric).__name__}#{place}") for place, metric in enumerate(metrics)]
+    names = [name.replace("|", "/") for name in names]  # which parts the fields of a message
     return {name: metrics[place] for place, name in sorted(enumerate(names), key=lambda item: "#" in item[1])}
 
 

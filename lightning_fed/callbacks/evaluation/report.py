@@ -91,14 +91,24 @@ class EvaluationReport:
                 report._read(entry, value)
         except BadUpdate:
             raise
-        except (ValueError, KeyError, RuntimeError, IndexError, TypeError) as error:
+        except (ArithmeticError, ValueError, KeyError, RuntimeError, IndexError, TypeError) as error:
             raise BadUpdate(f"its evaluation cannot be read: {type(error).__name__}") from error
+        if any(key not in report.states and metric_of(key) not in report.stays for key in report.metrics.values()):
+            raise BadUpdate("it has logged a metric without a state")
         for name in (*report.values, *report.logged, *report.metrics):
             if len(name) > _LONGEST_NAME or not name.isprintable():
                 raise BadUpdate(f"it has evaluated {name[:50]!r}, which is no name")
         if len(report.values) > _MOST_NAMES:
             raise BadUpdate(f"it has {len(report.values)} values, and {_MOST_NAMES} are read")
         return report
+
+    def keep_names(self, names: set[str]) -> None:
+        """Forgets the values under all other names."""
+        for held in (self.logged, self.metrics, self.values, self.higher_is_better):
+            for name in held.keys() - names:
+                del held[name]
+        self.means &= names
+        self.shown &= names
 
     def _read(self, entry: str, value: Tensor) -> None:
         if entry == "support":
@@ -111,7 +121,7 @@ class EvaluationReport:
             if about not in _REDUCTIONS or len(value) != 2:
                 raise BadUpdate(f"it reduces a value by {about!r:.50}")
             total, weight = value.double().cpu().unbind()
-            if not float(weight) >= 0 or not math.isfinite(float(weight)):
+            if not float(weight) > 0 or not math.isfinite(float(weight)):
                 raise BadUpdate(f"a value has the weight {float(weight)}")
             self.logged[rest[0]] = LoggedValue(about, total, float(weight))
         elif kind == "updates":
@@ -143,15 +153,21 @@ def state_key(metric: str, place: int | None = None) -> str:
 
     Example:
         >>> state_key("val_iou"), state_key("val_iou", 1)
-        ('val_iou', 'val_iou@1')
+        ('val_iou', '@1@val_iou')
 
     """
-    return metric if place is None else f"{metric}@{place}"
+    return metric if place is None else f"@{place}@{metric}"
 
 
 def metric_of(key: str) -> str:
-    """The metric of a key of :func:`state_key`."""
-    return key.partition("@")[0]
+    """The metric of a key of :func:`state_key`.
+
+    Example:
+        >>> metric_of("@1@recall@10"), metric_of("recall@10")
+        ('recall@10', 'recall@10')
+
+    """
+    return key.split("@", 2)[-1] if key.startswith("@") else key
 
 
 def known_names(reports: Iterable[EvaluationReport]) -> list[str]:

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
@@ -176,3 +177,27 @@ def test_a_matrix_of_models_by_sites(federated_trainer, tmp_path, caplog):
     assert other[1].table.values == pytest.approx(table.values)
     assert len(set(table.values.values())) > 3
     assert (tmp_path / "sites.csv").read_text() == other[1].table.csv()
+
+
+class SilentAfter(ClientEvaluation):
+    """Two of three clients do not answer after round 0."""
+
+    def on_client_question(self, trainer, module, client, question):
+        if trainer.current_epoch and client != "ann":
+            raise ClientFault("it is tired")
+        return super().on_client_question(trainer, module, client, question)
+
+
+def test_a_round_without_a_score_has_none_of_an_earlier_model(tmp_path):
+    best = ModelCheckpoint(tmp_path / "best", monitor="val_loss", save_top_k=3, filename="{epoch}")
+    _, trainer, *_ = on_flower(
+        tmp_path, base_and_head, models.vectors(TRAIN), Federation, 2, lambda: [SilentAfter(min_clients=2)],
+        held_out=evaluations.held_out(models.vectors, 1), server_callbacks=[best],
+    )  # fmt: skip
+    assert trainer.callback_metrics["val_loss"].isnan()
+    assert best.best_model_path.endswith("epoch=0.ckpt")
+
+
+def test_a_server_without_data_has_a_score_at_every_validation(tmp_path):
+    with pytest.raises(MisconfigurationException, match="Expected `every_n_rounds=1` on a server without data"):
+        on_flower(tmp_path, base_and_head, models.vectors(TRAIN), Federation, 2, server_callbacks=[ClientEvaluation(2)])
