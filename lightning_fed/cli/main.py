@@ -41,7 +41,7 @@ commands:
   flower new DIR -c RECIPE  write a Flower app: the same federation, across machines
   audit RECORD              show and verify the record of what has left a client's site
   recipes [NAME]            list the ready recipes, or print one
-  doctor                    tell versions, devices, and what is not installed
+  doctor                    tell versions, devices, and what is not installed; --flower: check a connection
 
   COMMAND --help            all options of a command
   fit --data.help CamVid    the options of a data set; so too --model.help, --trainer.partition.help
