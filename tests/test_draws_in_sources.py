@@ -44,7 +44,7 @@ ALLOWED = {
     "ArrayDataModule._loader": "a user's loader",
     "EvaluationData.evaluation_loader": "evaluation in order",
     "FederatedDataModule._loader": "a user's loader",
-    "FederatedTrainer.fit": "a user's loader, of a data set that is to be split",
+    "datamodule_of_handed": "a user's loader, of a data set that is to be split",
     "Shakespeare.evaluation_loader": "evaluation in order",
     "_loader_of": "a user's loader, of the examples of one client",
     # What a visit seeds.
