@@ -31,7 +31,7 @@ def main():
     parser.add_argument("checkout", metavar="LIGHTNING", type=Path, help="a working tree of Lightning")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--doors", nargs="*", default=DOORS, choices=DOORS, help="which of the three runs")
-    parser.add_argument("--folders", nargs="*", default=FIRST, help="folders of tests_pytorch")
+    parser.add_argument("--folders", nargs="*", default=FIRST, help="folders and files of tests_pytorch")
     parser.add_argument("--again", action="store_true", help="run federated tests that did not pass once more")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,8 @@ def main():
         if arguments.again and door != "plain":
             forget_failures(results_of(arguments.out, door))
         for folder in arguments.folders:
-            for file in sorted((tests / folder).rglob("test_*.py")):
+            path = tests / folder
+            for file in [path] if path.is_file() else sorted(path.rglob("test_*.py")):
                 run(door, file, arguments)
                 (arguments.out / "table.md").write_text(table(arguments.out))
     print((arguments.out / "table.md").read_text())
