@@ -15,6 +15,7 @@ from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluatio
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.callbacks.progress_bar import FederatedProgressBar
 from lightning_fed.method import Method
+from lightning_fed.rounds.trainer_checks import check_processes
 from lightning_fed.rule import Aggregator
 
 
@@ -115,6 +116,7 @@ class FederatedTrainer(L.Trainer):
 
         """
         refuse_foreign(model, train_dataloaders, datamodule)
+        check_processes(self)  # before Lightning starts them
         options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, **options)
 

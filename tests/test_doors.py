@@ -122,7 +122,7 @@ REFUSED = {  # name: (arguments of the Trainer, options of the federation, makes
         {"accumulate_grad_batches": 2}, {}, module, "`local_steps` to a multiple of 2 .* or use a 2 times larger batch",
     ),
     "windows over clients, local steps": (
-        {"accumulate_grad_batches": 2}, {"local_steps": 3}, module, "let a window straddle two clients",
+        {"accumulate_grad_batches": 2}, {"local_steps": 3}, module, "has 3: a window would straddle two clients",
     ),
     "windows over clients, stragglers": (
         {"accumulate_grad_batches": 2}, {"local_steps": 4, "availability": Availability(stragglers=0.5)}, module,
@@ -139,7 +139,7 @@ REFUSED = {  # name: (arguments of the Trainer, options of the federation, makes
         "`ModelPruning` does not work .* renames .* `torch.nn.utils.prune`",
     ),
     "changing windows": (
-        {"callbacks": [GradientAccumulationScheduler({0: 1, 2: 2})]}, {}, module, "use a larger batch size",
+        {"callbacks": [GradientAccumulationScheduler({0: 1, 2: 2})]}, {}, module, "a window would straddle two clients",
     ),
     "scheduler with a frequency": ({}, {}, bad_scheduler(frequency=2), "use frequency=1 .* or interval='epoch'"),
     "plateaus of a client": ({}, {}, bad_scheduler(monitor="train_loss"), "use interval='epoch'"),
@@ -220,7 +220,9 @@ def test_clients_with_data_of_their_own_have_no_data_set_together(make, either_t
 
 def test_several_processes_are_refused(plain_trainer):
     with pytest.raises(MisconfigurationException, match="the Trainer has 2: use strategy='client_parallel', which"):
-        check_trainer(plain_trainer(devices=2, strategy="ddp_fork"), None, 0.0)
+        check_trainer(plain_trainer(devices=2, strategy="ddp_fork"))
+    with pytest.raises(MisconfigurationException, match="the Trainer has 2: use strategy='client_parallel', which"):
+        FederatedTrainer(partition=IID(2), strategy="ddp_spawn", **{**QUIET, "devices": 2}).fit(module(), loader())
 
 
 @pytest.mark.parametrize("tune", ["lr_find", "scale_batch_size"])

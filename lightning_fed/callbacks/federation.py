@@ -32,7 +32,7 @@ from lightning_fed.rounds.entry_policies import check_sliced
 from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.fit_summary import describe_end, describe_start, files_of, last_checkpoint
-from lightning_fed.rounds.lightning_internals import callbacks_of, is_fitting, is_validating
+from lightning_fed.rounds.lightning_internals import callbacks_of, ends_after_batch, is_fitting, is_validating
 from lightning_fed.rounds.loop import RoundLoop
 from lightning_fed.rounds.options import BatchNormOption, Faults, FitOptions, LocalStatistics, VisitsOption
 from lightning_fed.rounds.remote import RemoteSide
@@ -425,7 +425,8 @@ class Federation(L.Callback):
             self._fit.decide_policies(trainer, pl_module)
         elif is_fitting(trainer) and not trainer.sanity_checking:
             self._fit.progress.validate()
-            self._loop.cut_short()
+            if ends_after_batch(trainer):
+                self._loop.cut_short()
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what is the clients' own."""

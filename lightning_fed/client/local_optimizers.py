@@ -188,7 +188,7 @@ class LocalOptimizers:
     def _step_again(self, before: Sequence[Mapping[str, Any]]) -> None:
         """Repeats the step of epoch schedulers that have stepped since, from the rate of another client or model."""
         for scheduler, state in zip(self.epoch_schedulers, before, strict=True):
-            if getattr(scheduler, "last_epoch", None) != state.get("last_epoch"):
+            if state and getattr(scheduler, "last_epoch", None) != state.get("last_epoch"):
                 scheduler.load_state_dict(copy.deepcopy(state))
                 scheduler.step()
 
@@ -201,7 +201,7 @@ class LocalOptimizers:
         for optimizer, buffers, groups in zip(
             self.optimizers, self._start["buffers"], self._start["groups"], strict=True
         ):
-            current = optimizer.state_dict()["param_groups"]
+            current = _groups(optimizer)
             states.append(
                 {
                     "state": copy.deepcopy(buffers),
@@ -218,7 +218,7 @@ class LocalOptimizers:
             "scaler": copy.deepcopy(self.scaler.state_dict()) if self.scaler is not None else {},
         }
         if buffers:
-            state["buffers"] = [copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
+            state["buffers"] = [copy.deepcopy(_buffers(optimizer)) for optimizer in self.optimizers]
         return state
 
     def _sliced(
@@ -243,7 +243,7 @@ class LocalOptimizers:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         for optimizer, buffers, groups in zip(self.optimizers, state["buffers"], state["groups"], strict=True):
-            current = optimizer.state_dict()["param_groups"]
+            current = _groups(optimizer)
             merged = [{**group, **values} for group, values in zip(current, groups, strict=True)]
             optimizer.load_state_dict({"state": copy.deepcopy(buffers), "param_groups": merged})
         for scheduler, values in zip(self.step_schedulers, state["schedulers"], strict=True):
@@ -272,7 +272,7 @@ def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
     """
     packed: State = {}
     for number, optimizer in enumerate(optimizers):
-        for parameter, buffers in optimizer.state_dict()["state"].items():
+        for parameter, buffers in _buffers(optimizer).items():
             for name, value in buffers.items():
                 key = f"{OPTIMIZER}{number}:{parameter}:{name}"
                 if isinstance(value, Tensor):
@@ -299,7 +299,19 @@ def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tens
         buffer = value.clone() if kind == "tensor" else {"float": float, "int": int, "bool": bool}[kind](value.item())
         states[int(number)].setdefault(index, {})[name] = buffer
     for optimizer, state in zip(optimizers, states, strict=True):
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer.load_state_dict({"state": state, "param_groups": _groups(optimizer)})
+
+
+def _buffers(optimizer: Optimizer) -> dict[Any, Any]:
+    """The optimizer's buffers; none of what Lightning has in the place of an optimizer that a module does not have."""
+    buffers: dict[Any, Any] = optimizer.state_dict().get("state", {})
+    return buffers
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's groups as its state has them, likewise."""
+    groups: list[dict[str, Any]] = optimizer.state_dict().get("param_groups", [])
+    return groups
 
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:

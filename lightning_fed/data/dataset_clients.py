@@ -61,6 +61,7 @@ class DatasetClients(Population):
         self.drop_last = drop_last
         self.weights = weights
         self._loader_options = loader_options or {}
+        self.split_loader: DataLoader[Any] | None = None
         self._sampler = _RoundSampler(self, drop_last)
         self._loader = self._make_loader()
 
@@ -68,6 +69,11 @@ class DatasetClients(Population):
     def dataset(self) -> Dataset[Any]:
         """The data set that a partition splits into the clients: that of the user's own loader."""
         return super().dataset if self.source.split_dataset is None else self.source.split_dataset
+
+    @property
+    def loader(self) -> DataLoader[Any]:
+        """The user's own loader, which a partition splits into the clients."""
+        return super().loader if self.split_loader is None else self.split_loader
 
     @property
     def num_workers(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import lightning as L
@@ -20,6 +21,7 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
@@ -27,11 +29,11 @@ from lightning_fed.data.dataset_clients import (
     DatasetClients,
     DatasetsSource,
     PartitionedSource,
-    SampleTransform,
     count_batches,
     cut_batches,
 )
 from lightning_fed.data.loader_clients import LoaderClients, check_client_loader, has_loader
+from lightning_fed.data.partition_base import NumberedPartition
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import LazyClients, Population, client_keys
 from lightning_fed.errors import OptionError
@@ -378,13 +380,18 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
         seed: Seed of the split, unless the partition has its own.
 
     Raises:
-        TypeError: If it is neither a ``DataLoader`` over a map-style data set nor several.
+        TypeError: If it is neither a ``DataLoader`` over a map-style data set nor several, and there is more than one
+            client.
         ValueError: If a loader has a sampler of its own, whose order mixes clients, or several are split into other
             clients each.
 
     """
     if isinstance(data, CombinedLoader) or (isinstance(data, Mapping | list | tuple) and has_loader(data)):
         return _split_loaders(data, partition, seed)
+    if _draws_batches(data):
+        return _split_batches(data, partition, seed)
+    if isinstance(partition, NumberedPartition) and partition.num_clients == 1 and not _is_splittable(data):
+        return LoaderClients({0: data})  # whatever gives batches, there is nothing to split
     return split_loader(data, partition, seed)
 
 
@@ -403,20 +410,19 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
 
     """
     indices, weights = _split(loader, partition, seed)
-
-    def transform(client: Client) -> SampleTransform | None:
-        return partition.transform(client, seed)
-
+    transform = partial(partition.transform, seed=seed)
     changes_samples = transform(next(iter(indices))) is not None
     source = PartitionedSource(loader.dataset, indices, transform if changes_samples else None, loader.collate_fn)
-    return DatasetClients(
+    clients = DatasetClients(
         source,
         loader.batch_size,
         isinstance(loader.sampler, RandomSampler),
         loader.drop_last,
         {name: getattr(loader, name) for name in _LOADER_OPTIONS},
-        None if weights is None else lambda client: weights[indices[client]],
+        None if weights is None else partial(_weights_of_client, indices, weights),
     )
+    clients.split_loader = loader
+    return clients
 
 
 def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClients:
@@ -436,15 +442,70 @@ def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClien
             " FederatedDataModule."
         )
 
-    def build(client: Client) -> CombinedLoader:
-        combined_part = copy.copy(combined)
-        combined_part.flattened = [
-            _loader_of(loader, indices[client], None if weights is None else weights[indices[client]])
-            for loader, indices, weights in parts
-        ]
-        return combined_part
+    return LoaderClients(LazyClients(clients[0], partial(_part_of_loaders, combined, parts)))
 
-    return LoaderClients(LazyClients(clients[0], build))
+
+def _part_of_loaders(combined: CombinedLoader, parts: Sequence[tuple[Any, Any, Any]], client: Client) -> CombinedLoader:
+    """A client's part of several loaders; a function of its own, so that a Trainer that holds it can be pickled."""
+    combined_part = copy.copy(combined)
+    combined_part.flattened = [
+        _loader_of(loader, indices[client], None if weights is None else weights[indices[client]])
+        for loader, indices, weights in parts
+    ]
+    return combined_part
+
+
+def _weights_of_client(indices: Mapping[Client, np.ndarray], weights: np.ndarray, client: Client) -> np.ndarray:
+    part: np.ndarray = weights[indices[client]]
+    return part
+
+
+def _split_batches(loader: DataLoader[Any], partition: Partition, seed: int) -> LoaderClients:
+    """Splits the data set of a loader whose sampler draws whole batches, which the data set takes at once.
+
+    Raises:
+        OptionError: If the partition changes samples, which come in batches here.
+
+    """
+    indices = partition.split(loader.dataset, seed)
+    clients = client_keys(indices)
+    if partition.transform(clients[0], seed) is not None:
+        raise OptionError(
+            f"Expected a partition that leaves samples as they are, but {type(partition).__name__} changes them, and"
+            " the data set of a loader with `sampler=BatchSampler(...)` gives whole batches."
+        )
+    return LoaderClients(LazyClients(clients, partial(_loader_of_batches, loader, indices)))
+
+
+def _loader_of_batches(
+    loader: DataLoader[Any], indices: Mapping[Client, np.ndarray], client: Client
+) -> DataLoader[Any]:
+    sampler: Any = loader.sampler
+    part = indices[client].tolist()
+    order: Any = SubsetRandomSampler(part) if isinstance(sampler.sampler, RandomSampler) else part
+    options = {name: getattr(loader, name) for name in _LOADER_OPTIONS if name != "persistent_workers"}
+    batches = BatchSampler(order, sampler.batch_size, sampler.drop_last)
+    return DataLoader(loader.dataset, batch_size=None, sampler=batches, collate_fn=loader.collate_fn, **options)
+
+
+def _draws_batches(loader: Any) -> bool:
+    """True for ``DataLoader(dataset, sampler=BatchSampler(...), batch_size=None)`` with an ordinary order."""
+    if not isinstance(loader, DataLoader) or loader.batch_size is not None or type(loader.sampler) is not BatchSampler:
+        return False
+    return _is_plain(loader.sampler.sampler) and not isinstance(loader.dataset, IterableDataset)
+
+
+def _is_plain(sampler: Any) -> bool:
+    """True for a sampler that draws every example once, in order or not."""
+    return type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+
+
+def _is_splittable(loader: Any) -> bool:
+    """True for a loader whose examples a partition can split, in batches that are cut anew."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    is_ordinary = _is_plain(loader.sampler) or _weights_of(loader) is not None
+    return is_ordinary and type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
 
 
 def _loader_of(loader: DataLoader[Any], indices: np.ndarray, weights: np.ndarray | None) -> DataLoader[Any]:
@@ -483,13 +544,8 @@ def _split(loader: Any, partition: Partition, seed: int) -> tuple[Mapping[Client
             f" `partition` can split, but got {found}. Give each client its own loader in a FederatedDataModule."
         )
     sampler = loader.sampler
-    is_plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
     weights = _weights_of(loader)
-    if (
-        not (is_plain or weights is not None)
-        or type(loader.batch_sampler) is not BatchSampler
-        or loader.batch_size is None
-    ):
+    if not _is_splittable(loader):
         raise OptionError(
             "Expected a DataLoader with a batch size and without a sampler of its own (but a WeightedRandomSampler that"
             " draws as many examples as there are, with replacement), because batches are cut within"

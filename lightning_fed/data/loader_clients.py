@@ -6,17 +6,17 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, WeightedRandomSampler
 
 from lightning_fed.data.interleave import interleave, sequential_groups
 from lightning_fed.data.poisson import check_poisson_loader, poisson_loader
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, batch_length, client_keys
 from lightning_fed.messages import Client
-from lightning_fed.server.schedule import Visit
 
 
 class LoaderClients(Population):
@@ -32,6 +32,7 @@ class LoaderClients(Population):
         super().__init__(client_keys(loaders))
         self.loaders = loaders
         self._counted: dict[Client, int] = {}  # by one pass over a client's batches
+        self._opened: dict[int, Any] = {}  # loaders whose workers live on, by their identity
 
     def num_samples(self, client: Client) -> int:
         """Length of the loader's data set or of its sampler, or else the examples in one pass over its batches.
@@ -77,6 +78,17 @@ class LoaderClients(Population):
             loader = CombinedLoader(loader, "max_size_cycle")  # as Lightning takes them
         return _Streams(loader) if isinstance(loader, CombinedLoader) else loader
 
+    def _note_workers(self, loader: Any) -> None:
+        for part in loader.streams if isinstance(loader, _Streams) else [loader]:
+            if getattr(part, "persistent_workers", False):
+                self._opened[id(part)] = part
+
+    def close(self) -> None:
+        """Ends the workers of loaders with persistent ones."""
+        opened, self._opened = self._opened, {}
+        for loader in opened.values():
+            _end_workers(loader)
+
     def examples_per_batch(self, client: Client) -> int:
         """The batch size of the client's loader.
 
@@ -120,9 +132,10 @@ class LoaderClients(Population):
         served = 0
         try:
             loader = self._loader(planned.visit.client)
+            self._note_workers(loader)
             with isolated_generators(loader, planned.visit.seed) if isolated else nullcontext():
                 is_drawn = self.sampling is not None and not isolated
-                batches = self._draws(loader, planned) if is_drawn else self._passes(loader, planned.visit)
+                batches = self._draws(loader, planned) if is_drawn else self._passes(loader, planned)
                 for batch in itertools.islice(batches, planned.num_batches):
                     yield VisitBatch(position, batch)
                     served += 1
@@ -142,8 +155,11 @@ class LoaderClients(Population):
         )
         yield from poisson_loader(loader, batches, visit.seed)
 
-    def _passes(self, loader: Iterable[Any], visit: Visit) -> Iterator[Any]:
-        for _ in itertools.count() if visit.steps is not None else range(visit.epochs):
+    def _passes(self, loader: Iterable[Any], planned: PlannedVisit) -> Iterator[Any]:
+        visit = planned.visit
+        in_visit = -(-planned.num_batches // planned.epoch_batches) if planned.epoch_batches else 1
+        for number in itertools.count() if visit.steps is not None else range(visit.epochs):
+            _set_epoch(loader, visit.round * in_visit + number)
             has_batches = False
             for batch in loader:
                 has_batches = True
@@ -152,8 +168,30 @@ class LoaderClients(Population):
                 raise ValueError("its loader gave no batch")
 
 
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Tells samplers which pass comes, by which they shuffle: Lightning tells those that it knows of."""
+    if isinstance(loader, _Streams):
+        for stream in loader.streams:
+            _set_epoch(stream, epoch)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers: list[Any] = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    for sampler in {id(sampler): sampler for sampler in samplers}.values():
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(epoch)
+
+
+def _end_workers(loader: Any) -> None:
+    """Ends the workers of a loader that would live on until somebody iterates over it again."""
+    iterator = getattr(loader, "_iterator", None)  # torch gives it no public name
+    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()  # noqa: SLF001
+        loader._iterator = None  # noqa: SLF001
+
+
 def _drawn_samples(loader: Any, most: int) -> int:
     """Examples that a loader draws in a pass; of samplers of torch at most so many as the data set has."""
+    if isinstance(getattr(loader, "sampler", None), BatchSampler):  # with `batch_size=None`: of whole batches
+        loader = SimpleNamespace(sampler=loader.sampler.sampler)
     batch_sampler = getattr(loader, "batch_sampler", None)
     batch_size = getattr(batch_sampler, "batch_size", None)
     if isinstance(batch_sampler, Sized) and isinstance(batch_size, int) and not hasattr(batch_sampler, "sampler"):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_fed.data.poisson import PoissonSampling
 from lightning_fed.errors import OptionError, without_frames
@@ -123,6 +123,16 @@ class Population(ABC):
             "In a federation whose clients bring their own data, the training loader has no `dataset`: ask the"
             " FederatedDataModule for its `clients`, each of which has one."
         )
+
+    @property
+    def loader(self) -> DataLoader[Any]:
+        """The user's own loader, which a partition splits into the clients.
+
+        Raises:
+            AttributeError: If every client has data of its own.
+
+        """
+        raise AttributeError("In a federation whose clients bring their own data, there is no loader of all of them.")
 
     @abstractmethod
     def num_samples(self, client: Client) -> int:

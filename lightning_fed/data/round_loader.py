@@ -174,6 +174,21 @@ class RoundLoader:
         return self.population.dataset
 
     @property
+    def batch_size(self) -> int | None:
+        """That of the user's own loader; an ``AttributeError`` if every client has data of its own."""
+        return self.population.loader.batch_size
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of the user's own loader, likewise."""
+        return self.population.loader.num_workers
+
+    @property
+    def sampler(self) -> Any:
+        """Sampler of the user's own loader, likewise."""
+        return self.population.loader.sampler
+
+    @property
     def current(self) -> PlannedVisit | None:
         """The visit of the last batch; ``None`` before the first visit, after the last one, and in larger groups."""
         return self.group[0] if len(self.group) == 1 else None

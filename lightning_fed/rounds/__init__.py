@@ -45,5 +45,6 @@ from lightning_fed.rounds.options import LocalStatistics as LocalStatistics
 from lightning_fed.rounds.remote import RemoteSide as RemoteSide
 from lightning_fed.rounds.round import Round as Round
 from lightning_fed.rounds.synchronisation import process_group_of as process_group_of
+from lightning_fed.rounds.trainer_checks import check_processes as check_processes
 from lightning_fed.rounds.trainer_checks import find_loader_owner as find_loader_owner
 from lightning_fed.rounds.visits import VisitModel as VisitModel

@@ -264,6 +264,9 @@ def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_batch_start
             type(strategy) is not SingleDeviceStrategy and not isinstance(strategy, ClientSharing)
         )
         or type(strategy).on_train_batch_start is not Strategy.on_train_batch_start,
+        "`val_check_interval` may validate after any batch": (
+            trainer.val_check_interval != 1.0 or isinstance(trainer.val_check_interval, int)
+        ),
         f"`{type(module).__name__}.on_train_batch_start` may end the epoch": has_batch_start,
         f"`{type(module).__name__}.training_step` fetches its batches itself (`dataloader_iter`)": (
             "dataloader_iter" in inspect.signature(module.training_step).parameters

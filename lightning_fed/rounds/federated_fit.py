@@ -51,6 +51,7 @@ class FederatedFit:
             ``None`` before that.
         cohort: The clients of the round that is under way, or was last.
         rounds: Number of rounds that are over.
+        number: Number of fits that this one goes on from, each with optimizers of its own.
         round_log: Log of the rounds.
         progress: Lightning's progress in checkpoints.
         clock: Ends visits that take too long.
@@ -77,7 +78,7 @@ class FederatedFit:
         self.clock = VisitClock(options.faults.visit_timeout)
         self.policies: Mapping[str, Policy] = {}
         self.unset: frozenset[str] | None = None
-        self.rounds = 0
+        self.rounds = self.number = 0
         self.round_log, self.progress = RoundLog(), RoundProgress()
         self.synchronisation = RoundSynchronisation()
         self.initial_statistics: State = {}
@@ -206,6 +207,7 @@ class FederatedFit:
         """Returns the state from which a later fit goes on, for checkpoints."""
         return {
             "rounds": self.rounds,
+            "number": self.number,
             "totals": self.round_log.state_dict(),
             "initial_statistics": self.initial_statistics,
             "unset": None if self.unset is None else sorted(self.unset),
@@ -213,7 +215,7 @@ class FederatedFit:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from it."""
-        self.rounds = state["rounds"]
+        self.rounds, self.number = state["rounds"], state.get("number", 0)
         self.round_log.load_state_dict(state["totals"])
         self.initial_statistics = state.get("initial_statistics", {})  # not in checkpoints of older versions
         unset = state.get("unset")
@@ -221,7 +223,7 @@ class FederatedFit:
 
     def go_on_from(self, fit: FederatedFit) -> None:
         """Goes on from another fit of the same Trainer."""
-        self.rounds, self.round_log = fit.rounds, fit.round_log
+        self.rounds, self.round_log, self.number = fit.rounds, fit.round_log, fit.number + 1
         self.initial_statistics, self.unset = fit.initial_statistics, fit.unset
 
     # What follows from the options

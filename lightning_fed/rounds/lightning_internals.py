@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.connectors.data_connector import _worker_check  # noqa: TID251 - has no public name
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
@@ -179,6 +180,11 @@ def exchange_reload_interval(trainer: L.Trainer, epochs: int) -> int:
     before: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     trainer.reload_dataloaders_every_n_epochs = epochs  # type: ignore[attr-defined]
     return before
+
+
+def advise_workers(trainer: L.Trainer, loader: Any) -> None:
+    """Has Lightning say it if a training loader has few workers, as it does of loaders that it trains on itself."""
+    _worker_check(trainer, loader, "train_dataloader")
 
 
 def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:

@@ -7,8 +7,9 @@ What happens inside a round is in :mod:`lightning_fed.rounds.round`, inside a vi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -20,6 +21,7 @@ from lightning_fed.data.federated import FederatedDataModule, datamodule_of_hand
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population, in_one_thread, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
+from lightning_fed.messages import Client
 from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
 from lightning_fed.rounds.entry_policies import freeze_parameters
@@ -28,6 +30,7 @@ from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import (
     HandedDataModule,
     OverriddenMethod,
+    advise_workers,
     callbacks_of,
     datamodule_of,
     ends_after_batch,
@@ -42,7 +45,7 @@ from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.round_averages import RoundAverages
 from lightning_fed.rounds.synchronisation import process_group_of, sharing_strategy
-from lightning_fed.rounds.trainer_checks import check_trainer, find_loader_owner
+from lightning_fed.rounds.trainer_checks import check_optimizers, check_round, check_trainer, find_loader_owner
 from lightning_fed.rounds.vectorized.plan import plan_vectorized_visits
 from lightning_fed.rounds.vectorized.vectorized_visits import VectorizedVisits
 from lightning_fed.server.schedule import Cohort
@@ -111,14 +114,14 @@ class RoundLoop:
         """
         fit, self._partition = self.fit, partition
         fit.attach(trainer)
-        check_trainer(trainer, fit.schedule.local_steps, fit.options.availability.stragglers)
+        check_trainer(trainer)
         strategy = sharing_strategy(trainer)
         if strategy is not None:
             fit.synchronise(strategy.synchronise(trainer, fit.server, fit.store, fit.schedule, fit.progress))
         train, val = handed_data(trainer)
         if train is not None:
             has_partition = partition is not None
-            handed = datamodule_of_handed(train, val, has_partition, lambda: self.find_population().clients)
+            handed = datamodule_of_handed(train, val, has_partition, self.known_clients)
             self._overridden = [HandedDataModule(trainer, handed)]
         has_clients = isinstance(datamodule_of(trainer), FederatedDataModule)
         if self.remote is None and has_clients == (partition is not None):
@@ -171,6 +174,8 @@ class RoundLoop:
         if self._averages is not None:
             self._averages.check_entries()
         self._batch_loop = self._fuse()
+        if fit.options.optimizer_state == "keep":
+            check_optimizers(fit.trainer.optimizers)
         fit.note_initial_statistics()
         self._frozen = freeze_parameters(fit.module, fit.policies)
         if fit.options.most_at_once == 1:
@@ -240,6 +245,10 @@ class RoundLoop:
             self._look_at_data()
         return self.fit.population
 
+    def known_clients(self) -> Sequence[Client]:
+        """The clients' keys, likewise."""
+        return self.find_population().clients
+
     def _look_at_data(self) -> None:
         """Asks for the clients' data, as Lightning asks for a training loader."""
         fit = self.fit
@@ -249,6 +258,10 @@ class RoundLoop:
             fit.meet(datamodule_of(fit.trainer).population())
         else:
             loader = self._train_dataloader.original()
+            if not fit.is_population_known:
+                interval = exchange_reload_interval(fit.trainer, self._reload_interval or 0)  # which it looks at, too
+                advise_workers(fit.trainer, loader)
+                exchange_reload_interval(fit.trainer, interval)
             fit.meet(split_training_data(loader, self._partition, fit.schedule.seed))
 
     def ask_for_round(self) -> None:
@@ -289,7 +302,9 @@ class RoundLoop:
             None if self._executor is None else self._executor.groups,
             fit.clock,
         )
-        loader.on_start = lambda: self._start_round(loader, cohort)
+        if remote is None:
+            check_round(fit.trainer, loader.visits, len(fit.population.clients))
+        loader.on_start = partial(self._start_round, loader, cohort)
         return loader
 
     def _start_round(self, loader: RoundLoader, cohort: Cohort) -> None:

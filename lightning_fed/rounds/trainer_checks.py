@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,9 +14,11 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
+from torch.optim import LBFGS, Optimizer
 
+from lightning_fed.data.population import PlannedVisit
 from lightning_fed.rounds.lightning_internals import callbacks_of, datamodule_of, is_overridden
-from lightning_fed.rounds.synchronisation import process_group_of
+from lightning_fed.rounds.synchronisation import ClientSharing
 
 _REFUSED: dict[type[L.Callback], str] = {
     BatchSizeFinder: "it would tune on the first client's batches: tune with a plain `L.Trainer` first",
@@ -24,7 +27,6 @@ _REFUSED: dict[type[L.Callback], str] = {
     " (from Lightning 2.6 on), which averages the global models here, or a rule of the server",
     ModelPruning: "it renames entries of the module between rounds, which clients would not know: prune the trained"
     " model with `torch.nn.utils.prune`",
-    GradientAccumulationScheduler: "its windows would straddle two clients: use a larger batch size",
 }
 
 
@@ -74,32 +76,86 @@ def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) 
     callbacks.insert(0, callback)
 
 
-def check_trainer(trainer: L.Trainer, local_steps: int | None, stragglers: float) -> None:
-    """Refuses what cannot be right when one epoch is one round of several clients.
-
-    Args:
-        trainer: The Trainer.
-        local_steps: Batches per visit, if that is how work is counted.
-        stragglers: Fraction of stragglers.
+def check_processes(trainer: L.Trainer) -> None:
+    """Refuses several processes that do not share the clients.
 
     Raises:
         MisconfigurationException: With what to do instead.
 
     """
-    if trainer.world_size > 1 and process_group_of(trainer).size == 1:
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientSharing):
         raise MisconfigurationException(
             f"`Federation` trains the clients of a round one after another in one process, but the Trainer has"
             f" {trainer.world_size}: use strategy='client_parallel', which shares the clients out to them, or"
             " `devices=1`."
         )
-    interval = getattr(trainer, "val_check_interval", None)
-    if interval != 1.0 or isinstance(interval, int) or trainer.check_val_every_n_epoch is None:  # 1 is "every batch"
+
+
+def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients: int) -> None:
+    """Refuses what cannot be right in a round with these visits.
+
+    Args:
+        trainer: The Trainer.
+        visits: The round's visits in their order.
+        num_clients: Number of clients in the federation; one trains as in a plain fit, whatever the Trainer does.
+
+    Raises:
+        MisconfigurationException: With what to do instead.
+
+    """
+    if num_clients == 1:
+        return
+    _check_validation(trainer, sum(planned.num_batches for planned in visits))
+    schedules = [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulationScheduler)]
+    windows = [trainer.accumulate_grad_batches, *(window for each in schedules for window in each.scheduling.values())]
+    for window in windows:
+        odd = next((planned for planned in visits[:-1] if planned.num_batches % window), None)
+        if odd is not None:
+            raise MisconfigurationException(
+                f"Gradients of {window} batches are accumulated, and the visit of client {odd.visit.client!r} has"
+                f" {odd.num_batches}: a window would straddle two clients. Set `local_steps` to a multiple of {window}"
+                f" (without stragglers), or use a {window} times larger batch size instead of"
+                f" `accumulate_grad_batches={window}`."
+            )
+
+
+def _check_validation(trainer: L.Trainer, num_batches: int) -> None:
+    interval: Any = getattr(trainer, "val_check_interval", None)
+    every = trainer.check_val_every_n_epoch
+    is_in_batches = isinstance(interval, int) and not isinstance(interval, bool)
+    fits = interval % num_batches == 0 if is_in_batches and num_batches else interval == 1.0 and every is not None
+    if not fits:
         raise MisconfigurationException(
-            "Validation inside a round would validate one client's model: leave `val_check_interval` at 1.0 and use"
-            f" `check_val_every_n_epoch` to validate every n rounds, but got"
-            f" val_check_interval={interval!r} and"
-            f" check_val_every_n_epoch={trainer.check_val_every_n_epoch!r}."
+            "Validation inside a round would validate one client's model: leave `val_check_interval` at 1.0, or set it"
+            f" to a multiple of the round's batches, which are {num_batches}, and use `check_val_every_n_epoch` to"
+            f" validate every n rounds, but got val_check_interval={interval!r} and check_val_every_n_epoch={every!r}."
         )
+
+
+def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuses optimizers whose state a client cannot keep.
+
+    Raises:
+        MisconfigurationException: With what to do instead.
+
+    """
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise MisconfigurationException(
+            "The state of LBFGS holds lists of past steps, which a client cannot keep: use optimizer_state='reset'."
+        )
+
+
+def check_trainer(trainer: L.Trainer) -> None:
+    """Refuses what cannot be right when one epoch is one round, whatever the clients.
+
+    Args:
+        trainer: The Trainer.
+
+    Raises:
+        MisconfigurationException: With what to do instead.
+
+    """
+    check_processes(trainer)
     overfit = trainer.overfit_batches  # type: ignore[attr-defined]
     if overfit:
         raise MisconfigurationException(
@@ -107,12 +163,6 @@ def check_trainer(trainer: L.Trainer, local_steps: int | None, stragglers: float
             " own. To see whether the model can overfit, give a plain `L.Trainer` a few batches, or `Federation` one"
             " client with few examples; `limit_train_batches` makes the rounds short. Leave `overfit_batches` at 0, but"
             f" got overfit_batches={overfit!r}."
-        )
-    window = trainer.accumulate_grad_batches
-    if window > 1 and (local_steps is None or local_steps % window or stragglers):
-        raise MisconfigurationException(
-            f"`accumulate_grad_batches={window}` would let a window straddle two clients: set `local_steps` to a"
-            f" multiple of {window} (without stragglers), or use a {window} times larger batch size instead."
         )
     for callback in callbacks_of(trainer):
         for refused, reason in _REFUSED.items():

@@ -26,6 +26,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.client.local_model import LocalModel
+from lightning_fed.client.local_optimizers import OPTIMIZER
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import ClientFault, VisitTimeout, describe, without_frames
@@ -40,6 +41,8 @@ from lightning_fed.rounds.round_start import RoundStart
 from lightning_fed.rounds.vectorized.vectorized_visits import VectorizedVisits
 
 _log = logging.getLogger(__name__)
+
+_FIT = f"{OPTIMIZER}fit"  # of a kept optimizer state, where it is not the first one
 
 
 @dataclass
@@ -160,7 +163,9 @@ class Visits:
     def load(self, client: Client, request: Request, broadcast: Broadcast) -> None:
         """Makes the module the client's model, and its optimizers fresh or those that the client has kept."""
         self.local.load_client(client, broadcast.state)
-        kept = self.local.kept_optimizer_state(client) if self.fit.options.optimizer_state == "keep" else None
+        kept = self.local.kept_optimizer_state(client) if self.fit.options.optimizer_state == "keep" else {}
+        if kept.pop(_FIT, torch.tensor(0)) != self.fit.number:  # a fit begins with new optimizers
+            kept = {}
         rows = [(self.local.sliced[name], rows) for name, rows in request.rows.items()]
         self.start.optimizers.start_visit(kept, rows)
         self._module.zero_grad()
@@ -234,7 +239,7 @@ class Visits:
     def _fail(self, planned: PlannedVisit, error: Exception) -> None:
         """Marks a visit as failed by an error in the module's step; raises it where the program cannot go on."""
         fault = client_fault(error, planned)
-        if fault is None:
+        if fault is None or self._is_alone():
             raise error
         planned.fail(fault, error)
         if not isinstance(error, ClientFault) and not self._loader.population.has_raised:
@@ -243,6 +248,12 @@ class Visits:
             _log.warning(
                 "The step of client %r raised (this is shown for the first one only):\n%s", planned.visit.client, trace
             )
+
+    def _is_alone(self) -> bool:
+        """True if this is the only client there is, so that nothing comes of a round without it."""
+        fit = self.fit
+        is_only = len(fit.population.clients) == 1 and not fit.is_remote
+        return is_only and fit.options.faults.max_failed_rounds is not None
 
     def _prepare_batch(self, client: Client, batch: Any) -> Any:
         for callback in self._callbacks:
@@ -342,6 +353,8 @@ class Visits:
     def keep(self, planned: PlannedVisit) -> None:
         """Stages the client's personal entries, memory and optimizer state until its next visit."""
         optimizer_state = self.start.optimizers.end_visit(planned.position)
+        if optimizer_state and self.fit.number:
+            optimizer_state[_FIT] = torch.tensor(self.fit.number)
         self.local.keep(planned.visit.client, planned.visit.round, optimizer_state)
 
     def leave(self) -> None:

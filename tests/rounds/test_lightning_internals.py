@@ -18,6 +18,7 @@ from lightning_fed.rounds import lightning_internals as internals
 from lightning_fed.rounds.logged_values import LogCall
 from tests.recorders import MemoryLogger, loading
 
+CONNECTOR = "lightning.pytorch.trainer.connectors.data_connector"
 BATCHES = 3
 
 
@@ -188,6 +189,12 @@ def test_a_trainer_says_the_stage_that_it_was_given(plain_trainer):
     assert trainer.testing
     internals.exchange_stage(trainer, before)
     assert not trainer.testing
+
+
+def test_lightning_advises_on_workers(plain_trainer, monkeypatch):
+    monkeypatch.setattr(f"{CONNECTOR}.suggested_max_num_workers", lambda devices: 8)
+    with pytest.warns(UserWarning, match="'train_dataloader' does not have many workers"):
+        internals.advise_workers(plain_trainer(), Net().train_dataloader())
 
 
 def test_the_last_batch_is_what_it_was_made(fit):

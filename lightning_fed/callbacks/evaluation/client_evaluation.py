@@ -232,6 +232,8 @@ class ClientEvaluation(FederatedCallback):
         federation = find_federation(trainer)
         if federation.has_lost_entries or not (federation.is_remote or _has_clients(trainer, stage)):
             return
+        if federation.current_visit is not None:  # the only client's: inside a round, as `val_check_interval` has it
+            return
         if self._is_private(federation):
             return
         reports = self.evaluate(trainer, module, stage, own=True)

@@ -1,0 +1,298 @@
+"""What a Trainer and its loaders do in a plain fit, they do in a federated one."""
+
+import copy
+import pickle
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
+
+from lightning_fed import FederatedDataModule, Federation
+from lightning_fed.data import IID, LoaderDataModule
+from tests import models
+from tests.recorders import Recorder, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+CONNECTOR = "lightning.pytorch.trainer.connectors.data_connector"
+EXAMPLES = models.vectors({"a": 40})["a"]
+KEEP = {"optimizer_state": "keep", "batch_norm": "average"}
+
+
+def loader(**options):
+    return DataLoader(TensorDataset(*EXAMPLES), 8, **options)
+
+
+def momentum_module(**options):
+    return models.Module(models.mlp(), models.momentum, **options)
+
+
+# --- one client trains as a plain fit ---------------------------------------------------------------------------------
+
+PLAIN = {  # arguments of the Trainer, callbacks
+    "accumulation": ({"accumulate_grad_batches": 2}, list),
+    "changing accumulation": ({}, lambda: [GradientAccumulationScheduler({0: 1, 1: 3})]),
+    "validation inside": ({"val_check_interval": 0.4}, list),
+    "validation by batches": ({"val_check_interval": 3, "check_val_every_n_epoch": None}, list),
+}
+
+
+class Watch(L.Callback):
+    """Notes the model at every validation."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_validation_start(self, trainer, pl_module):
+        self.seen.append((trainer.global_step, state_of(pl_module)))
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_one_client_trains_as_in_a_plain_fit(case, plain_trainer):
+    options, callbacks = PLAIN[case]
+    ends = []
+    for federation in ([], [Federation(partition=IID(1), **KEEP)]):
+        own, watch = momentum_module(), Watch()
+        trainer = plain_trainer(max_epochs=3, callbacks=[*federation, *callbacks(), watch], **options)
+        trainer.fit(own, datamodule=LoaderDataModule(loader(), loader()))
+        ends.append((trainer.global_step, [step for step, _ in watch.seen], state_of(own), watch.seen))
+    assert ends[0][:2] == ends[1][:2]
+    torch.testing.assert_close(ends[0][2], ends[1][2])
+    for (_, ours), (_, theirs) in zip(ends[0][3], ends[1][3], strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_second_fit_begins_with_new_optimizers(plain_trainer):
+    ends = []
+    for federation in ([], [Federation(partition=IID(1), **KEEP)]):
+        own = momentum_module()
+        trainer = plain_trainer(max_epochs=1, callbacks=federation)
+        for epochs in (1, 3):
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(own, datamodule=LoaderDataModule(loader()))
+        ends.append(state_of(own))
+    torch.testing.assert_close(*ends)
+
+
+class Fails(models.Module):
+    """Cannot train on the third batch."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise ArithmeticError("no number")
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_error_of_the_only_client_comes_at_once(plain_trainer):
+    steps = []
+    for federation in ([], [Federation(partition=IID(1))]):
+        trainer = plain_trainer(max_epochs=2, callbacks=federation)
+        with pytest.raises(ArithmeticError, match="no number") as raised:
+            trainer.fit(Fails(models.mlp()), datamodule=LoaderDataModule(loader()))
+        assert raised.traceback[-1].name == "training_step"
+        steps.append(trainer.global_step)
+    assert steps == [2, 2]
+
+
+class Counts(L.LightningModule):
+    """Learns without an optimizer: a running mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def training_step(self, batch, batch_idx):
+        self.mean += (batch[0].mean(0) - self.mean) / (batch_idx + 1)
+
+    def configure_optimizers(self):
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("state", ["keep", "reset"])
+def test_a_module_without_an_optimizer(state, plain_trainer):
+    own = Counts()
+    own.automatic_optimization = False
+    federation = Federation(partition=IID(2), optimizer_state=state)
+    data = LoaderDataModule(DataLoader(TensorDataset(*EXAMPLES), 10))
+    plain_trainer(max_epochs=1, callbacks=[federation]).fit(own, datamodule=data)
+    torch.testing.assert_close(own.mean, EXAMPLES[0].mean(0), rtol=1e-4, atol=1e-4)
+
+
+class NoState:
+    """A scheduler with nothing to save."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.last_epoch = optimizer, 0
+
+    def step(self, *args):
+        self.last_epoch += 1
+
+    def state_dict(self):
+        return None
+
+    def load_state_dict(self, state):
+        assert state is None
+
+
+class TwoSchedulers(models.Module):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        per_step = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}
+        return [optimizer], [per_step, {"scheduler": NoState(optimizer)}]
+
+    def lr_scheduler_step(self, scheduler, metric):
+        scheduler.step()
+
+
+def test_a_scheduler_without_state_beside_one_per_step(plain_trainer):
+    trainer = plain_trainer(max_epochs=2, callbacks=[Federation(partition=IID(2))])
+    trainer.fit(TwoSchedulers(models.mlp()), datamodule=LoaderDataModule(loader()))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.9 ** (2 * 3))  # 20 examples: 3 batches
+
+
+def test_lbfgs_with_a_state_that_is_kept_is_refused_before_it_trains(plain_trainer):
+    own = models.Module(models.mlp(), torch.optim.LBFGS)
+    recorder = Recorder()
+    trainer = plain_trainer(max_epochs=1, callbacks=[Federation(partition=IID(2), **KEEP), recorder])
+    with pytest.raises(MisconfigurationException, match=r"LBFGS .* optimizer_state='reset'"):
+        trainer.fit(own, datamodule=LoaderDataModule(loader()))
+    assert not recorder.visits
+
+
+# --- several clients --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 5}, {"val_check_interval": 10}])
+def test_what_falls_on_the_ends_of_visits_or_rounds_is_taken(options, plain_trainer):
+    """Two clients of five batches each."""
+    clients = models.as_datasets(models.vectors({"a": 40, "b": 40}))
+    watch = Watch()
+    trainer = plain_trainer(max_epochs=2, callbacks=[Federation(), watch], **options)
+    trainer.fit(models.Module(models.mlp()), datamodule=FederatedDataModule(clients, loader().dataset, batch_size=8))
+    assert trainer.global_step == 2 * 10 // options.get("accumulate_grad_batches", 1)
+    assert len(watch.seen) == 2
+
+
+# --- the Trainer afterwards -------------------------------------------------------------------------------------------
+
+
+class Holds(L.Callback):
+    """Holds the Trainer, as many loggers and callbacks do."""
+
+    def setup(self, trainer, pl_module, stage):
+        self.trainer = trainer
+
+
+class HalfWeighted(L.LightningDataModule):
+    def train_dataloader(self):
+        return loader(sampler=torch.utils.data.WeightedRandomSampler([1.0] * 20 + [2.0] * 20, 40))
+
+
+@pytest.mark.parametrize("data", [lambda: LoaderDataModule(loader()), HalfWeighted])
+def test_a_trainer_can_be_copied_and_pickled_afterwards(data, plain_trainer, tmp_path):
+    holder, save = Holds(), ModelCheckpoint(tmp_path)
+    callbacks = [holder, save, Federation(partition=IID(3))]
+    trainer = plain_trainer(max_epochs=2, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(models.Module(models.mlp()), datamodule=data())
+    for again in (copy.deepcopy(holder), pickle.loads(pickle.dumps(holder))):
+        assert again.trainer.current_epoch == 2
+        assert again.trainer is not trainer
+
+
+# --- loaders ----------------------------------------------------------------------------------------------------------
+
+
+class Looks(models.Module):
+    def on_train_start(self):
+        loader = self.trainer.train_dataloader
+        self.seen = len(loader.dataset), loader.batch_size, type(loader.sampler), loader.num_workers
+
+
+def test_the_training_loader_has_the_attributes_of_the_users(plain_trainer):
+    own = Looks(models.mlp())
+    plain_trainer(max_epochs=1, callbacks=[Federation(partition=IID(2))]).fit(
+        own, datamodule=LoaderDataModule(loader(shuffle=True))
+    )
+    assert own.seen == (40, 8, RandomSampler, 0)
+
+
+def test_lightning_advises_on_workers(plain_trainer, monkeypatch):
+    monkeypatch.setattr(f"{CONNECTOR}.suggested_max_num_workers", lambda devices: 8)
+    trainer = plain_trainer(max_epochs=1, callbacks=[Federation(partition=IID(2))])
+    with pytest.warns(UserWarning, match="'train_dataloader' does not have many workers"):
+        trainer.fit(models.Module(models.mlp()), datamodule=LoaderDataModule(loader()))
+
+
+def test_a_clients_sampler_is_told_the_pass(federated_trainer):
+    """Two local epochs in each of two rounds: four passes, each in an order of its own."""
+    passes = []
+
+    class Sampler(DistributedSampler):
+        def set_epoch(self, epoch):
+            passes.append(epoch)
+            super().set_epoch(epoch)
+
+    dataset = TensorDataset(*EXAMPLES)
+    own = DataLoader(dataset, 8, sampler=Sampler(dataset, num_replicas=1, rank=0))
+    recorder = Recorder()
+    trainer = federated_trainer(max_rounds=2, local_epochs=2, callbacks=[recorder])
+    trainer.fit(models.Module(models.mlp()), {"a": own})
+    assert passes == [0, 1, 2, 3]
+    firsts = [visit.batches[number][0] for visit in recorder.visits for number in (0, 5)]
+    assert len({tuple(batch.flatten().tolist()) for batch in firsts}) == 4
+
+
+def test_a_clients_persistent_workers_end_with_the_fit(federated_trainer):
+    own = loader(num_workers=1, persistent_workers=True)
+    federated_trainer(max_rounds=2).fit(models.Module(models.mlp()), {"a": own})
+    assert own._iterator is None  # noqa: SLF001 - torch gives it no public name
+
+
+class InBatches(TensorDataset):
+    """Takes the indices of a whole batch at once, and nothing else."""
+
+    def __getitem__(self, index):
+        assert isinstance(index, list)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("num_clients", [1, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_sampler_of_whole_batches_is_split(shuffle, num_clients, plain_trainer):
+    dataset = InBatches(*EXAMPLES)
+    order = RandomSampler(dataset) if shuffle else torch.utils.data.SequentialSampler(dataset)
+    whole = DataLoader(dataset, batch_size=None, sampler=BatchSampler(order, 8, drop_last=False))
+    recorder = Recorder()
+    federation = Federation(partition=IID(num_clients))
+    trainer = plain_trainer(max_epochs=1, callbacks=[federation, recorder])
+    trainer.fit(models.Module(models.mlp()), datamodule=LoaderDataModule(whole))
+    sizes = [[len(batch[0]) for batch in visit.batches] for visit in recorder.visits]
+    assert sizes == ([[8] * 5] if num_clients == 1 else [[8, 8, 4]] * 2)
+    assert trainer.callback_metrics["fed/num_samples"] == 40
+    seen = torch.cat([batch[0] for visit in recorder.visits for batch in visit.batches])
+    torch.testing.assert_close(seen.sum(0), EXAMPLES[0].sum(0))
+
+
+class Batches:
+    """Batches from elsewhere: neither a ``DataLoader`` nor a data set."""
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        return (tuple(part[start : start + 8] for part in EXAMPLES) for start in range(0, 40, 8))
+
+
+def test_whatever_gives_batches_is_one_clients_data(plain_trainer):
+    ends = []
+    for federation in ([], [Federation(partition=IID(1), **KEEP)]):
+        own = momentum_module()
+        plain_trainer(max_epochs=2, callbacks=federation).fit(own, datamodule=LoaderDataModule(Batches()))
+        ends.append(state_of(own))
+    torch.testing.assert_close(*ends)
