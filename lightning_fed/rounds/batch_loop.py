@@ -255,6 +255,7 @@ def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_batch_start
 
     """
     strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
+    interval = getattr(trainer, "val_check_interval", None)  # none where validation goes by time
     obstacles = {
         f"Lightning {L.__version__} has a loop that is not known here": not L.__version__.startswith(KNOWN_VERSIONS),
         f"{type(profiler).__name__} measures what Lightning calls in its own loop": (
@@ -264,9 +265,7 @@ def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_batch_start
             type(strategy) is not SingleDeviceStrategy and not isinstance(strategy, ClientSharing)
         )
         or type(strategy).on_train_batch_start is not Strategy.on_train_batch_start,
-        "`val_check_interval` may validate after any batch": (
-            trainer.val_check_interval != 1.0 or isinstance(trainer.val_check_interval, int)
-        ),
+        "`val_check_interval` may validate after any batch": (interval != 1.0 or isinstance(interval, int)),
         f"`{type(module).__name__}.on_train_batch_start` may end the epoch": has_batch_start,
         f"`{type(module).__name__}.training_step` fetches its batches itself (`dataloader_iter`)": (
             "dataloader_iter" in inspect.signature(module.training_step).parameters
