@@ -637,7 +637,7 @@ def test_a_second_fit_of_the_same_objects_is_the_first_again(plain_trainer):
 
 
 def test_a_trainer_that_goes_on(federated_trainer):
-    """One round, then two more after raising Lightning's `max_epochs`: as three at once but for the optimizers, which are new."""
+    """One round, then two more after raising `max_epochs`: as three at once, but for new optimizers."""
     options = {"personal": ["net.2.*"], "optimizer_state": "keep", "clients_per_round": 2, "seed": 3}
     own, recorder = module(optimizer=models.sgd), Recorder()
     trainer = federated_trainer(max_rounds=1, callbacks=[recorder], **options)
