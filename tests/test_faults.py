@@ -87,7 +87,7 @@ class Rows(Logger):
         self.rows = {}
 
     def log_metrics(self, metrics, step=None):
-        self.rows.setdefault(step, {}).update(metrics)
+        self.rows.setdefault(metrics["epoch"], {}).update(metrics)
 
     def log_hyperparams(self, *arguments, **options):
         pass
