@@ -179,7 +179,7 @@ def be_a_stranger(shell, folder):
         f" --root-certificates {ca} --superlink {HERE}"
     )
     yield "join as a node", status not in (0, 124) and "SuperNode ID" not in said
-    body = {"content": b"", "headers": {"content-type": "application/x-protobuf"}}
+    body = {"content": b"", "headers": {"content-type": "application/protobuf"}}
     with httpx.Client(verify=ssl.create_default_context(cafile=ca)) as client:
         calls = [client.post(f"https://{HERE}{path}", **body) for path in (
             "/v1/runtime/acquire-task", "/v1/runtime/push-logs", "/v1/fleet/../runtime/acquire-task",
