@@ -9,10 +9,12 @@ import torch
 
 from tests.generators import OUTSIDE, SEED_VARIABLES, same_random_numbers
 
-# The examples of what runs on Flower need Flower, an extra; scripts of projects need what projects need.
-collect_ignore_glob = ["tests/projects/scripts/*", "tests/projects/packages/*"]
+# The examples of a network need the network, an extra; scripts of projects need what projects need.
+collect_ignore_glob = ["tests/projects/scripts/*", "tests/projects/packages/*", "tests/backends/nvflare/job/*"]
+collect_ignore_glob += ["tests/backends/nvflare/admin.py"]
 collect_ignore_glob += [] if find_spec("flwr") else ["lightning_fed/backends/flower/*.py", "tests/backends/flower/*.py"]
-collect_ignore_glob += [] if find_spec("Crypto") else ["lightning_fed/backends/wire/*.py"]  # comes with Flower
+collect_ignore_glob += [] if find_spec("nvflare") else ["lightning_fed/backends/nvflare/*.py"]
+collect_ignore_glob += [] if find_spec("Crypto") else ["lightning_fed/backends/wire/*.py"]  # comes with both
 
 # One thread, or as many as the environment says: the processes that tests start read the same variable.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))

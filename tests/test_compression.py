@@ -8,7 +8,7 @@ import torch
 
 from lightning_fed import Federation
 from lightning_fed.algorithms import FedAvg
-from lightning_fed.compression import Quantized, TopK
+from lightning_fed.compression import Float16, Quantized, TopK
 from lightning_fed.messages import Broadcast, ClientUpdate, tensor_bytes
 from lightning_fed.privacy import CentralDP, SecureSum
 from lightning_fed.rule import RoundInfo
@@ -18,7 +18,7 @@ from tests import models
 from tests.backends.flower.halves import SIZES, in_process, on_flower
 from tests.recorders import assert_same, state_of
 
-STEPS = {"8 bits": Quantized(8), "4 bits": Quantized(4), "top": TopK(0.3)}
+STEPS = {"8 bits": Quantized(8), "4 bits": Quantized(4), "top": TopK(0.3), "float16": Float16()}
 START = {"w": torch.linspace(-1, 2, 15).reshape(5, 3), "b": torch.tensor([0.5]), "steps": torch.tensor(3)}
 
 
@@ -75,7 +75,10 @@ def test_the_largest_numbers_are_sent():
     np.testing.assert_allclose((came[0]["w"] - START["w"]).flatten().numpy(), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(("step", "size"), [(Quantized(8), 15 + 8 + 1 + 8), (Quantized(4), 8 + 8 + 1 + 8)])
+@pytest.mark.parametrize(
+    ("step", "size"),
+    [(Quantized(8), 15 + 8 + 1 + 8), (Quantized(4), 8 + 8 + 1 + 8), (Float16(), 30 + 8 + 2 + 8)],
+)
 def test_bytes_on_the_wire(step, size):
     sent, _, _ = rounds(step, moves(1))
     assert sent[0].nbytes == size + tensor_bytes({"steps": START["steps"]})
@@ -87,6 +90,7 @@ BAD = {
     "a list of scales": (
         Quantized(4), lambda update: update.extras.update({"short:w": torch.ones(3).double()}), "a scale that is none",
     ),
+    "half a scale": (Float16(), lambda update: update.extras["short:w"].neg_(), "a scale that is none"),
     "positions outside": (TopK(0.3), lambda update: update.extras["short:w"].add_(99), "positions that are none"),
     "a position twice": (TopK(0.3), lambda update: update.extras["short:w"].fill_(3), "positions that are none"),
     "fewer positions": (

@@ -40,6 +40,7 @@ ROOMS = {  # every package with exports, and the page of the API that has them
     "lightning_fed.privacy": "privacy.md",
     "lightning_fed.backends.client_parallel": "backends.md",
     **({"lightning_fed.backends.flower": "backends.md"} if find_spec("flwr") else {}),  # an extra
+    **({"lightning_fed.backends.nvflare": "backends.md"} if find_spec("nvflare") else {}),  # an extra
     **({"lightning_fed.backends.wire": "backends.md"} if find_spec("Crypto") else {}),  # comes with those
     "lightning_fed.callbacks": "callbacks.md",
     "lightning_fed.compare": "compare.md",
@@ -76,7 +77,9 @@ def documented():
     objects = {}
     if not find_spec("flwr"):  # an extra
         paths = [path for path in paths if not path.startswith("lightning_fed.backends.flower.")]
-    if not find_spec("Crypto"):  # comes with it
+    if not find_spec("nvflare"):  # an extra
+        paths = [path for path in paths if not path.startswith("lightning_fed.backends.nvflare.")]
+    if not find_spec("Crypto"):  # comes with both
         paths = [path for path in paths if not path.startswith("lightning_fed.backends.wire.")]
     for path in paths:
         module, name = path.rsplit(".", 1)
@@ -87,6 +90,7 @@ def documented():
 def test_every_room_has_a_page():
     packages = [path.parent for path in (ROOT / "lightning_fed").rglob("__init__.py")]
     packages = [package for package in packages if package.name != "flower" or find_spec("flwr")]  # an extra
+    packages = [package for package in packages if package.name != "nvflare" or find_spec("nvflare")]  # likewise
     with_exports = {
         ".".join(package.relative_to(ROOT).parts)
         for package in packages

@@ -20,6 +20,7 @@ PACKAGE = "lightning-fed"
 FEATURES = {
     "demo": "`lightning-fed demo`, TensorBoard logs, all pictures and curves",
     "flower": "clients on other machines: `lightning-fed flower`, `lightning_fed.backends.flower`",
+    "nvflare": "clients on other machines: `lightning-fed nvflare`, `lightning_fed.backends.nvflare`",
     "peft": "models of text and low-rank adapters (LoRA)",
     "privacy": "privacy budgets, `CentralDP`, `DPSGD`, `lightning-fed privacy`",
 }

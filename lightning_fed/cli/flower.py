@@ -1,147 +1,27 @@
-"""``lightning-fed flower``: a Flower app of a recipe, and the long-lived process beside a client's data."""
+"""``lightning-fed flower``: a Flower app of a recipe, its server and nodes, and the process beside a client's data."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import keyword
+import importlib
 import logging
 import os
-import re
-import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
-import lightning as L
-
-from lightning_fed.callbacks.federation import Federation
-from lightning_fed.data.federated import FederatedDataModule
+from lightning_fed.cli.recipe_halves import write_halves
 from lightning_fed.errors import OptionError
-from lightning_fed.rounds.federated_callback import FederatedCallback
 
-_ON_CLIENTS = (
-    "accelerator", "devices", "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches",
-    "limit_train_batches", "deterministic", "benchmark", "detect_anomaly",
-)  # fmt: skip
-_NOT_ON_SERVER = (
-    "strategy",
-    "max_steps",
-    "max_time",
-    "fast_dev_run",
-    "reload_dataloaders_every_n_epochs",
-    "max_rounds",
-)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Contents of a recipe, for the two halves of a federation.
-
-    Args:
-        federation: The federation.
-        model: The LightningModule.
-        data: The datamodule.
-        server_trainer: Arguments of the server's ``L.Trainer``.
-        client_trainer: Arguments of the clients' ``L.Trainer``: those that concern training.
-        server_callbacks: The recipe's callbacks.
-        client_callbacks: The callbacks that take part in a visit.
-
-    """
-
-    federation: Federation
-    model: L.LightningModule
-    data: L.LightningDataModule
-    server_trainer: dict[str, Any]
-    client_trainer: dict[str, Any]
-    server_callbacks: list[L.Callback]
-    client_callbacks: list[L.Callback]
-
-
-def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recipe:
-    """Builds the objects of a recipe (a YAML file as ``lightning-fed fit`` takes it).
-
-    Args:
-        path: The recipe.
-        args: Options that change it, as on the command line.
-
-    Raises:
-        OptionError: If it does not give the number of rounds.
-
-    """
-    from lightning_fed.recipe import FederatedCLI
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # Flower's processes have arguments too
-        cli = FederatedCLI(["--config", os.fspath(path), *args], run=False)
-    trainer: Any = cli.trainer
-    given = {name: value for name, value in cli.config_init["trainer"].items() if value is not None}
-    rounds = given.get("max_rounds", given.get("max_epochs"))
-    if rounds is None:
-        raise OptionError(f"Expected `trainer.max_rounds` in {os.fspath(path)}, but there is none.")
-    callbacks = given.pop("callbacks", [])
-    callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
-    federations = {"federation", *Federation(seed=0).arguments}
-    options = {name: value for name, value in given.items() if name not in federations}
-    return Recipe(
-        federation=trainer.federation,
-        model=cli.model,
-        data=cli.datamodule,
-        server_trainer={name: options[name] for name in options if name not in _NOT_ON_SERVER} | {"max_epochs": rounds},
-        client_trainer={name: options[name] for name in options if name in _ON_CLIENTS},
-        server_callbacks=callbacks,
-        client_callbacks=[callback for callback in callbacks if isinstance(callback, FederatedCallback)],
-    )
-
-
-def write_app(folder: Path, recipe: Path) -> None:
-    """Writes a Flower app.
-
-    Args:
-        folder: Where to; made if it does not exist.
-        recipe: The recipe that it is for, which is copied.
-
-    Raises:
-        FileExistsError: If there is an app already.
-        FileNotFoundError: If there is no such recipe.
-        OptionError: If the folder's name cannot be that of a package.
-
-    """
-    name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
-    package = name.replace("-", "_")
-    if not package.isidentifier():
-        raise OptionError(f"Expected a folder whose name begins with a letter, but got {folder.name!r}.")
-    installed = importlib.util.find_spec(package)
-    if keyword.iskeyword(package) or (installed is not None and installed.origin is not None):
-        raise OptionError(f"Expected a folder with a name of its own, but {package!r} is a word or package of Python.")
-    if not recipe.is_file():
-        raise FileNotFoundError(f"Expected a recipe, a YAML file, but there is no {str(recipe)!r}.")
-    if (folder / "pyproject.toml").exists():
-        raise FileExistsError(f"There is an app in {str(folder)!r} already.")
-    built = read_recipe(recipe)
-    scripts = ("start_server.sh", "start_node.sh")
-    has_clients = isinstance(built.data, FederatedDataModule) and len(built.data.clients)
-    values = {
-        "name": name,
-        "package": package,
-        "clients": has_clients or getattr(built.federation.partition, "num_clients", 2),
-        "folder": str(Path.cwd() / "runs" / name),
-    }
-    (folder / package).mkdir(parents=True, exist_ok=True)
-    shutil.copy(recipe, folder / package / "recipe.yaml")
-    (folder / package / "__init__.py").write_text('"""A federation with lightning-fed."""\n')
-    templates = files("lightning_fed.backends.flower") / "template"
-    modules = (f"{package}/server.py", f"{package}/clients.py", f"{package}/client.py")
-    for target in ("pyproject.toml", *modules, *scripts):
-        text = (templates / f"{Path(target).name}.txt").read_text()
-        (folder / target).write_text(text.format(**values))
-    for script in scripts:
-        (folder / script).chmod(0o755)
+_TEMPLATES = {
+    "pyproject.toml": "pyproject.toml.txt",
+    "start_server.sh": "start_server.sh.txt",
+    "start_node.sh": "start_node.sh.txt",
+    "{package}/server.py": "server.py.txt",
+    "{package}/clients.py": "clients.py.txt",
+    "{package}/client.py": "client.py.txt",
+}
 
 
 def run(args: Sequence[str]) -> None:
@@ -153,7 +33,7 @@ def run(args: Sequence[str]) -> None:
     """
     options = _parser().parse_args(args)
     if options.command == "new":
-        write_app(options.folder, options.config)
+        write_halves(options.folder, options.config, _TEMPLATES, "lightning_fed.backends.flower")
         sys.stdout.write(f"An app of {options.config}: {options.folder}\n")
         return
     if options.command == "evaluate":

@@ -18,7 +18,7 @@ from lightning_fed.errors import OptionError
 from lightning_fed.recipe import COMMANDS, FederatedCLI
 
 _PROGRAMS = (  # a module each
-    "demo", "compare", "data", "methods", "privacy", "merge", "flower", "audit", "recipes", "doctor",
+    "demo", "compare", "data", "methods", "privacy", "merge", "flower", "nvflare", "audit", "recipes", "doctor",
 )  # fmt: skip
 _MISTAKES = (FileNotFoundError, MisconfigurationException, OptionError, PartitionError)
 
@@ -39,6 +39,7 @@ commands:
   privacy RECIPE            say what a recipe's rounds cost of the clients' privacy
   merge CKPT CKPT -o CKPT   match the neurons of trained models, and average them
   flower new DIR -c RECIPE  write a Flower app: the same federation, across machines
+  nvflare new DIR -c RECIPE the same as an NVFLARE job
   audit RECORD              show and verify the record of what has left a client's site
   recipes [NAME]            list the ready recipes, or print one
   doctor                    tell versions, devices, and what is not installed; --flower: check a connection

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lightning_fed.callbacks.pictures import has_matplotlib
 from lightning_fed.cli.data import population_of
-from lightning_fed.cli.flower import Recipe, read_recipe
+from lightning_fed.cli.recipe_halves import Recipe, read_recipe
 from lightning_fed.cli.recipes import split_options
 from lightning_fed.errors import OptionError
 from lightning_fed.privacy.accounting import Budget, calibrate

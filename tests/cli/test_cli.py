@@ -312,6 +312,7 @@ def test_a_recipe_trains_on_real_data(recipe):
         ("fit", "--config=recipes/synthetic.yaml"),
         ("compare", "recipes/synthetic.yaml", "--methods", "fedavg"),
         ("flower", "new", "app", "-c", "recipes/synthetic.yaml"),
+        ("nvflare", "new", "job", "-c", "recipes/synthetic.yaml"),
     ],
 )
 def test_a_ready_recipe_that_is_not_in_the_folder(args, tmp_path, monkeypatch, capsys):
@@ -730,7 +731,19 @@ def test_an_unknown_command(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["train"])
     assert stopped.value.code == 2
-    known = ["demo", "compare", "data", "methods", "privacy", "merge", "flower", "audit", "recipes", "doctor"]
+    known = [
+        "demo",
+        "compare",
+        "data",
+        "methods",
+        "privacy",
+        "merge",
+        "flower",
+        "nvflare",
+        "audit",
+        "recipes",
+        "doctor",
+    ]
     known += ["fit", "validate", "test", "predict"]
     assert f"{known}, but got 'train'" in capsys.readouterr().err
 

@@ -15,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.backends.site.gate import POLICY_FILE, SiteGate
 from lightning_fed.backends.site.policy import Half
+from lightning_fed.backends.wire.answer_file import AnswerFile
 from lightning_fed.backends.wire.bounds import OrderBounds
 from lightning_fed.backends.wire.data import HalfData
 from lightning_fed.backends.wire.held_file import HeldFile
@@ -140,6 +141,11 @@ class ClientRunner:
             if excess is not None:
                 _log.warning("Round %d: client %r does not train: %s.", train_request.visit.round, client, excess)
                 return write_fault(Fault(client, excess))
+        finished = AnswerFile(self._store / train_request.run, train_request, packet.data)
+        last = finished.read() if kind == VISIT and summed is None else None  # keys of a sum are used once
+        if last is not None:
+            _log.info("Round %d: client %r hands its answer over again.", train_request.visit.round, client)
+            return last
         held = HeldFile(self._store / train_request.run)
         if train_request.keeps:
             held.keep(broadcast.state)
@@ -178,7 +184,10 @@ class ClientRunner:
                 except ClientFault as fault:
                     return write_fault(Fault(client, str(fault)))
             answer = Answer(steps, remote.left, keeps, len(server.update.unsent))
-            return self._bounded(write_update(server.update, answer), client)
+            reply = self._bounded(write_update(server.update, answer), client)
+            if summed is None:
+                finished.keep(reply)
+            return reply
         return write_fault(Fault(client, server.fault or "it has no answer"))
 
     def _bounded(self, reply: Packet, client: Client) -> Packet:

@@ -1,0 +1,109 @@
+"""A federation's server as an NVFLARE controller."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning as L
+from nvflare.apis.client import Client as Site
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.impl.controller import Controller
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
+
+from lightning_fed.backends.nvflare.transport import FlareTransport
+from lightning_fed.backends.site.signatures import read_private_key
+from lightning_fed.backends.wire.server import Model, ServerRunner
+from lightning_fed.backends.wire.transport import Deadline
+from lightning_fed.callbacks.federation import Federation
+from lightning_fed.messages import Client
+
+_log = logging.getLogger(__name__)
+
+
+class FederationController(Controller):  # type: ignore[misc]
+    """The server's half of a federation, as an NVFLARE controller: one task for each message, answered by its site.
+
+    It trains as ``Trainer.fit`` does: after every round the global model is validated, logged and saved in ``folder``.
+    A job that is submitted again goes on from the last complete round there, whatever ended the one before; one that is
+    to begin anew needs another folder.
+
+    Args:
+        federation: The federation: rule, schedule, what stays with the clients. Clients need the same one.
+        model: The LightningModule, or what makes it (after ``lightning.seed_everything`` with the federation's seed).
+        val_data: Validation data of the global model, as :class:`~lightning_fed.data.FederatedDataModule` takes them,
+            or a datamodule that has them.
+        trainer: Arguments of ``L.Trainer``; ``max_epochs`` is the number of rounds.
+        clients: The clients, which are the sites by their names; or a mapping of each client to the name of its site.
+        folder: Where checkpoints are, ``last.ckpt`` among them: not in the job, which is gone at its end.
+        callbacks: Callbacks beside the federation's own.
+        time_limit: Seconds in which the clients of a round must have answered; or a :class:`Deadline`.
+        patience: Seconds in which the sites must have come.
+        key: File of a private key (``ssh-keygen -t ed25519 -N ""``) with which messages are signed, for sites whose
+            policy names the server's key.
+
+    Raises:
+        ValueError: If an argument is out of its range, or the Trainer is asked for what is not possible.
+        MisconfigurationException: When the job runs, if a callback or option needs the clients' data on the server.
+
+    Example:
+        >>> from torch import nn
+        >>> from lightning_fed.tasks import ClassificationTask
+        >>> controller = FederationController(
+        ...     Federation("fedavg", clients_per_round=2),
+        ...     lambda: ClassificationTask(nn.Linear(4, 2), num_classes=2),
+        ...     trainer={"max_epochs": 10},
+        ...     clients=["site-1", "site-2"],
+        ...     folder="runs/hospitals",
+        ... )
+
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        model: Model,
+        val_data: Any = None,
+        trainer: Mapping[str, Any] | None = None,
+        *,
+        clients: Sequence[str] | Mapping[Client, str],
+        folder: str | os.PathLike[str],
+        callbacks: Sequence[L.Callback] = (),
+        time_limit: float | Deadline = 3600.0,
+        patience: float = 600.0,
+        key: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(task_check_period=0.05)
+        self._sites: dict[Client, str] = {}
+        self._sites.update(clients if isinstance(clients, Mapping) else zip(clients, clients, strict=True))
+        self._runner = ServerRunner(
+            federation,
+            model,
+            val_data,
+            trainer,
+            clients=list(self._sites),
+            folder=folder,
+            callbacks=callbacks,
+            patience=patience,
+        )
+        self._deadline = time_limit if isinstance(time_limit, Deadline) else Deadline(time_limit)
+        self._key = None if key is None else read_private_key(key)
+
+    def start_controller(self, fl_ctx: FLContext) -> None:
+        """Does nothing: the run begins with the control flow."""
+
+    def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
+        """Trains; an error ends the job."""
+        self._runner.run(FlareTransport(self, fl_ctx, abort_signal, self._sites, self._deadline, key=self._key))
+
+    def stop_controller(self, fl_ctx: FLContext) -> None:
+        """Does nothing: the run is over."""
+
+    def process_result_of_unknown_task(
+        self, client: Site, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
+    ) -> None:
+        """Drops an answer that came too late."""
+        _log.warning("An answer of site %r to %r came too late, and is dropped.", client.name, task_name)

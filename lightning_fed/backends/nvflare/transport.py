@@ -1,0 +1,141 @@
+"""Transport of packets as NVFLARE's tasks, one task for each packet and its answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from nvflare.apis.controller_spec import ClientTask, Task
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.impl.controller import Controller
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
+
+from lightning_fed.backends.wire.packets import Packet, PacketError, one_line
+from lightning_fed.backends.wire.transport import Answer, Deadline, Transport, put_aside
+from lightning_fed.messages import Client
+
+
+def to_shareable(packet: Packet) -> Shareable:
+    """A packet as NVFLARE's record.
+
+    Example:
+        >>> from_shareable(to_shareable(Packet("text", b"1234")))
+        Packet(text='text', data=b'1234')
+
+    """
+    return Shareable({"text": packet.text, "data": bytes(packet.data)})
+
+
+def from_shareable(content: Shareable) -> Packet:
+    """The packet in NVFLARE's record.
+
+    Raises:
+        PacketError: If there is none.
+
+    """
+    text, data = content.get("text"), content.get("data")
+    if not isinstance(text, str) or not isinstance(data, bytes):
+        raise PacketError("it is no message of lightning-fed")
+    return Packet(text, data)
+
+
+class FlareTransport(Transport):
+    """Carries packets as tasks of a controller.
+
+    NVFLARE says by its certificates which site an answer is from; the mapping says which site speaks for a client. A
+    site that is lost and comes back goes on with its task, and a site that has finished one hands the answer over.
+
+    Args:
+        controller: The controller.
+        context: Its context.
+        abort: NVFLARE's signal that the job is to end.
+        sites: Client to the name of its site.
+        deadline: Time that a round's clients have for their answers, or its seconds.
+        poll: Seconds between looks at whether an answer has come.
+        key: Signs every packet; ``None`` for packets without a signature.
+
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        context: FLContext,
+        abort: Signal,
+        sites: Mapping[Client, str],
+        deadline: Deadline | float,
+        poll: float = 0.1,
+        key: Ed25519PrivateKey | None = None,
+    ) -> None:
+        super().__init__(deadline, poll, key)
+        self._controller, self._context, self._abort = controller, context, abort
+        self._sites = dict(sites)
+        self._tasks: dict[str, tuple[Client, Task]] = {}  # without an answer
+        self._answers: dict[str, Callable[[], Answer]] = {}
+
+    def meet(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
+        """Waits for the sites of the federation's clients."""
+        deadline = time.monotonic() + patience
+        wanted = list(self._sites) if isinstance(expected, int) else list(expected)
+        while missing := {self._sites[client] for client in wanted} - self._connected():
+            self._check_abort()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"The sites {sorted(missing)} did not come within {patience:.0f} s.")
+            time.sleep(self._poll)
+        return wanted
+
+    def discover(self) -> None:
+        """Does nothing: NVFLARE keeps the list of its sites."""
+
+    def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
+        """Gives a client's site a task, in the place of an earlier one that no round waits for."""
+        if self.connection(client) is None:
+            return None
+        for old in [name for name, (other, _) in self._tasks.items() if other == client]:
+            self._controller.cancel_task(self._tasks.pop(old)[1])
+        task = Task(kind, to_shareable(packet), result_received_cb=self._receive)
+        name: str = task.msg_root_id
+        self._tasks[name] = client, task
+        self._controller.send(task, self._context, targets=[self._sites[client]])
+        return name
+
+    def pull(self, name: str) -> Answer | None:
+        """The answer to a task; ``None`` as long as it has not come.
+
+        Raises:
+            RuntimeError: If the job is ended from outside.
+
+        """
+        self._check_abort()
+        answer = self._answers.pop(name, None)
+        return None if answer is None else answer()
+
+    def connection(self, client: Client) -> str | None:
+        """The client's site; ``None`` if NVFLARE has lost it."""
+        site = self._sites[client]
+        is_lost = self._controller.get_client_disconnect_time(site) is not None
+        return None if is_lost else site
+
+    def forget(self, client: Client) -> None:
+        """Does nothing: a client is where its site is."""
+
+    def _receive(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
+        """Takes an answer from one of NVFLARE's threads."""
+        name, result = client_task.task.msg_root_id, client_task.result
+        client_task.result = None  # it would stay in memory until the job ends
+        self._tasks.pop(name, None)
+        code = result.get_return_code()
+        try:
+            answer: Answer = from_shareable(result) if code == ReturnCode.OK else one_line(f"NVFLARE reports: {code}")
+        except PacketError as error:
+            answer = f"its answer cannot be read: {error}"
+        self._answers[name] = put_aside(answer)
+
+    def _connected(self) -> set[str]:
+        return {client.name for client in self._context.get_engine().get_clients()}
+
+    def _check_abort(self) -> None:
+        if self._abort.triggered:
+            raise RuntimeError("The job was ended: submitted again, it goes on from the last complete round.")

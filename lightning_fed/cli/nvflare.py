@@ -1,0 +1,40 @@
+"""``lightning-fed nvflare``: an NVFLARE job of a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_fed.cli.recipe_halves import write_halves
+
+_TEMPLATES = {
+    "meta.json": "meta.json.txt",
+    "app/config/config_fed_server.json": "config_fed_server.json.txt",
+    "app/config/config_fed_client.json": "config_fed_client.json.txt",
+    "app/custom/{package}/server.py": "server.py.txt",
+    "app/custom/{package}/client.py": "client.py.txt",
+}
+
+
+def run(args: Sequence[str]) -> None:
+    """The command.
+
+    Args:
+        args: The command line after ``nvflare``.
+
+    """
+    options = _parser().parse_args(args)
+    write_halves(options.folder, options.config, _TEMPLATES, "lightning_fed.backends.nvflare")
+    sys.stdout.write(f"A job of {options.config}: {options.folder}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Parser of the command."""
+    parser = argparse.ArgumentParser(prog="lightning-fed nvflare", description="A federation on NVFLARE.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    new = commands.add_parser("new", help="write an NVFLARE job of a recipe")
+    new.add_argument("folder", type=Path, help="where to")
+    new.add_argument("-c", "--config", type=Path, required=True, metavar="RECIPE", help="the recipe, a YAML file")
+    return parser

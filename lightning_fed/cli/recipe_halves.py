@@ -1,0 +1,142 @@
+"""Halves of a recipe's federation, for machines apart: their objects, and the files of an app that builds them."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from lightning_fed.callbacks.federation import Federation
+from lightning_fed.data.federated import FederatedDataModule
+from lightning_fed.errors import OptionError
+from lightning_fed.rounds.federated_callback import FederatedCallback
+
+_ON_CLIENTS = (
+    "accelerator", "devices", "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches",
+    "limit_train_batches", "deterministic", "benchmark", "detect_anomaly",
+)  # fmt: skip
+_NOT_ON_SERVER = (
+    "strategy",
+    "max_steps",
+    "max_time",
+    "fast_dev_run",
+    "reload_dataloaders_every_n_epochs",
+    "max_rounds",
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Contents of a recipe, for the two halves of a federation.
+
+    Args:
+        federation: The federation.
+        model: The LightningModule.
+        data: The datamodule.
+        server_trainer: Arguments of the server's ``L.Trainer``.
+        client_trainer: Arguments of the clients' ``L.Trainer``: those that concern training.
+        server_callbacks: The recipe's callbacks.
+        client_callbacks: The callbacks that take part in a visit.
+
+    """
+
+    federation: Federation
+    model: L.LightningModule
+    data: L.LightningDataModule
+    server_trainer: dict[str, Any]
+    client_trainer: dict[str, Any]
+    server_callbacks: list[L.Callback]
+    client_callbacks: list[L.Callback]
+
+
+def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recipe:
+    """Builds the objects of a recipe (a YAML file as ``lightning-fed fit`` takes it).
+
+    Args:
+        path: The recipe.
+        args: Options that change it, as on the command line.
+
+    Raises:
+        OptionError: If it does not give the number of rounds.
+
+    """
+    from lightning_fed.recipe import FederatedCLI
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # Flower's processes have arguments too
+        cli = FederatedCLI(["--config", os.fspath(path), *args], run=False)
+    trainer: Any = cli.trainer
+    given = {name: value for name, value in cli.config_init["trainer"].items() if value is not None}
+    rounds = given.get("max_rounds", given.get("max_epochs"))
+    if rounds is None:
+        raise OptionError(f"Expected `trainer.max_rounds` in {os.fspath(path)}, but there is none.")
+    callbacks = given.pop("callbacks", [])
+    callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+    federations = {"federation", *Federation(seed=0).arguments}
+    options = {name: value for name, value in given.items() if name not in federations}
+    return Recipe(
+        federation=trainer.federation,
+        model=cli.model,
+        data=cli.datamodule,
+        server_trainer={name: options[name] for name in options if name not in _NOT_ON_SERVER} | {"max_epochs": rounds},
+        client_trainer={name: options[name] for name in options if name in _ON_CLIENTS},
+        server_callbacks=callbacks,
+        client_callbacks=[callback for callback in callbacks if isinstance(callback, FederatedCallback)],
+    )
+
+
+def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], package: str) -> None:
+    """Writes the files of an app.
+
+    Args:
+        folder: Where to; made if it does not exist.
+        recipe: The recipe that it is for, which is copied beside the file of the server half.
+        templates: Path of every file in the folder, to its template in a package.
+        package: That package.
+
+    Raises:
+        FileExistsError: If there is an app already.
+        FileNotFoundError: If there is no such recipe.
+        OptionError: If the folder's name cannot be that of a package.
+
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
+    module = name.replace("-", "_")
+    if not module.isidentifier():
+        raise OptionError(f"Expected a folder whose name begins with a letter, but got {folder.name!r}.")
+    installed = importlib.util.find_spec(module)
+    if keyword.iskeyword(module) or (installed is not None and installed.origin is not None):
+        raise OptionError(f"Expected a folder with a name of its own, but {module!r} is a word or package of Python.")
+    if not recipe.is_file():
+        raise FileNotFoundError(f"Expected a recipe, a YAML file, but there is no {str(recipe)!r}.")
+    if any((folder / file).exists() for file in templates):
+        raise FileExistsError(f"There is an app in {str(folder)!r} already.")
+    built = read_recipe(recipe)
+    clients = list(built.data.clients) if isinstance(built.data, FederatedDataModule) else []
+    clients = clients or list(range(getattr(built.federation.partition, "num_clients", 2)))
+    values = {
+        "name": name,
+        "package": module,
+        "clients": clients,
+        "count": len(clients),
+        "folder": str(Path.cwd() / "runs" / name),
+    }
+    for file, template in templates.items():
+        target = folder / file.format(**values)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text((files(package) / "template" / template).read_text().format(**values))
+        if target.suffix == ".sh":
+            target.chmod(0o755)
+        if target.name == "server.py":
+            shutil.copy(recipe, target.with_name("recipe.yaml"))
+            target.with_name("__init__.py").write_text('"""A federation with lightning-fed."""\n')

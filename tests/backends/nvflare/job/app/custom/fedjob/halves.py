@@ -1,0 +1,41 @@
+"""The two halves of the federation that the tests run; the environment says what and where."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import lightning as L
+
+from lightning_fed.backends.nvflare import FederationController, FederationExecutor
+from lightning_fed.backends.wire import Deadline
+from tests.backends.nvflare.federations import FEDERATIONS, data_of, module
+
+FOLDER = Path(os.environ["FEDJOB_FOLDER"])
+DEADLINE = Deadline(**json.loads(os.environ["FEDJOB_DEADLINE"]))
+OPTIONS = {"accelerator": "cpu", "logger": False}
+
+
+class Wait(L.Callback):
+    """Notes that a visit has begun, and lets it last as long as a file is there."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        site = os.environ.get("FEDJOB_SITE")
+        (FOLDER / f"{site}-{trainer.current_epoch}").touch()
+        while (FOLDER / f"{site}-waits").exists() and trainer.current_epoch == 1:
+            time.sleep(0.05)
+
+
+class Server(FederationController):
+    def __init__(self):
+        super().__init__(
+            FEDERATIONS[os.environ["FEDJOB"]](), module, None, {**OPTIONS, "max_epochs": 3},
+            clients=["site-1", "site-2"], folder=FOLDER / "server", time_limit=DEADLINE, patience=60,
+        )  # fmt: skip
+
+
+class Client(FederationExecutor):
+    def __init__(self):
+        super().__init__(
+            FEDERATIONS[os.environ["FEDJOB"]](), module, lambda node: data_of(node["site"]), OPTIONS, callbacks=[Wait()]
+        )

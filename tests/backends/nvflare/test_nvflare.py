@@ -1,0 +1,95 @@
+"""NVFLARE's simulator and POC mode: the same weights as one process, also when a server or a site is killed."""
+
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("nvflare", reason="`pip install lightning-fed[nvflare]`")
+
+from lightning_fed.backends.nvflare.transport import from_shareable
+from lightning_fed.backends.wire.packets import PacketError
+from lightning_fed.cli.main import main
+from lightning_fed.recipe import FederatedCLI
+from tests import models
+from tests.backends.flower.halves import Loses, in_process
+from tests.backends.nvflare.federations import FEDERATIONS, SIZES, module
+from tests.backends.nvflare.processes import ROOT, Poc, simulate
+from tests.recorders import assert_same, state_of
+
+
+def weights_of(folder):
+    return torch.load(folder / "server" / "last.ckpt", weights_only=False)["state_dict"]
+
+
+def reference(trainer, case, callbacks=()):
+    return state_of(in_process(trainer, module, models.vectors(SIZES), FEDERATIONS[case](), callbacks=callbacks)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(FEDERATIONS))
+def test_the_simulator_trains_as_one_process(case, federated_trainer, tmp_path):
+    simulate(tmp_path, case)
+    assert_same(weights_of(tmp_path), reference(federated_trainer, case))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty")
+def test_the_job_of_a_recipe_trains_as_the_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-fed"])
+    recipe = tmp_path / "recipe.yaml"
+    text = (ROOT / "recipes" / "synthetic.yaml").read_text()
+    quiet = "accelerator: cpu\n  enable_progress_bar: false\n  enable_model_summary: false"
+    for long, short in {
+        "num_clients: 30": "num_clients: 2",
+        "clients_per_round: 10": "clients_per_round: 2",
+        "local_epochs: 5": "local_epochs: 1",
+        "max_rounds: 30": f"max_rounds: 2\n  {quiet}",
+    }.items():
+        assert long in text
+        text = text.replace(long, short)
+    recipe.write_text(text)
+    main(["nvflare", "new", str(tmp_path / "hospitals"), "-c", str(recipe)])
+    simulate(tmp_path, "", tmp_path / "hospitals")
+    here = FederatedCLI(["-c", str(recipe), "--trainer.logger", "false", "--trainer.callbacks", "null"], run=False)
+    here.trainer.fit(here.model, datamodule=here.datamodule)
+    state = torch.load(tmp_path / "runs" / "hospitals" / "last.ckpt", weights_only=False)["state_dict"]
+    assert_same(state, state_of(here.model))
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_goes_on_when_the_job_is_submitted_again(federated_trainer, tmp_path):
+    """In POC mode, with certificates: inside a round, while both sites train. What they had kept then is not seen."""
+    case = "scaffold, kept optimizers"
+    with Poc(tmp_path, case) as poc:
+        for site in SIZES:
+            (tmp_path / f"{site}-waits").touch()
+        poc.submit()
+        for site in SIZES:
+            poc.wait_for(tmp_path / f"{site}-1")
+        poc.kill("server")
+        for site in SIZES:
+            (tmp_path / f"{site}-waits").unlink()
+        poc.start("server")
+        assert poc.wait(poc.submit()) == "FINISHED:COMPLETED"
+    assert_same(weights_of(tmp_path), reference(federated_trainer, case))
+
+
+@pytest.mark.slow
+def test_a_site_that_is_killed_is_left_out(federated_trainer, tmp_path):
+    """NVFLARE does not start a job on a site again: its later rounds are without that site."""
+    with Poc(tmp_path, "fedavg", min_clients=1, rest=20, reconnect=2) as poc:
+        (tmp_path / "site-2-waits").touch()
+        job = poc.submit()
+        poc.wait_for(tmp_path / "site-2-1")
+        poc.kill("site-2")
+        assert poc.wait(job) == "FINISHED:COMPLETED"
+    assert_same(weights_of(tmp_path), reference(federated_trainer, "fedavg", [Loses("site-2", rounds=(1, 2))]))
+
+
+@pytest.mark.parametrize("content", [{}, {"text": 3, "data": b""}, {"text": "{}", "data": [1]}])
+def test_what_is_no_message(content):
+    with pytest.raises(PacketError, match="no message of lightning-fed"):
+        from_shareable(content)
