@@ -116,7 +116,7 @@ class SiteGate:
         if reply is not None and find_kind(reply.text) == "fault":
             return {"answers": "fault"}, []
         rule = policy.judge_order(order, self._half)
-        if order.client is None:
+        if order.answer == "clients":
             return rule, []
         now = _now(record)
         lines = [line.content for line in record.recent if line.time > now - DAY]

@@ -388,8 +388,10 @@ def read_order(kind: str, text: str, data: bytes) -> Order | None:
     text, signature = split_signature(text)
     try:
         header = json.loads(text)["header"]
-        if kind not in ANSWERS or ANSWERS[kind] == "clients":
-            return Order(ANSWERS.get(kind, kind), text, data, signature)
+        if kind not in ANSWERS:
+            return None
+        if ANSWERS[kind] == "clients":
+            return Order(ANSWERS[kind], text, data, signature)
         place = header if kind == "query.sum" else header["visit"]
         stage = header["stage"] if kind == "query.sum" else ""
         size = None

@@ -221,6 +221,22 @@ def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
     return name, _DTYPES[dtype], shape, math.prod(shape) * _DTYPES[dtype].itemsize
 
 
+def is_answer(packet: Packet) -> bool:
+    """True for what may be an answer; false for a fault, and for what is too short to be read as anything else.
+
+    Example:
+        >>> is_answer(write_packet("update", {})), is_answer(write_fault(Fault("ann", "no"))), is_answer(Packet("{"))
+        (True, False, False)
+
+    """
+    if len(packet.text) > _TEXT[1]:
+        return True
+    try:
+        return bool(json.loads(packet.text)["kind"] != "fault")
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
+
+
 def is_client(key: object) -> bool:
     """True for what can be a client's key.
 

@@ -14,7 +14,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.backends.site.gate import POLICY_FILE, SiteGate
-from lightning_fed.backends.site.policy import Half
+from lightning_fed.backends.site.policy import ANSWERS, Half
 from lightning_fed.backends.wire.answer_file import AnswerFile
 from lightning_fed.backends.wire.bounds import OrderBounds
 from lightning_fed.backends.wire.data import HalfData
@@ -27,6 +27,7 @@ from lightning_fed.backends.wire.packets import (
     Answer,
     Fault,
     Packet,
+    PacketError,
     find_bad_size,
     read_packet,
     read_train_request,
@@ -115,6 +116,8 @@ class ClientRunner:
         return self._gate.guard(kind, packet, lambda bare: self._answer(kind, bare, node))
 
     def _answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
+        if kind not in ANSWERS:
+            raise PacketError(f"nothing answers messages of type {kind!r:.100}")
         population, datamodule = self._data_at(node)
         clients = _clients_at(node, population)
         if kind == HELLO:

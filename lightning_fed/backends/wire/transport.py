@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.backends.site.signatures import sign
-from lightning_fed.backends.wire.packets import Packet
+from lightning_fed.backends.wire.packets import Packet, is_answer
 from lightning_fed.messages import Client
 
 _log = logging.getLogger(__name__)
@@ -163,8 +163,9 @@ class Transport(ABC):
                         continue
                     del open_messages[message.client]
                     ready[message.client] = _held(answer) if in_turn else put_aside(answer)
-                    count += isinstance(answer, Packet)
-                    if count == self._deadline.min_clients and isinstance(answer, Packet):
+                    counts = isinstance(answer, Packet) and is_answer(answer)
+                    count += counts
+                    if counts and count == self._deadline.min_clients:
                         end = min(end, time.monotonic() + self._deadline.rest)
                         limit = f"{self._deadline.rest:.0f} s after {count} others"
                 if client in ready:
@@ -201,9 +202,13 @@ class Transport(ABC):
             if name is not None:
                 _log.info("Round %d: client %r was started again, and is asked again.", round, message.client)
                 self.sent += len(packet.data)
+                self._left[message.name] = message.client, round
                 message.name, message.connection, message.lost = name, connection, None
                 return None
-        return "its connection was lost" if now - message.lost >= self._deadline.reconnect else None
+        if now - message.lost < self._deadline.reconnect:
+            return None
+        self._left[message.name] = message.client, round
+        return "its connection was lost"
 
     def _count_late(self) -> None:
         """Counts the answers that have come since their rounds went on."""

@@ -174,6 +174,16 @@ def test_orders_of_another_key_or_changed_on_their_way(tmp_path):
         runner.answer("query", gate.Packet(signed.text.replace("{}", "{ }", 1), b""), {})
 
 
+@pytest.mark.parametrize("kind", ["update", "clients", "fault", ""])
+def test_messages_of_no_known_type_are_not_answered(kind, tmp_path):
+    """Also those with the name of an answer, with a policy and without one."""
+    runner = client_app(Federation(), lambda: None, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path).runner
+    for _ in range(2):
+        with pytest.raises(PacketError):
+            runner.answer(kind, write_packet(kind, {}), {})
+        write_policy(tmp_path)
+
+
 def test_steps_that_the_server_does_protect_nobody_from_it():
     step = RequiredStep("MaxNorm", at_most={"bound": 1.0})
     half = lambda *steps: gate.Half("FedAvg", Federation(steps=list(steps)).server.chain.steps)  # noqa: E731

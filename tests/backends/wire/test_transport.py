@@ -1,11 +1,12 @@
 """How long a round waits for its clients, whatever the network: deadlines, quorum, lost connections, late answers."""
 
 import itertools
+import json
 
 import pytest
 
 from lightning_fed.backends.wire import transport
-from lightning_fed.backends.wire.packets import Packet
+from lightning_fed.backends.wire.packets import Fault, Packet, write_fault
 from lightning_fed.backends.wire.transport import Deadline, Transport
 
 
@@ -35,7 +36,7 @@ class Network(Transport):
     def __init__(self, clock, deadline, answers, connections=None):
         super().__init__(deadline, poll=0.5)
         self.clock, self.answers, self.connections = clock, answers, connections or {}
-        self.messages, self.names = {}, itertools.count()
+        self.messages, self.names, self.refusing = {}, itertools.count(), ()
 
     def meet(self, expected, patience):
         return expected
@@ -58,7 +59,9 @@ class Network(Transport):
         client, due, packet, connection = self.messages[name]
         if self.clock.now < due or self.connection(client) != connection:
             return None
-        return Packet(f"{client} to {packet.text}", b"1234")
+        if client in self.refusing:
+            return write_fault(Fault(client, "no"))
+        return Packet(json.dumps({"kind": f"{client} to {packet.text}"}), b"1234")
 
     def connection(self, client):
         changes = self.connections.get(client, [(0, "here")])
@@ -75,7 +78,9 @@ def clock(monkeypatch):
 def ask(network, clients, round=0, again=None):
     packets = [(client, Packet(f"round {round}")) for client in clients]
     answers = network.ask("train", packets, round, again)
-    return {client: getattr(answer, "text", answer) for client, answer in answers}
+    return {
+        client: json.loads(answer.text)["kind"] if isinstance(answer, Packet) else answer for client, answer in answers
+    }
 
 
 def test_a_round_waits_for_all_until_the_deadline(clock):
@@ -95,6 +100,14 @@ def test_with_enough_answers_the_others_have_the_rest(clock):
     assert answers["ann"] == "it did not answer within 20 s after 2 others"
     assert [answers[name] for name in ("bob", "cid", "dan")] == [f"{name} to round 0" for name in ("bob", "cid", "dan")]
     assert 50 <= clock.now < 52
+
+
+def test_refusals_are_no_answers_that_others_are_cut_off_for(clock):
+    network = Network(clock, Deadline(3600, min_clients=2), {"ann": 1, "bob": 1, "cid": 30, "dan": 40})
+    network.refusing = ("ann", "bob")
+    answers = ask(network, ["ann", "bob", "cid", "dan"])
+    assert [answers[name] for name in ("ann", "bob", "cid")] == ["fault", "fault", "cid to round 0"]
+    assert answers["dan"] == "dan to round 0"
 
 
 def test_late_answers_are_counted_and_not_used(clock, caplog):
@@ -121,6 +134,14 @@ def test_a_connection_that_stays_away_is_given_up(clock):
     network = Network(clock, 3600, {"ann": 20}, {"ann": [(0, "a"), (10, None)]})
     assert ask(network, ["ann"]) == {"ann": "its connection was lost"}
     assert 70 <= clock.now < 75
+
+
+def test_the_answer_of_a_connection_that_was_given_up_is_late(clock):
+    network = Network(clock, 3600, {"ann": 20}, {"ann": [(0, "a"), (10, None), (90, "a")]})
+    assert ask(network, ["ann"]) == {"ann": "its connection was lost"}
+    clock.now = 100
+    ask(network, [], round=1)
+    assert network.late == 1
 
 
 def test_a_client_that_was_started_again_is_asked_again(clock):
