@@ -25,7 +25,7 @@ Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class TrainingTrace(NamedTuple):
-    """What a ``training_step`` has done.
+    """Record of a ``training_step``.
 
     Attributes:
         calls: Arguments of the first call of the module, under "", and of each layer, by its name.

@@ -175,7 +175,7 @@ class RoundLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """That of the user's own loader; an ``AttributeError`` if every client has data of its own."""
+        """The attribute of the user's own loader; an ``AttributeError`` if every client has data of its own."""
         return self.population.loader.batch_size
 
     @property

@@ -125,7 +125,7 @@ def describe_end(
 
 
 def files_of(trainer: L.Trainer) -> dict[str, str]:
-    """Where a fit's best checkpoints and its logs lie, in words.
+    """Sentences on the places of a fit's best checkpoints and logs.
 
     Args:
         trainer: The Trainer.

@@ -25,7 +25,7 @@ _MOST_SKEW = 300.0
 
 
 class Broken(Exception):
-    """What is wrong with a connection, and what to do."""
+    """Fault of a connection, with its remedy."""
 
 
 def check_connection(address: str, ca: Path, key: Path | None = None) -> Iterator[str]:

@@ -46,7 +46,7 @@ PUBLIC = 3 * KEY
 """Bytes of what a client publishes: two keys, and the digest of its seed."""
 
 NO_SHARE = bytes(SECRET)
-"""What a client answers in the place of a share that was sealed so that it cannot be opened."""
+"""A client's answer in the place of a share that was sealed so that it cannot be opened."""
 
 _MOST_TRIES = 500
 """Subsets of the answers that are tried, where some of them do not restore a secret."""
