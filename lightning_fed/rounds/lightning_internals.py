@@ -236,10 +236,19 @@ def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mappin
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
-def complete_epoch(checkpoint: dict[str, Any]) -> None:
-    """Makes a checkpoint that is taken between an epoch's last batch and its validation one of the epoch's end."""
-    _advance(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"], "completed")
-    _advance(checkpoint["loops"]["fit_loop"]["epoch_progress"], "processed")
+def complete_epoch(checkpoint: dict[str, Any], is_validated: bool = False) -> None:
+    """Makes a checkpoint that is taken behind the batch with which an epoch ends one of the epoch's end.
+
+    Args:
+        checkpoint: What Lightning saves.
+        is_validated: Whether validation has begun, by which time Lightning counts the batch as completed.
+
+    """
+    loop = checkpoint["loops"]["fit_loop"]
+    if not is_validated:
+        _advance(loop["epoch_loop.batch_progress"], "completed")
+    _advance(loop["epoch_progress"], "processed")
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1  # Lightning counts it on the log's axis later
 
 
 def _advance(progress: dict[str, Any], stage: str) -> None:

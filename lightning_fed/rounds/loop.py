@@ -437,13 +437,14 @@ class RoundLoop:
             self._end_visit_early(round, loader, trained=planned.num_batches - loader.batches_left)
         elif not planned.is_over:
             round.visits.end_group(loader.group)
+        has_aggregate = self._close_round(round, loader)
         _log.warning(
-            "Round %d was cut short: the fit ends in visit %d of %d, with what was trained so far.",
+            "Round %d was cut short: the fit ends in visit %d of %d, %s.",
             self.fit.server.report.round,
             loader.visits.index(planned) + 1,
             len(loader.visits),
+            "with what was trained so far" if has_aggregate else "and the global model stays as it was",
         )
-        self._close_round(round, loader)
 
     def _end_visit_early(self, round: Round, loader: RoundLoader, trained: int) -> None:
         """Ends a visit before its last batch: the client sends what it has trained."""
@@ -455,17 +456,18 @@ class RoundLoop:
         planned.num_batches = trained
         round.visits.end_group(loader.group)
 
-    def _close_round(self, round: Round, loader: RoundLoader) -> None:
+    def _close_round(self, round: Round, loader: RoundLoader) -> bool:
+        """Ends the round; returns whether there is an aggregate."""
         fit, server = self.fit, self.fit.server
         round.join()
         if self.remote is not None:
             self.remote.exchange(round)
-        move_log_position(fit.trainer, -min(loader.padding, log_position(fit.trainer)))
+        move_log_position(fit.trainer, -min(self._padded_steps(loader), log_position(fit.trainer)))
         has_aggregate = round.close()
         if has_aggregate and self._averages is not None:
             self._averages.end_round()
         self._finished_loader = loader
-        fit.progress.end_round()
+        fit.progress.end_round(is_cut=not loader.is_over)
         fit.count_rounds(server.report.round + 1)
         waiting, self._waiting = self._waiting, []
         if fit.has_server:
@@ -479,6 +481,12 @@ class RoundLoop:
             )
         for save in waiting:
             save()
+        return has_aggregate
+
+    def _padded_steps(self, loader: RoundLoader) -> int:
+        """Steps on the log's axis that Lightning counts for the padding behind the last visit."""
+        window, real = self.fit.trainer.accumulate_grad_batches, sum(each.num_batches for each in loader.visits)
+        return -(-(real + loader.padding) // window) + real // -window
 
     def cut_short(self) -> None:
         """Gives up the round that is open, if there is one, and says so."""

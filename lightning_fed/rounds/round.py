@@ -199,7 +199,8 @@ class Round:
     def _counting(self) -> list[int]:
         """Positions of the visits whose updates count."""
         received = self._server.report.received
-        return [position for position, visit in enumerate(self.cohort.visits) if visit.client in received]
+        served = self.fit.served(self.cohort).visits  # without stragglers whose work is dropped
+        return [position for position, visit in enumerate(served) if visit.client in received]
 
     def _settle(self, counting: Collection[Client]) -> None:
         """Commits what clients keep of visits whose updates count; the others are as before the round."""

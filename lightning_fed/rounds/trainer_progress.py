@@ -19,7 +19,7 @@ class RoundProgress:
     def __init__(self) -> None:
         # Steps and progress before an incomplete round, and the batches for a step.
         self._start: tuple[int, dict[str, Any], int] | None = None
-        self._is_before_validation = False
+        self._is_before_validation = self._is_cut = False
 
     def start_round(self, trainer: L.Trainer) -> None:
         """Notes Lightning's progress before the round's first batch."""
@@ -29,9 +29,9 @@ class RoundProgress:
         """Optimizer steps since the round's first batch."""
         return 0 if self._start is None else trainer.global_step - self._start[0]
 
-    def end_round(self) -> None:
-        """The round is complete; the epoch is not."""
-        self._start, self._is_before_validation = None, True
+    def end_round(self, is_cut: bool = False) -> None:
+        """The round is complete, and the epoch not yet; of a round that was cut short Lightning does not know it."""
+        self._start, self._is_before_validation, self._is_cut = None, True, is_cut
 
     def validate(self) -> None:
         """Validation has begun."""
@@ -39,11 +39,11 @@ class RoundProgress:
 
     def end_epoch(self) -> None:
         """The epoch is complete, whatever became of the round."""
-        self._start, self._is_before_validation = None, False
+        self._start, self._is_before_validation, self._is_cut = None, False, False
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
         """Corrects a checkpoint."""
         if self._start is not None:
             restart_epoch(checkpoint, *self._start)
-        elif self._is_before_validation:
-            complete_epoch(checkpoint)
+        elif self._is_before_validation or self._is_cut:
+            complete_epoch(checkpoint, is_validated=not self._is_before_validation)

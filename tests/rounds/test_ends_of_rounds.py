@@ -6,10 +6,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import Federation
+from lightning_fed import Availability, Federation
 from lightning_fed.data import IID, LoaderDataModule
 from tests import models
-from tests.recorders import Recorder, assert_same, state_of
+from tests.recorders import MemoryLogger, Recorder, assert_same, state_of
 
 # Many fits here only train, with modules that could validate.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -65,6 +65,37 @@ def test_an_epoch_ends_as_in_a_plain_fit(how, visits, plain_trainer):
     for (_, ours), (_, theirs) in zip(seen, federated_seen, strict=True):
         torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(state, federated_state)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_fit_goes_on_behind_a_round_that_was_cut(plain_trainer, tmp_path):
+    """From a checkpoint of the validation after it: the next round is whole, and logged where the last one ended."""
+    save, logger = ModelCheckpoint(tmp_path, "cut", save_on_train_epoch_end=False), MemoryLogger()
+    options = {"logger": logger, "log_every_n_steps": 1}
+    callbacks = [Federation(partition=IID(1)), Stops(), save]
+    cut = plain_trainer(max_epochs=3, callbacks=callbacks, enable_checkpointing=True, **options)
+    cut.fit(models.Module(models.mlp()), datamodule=data())
+    logger.lines.clear()
+    recorder = Recorder()
+    trainer = plain_trainer(max_epochs=3, callbacks=[Federation(partition=IID(1)), recorder], **options)
+    trainer.fit(models.Module(models.mlp()), datamodule=data(), ckpt_path=tmp_path / "cut.ckpt")
+    assert [len(visit.batches) for visit in recorder.visits] == [5]
+    assert (trainer.current_epoch, trainer.global_step) == (3, 12)
+    assert {step for step, line in logger.lines if line["epoch"] == 2} == {11}
+
+
+def test_schedules_go_by_the_visits_that_were_served(federated_trainer):
+    """Stragglers are dropped; a per-step schedule makes the steps of a visit in each round."""
+    clients = models.as_datasets(models.vectors(dict.fromkeys("abc", 40)))
+    made = models.Module(
+        models.mlp(),
+        scheduler=lambda optimizer: {
+            "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step), "interval": "step",
+        },
+    )  # fmt: skip
+    trainer = federated_trainer(max_rounds=6, availability=Availability(partial_work="drop", stragglers=0.66), seed=1)
+    trainer.fit(made, {name: DataLoader(part, 8) for name, part in clients.items()})
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 6 * 5
 
 
 def test_a_module_that_ends_a_visit_leaves_the_others_alone(federated_trainer):

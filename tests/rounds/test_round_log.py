@@ -115,12 +115,13 @@ def test_a_log_has_the_rows_of_a_plain_fit(kind, tmp_path, plain_trainer):
     assert fits[0] == fits[1]
 
 
-def test_a_fit_resumed_inside_a_round_logs_at_the_same_positions(tmp_path, plain_trainer):
-    """Inside round 1 of three: what is logged afterwards is where it would have been without the break."""
+@pytest.mark.parametrize("steps", [5, 7])
+def test_a_fit_resumed_inside_a_round_logs_at_the_same_positions(steps, tmp_path, plain_trainer):
+    """At the end of round 0 of three, or inside round 1: what comes is logged where it would have been anyway."""
     train = DataLoader(TensorDataset(*vectors({"a": 40})["a"]), 8)
-    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=7, save_top_k=-1)
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=steps, save_top_k=-1)
     logs = []
-    for path in (None, tmp_path / "step=7.ckpt"):
+    for path in (None, tmp_path / f"step={steps}.ckpt"):
         logger = MemoryLogger()
         federation = Federation(partition=IID(1), visits="lightning")
         made = plain_trainer(max_epochs=3, logger=logger, callbacks=[federation, save], enable_checkpointing=True)
