@@ -19,12 +19,12 @@ from lightning_fed.backends.flower.transport import FlowerTransport, from_record
 from lightning_fed.backends.wire import packets
 from lightning_fed.backends.wire.server import run_server
 from lightning_fed.backends.wire.transport import Deadline
-from lightning_fed.callbacks import ClassPrototypes, LayerwiseTraining, find_federation
+from lightning_fed.callbacks import ClassPrototypes, ClientEvaluation, LayerwiseTraining, find_federation
 from lightning_fed.messages import tensor_bytes
 from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import MaxSamples
 from lightning_fed.tasks import ClassificationTask
-from tests import models
+from tests import evaluations, models
 from tests.backends.flower.grids import FakeGrid
 from tests.conftest import QUIET
 from tests.privacy.helpers import KnownKey
@@ -143,6 +143,7 @@ class Case:
     callbacks: Callable = list
     options: dict = field(default_factory=dict)
     has_more_messages: bool = False
+    held_out: Callable = lambda: None
 
 
 class Sleeping(models.Module):
@@ -259,6 +260,13 @@ CASES = {
 
 ALL_CASES = {
     **CASES,
+    "evaluated": Case(
+        lambda: Federation(seed=1),
+        evaluations.Classifier,
+        callbacks=lambda: [ClientEvaluation()],
+        held_out=lambda: evaluations.held_out(models.vectors, 1),
+    ),
     "padded": Case(lambda: Federation(seed=1), callbacks=lambda: [Padded({"ann": 0, "bob": 1})]),
 }
-"""The same, and one that differs from one process: a client's answers are too large for Flower's server."""
+"""The same, with evaluation at the clients, and one that differs from one process: a client's answers are too large for
+Flower's server."""

@@ -41,8 +41,8 @@ def _work(name, folder, socket):
     case = ALL_CASES[name]
     federation = case.federation()
     app = client_app(
-        federation, case.module, clients_of(case.data(SIZES)), {**OPTIONS, **case.options}, callbacks=case.callbacks(),
-        store=folder,
+        federation, case.module, clients_of(case.data(SIZES), held_out=case.held_out()), {**OPTIONS, **case.options},
+        callbacks=case.callbacks(), store=folder,
     )  # fmt: skip
     serve(app, socket)
 
@@ -104,6 +104,24 @@ def test_two_rounds_on_two_nodes(federated_trainer, tmp_path):
         finish(deployment, run(deployment, write_app(tmp_path), tmp_path / "run", rounds=2))
     checkpoint = compare(tmp_path / "run", here)
     assert checkpoint["global_step"] == trainer.global_step
+
+
+@pytest.mark.slow
+def test_evaluation_on_two_nodes(federated_trainer, tmp_path):
+    """A server without data: its values are those of one process."""
+    case = ALL_CASES["evaluated"]
+    data, federation = case.data(SIZES), case.federation()
+    _, trainer = in_process(federated_trainer, case.module, data, federation, 2, case.callbacks(), case.held_out())
+    with Deployment(tmp_path) as deployment, Workers(tmp_path, "evaluated"):
+        deployment.configure()
+        start_nodes(deployment)
+        finish(deployment, run(deployment, write_app(tmp_path), tmp_path / "run", "evaluated", rounds=2))
+    checkpoint = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
+    found = checkpoint["callbacks"]["Federation"]["totals"]["last"]
+    expected = trainer.federation.round_log.state_dict()["last"]
+    names = [name for name in expected if name.startswith(("fed/val", "fed/all", "client/", "evaluation/"))]
+    assert len(names) > 50
+    assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=1e-5)
 
 
 @pytest.mark.slow
