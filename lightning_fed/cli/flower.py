@@ -33,7 +33,7 @@ def run(args: Sequence[str]) -> None:
     """
     options = _parser().parse_args(args)
     if options.command == "new":
-        write_halves(options.folder, options.config, _TEMPLATES, "lightning_fed.backends.flower")
+        write_halves(options.folder, options.config, _TEMPLATES, "flower")
         sys.stdout.write(f"An app of {options.config}: {options.folder}\n")
         return
     if options.command == "evaluate":

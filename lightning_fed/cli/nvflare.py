@@ -26,7 +26,7 @@ def run(args: Sequence[str]) -> None:
 
     """
     options = _parser().parse_args(args)
-    write_halves(options.folder, options.config, _TEMPLATES, "lightning_fed.backends.nvflare")
+    write_halves(options.folder, options.config, _TEMPLATES, "nvflare")
     sys.stdout.write(f"A job of {options.config}: {options.folder}\n")
 
 

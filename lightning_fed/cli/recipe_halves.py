@@ -95,14 +95,14 @@ def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recip
     )
 
 
-def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], package: str) -> None:
+def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], network: str) -> None:
     """Writes the files of an app.
 
     Args:
         folder: Where to; made if it does not exist.
         recipe: The recipe that it is for, which is copied beside the file of the server half.
-        templates: Path of every file in the folder, to its template in a package.
-        package: That package.
+        templates: Path of every file in the app, to its template in the network's folder in `backends`.
+        network: That folder.
 
     Raises:
         FileExistsError: If there is an app already.
@@ -134,7 +134,9 @@ def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], packa
     for file, template in templates.items():
         target = folder / file.format(**values)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text((files(package) / "template" / template).read_text().format(**values))
+        target.write_text(
+            (files("lightning_fed.backends") / network / "template" / template).read_text().format(**values)
+        )
         if target.suffix == ".sh":
             target.chmod(0o755)
         if target.name == "server.py":
