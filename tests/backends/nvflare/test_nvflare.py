@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+pytest.importorskip("flwr")  # some helpers are those of its tests
 pytest.importorskip("nvflare", reason="`pip install lightning-fed[nvflare]`")
 
 from lightning_fed.backends.nvflare.transport import from_shareable
@@ -16,6 +17,8 @@ from tests.backends.flower.halves import Loses, in_process
 from tests.backends.nvflare.federations import FEDERATIONS, SIZES, module
 from tests.backends.nvflare.processes import ROOT, Poc, simulate
 from tests.recorders import assert_same, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 
 def weights_of(folder):
