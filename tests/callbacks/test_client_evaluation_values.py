@@ -146,7 +146,7 @@ def test_one_clients_word_changes_nothing_of_the_others(federated_trainer, monke
             for name in names:
                 del update.extras[name]
             update.extras |= {"stays|lie\nlie|f1": torch.zeros(0), "stays|it is withheld|weather": torch.zeros(0)}
-            update.extras["value|m|val_loss"] = update.extras.pop("value|p|val_loss")
+            update.extras["value|m|highest"] = update.extras.pop("value||highest")
             update.extras |= {f"value||new{number}": torch.zeros(1, dtype=torch.float64) for number in range(400)}
             update.extras["value||step"] = torch.zeros(1, dtype=torch.float64)
         return update
@@ -155,7 +155,7 @@ def test_one_clients_word_changes_nothing_of_the_others(federated_trainer, monke
     with caplog.at_level(logging.INFO, "lightning_fed"):
         _, trainer, _ = fitted(federated_trainer, "classifier", ClientEvaluation(), 1)
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    assert logged["fed/val_loss/pooled"] == pytest.approx(logged["val_loss"])
+    assert logged["fed/highest/pooled"] == pytest.approx(logged["highest"])
     assert 0 < logged["fed/val_f1/pooled"] <= 1
     assert "The state of metric 'f1' does not leave 1 clients ('bob'): it says so." in caplog.text
     assert "'weather'" not in caplog.text

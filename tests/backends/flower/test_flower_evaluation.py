@@ -201,3 +201,30 @@ def test_a_round_without_a_score_has_none_of_an_earlier_model(tmp_path):
 def test_a_server_without_data_has_a_score_at_every_validation(tmp_path):
     with pytest.raises(MisconfigurationException, match="Expected `every_n_rounds=1` on a server without data"):
         on_flower(tmp_path, base_and_head, models.vectors(TRAIN), Federation, 2, server_callbacks=[ClientEvaluation(2)])
+
+
+class Breaks(ClientEvaluation):
+    """The server's program ends when the clients of round 1 have answered."""
+
+    def evaluate(self, trainer, *arguments, **options):
+        reports = super().evaluate(trainer, *arguments, **options)
+        if trainer.current_epoch == 1:
+            raise KeyError("broken off")
+        return reports
+
+
+def test_a_run_that_ended_inside_an_evaluation_goes_on(tmp_path):
+    def run(folder, evaluation=ClientEvaluation):
+        return on_flower(
+            tmp_path / folder, base_and_head, models.vectors(TRAIN),
+            lambda: Federation(FedPer("net.head.*"), seed=2), 3, lambda: [evaluation()],
+            held_out=evaluations.held_out(models.vectors, 1),
+        )  # fmt: skip
+
+    whole, trainer, *_ = run("whole")
+    with pytest.raises(KeyError, match="broken off"):
+        run("broken", Breaks)
+    resumed, other, *_ = run("broken")
+    assert_same(state_of(resumed), state_of(whole))
+    kinds = ("fed/", "client/", "val_", "evaluation/")
+    assert numbers_of(other, *kinds) == numbers_of(trainer, *kinds)
