@@ -162,7 +162,7 @@ def paired_interval(ours: Sequence[float], theirs: Sequence[float], level: float
         level: Level of the interval.
 
     Returns:
-        Mean, lower end, upper end.
+        Mean, lower end, upper end; all NaN where a score is not finite.
 
     Raises:
         ValueError: If there are fewer than two seeds, or not as many scores of both.
@@ -178,6 +178,8 @@ def paired_interval(ours: Sequence[float], theirs: Sequence[float], level: float
     degrees = len(differences) - 1
     if degrees < 1:
         raise ValueError("Expected two seeds or more.")
+    if not all(map(math.isfinite, differences)):
+        return math.nan, math.nan, math.nan
     half = float(stdtrit(degrees, (1 + level) / 2)) * statistics.stdev(differences) / math.sqrt(len(differences))
     return mean, mean - half, mean + half
 
@@ -282,11 +284,14 @@ def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
     sign = 1 if results[0]["mode"] == "max" else -1
     lines = []
     for part in _parts(results):
-        seeds = [seed for method, share, seed in scores if (method, share) == (methods[0], part)]
+        seeds = {method: [seed for one, share, seed in scores if (one, share) == (method, part)] for method in methods}
         where = f" with {part:.0%} stragglers" if len(_parts(results)) > 1 else ""
         lines.append(f"Against `{methods[0]}`{where}, mean difference and its 95 % interval, paired over the seeds:\n")
         for method in methods[1:]:
-            ours, theirs = ([scores[one, part, seed] for seed in seeds] for one in (method, methods[0]))
+            both = [seed for seed in seeds[methods[0]] if seed in seeds[method]]
+            if len(both) < 2:
+                continue
+            ours, theirs = ([scores[one, part, seed] for seed in both] for one in (method, methods[0]))
             mean, low, high = paired_interval(ours, theirs)
             better, worse = sign * low > 0 < sign * high, sign * low < 0 > sign * high
             verdict = "better" if better else "worse" if worse else "no difference shown"
