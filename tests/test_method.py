@@ -133,7 +133,7 @@ def test_options_of_its_callbacks():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: build_method("fedsgd"), ValueError, r"`method` to be one of \[.*'fairavg', .*\], but got 'fedsgd'"),
+        (lambda: build_method("fedsgd"), ValueError, r"`method` to be one of 37 names, but got 'fedsgd'"),
         (lambda: build_method("nowhere.FedX"), ValueError, "the path of a class, but got 'nowhere.FedX': No module"),
         (lambda: build_method("torch.FedX"), ValueError, "the path of a class, but got 'torch.FedX': module 'torch'"),
         (lambda: build_method("torch.nn.Linear"), ValueError, "the path of a Method or an Aggregator, but got 'torch"),
@@ -143,7 +143,7 @@ def test_options_of_its_callbacks():
         (lambda: build_method("fedprox:mu=1:mu=2"), ValueError, "every option once, but got 'mu' again"),
         (lambda: build_method(FedAvg(), mu=1), TypeError, r"beside the name of a method, but got \['mu'\] beside"),
         (lambda: build_method(FedBN), TypeError, "a name, a Method or an Aggregator object, but got <class"),
-        (lambda: Method("fedsgd"), ValueError, r"`method` to be one of \[.*'fairavg', .*\], but got 'fedsgd'"),
+        (lambda: Method("fedsgd"), ValueError, r"`method` to be one of 37 names, but got 'fedsgd'"),
         (lambda: FedBN(3), TypeError, "a name, a Method or an Aggregator object, but got 3"),
     ],
 )

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_fed.callbacks.evaluation.data_pass import Stage, evaluate_data
 from lightning_fed.callbacks.evaluation.results import ClientResults
+from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.compare.method_options import CENTRAL
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_training_data
@@ -59,7 +60,7 @@ def central_trainer(cli: FederatedCLI) -> L.Trainer:
     given = vars(cli.config_init.get("trainer"))
     fixed = ("max_epochs", "callbacks", "logger", "enable_progress_bar", "reload_dataloaders_every_n_epochs")
     known = [name for name in inspect.signature(L.Trainer).parameters if name in given and name not in fixed]
-    others = [one for one in federated.callbacks if not isinstance(one, Federation | ProgressBar)]
+    others = [one for one in federated.callbacks if not isinstance(one, Federation | ClientEvaluation | ProgressBar)]
     return L.Trainer(
         max_epochs=federated.max_epochs,
         callbacks=[_PooledRounds(federation), _ClientMeans(), *others],
