@@ -17,7 +17,7 @@ INSTALL_LOWEST := $(INSTALL) uv==0.12.24 && $(BIN)/uv pip install -q --python $(
 # files in their order, so that what the tests of a file share is made once; who is done first helps the other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 10
 
-.PHONY: help venv demo test test-slow test-gpu test-oldest test-master test-flower test-projects test-portable lint types docs tutorials dist clean
+.PHONY: help venv demo test test-slow test-gpu test-oldest test-master test-networks test-projects test-portable lint types docs tutorials dist clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,9 +51,9 @@ test-master: $(STAMP) ## what leans on Lightning's own parts, on its master bran
 	$(BIN)/pytest tests/rounds/test_lightning_internals.py tests/rounds/test_fused_visits.py tests/test_invariants.py \
 		-m "not slow" $(ARGS)
 
-test-flower: $(STAMP) ## the tests on Flower, on its newest version, in an environment made for it alone
-	$(INSTALL) --upgrade flwr
-	$(BIN)/pytest tests/backends/flower -m "not slow" $(ARGS)
+test-networks: $(STAMP) ## the tests on Flower (FLOWER=1.42, or its newest) and NVFLARE, in an environment made for it alone
+	$(INSTALL) --upgrade nvflare $(if $(FLOWER),"flwr==$(FLOWER).*",flwr)
+	$(BIN)/pytest tests/backends -m "not slow" $(ARGS)
 
 test-projects: ## real packages of others, plain and federated, in .venv-projects: a quarter of an hour, 7 GB
 	test -x .venv-projects/bin/python || $(PYTHON) -m venv .venv-projects

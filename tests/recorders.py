@@ -176,4 +176,4 @@ class MemoryLogger(Logger):
 
     def curve(self, name):
         """(round, value) of every time that the name was logged."""
-        return [(metrics["epoch"], metrics[name]) for _, metrics in self.lines if name in metrics]
+        return [(metrics.get("epoch", step), metrics[name]) for step, metrics in self.lines if name in metrics]

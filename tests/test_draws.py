@@ -139,6 +139,7 @@ NEEDED = {
     "HeadThenBody": lambda cls: cls(1),
     "LabelsPerClient": lambda cls: cls(3, 2),
     "Look": lambda cls: cls(IID(3)),
+    "SiteMatrix": lambda cls: cls("val_acc"),
     "PermutedPixels": lambda cls: cls(IID(3)),
     "PartialLabels": lambda cls: cls(IID(3), 5, 2),
     "SegmentationScores": lambda cls: cls(3),

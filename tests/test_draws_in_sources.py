@@ -61,7 +61,9 @@ ALLOWED = {
     "_Rounds._passes": "centralised training, likewise",
     # Programs of their own, which seed themselves.
     "cli/merge.py: run": "the command line",
-    "ClientRunner.answer": "the app of a client",
+    "ClientRunner._answer": "the app of a client",
+    "RemoteServerSide._answer": "likewise, before it evaluates",
+    "_loader_of_batches": "a sampler in the place of the user's, which draws in visits, whose generators are seeded",
     "run_server": "the app of the server",
     "seed_everything": "the function itself",
     "seeded_generators": "the function itself",

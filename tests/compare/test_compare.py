@@ -579,12 +579,6 @@ def test_labels_that_look_alike_as_folders(capsys):
     assert "but other method made it" in capsys.readouterr().err
 
 
-def test_the_guide_names_all_methods():
-    guide = (ROOT / "docs" / "guides" / "compare.md").read_text()
-    table = "".join(re.findall(r"^\| `.*", guide.split("## Methods")[1].split("\n## ")[0], re.M))
-    assert set(re.findall(r"`(\w+)[:`]", table)) == set(method_choices())
-
-
 def test_values_of_options():
     choice = MethodChoice.parse("fedmargin:server_lr=5e-1:combine=lpm:size_weighting=true:faults.min_clients=2")
     assert choice.options == {"server_lr": 0.5, "combine": "lpm", "size_weighting": True, "faults.min_clients": 2}

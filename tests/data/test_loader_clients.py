@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
@@ -21,6 +20,7 @@ from lightning_fed.data.federated import FederatedDataModule, LoaderDataModule, 
 from lightning_fed.data.loader_clients import LoaderClients
 from lightning_fed.data.partitions import IID, ByGroup
 from lightning_fed.data.population import LazyClients, PlannedVisit
+from lightning_fed.errors import OptionError
 from lightning_fed.server.schedule import Visit
 from tests import models
 from tests.recorders import Recorder, assert_same, state_of
@@ -429,9 +429,7 @@ def test_several_loaders_are_split(mode, either_trainer):
 def test_a_combined_loader_is_split_without_a_datamodule(federated_trainer):
     loaders = {"labelled": DataLoader(DATASET, 5), "unlabelled": DataLoader(DATASET, 2)}
     trainer = federated_trainer(max_rounds=1, partition=IID(2))
-    with pytest.raises(
-        MisconfigurationException, match=r"put them into a `CombinedLoader`, of which each client gets a part"
-    ):
+    with pytest.raises(OptionError, match=r"put them into a `CombinedLoader`, of which each client gets a part"):
         trainer.fit(Consistent(), loaders)
     (inputs, labels), _ = models.vectors({"a": 20, "b": 4}).values()
     loader = CombinedLoader({

@@ -90,7 +90,7 @@ class Enough(FederatedCallback):
     [
         (Spoil, ["round", "a", "b", "aggregate", "old"] * 2),
         (Stop, ["round", "a", "old"]),
-        (Enough, ["round", "a", "old"]),
+        (Enough, ["round", "a", "aggregate", "new"]),  # what was trained counts
     ],
 )
 def test_the_end_comes_where_nothing_comes_of_a_round_too(other, seen, federated_trainer):

@@ -334,7 +334,9 @@ def test_a_fit_that_is_resumed_is_the_same(operator, hook, batch, federated_trai
     resumed, again = run(tmp_path / "broken", ckpt_path=tmp_path / "broken" / "last.ckpt")
     assert_same(state_of(whole), state_of(resumed))
     assert_same(find_fusion(whole).frozen.state(), find_fusion(resumed).frozen.state())
-    assert again.curve("val_loss")[-2:] == logger.curve("val_loss")[-2:]
+    curve = again.curve("val_loss")[-2:]  # one round where the checkpoint is of a round that was not validated
+    assert curve
+    assert curve == logger.curve("val_loss")[-len(curve) :]
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "recalibration"])
@@ -589,7 +591,9 @@ def test_prototypes_are_measured_with_the_reference_of_the_visit(federated_train
     for callbacks in ([First(), make("conv")], [make("conv"), First()]):
         trainer = federated_trainer(max_rounds=2, method="fedmargin", callbacks=callbacks, batch_norm="average")
         trainer.fit(models.Module(Net()), models.as_datasets(models.images(FEW)))
-        assert [type(callback) for callback in trainer.callbacks[:2]] == [Federation, FeatureFusion]
+        kinds = [type(callback) for callback in trainer.callbacks]
+        assert kinds[0] is Federation
+        assert kinds.index(FeatureFusion) < kinds.index(First)
 
 
 def test_personal_batch_norm_has_the_clients_own_statistics_in_both_extractors(federated_trainer):

@@ -622,13 +622,6 @@ class OwnStore(ClientStore):
         pass
 
 
-class Skipping(Net):
-    """Leaves an epoch early, in one process."""
-
-    def on_train_batch_start(self, batch, batch_idx):
-        return -1 if batch_idx == 1 and os.environ.get("LOCAL_RANK") == "1" else None
-
-
 def refusals(folder, processes):
     """The errors of what is refused, by name."""
     said = {}
@@ -656,7 +649,6 @@ def refusals(folder, processes):
     attempt("lambda", method=Lambda())
     attempt("on_server_aggregate", callbacks=[Diverging()])
     attempt("store", store=OwnStore())
-    attempt("skipping", Skipping)
     broken = {name: Broken(*dataset.tensors) for name, dataset in clients().items()}
     attempt("all_fail", data=FederatedDataModule(broken, batch_size=4))
     empty = {name: TensorDataset(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)) for name in clients()}

@@ -251,7 +251,6 @@ REFUSED = {
     "store": "MisconfigurationException: `OwnStore` keeps what is the clients' for one process",
     "all_fail": "OSError: the disk is gone",
     "all_empty": "RuntimeError: No new model has come of 1 round, up to round 0, in which 5 of 5 clients failed",
-    "skipping": "RuntimeError: Round 0 ended in process 1 before its visits were over",
 }
 
 
