@@ -2,6 +2,7 @@
 
 import tempfile
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
