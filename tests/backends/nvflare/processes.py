@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import psutil
-from nvflare.tool.poc.poc_commands import prepare_poc_provision
+import pytest
 
 from tests.backends.flower.processes import ROOT, free_port
+
+poc = pytest.importorskip("nvflare.tool.poc.poc_commands", reason="`pip install lightning-fed[nvflare]`")
 
 JOB = Path(__file__).parent / "job"
 MAIN = "nvflare.private.fed.app"
@@ -54,7 +56,7 @@ class Poc:
         self.folder, self.environment, self.processes = folder, environment(folder, case, **deadline), {}
         home, os.environ["HOME"] = os.environ.get("HOME", ""), str(folder)
         try:
-            prepare_poc_provision(
+            poc.prepare_poc_provision(
                 clients=["site-1", "site-2"], number_of_clients=2, workspace=str(folder / "poc"), docker_image=None,
                 use_he=False, project_conf_path="", examples_dir=None,
             )  # fmt: skip
