@@ -251,6 +251,27 @@ def complete_epoch(checkpoint: dict[str, Any], is_validated: bool = False) -> No
     loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1  # Lightning counts it on the log's axis later
 
 
+def validates_after_batch(trainer: L.Trainer) -> bool:
+    """True if Lightning validates after this batch."""
+    loop = trainer.fit_loop
+    return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # type: ignore[arg-type] # noqa: SLF001
+
+
+def await_validation(checkpoint: dict[str, Any]) -> None:
+    """Makes a checkpoint that is taken behind an epoch's last batch one of validation's first batch.
+
+    There Lightning goes on with the validation, and with the end of the epoch.
+
+    Args:
+        checkpoint: What Lightning saves.
+
+    """
+    loop = checkpoint["loops"]["fit_loop"]
+    _advance(loop["epoch_loop.batch_progress"], "completed")
+    for counts in (loop["epoch_loop.val_loop.batch_progress"][part] for part in ("total", "current")):
+        counts |= {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+
+
 def _advance(progress: dict[str, Any], stage: str) -> None:
     for part in ("total", "current"):
         progress[part][stage] += 1

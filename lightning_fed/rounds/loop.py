@@ -314,6 +314,11 @@ class RoundLoop:
             if not self._has_advised and self.fit.trainer.num_training_batches < interval:
                 self._has_advised = True  # Lightning has said it; rounds of other lengths would repeat it
                 self.fit.ignore_warning("The number of training batches")
+            if self.fit.rounds > self.fit.trainer.current_epoch:  # there is a checkpoint of before its validation
+                raise MisconfigurationException(
+                    f"Round {self.fit.trainer.current_epoch} is in the checkpoint already, and only its validation is"
+                    " not: resume with a Trainer that validates as the one before."
+                )
             self._loader = loader
             self.fit.start_round(cohort)
             self._open_round()
@@ -467,7 +472,7 @@ class RoundLoop:
         if has_aggregate and self._averages is not None:
             self._averages.end_round()
         self._finished_loader = loader
-        fit.progress.end_round(is_cut=not loader.is_over)
+        fit.progress.end_round(fit.trainer, is_cut=not loader.is_over)
         fit.count_rounds(server.report.round + 1)
         waiting, self._waiting = self._waiting, []
         if fit.has_server:

@@ -2,48 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
 
-from lightning_fed.rounds.lightning_internals import complete_epoch, fit_progress, restart_epoch
+from lightning_fed.rounds.lightning_internals import (
+    await_validation,
+    complete_epoch,
+    fit_progress,
+    restart_epoch,
+    validates_after_batch,
+)
 
 
 class RoundProgress:
     """Takes back the batches of a round that is not complete from a checkpoint: it is trained again from its start.
 
-    Lightning would go on after them, in a round that is shorter by as many. A checkpoint between a round's last batch
-    and its validation becomes one of the epoch's end.
+    Lightning would go on after them, in a round that is shorter by as many. A fit that goes on from a checkpoint
+    between a round's last batch and its validation validates first; where none is due, the checkpoint is one of the
+    epoch's end.
     """
 
     def __init__(self) -> None:
-        # Steps and progress before an incomplete round, and the batches for a step.
-        self._start: tuple[int, dict[str, Any], int] | None = None
-        self._is_before_validation = self._is_cut = False
+        self._first_step: int | None = None  # of the round that is open
+        self._correct: Callable[[dict[str, Any]], None] | None = None  # what a checkpoint needs now
+        self._is_cut = False
 
     def start_round(self, trainer: L.Trainer) -> None:
         """Notes Lightning's progress before the round's first batch."""
-        self._start = trainer.global_step, fit_progress(trainer), trainer.accumulate_grad_batches
+        self._first_step = trainer.global_step
+        self._correct = partial(
+            restart_epoch,
+            global_step=trainer.global_step,
+            progress=fit_progress(trainer),
+            window=trainer.accumulate_grad_batches,
+        )
 
     def steps(self, trainer: L.Trainer) -> int:
         """Optimizer steps since the round's first batch."""
-        return 0 if self._start is None else trainer.global_step - self._start[0]
+        return 0 if self._first_step is None else trainer.global_step - self._first_step
 
-    def end_round(self, is_cut: bool = False) -> None:
+    def end_round(self, trainer: L.Trainer, is_cut: bool = False) -> None:
         """The round is complete, and the epoch not yet; of a round that was cut short Lightning does not know it."""
-        self._start, self._is_before_validation, self._is_cut = None, True, is_cut
+        self._first_step, self._is_cut = None, is_cut
+        self._correct = await_validation if not is_cut and validates_after_batch(trainer) else complete_epoch
 
     def validate(self) -> None:
         """Validation has begun."""
-        self._is_before_validation = False
+        if self._first_step is None:
+            self._correct = partial(complete_epoch, is_validated=True) if self._is_cut else None
 
     def end_epoch(self) -> None:
         """The epoch is complete, whatever became of the round."""
-        self._start, self._is_before_validation, self._is_cut = None, False, False
+        self._first_step, self._correct, self._is_cut = None, None, False
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
         """Corrects a checkpoint."""
-        if self._start is not None:
-            restart_epoch(checkpoint, *self._start)
-        elif self._is_before_validation or self._is_cut:
-            complete_epoch(checkpoint, is_validated=not self._is_before_validation)
+        if self._correct is not None:
+            self._correct(checkpoint)

@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -120,3 +121,20 @@ def test_a_checkpoint_on_the_last_batch_holds_the_round(visits, federated_traine
         saved = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
         assert_same(recorder.aggregates[aggregate], saved["state_dict"])
         assert saved["callbacks"]["Federation"]["rounds"] == aggregate + 1
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_round_whose_validation_is_left_is_not_trained_again(plain_trainer, tmp_path):
+    save = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1, save_top_k=0)
+
+    class Breaks(models.Module):
+        def on_validation_start(self):
+            if not self.trainer.sanity_checking:
+                raise KeyError("broken off")
+
+    trainer = plain_trainer(max_epochs=2, callbacks=[Federation(partition=IID(1)), save], enable_checkpointing=True)
+    with pytest.raises(KeyError, match="broken off"):
+        trainer.fit(Breaks(models.mlp()), datamodule=data())
+    again = plain_trainer(max_epochs=2, callbacks=[Federation(partition=IID(1))], limit_val_batches=0)
+    with pytest.raises(MisconfigurationException, match="Round 0 is in the checkpoint already"):
+        again.fit(models.Module(models.mlp()), datamodule=data(), ckpt_path=tmp_path / "last.ckpt")

@@ -250,6 +250,37 @@ def test_a_checkpoint_becomes_one_of_the_epochs_end(fit, plain_trainer, tmp_path
     assert resumed.seen == [1] * BATCHES, "Lightning's checkpoints mark the end of an epoch in another way"
 
 
+def test_a_checkpoint_waits_for_validation(fit, plain_trainer, tmp_path):
+    """Saved behind an epoch's last batch: the fit that goes on validates, and trains the next epoch."""
+    path, due = tmp_path / "a.ckpt", []
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            due.append(internals.validates_after_batch(trainer))
+            if batch_idx == BATCHES - 1 and trainer.current_epoch == 0:
+                trainer.save_checkpoint(path)
+
+        def on_save_checkpoint(self, trainer, module, checkpoint):
+            internals.await_validation(checkpoint)
+
+    class Validates(Net):
+        def validation_step(self, batch, batch_idx):
+            self.seen.append(f"val {self.trainer.current_epoch}")
+
+        val_dataloader = Net.train_dataloader
+
+    def epoch(trainer, module):
+        return trainer.current_epoch
+
+    plain_trainer(max_epochs=1, callbacks=[Saves()], num_sanity_val_steps=0).fit(Validates(epoch))
+    assert due == [False] * (BATCHES - 1) + [True]
+    resumed = Validates(epoch)
+    trainer = plain_trainer(max_epochs=2, num_sanity_val_steps=0)
+    trainer.fit(resumed, ckpt_path=path, **loading(weights_only=False))
+    expected = ["val 0"] * BATCHES + [1] * BATCHES + ["val 1"] * BATCHES
+    assert resumed.seen == expected, "Lightning's checkpoints mark a validation that is due in another way"
+
+
 def test_a_fit_begins_with_another_epoch(plain_trainer):
     module = Net(lambda trainer, module: trainer.current_epoch)
     trainer = plain_trainer(max_epochs=5)
