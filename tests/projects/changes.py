@@ -32,6 +32,20 @@ def federate(source, diff):
     return re.sub(r"^(?=import|from)", IMPORT, changed, count=1, flags=re.MULTILINE) if is_used else changed
 
 
+def with_callback(after, options, *more):
+    """The change that adds the callback after a line, with further lines of a diff."""
+    return "\n".join([f" {after}", f"+    callbacks = [*callbacks, fed.Federation({options})]", *more])
+
+
+def with_trainer(rounds, options, package="L"):
+    """The change that puts a ``FederatedTrainer`` in place of a plain Trainer without other arguments."""
+    arguments = "callbacks=callbacks, **options)"
+    return (
+        f"-    trainer = {package}.Trainer(max_epochs={rounds}, {arguments}\n"
+        f"+    trainer = fed.FederatedTrainer(max_rounds={rounds}, {options}, {arguments}"
+    )
+
+
 def changed_lines(before, after):
     """The lines of a diff that are not in both scripts."""
     return [line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line[0] in "+-"]

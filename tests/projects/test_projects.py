@@ -17,7 +17,7 @@ import lightning_fed
 from lightning_fed.rounds import loop
 from tests.breadth import quick
 from tests.conftest import QUIET
-from tests.projects.changes import MOST_LINES, changed_lines, federate
+from tests.projects.changes import MOST_LINES, changed_lines, federate, with_callback, with_trainer
 from tests.recorders import FixedBatches, MemoryLogger, Recorder, assert_same, state_of
 from tests.references import average_reference, visit_seed_reference
 
@@ -52,31 +52,16 @@ DIFFS = {
      patience: 100
 +  federation: {_target_: lightning_fed.Federation, partition: {_target_: lightning_fed.data.IID, num_clients: 3}}
 """,
-    ("gan", "trainer"): """
--    trainer = L.Trainer(max_epochs=6, callbacks=callbacks, **options)
-+    trainer = fed.FederatedTrainer(max_rounds=6, partition=fed.data.IID(3), callbacks=callbacks, **options)
-""",
-    ("gan", "callback"): """
-     L.seed_everything(0)
-+    callbacks = [*callbacks, fed.Federation(partition=fed.data.IID(3))]
-""",
-    ("moco", "trainer"): """
--    trainer = L.Trainer(max_epochs=4, callbacks=callbacks, **options)
-+    trainer = fed.FederatedTrainer(max_rounds=4, partition=fed.data.Dirichlet(3, 1.0), callbacks=callbacks, **options)
-""",
-    ("moco", "callback"): """
-     L.seed_everything(1)
-+    callbacks = [*callbacks, fed.Federation(partition=fed.data.Dirichlet(3, 1.0))]
-""",
+    ("gan", "trainer"): with_trainer(6, "partition=fed.data.IID(3)"),
+    ("gan", "callback"): with_callback("    L.seed_everything(0)", "partition=fed.data.IID(3)"),
+    ("moco", "trainer"): with_trainer(4, "partition=fed.data.Dirichlet(3, 1.0)"),
+    ("moco", "callback"): with_callback("    L.seed_everything(1)", "partition=fed.data.Dirichlet(3, 1.0)"),
     ("segmentation", "trainer"): """
 -    trainer = L.Trainer(max_epochs=EPOCHS, log_every_n_steps=1, callbacks=callbacks, **options)
 +    trainer = fed.FederatedTrainer(
 +        max_rounds=EPOCHS, partition=fed.data.IID(3), log_every_n_steps=1, callbacks=callbacks, **options)
 """,
-    ("segmentation", "callback"): """
-     L.seed_everything(1)
-+    callbacks = [*callbacks, fed.Federation(partition=fed.data.IID(3))]
-""",
+    ("segmentation", "callback"): with_callback("    L.seed_everything(1)", "partition=fed.data.IID(3)"),
     ("text", "trainer"): """
 -            num_training_steps=self.trainer.estimated_stepping_batches,
 +            num_training_steps=fed.scheduler_steps(self.trainer),
@@ -94,10 +79,7 @@ DIFFS = {
 +    trainer = fed.FederatedTrainer(
 +        max_rounds=3, partition=fed.data.IID(3), gradient_clip_val=1.0, callbacks=callbacks, **options)
 """,
-    ("lora", "callback"): """
-     L.seed_everything(1)
-+    callbacks = [*callbacks, fed.Federation(partition=fed.data.IID(3))]
-""",
+    ("lora", "callback"): with_callback("    L.seed_everything(1)", "partition=fed.data.IID(3)"),
     ("forecasting", "trainer"): """
 -    trainer = pl.Trainer(
 +    trainer = fed.FederatedTrainer(
@@ -108,48 +90,27 @@ DIFFS = {
 +    regions = fed.data.ByGroup(lambda sample: f"region {sample[0]['groups'].item() % 3}")
 +    callbacks = [*callbacks, fed.Federation(partition=regions)]
 """,
-    ("graphs", "trainer"): """
--    trainer = L.Trainer(max_epochs=3, callbacks=callbacks, **options)
-+    trainer = fed.FederatedTrainer(max_rounds=3, partition=fed.data.Dirichlet(3, 10), callbacks=callbacks, **options)
-""",
-    ("graphs", "callback"): """
-     L.seed_everything(12)
-+    callbacks = [*callbacks, fed.Federation(partition=fed.data.Dirichlet(3, 10))]
-""",
+    ("graphs", "trainer"): with_trainer(3, "partition=fed.data.Dirichlet(3, 10)"),
+    ("graphs", "callback"): with_callback("    L.seed_everything(12)", "partition=fed.data.Dirichlet(3, 10)"),
     ("diffusion", "trainer"): """
 -    trainer = L.Trainer(max_epochs=4, gradient_clip_val=1.0, callbacks=callbacks, **options)
 +    trainer = fed.FederatedTrainer(
 +        max_rounds=4, partition=fed.data.IID(3), gradient_clip_val=1.0, callbacks=callbacks, **options)
 """,
-    ("diffusion", "callback"): """
-     L.seed_everything(3)
-+    callbacks = [*callbacks, fed.Federation(partition=fed.data.IID(3))]
-""",
-    ("uncertainty", "trainer"): """
--    trainer = L.Trainer(max_epochs=5, callbacks=callbacks, **options)
-+    trainer = fed.FederatedTrainer(max_rounds=5, partition=fed.data.Dirichlet(3, 5.0), callbacks=callbacks, **options)
-""",
-    ("uncertainty", "callback"): """
-     L.seed_everything(0)
-+    callbacks = [*callbacks, fed.Federation(partition=fed.data.Dirichlet(3, 5.0))]
-""",
+    ("diffusion", "callback"): with_callback("    L.seed_everything(3)", "partition=fed.data.IID(3)"),
+    ("uncertainty", "trainer"): with_trainer(5, "partition=fed.data.Dirichlet(3, 5.0)"),
+    ("uncertainty", "callback"): with_callback("    L.seed_everything(0)", "partition=fed.data.Dirichlet(3, 5.0)"),
     ("anomaly", "trainer"): """
 -        self.trainer = pl.Trainer(callbacks=callbacks, **kwargs)
 +        self.trainer = fed.FederatedTrainer(partition=fed.data.IID(3), callbacks=callbacks, **kwargs)
 """,
-    ("anomaly", "callback"): """
-     pl.seed_everything(5)
-+    callbacks = [*callbacks, fed.Federation(partition=fed.data.IID(3))]
-""",
+    ("anomaly", "callback"): with_callback("    pl.seed_everything(5)", "partition=fed.data.IID(3)"),
     ("transfer", "trainer"): """
 -    trainer = L.Trainer(max_epochs=4, callbacks=[finetuning, *callbacks], **options)
 +    callbacks = [finetuning, *callbacks]
 +    trainer = fed.FederatedTrainer(max_rounds=4, partition=fed.data.IID(3), callbacks=callbacks, **options)
 """,
-    ("transfer", "callback"): """
-     L.seed_everything(1)
-+    callbacks = [*callbacks, fed.Federation(partition=fed.data.IID(3))]
-""",
+    ("transfer", "callback"): with_callback("    L.seed_everything(1)", "partition=fed.data.IID(3)"),
     ("landcover", "trainer"): """
 -    train = DataLoader(dataset, batch_size=8, sampler=RandomGeoSampler(dataset, 16, 48))
 +    train = {n: DataLoader(dataset, 8, sampler=RandomGeoSampler(dataset, 16, 24, (n, n + 32))) for n in (0, 32)}
@@ -163,34 +124,20 @@ DIFFS = {
 +    regions = {n: DataLoader(dataset, 8, sampler=RandomGeoSampler(dataset, 16, 24, (n, n + 32))) for n in (0, 32)}
 +    trainer.fit(SemanticSegmentationTask(), regions, val)
 """,
-    ("distillation", "trainer"): """
--    trainer = L.Trainer(max_epochs=4, callbacks=callbacks, **options)
-+    trainer = fed.FederatedTrainer(max_rounds=4, partition=fed.data.IID(3), callbacks=callbacks, **options)
-""",
-    ("distillation", "callback"): """
-     L.seed_everything(2)
-+    callbacks = [*callbacks, fed.Federation(partition=fed.data.IID(3))]
-""",
-    ("metric_learning", "trainer"): """
--    trainer = L.Trainer(max_epochs=4, callbacks=callbacks, **options)
-+    trainer = fed.FederatedTrainer(max_rounds=4, partition=fed.data.Dirichlet(3, 1.0), callbacks=callbacks, **options)
-""",
-    ("metric_learning", "callback"): """
-     L.seed_everything(4)
-+    callbacks = [*callbacks, fed.Federation(partition=fed.data.Dirichlet(3, 1.0))]
-""",
+    ("distillation", "trainer"): with_trainer(4, "partition=fed.data.IID(3)"),
+    ("distillation", "callback"): with_callback("    L.seed_everything(2)", "partition=fed.data.IID(3)"),
+    ("metric_learning", "trainer"): with_trainer(4, "partition=fed.data.Dirichlet(3, 1.0)"),
+    ("metric_learning", "callback"): with_callback("    L.seed_everything(4)", "partition=fed.data.Dirichlet(3, 1.0)"),
     ("few_shot", "trainer"): """
 -    train = episodes(Glyphs(range(8)), 24)
 +    train = [episodes(Glyphs(range(4)), 12), episodes(Glyphs(range(4, 8)), 12)]
 -    trainer = L.Trainer(max_epochs=4, callbacks=callbacks, **options)
 +    trainer = fed.FederatedTrainer(max_rounds=4, callbacks=callbacks, **options)
 """,
-    ("few_shot", "callback"): """
-     L.seed_everything(6)
-+    callbacks = [*callbacks, fed.Federation()]
--    train = episodes(Glyphs(range(8)), 24)
-+    train = [episodes(Glyphs(range(4)), 12), episodes(Glyphs(range(4, 8)), 12)]
-""",
+    ("few_shot", "callback"): with_callback("    L.seed_everything(6)", "",
+        "-    train = episodes(Glyphs(range(8)), 24)",
+        "+    train = [episodes(Glyphs(range(4)), 12), episodes(Glyphs(range(4, 8)), 12)]",
+    ),
     ("dqn", "trainer"): """
 -    train = DataLoader(ReplayStream(), batch_size=16)
 +    train = [DataLoader(ReplayStream(start), batch_size=16) for start in (1, 3)]
@@ -208,10 +155,7 @@ DIFFS = {
 +    trainer = fed.FederatedTrainer(
 +        max_rounds=4, partition=fed.data.IID(3), logger=[csv_logger, logger], callbacks=callbacks, **options)
 """,
-    ("csv_plot", "callback"): """
-     L.seed_everything(9)
-+    callbacks = [*callbacks, fed.Federation(partition=fed.data.IID(3))]
-""",
+    ("csv_plot", "callback"): with_callback("    L.seed_everything(9)", "partition=fed.data.IID(3)"),
 }  # fmt: skip
 
 FALLING = {  # a value of each project's log, and to which share of its first it falls

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from tests.projects.changes import changed_lines, federate, with_callback, with_trainer
+
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
 RESULT = "RESULT "
@@ -45,11 +47,6 @@ class Project:
     score: str
     trainer: str
     callback: str
-
-
-def with_callback(after, partition, *more):
-    """The change that adds the callback after a line."""
-    return "\n".join([f" {after}", f"+    callbacks = [*callbacks, fed.Federation({partition})]", *more])
 
 
 REGIONS = "[load(dataset, RandomGeoSampler(dataset, 32, 32, roi=scene)) for scene in dataset.index.geometry]"
@@ -78,10 +75,7 @@ PROJECTS = {
         ("lightly",),
         "self-supervision with MoCo: a momentum encoder and a memory bank",
         "train_loss",
-        """
--    trainer = L.Trainer(max_epochs=4, callbacks=callbacks, **options)
-+    trainer = fed.FederatedTrainer(max_rounds=4, partition=fed.data.Dirichlet(3, 1.0), callbacks=callbacks, **options)
-""",
+        with_trainer(4, "partition=fed.data.Dirichlet(3, 1.0)"),
         with_callback(
             "    L.seed_everything(1)",
             "partition=fed.data.Dirichlet(3, 1.0)",
@@ -106,20 +100,14 @@ PROJECTS = {
         ("torch-geometric",),
         "classification of graphs, with its datamodule; labels from `Data.y`",
         "val_loss",
-        """
--    trainer = L.Trainer(max_epochs=4, callbacks=callbacks, **options)
-+    trainer = fed.FederatedTrainer(max_rounds=4, partition=fed.data.Dirichlet(3, 5.0), callbacks=callbacks, **options)
-""",
+        with_trainer(4, "partition=fed.data.Dirichlet(3, 5.0)"),
         with_callback("    L.seed_everything(12)", "partition=fed.data.Dirichlet(3, 5.0)"),
     ),
     "monai_segmentation": Project(
         ("monai",),
         "a 3D U-Net on crops of cached volumes, sliding windows in validation",
         "val_loss",
-        f"""
--    trainer = pl.Trainer(max_epochs=3, callbacks=callbacks, **options)
-+    trainer = fed.FederatedTrainer(max_rounds=3, partition={IID}, callbacks=callbacks, **options)
-""",
+        with_trainer(3, f"partition={IID}", "pl"),
         with_callback("    pl.seed_everything(0)", f"partition={IID}"),
     ),
     "peft_lora": Project(
@@ -147,20 +135,14 @@ PROJECTS = {
         ("lightning-uq-box",),
         "regression with its variance, a loss that changes after some epochs",
         "valRMSE",
-        """
--    trainer = pl.Trainer(max_epochs=6, callbacks=callbacks, **options)
-+    trainer = fed.FederatedTrainer(max_rounds=6, partition=fed.data.Dirichlet(3, 5.0), callbacks=callbacks, **options)
-""",
+        with_trainer(6, "partition=fed.data.Dirichlet(3, 5.0)", "pl"),
         with_callback("    pl.seed_everything(0)", "partition=fed.data.Dirichlet(3, 5.0)"),
     ),
     "diffusers_ddpm": Project(
         ("diffusers",),
         "a diffusion model; the module brings its data",
         "train_loss",
-        f"""
--    trainer = L.Trainer(max_epochs=3, callbacks=callbacks, **options)
-+    trainer = fed.FederatedTrainer(max_rounds=3, partition={IID}, callbacks=callbacks, **options)
-""",
+        with_trainer(3, f"partition={IID}"),
         with_callback("    L.seed_everything(0)", f"partition={IID}"),
     ),
     "hydra_instantiate": Project(
@@ -217,7 +199,6 @@ def try_project(name):
     """Runs a project in its three forms; what came of it, for :func:`table`."""
     import torch
 
-    from tests.projects.changes import changed_lines, federate
     from tests.recorders import state_of
 
     warnings.simplefilter("ignore")  # those of the packages
