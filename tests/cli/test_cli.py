@@ -167,8 +167,9 @@ def where_data_are(recipe, folder):
     name = recipe.stem
     if name in ("compare_shapes", "shakespeare", "shapes_deeplab", "shapes_looks", "synthetic"):
         return []
-    is_nested = name.startswith("compare_") and not name.startswith(
-        ("compare_camvid", "compare_fedma", "compare_mnist", "compare_niid")
+    is_nested = name == "camvid_sites" or (
+        name.startswith("compare_")
+        and not name.startswith(("compare_camvid", "compare_fedma", "compare_mnist", "compare_niid"))
     )
     return ["--data.source.data_dir" if is_nested else "--data.data_dir", str(folder)]
 
@@ -177,6 +178,7 @@ BUILT = [
     ("camvid_deeplab_dirichlet", SegmentationTask, CamVid, Dirichlet(12, 0.1, min_size=4, background=None), 100, 4),
     ("camvid_deeplab_sequence", SegmentationTask, CamVid, ByGroup(), 60, 1.0),
     ("camvid_partial_labels", SegmentationTask, CamVid, PartialLabels(ByGroup(), 11, 4), 100, 5),
+    ("camvid_sites", SegmentationTask, CamVid, ByGroup(), 60, 1.0),
     ("compare_camvid", SegmentationTask, CamVid, Dirichlet(8, 0.1, "per_client", background=None), 10, 4),
     ("compare_cifar10_classes", ClassificationTask, CIFAR10, LabelsPerClient(5, 4, "even"), 24, 1.0),
     ("compare_cifar10_iid", ClassificationTask, CIFAR10, IID(5), 24, 1.0),
@@ -264,9 +266,10 @@ ON_REAL_DATA = ("omniglot", "shakespeare")
 
 def trains(recipe, folder):
     """Runs the first two batches of a recipe, a visit or two: no client fails, and the model moves."""
-    is_small = ["--data.image_size", "[32,32]"] if "camvid" in recipe.stem else []
+    where = where_data_are(recipe, folder)
+    is_small = [where[0].replace("data_dir", "image_size"), "[32,32]"] if "camvid" in recipe.stem else []
     options = ["--trainer.accelerator", "cpu", "--trainer.fast_dev_run", "2", *is_small]
-    built = build("-c", str(recipe), *where_data_are(recipe, folder), *options)
+    built = build("-c", str(recipe), *where, *options)
     before = state_of(built.model)
     built.trainer.fit(**built.arguments)  # what LightningCLI does where `fit` is not overridden
     logged = {name: float(value) for name, value in built.trainer.callback_metrics.items()}

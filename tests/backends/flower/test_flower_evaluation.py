@@ -2,6 +2,7 @@
 
 import csv
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +12,14 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fed import Federation
 from lightning_fed.algorithms import FedPer
+from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.transport import FlowerTransport
 from lightning_fed.backends.wire.server import run_server
 from lightning_fed.callbacks import ClientEvaluation, SiteMatrix
+from lightning_fed.cli.recipe_halves import read_recipe
 from lightning_fed.errors import ClientFault
 from tests import evaluations, models
+from tests.backends.flower.grids import FakeGrid
 from tests.backends.flower.halves import OPTIONS, base_and_head, in_process, on_flower
 from tests.recorders import assert_same, state_of
 
@@ -228,3 +232,46 @@ def test_a_run_that_ended_inside_an_evaluation_goes_on(tmp_path):
     assert_same(state_of(resumed), state_of(whole))
     kinds = ("fed/", "client/", "val_", "evaluation/")
     assert numbers_of(other, *kinds) == numbers_of(trainer, *kinds)
+
+
+ROOT = Path(__file__).parents[3]
+DATA = ROOT.parent / "shared" / "data"
+DRIVES = ["0001TP", "0006R0", "0016E5"]
+
+
+# Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_the_recipe_of_sites(tmp_path, monkeypatch):
+    """A server without data has the table of the drives, the best model by their frames, and the matrix."""
+    pytest.importorskip("matplotlib")
+    if not (DATA / "camvid").is_dir():
+        pytest.skip(f"no data at {DATA / 'camvid'}")
+    monkeypatch.chdir(tmp_path)
+    small = ["--data.source.data_dir", str(DATA), "--data.source.image_size", "[32,32]", "--data.source.train_size=40"]
+    small += ["--model.model=Unet", "--model.model_kwargs", '{"encoder_depth": 3, "decoder_channels": [16, 8, 8]}']
+    server, clients = (read_recipe(ROOT / "recipes" / "camvid_sites.yaml", small) for _ in range(2))
+    app = client_app(
+        clients.federation, clients.model, clients.data, {**clients.client_trainer, **OPTIONS},
+        callbacks=clients.client_callbacks, store=tmp_path / "clients",
+    )  # fmt: skip
+    nodes = {node: {"partition-id": index, "num-partitions": 2} for index, node in enumerate((11, 12))}
+    transport = FlowerTransport(FakeGrid(dict.fromkeys(nodes, app), nodes), 60, poll=0.01)
+    trainer = run_server(
+        server.federation, server.model, None, {**server.server_trainer, **OPTIONS, "max_epochs": 2}, transport,
+        transport.meet(DRIVES, 1), tmp_path / "server", server.server_callbacks,
+    )  # fmt: skip
+    tables = {}
+    for name in ("clients", "sites"):
+        with (tmp_path / "runs" / "camvid_sites" / f"{name}.csv").open() as file:
+            head, *rows = csv.reader(file)
+        tables[name] = {row: dict(zip(head[1:], values, strict=True)) for row, *values in rows}
+        assert (tmp_path / "runs" / "camvid_sites" / f"{name}.png").stat().st_size > 1000
+    best, stopping = trainer.checkpoint_callback, trainer.early_stopping_callback
+    reached = numbers_of(trainer, "val_miou").popitem()[1]
+    assert list(tables["clients"]) == [*DRIVES, "all"]
+    assert float(tables["clients"]["all"]["val_miou"]) == pytest.approx(reached)
+    assert Path(best.best_model_path).is_file()
+    assert best.best_model_score == stopping.best_score >= reached > 0
+    assert list(tables["sites"]) == ["global", *DRIVES]
+    by_drive = {drive: float(tables["clients"][drive]["val_miou"]) for drive in DRIVES}
+    assert {drive: float(value) for drive, value in tables["sites"]["global"].items()} == pytest.approx(by_drive)
