@@ -18,6 +18,7 @@ import torch
 from common import load_json, machine, parser, prepare, save_json, table, write_section
 
 from lightning_fed.backends.wire.secure_sum_packets import (
+    REPLY_BYTES,
     SumRequest,
     context_of,
     write_sum_reply,
@@ -94,10 +95,14 @@ def measure(size: int, count: int, repetitions: int) -> dict[str, Any]:
     peers = tuple(names)
     keys = SumRequest("keys", "0a", 0, 0, least)
     share = SumRequest("shares", "0a", 0, 0, least, peers, (), tuple(public.values()))
-    unmask = SumRequest("unmask", "0a", 0, 0, least, peers, (True,) * count, (bytes(SEALED),) * count)
-    rows = {"keys": (public[0],), "shares": (bytes(SEALED),) * count, "unmask": (bytes(16),) * count}
-    down = [write_sum_request(request) for request in (keys, share, unmask)]
-    up = [write_sum_reply(request, rows[request.stage]) for request in (keys, share, unmask)]
+    hand_over = SumRequest("open", "0a", 0, 0, least, peers, (), (bytes(SEALED),) * count)
+    unmask = SumRequest("unmask", "0a", 0, 0, least, peers, (True,) * count)
+    requests = (keys, share, hand_over, unmask)
+    down = [write_sum_request(request) for request in requests]
+    up = [
+        write_sum_reply(request, (bytes(REPLY_BYTES[request.stage]),) * (len(request.peers) or 1))
+        for request in requests
+    ]
     return {
         "seconds": seconds,
         "down": sum(len(packet.data) + len(packet.text) for packet in down),
@@ -130,7 +135,7 @@ def report(results: dict[str, Any], threads: int) -> str:
         f"`python benchmarks/secure_sum_cost.py --out benchmarks/results/method_costs.md`."
         f" {machine(threads)}{busy}. Per round,"
         " medians of three repetitions; seconds are the process' own. The *model* is as many bytes in float32 as in"
-        " masked whole numbers; *more* are the messages for keys, shares and unmasking, to and from one client. A"
+        " masked whole numbers; *more* are all messages but the visit's, to and from one client. A"
         " client's seconds are those of keys, shares, rounding to whole numbers, masks, and opening the others' shares."
         " A threshold of two thirds. The network, the training and Flower are left out."
     )

@@ -232,7 +232,7 @@ class SecureSum(UpdateStep):
         most = len(clients) * self.ring.max_weight
         weight = len(clients) if self.is_private else int(total[WEIGHT])
         if not 0 < weight <= most:
-            reason = f"the weights add up to {weight}, not to 1 to {most}: one of the sum sends a wrong one, masked"
+            reason = f"the weights add up to {weight}, not to 1 to {most}: one of them is wrong, and whose is hidden"
             raise BadUpdates(dict.fromkeys(clients, reason))
         state = dict(self.state)
         for name in self._names(self.state):

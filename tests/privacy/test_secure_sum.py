@@ -175,7 +175,7 @@ def test_weights_that_cannot_be_are_those_of_all(weights):
     """Of single clients the server does not see them: the sum is given up."""
     ring = Ring(5.0, 6, 40)
     chain = chain_of(ring, [update_of(ring, torch.zeros(12), weight, seed) for seed, weight in enumerate(weights)])
-    reason = f"the weights add up to {sum(weights)}, not to 1 to 80: one of the sum sends a wrong one, masked"
+    reason = f"the weights add up to {sum(weights)}, not to 1 to 80: one of them is wrong, and whose is hidden"
     with pytest.raises(BadUpdates) as refused:
         chain.aggregate()
     assert refused.value.reasons == {"c0": reason, "c1": reason}

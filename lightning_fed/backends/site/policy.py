@@ -397,7 +397,7 @@ def read_order(kind: str, text: str, data: bytes) -> Order | None:
         size = None
         if kind == "train":
             size = len(set(header["peers"] or ()))
-        elif stage == "shares":
+        elif stage in ("shares", "open"):
             size = len(set(header["peers"]))
         elif stage == "unmask":
             size = sum(map(bool, header["survivors"]))

@@ -16,6 +16,8 @@ import torch
 from lightning_fed.atomic_files import write_text_atomically
 from lightning_fed.backends.wire.packets import Fault, Packet, write_fault
 from lightning_fed.backends.wire.secure_sum_packets import (
+    NOT_OPENED,
+    OPENED,
     SumRequest,
     context_of,
     write_sum_reply,
@@ -44,13 +46,14 @@ NOT_SUMMED = "the server has a secure sum, and its federation has none"
 class ClientSum:
     """A client's half of the secure sums of a run.
 
-    The steps of a round come in their order, each once: publish keys, share secrets, mask the update, give the shares
-    of the others. What is needed for the next step is in a file, because a process may answer one message only; the
-    file is taken before a step is done, and the last one leaves none. So a client masks one vector with its masks, and
-    gives away one of two shares of every other client.
+    The steps of a round come in their order, each once: publish keys, share secrets, open the others' shares, mask the
+    update, give shares away. What is needed for the next step is in a file, because a process may
+    answer one message only; the file is taken before a step is done, and the last one leaves none. So a client masks
+    one vector with its masks, and gives away one of two shares of every other client.
 
-    A round that the server does again, because it was killed, has new keys. Its sum is read of the same clients as
-    before, or not again: the difference of two sums would be a client's update.
+    A sum that begins again, without a client whose shares cannot be opened or because the server was killed, has new
+    keys. Once it was read, it is read of the same clients or not again: the difference of two sums would be a client's
+    update.
 
     Args:
         folder: Folder of what is the clients'.
@@ -74,11 +77,8 @@ class ClientSum:
 
         """
         try:
-            if request.stage == "keys":
-                return write_sum_reply(request, (self._publish(request),))
-            return write_sum_reply(
-                request, self._shares(request) if request.stage == "shares" else self._unmask(request)
-            )
+            steps = {"keys": self._publish, "shares": self._shares, "open": self._open, "unmask": self._unmask}
+            return write_sum_reply(request, steps[request.stage](request))
         except (SumError, ClientFault) as fault:
             _log.warning("Round %d: client %r is in no secure sum: %s.", request.round, self._client, fault)
             return write_fault(Fault(self._client, str(fault)))
@@ -97,11 +97,11 @@ class ClientSum:
 
         """
         numbers = maskable(update, sent)
-        known = self._take(round, "shared")
-        keys, least = _keys_of(known), int(known["least"])
+        known = self._take(round, "opened")
+        keys, shares, least = _keys_of(known), dict(known["shares"]), int(known["least"])
         try:
             self._check_count(len(set(peers)), least)
-            if self._client not in peers or not set(peers) <= keys.keys():
+            if self._client not in peers or not set(peers) <= shares.keys():
                 raise SumError("it is to be masked with clients that it has shared nothing with")
             vector = np.concatenate(
                 [numbers[name].reshape(-1).cpu().numpy().view(np.uint32) for name in sorted(numbers)]
@@ -115,10 +115,8 @@ class ClientSum:
             round,
             "masked",
             {
-                "sealing": known["sealing"],
-                "own": known["own"],
                 "least": least,
-                "peers": [[peer, keys[peer].hex()] for peer in peers],
+                "shares": [[peer, shares[peer]] for peer in peers],
             },
         )
         start = 0
@@ -128,13 +126,13 @@ class ClientSum:
             (update.state if name in update.state else update.extras)[name] = masked
             start += count
 
-    def _publish(self, request: SumRequest) -> bytes:
+    def _publish(self, request: SumRequest) -> tuple[bytes, ...]:
         if self._folder.exists():
-            for path in self._folder.glob("*-*"):  # of rounds that came to nothing, and of processes that were killed
+            for path in self._folder.glob("*-*"):  # of sums that came to nothing, and of processes that were killed
                 path.unlink(missing_ok=True)
         secrets = make_secrets()
         self._put(request.round, "keys", _written(secrets))
-        return secrets.public
+        return (secrets.public,)
 
     def _shares(self, request: SumRequest) -> tuple[bytes, ...]:
         known = self._take(request.round, "keys")
@@ -148,35 +146,41 @@ class ClientSum:
         check_peers(peers, self._client, secrets.public, request.least)
         sealed, own = share_secrets(secrets, self._client, peers, request.least, self._context(request.round))
         keys = [[peer, public.hex()] for peer, public in peers.items()]
-        self._put(
-            request.round,
-            "shared",
-            {**known, "own": [own.pairing.hex(), own.seed.hex()], "least": request.least, "peers": keys},
-        )
+        self._put(request.round, "shared", {**known, "own": _hex(own), "least": request.least, "peers": keys})
         return tuple(sealed.get(peer, bytes(SEALED)) for peer in peers)
+
+    def _open(self, request: SumRequest) -> tuple[bytes, ...]:
+        known = self._take(request.round, "shared")
+        keys, sealing = _keys_of(known), bytes.fromhex(known["sealing"])
+        if self._client not in request.peers or not set(request.peers) <= keys.keys():
+            raise SumError("it is sent shares of clients that it has shared nothing with")
+        self._check_count(len(request.peers), int(known["least"]))
+        context, shares = self._context(request.round), dict[Client, list[str]]()
+        for peer, sealed in zip(request.peers, request.rows, strict=True):
+            try:
+                shares[peer] = (
+                    known["own"]
+                    if peer == self._client
+                    else _hex(open_share(sealing, keys[peer], keys[self._client], sealed, context))
+                )
+            except SumError as error:
+                _log.warning("Round %d: client %r: %s, by %r.", request.round, self._client, error, peer)
+                shares[peer] = _hex(Share(NO_SHARE, NO_SHARE))  # the others' may be enough
+        self._put(request.round, "opened", {**known, "shares": list(shares.items())})
+        missing = _hex(Share(NO_SHARE, NO_SHARE))
+        return tuple(NOT_OPENED if shares[peer] == missing else OPENED for peer in request.peers)
 
     def _unmask(self, request: SumRequest) -> tuple[bytes, ...]:
         known = self._take(request.round, "masked")
-        keys, least = _keys_of(known), int(known["least"])
+        shares = {peer: Share(*map(bytes.fromhex, share)) for peer, share in known["shares"]}
         survivors = [peer for peer, is_there in zip(request.peers, request.survivors, strict=True) if is_there]
-        if list(keys) != list(request.peers):
+        if list(shares) != list(request.peers):
             raise SumError("the masks of other clients are to be taken off than it has masked with")
         if self._client not in survivors:
             raise SumError("it is no part of the sum whose masks are to be taken off")
-        self._check_count(len(survivors), least)
+        self._check_count(len(survivors), int(known["least"]))
         self._note_release(request.round, survivors)
-        sealing, own = bytes.fromhex(known["sealing"]), Share(*map(bytes.fromhex, known["own"]))
-        answers = []
-        for peer, is_there, sealed in zip(request.peers, request.survivors, request.rows, strict=True):
-            share = own
-            if peer != self._client:
-                try:
-                    share = open_share(sealing, keys[peer], keys[self._client], sealed, self._context(request.round))
-                except SumError as error:
-                    _log.warning("Round %d: client %r: %s, by %r.", request.round, self._client, error, peer)
-                    share = Share(NO_SHARE, NO_SHARE)  # the others' may be enough
-            answers.append(share.seed if is_there else share.pairing)
-        return tuple(answers)
+        return tuple(shares[peer].seed if peer in survivors else shares[peer].pairing for peer in request.peers)
 
     def _context(self, round: int) -> bytes:
         return context_of(self._run, round)
@@ -251,6 +255,10 @@ def _written(secrets: Secrets) -> dict[str, str]:
 
 def _secrets_of(known: dict[str, Any]) -> Secrets:
     return Secrets(*(bytes.fromhex(known[name]) for name in ("sealing", "pairing", "seed")))
+
+
+def _hex(share: Share) -> list[str]:
+    return [share.pairing.hex(), share.seed.hex()]
 
 
 def _keys_of(known: dict[str, Any]) -> dict[Client, bytes]:

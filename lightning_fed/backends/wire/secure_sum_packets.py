@@ -25,7 +25,10 @@ from lightning_fed.messages import Client
 SUM = "query.sum"
 """Type of messages."""
 
-Stage = Literal["keys", "shares", "unmask"]
+Stage = Literal["keys", "shares", "open", "unmask"]
+
+OPENED, NOT_OPENED = b"\1", b"\0"
+"""A client's word on what another has sealed for it."""
 
 _MOST_CLIENTS = 10_000
 _MANY = 2**53
@@ -37,16 +40,18 @@ class SumRequest:
     """Request of the server to a client, for one step of a secure sum.
 
     Args:
-        stage: The step: the client is asked to publish keys; to share its secrets among ``peers``; to give its shares
-            of the ``peers``, so that the masks are taken off the sum of the survivors.
+        stage: The step: the client is asked to publish keys; to share its secrets among ``peers``; to open what the
+            ``peers`` have sealed for it; to give its shares of the ``peers``, so that the masks are taken off the sum
+            of the survivors.
         run: Name of the fit.
         round: Index of the round.
         client: The client that is asked.
         least: Number of shares that restore a secret.
-        peers: The clients of the sum; in the last step those whose shares went to all.
+        peers: The clients of the sum; when shares are opened those who have shared, in the last step those who have
+            masked with each other.
         survivors: In the last step: whether the sum has a peer's vector, for each of them.
-        rows: Of every peer: what it has published; in the last step the shares that it has sealed for the client, zeros
-            for the client itself.
+        rows: Of every peer: what it has published; when shares are opened those that it has sealed for the client,
+            zeros for the client itself.
 
     """
 
@@ -60,11 +65,12 @@ class SumRequest:
     rows: tuple[bytes, ...] = ()
 
 
-ROW_BYTES: Mapping[Stage, int] = {"keys": 0, "shares": PUBLIC, "unmask": SEALED}
+ROW_BYTES: Mapping[Stage, int] = {"keys": 0, "shares": PUBLIC, "open": SEALED, "unmask": 0}
 """Bytes of a row of a request."""
 
-REPLY_BYTES: Mapping[Stage, int] = {"keys": PUBLIC, "shares": SEALED, "unmask": SECRET}
-"""Bytes of a row of the reply: one row of keys; sealed shares, zeros for the client itself; shares."""
+REPLY_BYTES: Mapping[Stage, int] = {"keys": PUBLIC, "shares": SEALED, "open": len(OPENED), "unmask": SECRET}
+"""Bytes of a row of the reply: one row of keys; sealed shares, zeros for the client itself; whether they could be
+opened; shares."""
 
 
 def write_sum_request(request: SumRequest) -> Packet:
@@ -108,7 +114,7 @@ def read_sum_request(packet: Packet) -> SumRequest:
     expected = len(peers) if stage == "unmask" else 0
     if not isinstance(survivors, list) or len(survivors) != expected or {*map(type, survivors)} - {bool}:
         raise PacketError("its survivors are not some of its clients")
-    rows = _to_rows(tensors, len(peers), ROW_BYTES[stage])
+    rows = _to_rows(tensors, len(peers) if ROW_BYTES[stage] else 0, ROW_BYTES[stage])
     return SumRequest(
         stage, header["run"], header["round"], header["client"], header["least"], tuple(peers), tuple(survivors), rows
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from lightning_fed.backends.wire.packets import NOT_HERE, Fault, PacketError
 from lightning_fed.backends.wire.secure_sum_packets import (
+    OPENED,
     SUM,
     Stage,
     SumRequest,
@@ -53,13 +54,36 @@ class ServerSum:
         self._sealed: dict[Client, dict[Client, bytes]] = {}  # by sender and receiver
 
     def share_secrets(self, clients: Sequence[Client]) -> None:
-        """Has clients publish keys, and share their secrets; who does not is left out, and all if they are too few."""
-        published: dict[Client, bytes] = {}
+        """Has clients publish keys, share their secrets, and open what the others have sealed for them.
+
+        Who does not is left out, and all if they are too few. A client whose secrets could not be restored, because so
+        many cannot open its shares, is left out too, and the others begin again with new keys: nothing is masked yet.
+        """
         for client in [client for client in clients if client in self.distrusted]:
             self._server.fail(client, "with its shares a sum of this run could not be read")
         clients = [client for client in clients if client not in self.distrusted]
-        for request, rows in self._ask("keys", clients, lambda client: self._request("keys", client)):
-            (public,) = rows
+        while self._are_enough(clients):
+            published = self._publish(clients)
+            if not self._are_enough(published):
+                return
+            self._positions = {client: position for position, client in enumerate(published)}
+            self._share(published)
+            if not self._are_enough(self._sealed):
+                return
+            opened = self._open()
+            if not self._are_enough(opened):
+                return
+            clients = [client for client in opened if not self._is_at_fault(client, opened)]
+            if len(clients) == len(opened):
+                self.peers = {client: published[client] for client in clients}
+                return
+            words = "Round %d: the secure sum begins again, with new keys of the other %d clients."
+            _log.warning(words, self._server.report.round, len(clients))
+
+    def _publish(self, clients: Sequence[Client]) -> dict[Client, bytes]:
+        """Asks clients for keys, and returns those that an exchange can be made with."""
+        published: dict[Client, bytes] = {}
+        for request, (public,) in self._ask("keys", clients, lambda client: self._request("keys", client)):
             try:
                 check_public(public)
                 if any(public[:32] == other[:32] or public[32:64] == other[32:64] for other in published.values()):
@@ -68,16 +92,39 @@ class ServerSum:
                 self._server.fail(request.client, str(error))
                 continue
             published[request.client] = public
-        if not self._are_enough(published):
-            return
-        self._positions = {client: position for position, client in enumerate(published)}
+        return published
+
+    def _share(self, published: Mapping[Client, bytes]) -> None:
+        """Has clients share their secrets with all that have published keys."""
         peers, keys = tuple(published), tuple(published.values())
-        for request, rows in self._ask(
-            "shares", peers, lambda client: self._request("shares", client, peers=peers, rows=keys)
-        ):
-            self._sealed[request.client] = dict(zip(peers, rows, strict=True))
-        if self._are_enough(self._sealed):
-            self.peers = {client: published[client] for client in self._sealed}
+        self._sealed = {
+            request.client: dict(zip(peers, rows, strict=True))
+            for request, rows in self._ask(
+                "shares", peers, lambda client: self._request("shares", client, peers=peers, rows=keys)
+            )
+        }
+
+    def _open(self) -> dict[Client, dict[Client, bytes]]:
+        """Hands the shares over; returns, by receiver and sender, whether they could be opened."""
+        peers = tuple(self._sealed)
+
+        def request(client: Client) -> SumRequest:
+            return self._request("open", client, peers=peers, rows=tuple(self._sealed[peer][client] for peer in peers))
+
+        return {asked.client: dict(zip(peers, rows, strict=True)) for asked, rows in self._ask("open", peers, request)}
+
+    def _is_at_fault(self, client: Client, opened: Mapping[Client, Mapping[Client, bytes]]) -> bool:
+        """Whether too few can open a client's shares; it is left out then, of all sums of the run."""
+        missing, number = sum(rows[client] != OPENED for rows in opened.values()), self._server.report.round
+        if not missing:
+            return False
+        words = f"{missing} of {len(opened)} clients cannot open what it has sealed for them"
+        if len(opened) - missing >= self._sum.least:
+            _log.warning("Round %d: client %r: %s; the others' shares are enough.", number, client, words)
+            return False
+        self.distrusted.add(client)
+        self._server.fail(client, f"{words}: it is at fault, or all of these are; it is in no more sums of this run")
+        return True
 
     def unmask(self, survivors: Sequence[Client]) -> None:
         """Takes the masks off the sum, or gives it up.
@@ -91,8 +138,7 @@ class ServerSum:
         peers, is_there = tuple(self.peers), tuple(peer in survivors for peer in self.peers)
 
         def request(client: Client) -> SumRequest:
-            rows = tuple(self._sealed[peer][client] for peer in peers)
-            return self._request("unmask", client, peers=peers, survivors=is_there, rows=rows)
+            return self._request("unmask", client, peers=peers, survivors=is_there)
 
         shares: dict[Client, dict[Client, bytes]] = {}
         for asked, rows in self._ask("unmask", survivors, request, counts=False):
@@ -110,7 +156,11 @@ class ServerSum:
             dealer = error.dealer if isinstance(error, SumError) else None
             if dealer is not None:
                 self.distrusted.add(dealer)
-                _log.warning("Round %d: client %r is in no more sums of this run.", self._server.report.round, dealer)
+                words = (
+                    "Round %d: client %r is in no more sums of this run, and the round is not done again without it: if"
+                    " clients helped to read a second sum of the round, the difference could be an update."
+                )
+                _log.warning(words, self._server.report.round, dealer)
             return
         for liar in liars:
             words = "Round %d: client %r has answered wrong shares, and the sum was read without them."
@@ -120,7 +170,7 @@ class ServerSum:
             {name: part.reshape(self._sum.total[name].shape) for name, part in zip(names, parts, strict=True)}
         )
 
-    def _are_enough(self, clients: dict[Client, bytes] | dict[Client, dict[Client, bytes]]) -> bool:
+    def _are_enough(self, clients: Collection[Client]) -> bool:
         if len(clients) >= self._sum.least:
             return True
         for client in clients:

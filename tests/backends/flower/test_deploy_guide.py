@@ -18,7 +18,7 @@ pytest.importorskip("flwr")
 from tests.backends.flower.processes import ROOT
 from tests.recorders import assert_same
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2700)]
 
 PAGE = ROOT / "docs" / "guides" / "deploy.md"
 RECIPE = """

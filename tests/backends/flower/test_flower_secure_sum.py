@@ -1,6 +1,7 @@
 """Secure sums on Flower: bit for bit those of one process, whoever is lost on the way, and what nobody is told."""
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -11,7 +12,9 @@ pytest.importorskip("flwr")
 
 from lightning_fed import FederatedCallback, Federation
 from lightning_fed.backends.flower.transport import from_records, to_records
+from lightning_fed.backends.wire import secure_sum_client
 from lightning_fed.backends.wire.packets import Packet, read_packet, write_packet
+from lightning_fed.backends.wire.secure_sum_protocol import make_secrets
 from lightning_fed.errors import ClientFault
 from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import MaxNorm, MaxSamples, UniformWeights
@@ -32,15 +35,15 @@ def module():
 
 
 class Loses(FederatedCallback):
-    """In one process: clients that fail at the end of their visits in round 1."""
+    """In one process: clients that fail at the end of their visits, in round 1 unless others are named."""
 
     keeps_privacy = True
 
-    def __init__(self, clients):
-        self.clients = clients
+    def __init__(self, clients, rounds=(1,)):
+        self.clients, self.rounds = clients, rounds
 
     def on_client_end(self, trainer, module, client, update):
-        if trainer.current_epoch == 1 and client in self.clients:
+        if trainer.current_epoch in self.rounds and client in self.clients:
             raise ClientFault("it is lost")
 
 
@@ -107,10 +110,10 @@ def test_it_is_the_sum_of_one_process(name, federated_trainer, tmp_path):
     assert server.global_step == fitted.global_step
 
 
-ON_THE_WAY = [(stage, lost) for stage in ("keys", "shares", "train") for lost in ("cid", "bob")]
+ON_THE_WAY = [(stage, lost) for stage in ("keys", "shares", "open", "train") for lost in ("cid", "bob")]
 
 
-@pytest.mark.parametrize(("stage", "lost"), quick(ON_THE_WAY, [("keys", "cid"), ("shares", "bob"), ("train", "cid")]))
+@pytest.mark.parametrize(("stage", "lost"), quick(ON_THE_WAY, [("keys", "cid"), ("open", "bob"), ("train", "cid")]))
 def test_one_that_is_lost_on_the_way(stage, lost, federated_trainer, tmp_path, caplog):
     """Before it has shared its secrets, or after: the sum is that of the others, bit for bit."""
     (plain, _, here), (masked, _, there), _, _ = both(federated_trainer, tmp_path, federation, stage, [lost])
@@ -132,7 +135,7 @@ def test_as_many_as_the_threshold_allows(stage, federated_trainer, tmp_path):
     assert_same(state_of(masked), state_of(plain))
 
 
-@pytest.mark.parametrize("stage", quick(["keys", "shares", "train", "unmask"], ["shares", "unmask"]))
+@pytest.mark.parametrize("stage", quick(["keys", "shares", "open", "train", "unmask"], ["open", "unmask"]))
 def test_one_more_and_the_round_comes_to_nothing(stage, federated_trainer, tmp_path, caplog):
     """The model stays as it was, also in one process, and the next round is as ever."""
     lost = ["ann", "dan"]
@@ -155,8 +158,8 @@ def test_one_that_does_not_help_to_read_the_sum_is_in_it(federated_trainer, tmp_
     assert [row["fed/failed"] for row in there.logged] == [0, 0, 0]
 
 
-def test_one_who_seals_nonsense_does_not_end_the_run(tmp_path, caplog):
-    """In round 0 the sum cannot be read, and from then on it is of the others."""
+def test_a_sum_begins_again_without_one_who_seals_nonsense(federated_trainer, tmp_path, caplog):
+    """Before anybody trains: no round is lost, and it is asked for no more sums of the run."""
 
     def seal_nonsense(node, message, content):
         stage, _, client = stage_of(message)
@@ -167,9 +170,60 @@ def test_one_who_seals_nonsense_does_not_end_the_run(tmp_path, caplog):
         return [to_records(write_packet("sum", {"client": "bob", "stage": "shares"}, rows={"rows": rows}))]
 
     there = WireRecorder()
-    on_flower(tmp_path, module, models.vectors(SIZES), federation, change=seal_nonsense, server_callbacks=[there])
+    masked, _, _, grid = on_flower(
+        tmp_path, module, models.vectors(SIZES), federation, change=seal_nonsense, server_callbacks=[there]
+    )
+    words = (
+        "client 'bob' is left out: 4 of 5 clients cannot open what it has sealed for them: it is at fault, or all of"
+    )
+    assert words in caplog.text
+    assert "Round 0: the secure sum begins again, with new keys of the other 4 clients." in caplog.text
+    assert "Round 1: client 'bob' is left out: with its shares a sum of this run could not be read" in caplog.text
+    assert [row["fed/failed"] for row in there.logged] == [1, 1, 1]
+    asked = [stage_of(message) for _, message in grid.sent]
+    assert {stage: asked.count((stage, 0, "ann")) for stage in ("keys", "shares", "open", "train", "unmask")} == {
+        "keys": 2, "shares": 2, "open": 2, "train": 1, "unmask": 1,
+    }  # fmt: skip
+    here = WireRecorder()
+    lost = Loses(["bob"], range(3))
+    plain, _ = in_process(federated_trainer, module, models.vectors(SIZES), federation(), callbacks=[lost, here])
+    for expected, found in zip(here.aggregates, there.aggregates, strict=True):
+        assert_same(expected, found)
+    assert_same(state_of(masked), state_of(plain))
+
+
+def test_one_that_nobody_else_accuses_stays(federated_trainer, tmp_path, caplog):
+    """The word of a single client, who may lie, leaves nobody out."""
+
+    def accuse(node, message, content):
+        if stage_of(message) != ("open", 1, "cid"):
+            return [content]
+        rows = torch.zeros(len(SIZES), 1, dtype=torch.uint8)
+        return [to_records(write_packet("sum", {"client": "cid", "stage": "open"}, rows={"rows": rows}))]
+
+    there = WireRecorder()
+    masked, *_ = on_flower(tmp_path, module, models.vectors(SIZES), federation, change=accuse, server_callbacks=[there])
+    plain, _ = in_process(federated_trainer, module, models.vectors(SIZES), federation())
+    assert [row["fed/failed"] for row in there.logged] == [0, 0, 0]
+    assert "client 'bob': 1 of 5 clients cannot open what it has sealed for them; the others' shares" in caplog.text
+    assert_same(state_of(masked), state_of(plain))
+
+
+def test_one_who_shares_something_else_costs_a_round(federated_trainer, tmp_path, caplog, monkeypatch):
+    """Nobody sees it before the masks are to be taken off: the round has no aggregate."""
+    share = secure_sum_client.share_secrets
+
+    def share_another(secrets, client, *arguments):
+        others = replace(make_secrets(), sealing=secrets.sealing)
+        return share(others if client == "bob" else secrets, client, *arguments)
+
+    monkeypatch.setattr(secure_sum_client, "share_secrets", share_another)
+    there = WireRecorder()
+    on_flower(tmp_path, module, models.vectors(SIZES), federation, server_callbacks=[there])
     assert [row["fed/failed"] for row in there.logged] == [5, 1, 1]
-    assert "4 of 5 clients cannot open what client 'bob' has sealed for them" in caplog.text
+    assert len(there.aggregates) == 2
+    assert "the shares of client 'bob' do not restore its mask: it is at fault, or more than 1 of the 5" in caplog.text
+    assert "Round 0: client 'bob' is in no more sums of this run, and the round is not done again" in caplog.text
     assert "Round 1: client 'bob' is left out: with its shares a sum of this run could not be read" in caplog.text
 
 

@@ -37,13 +37,14 @@ from lightning_fed.backends.wire.packets import (
     write_update,
 )
 from lightning_fed.backends.wire.secure_sum_packets import (
+    REPLY_BYTES,
     SumRequest,
     read_sum_reply,
     read_sum_request,
     write_sum_reply,
     write_sum_request,
 )
-from lightning_fed.backends.wire.secure_sum_protocol import PUBLIC, SEALED, SECRET
+from lightning_fed.backends.wire.secure_sum_protocol import PUBLIC, SEALED
 from lightning_fed.messages import Broadcast, ClientUpdate, Request
 from lightning_fed.model.batch_norm import find_bad_statistics
 from lightning_fed.server.schedule import Visit
@@ -81,11 +82,11 @@ ORDER = write_train_request(
 SUMS = [
     SumRequest("keys", "0a", 3, "a", 2),
     SumRequest("shares", "0a", 3, "a", 2, ("a", 1, "b"), (), (b"x" * PUBLIC,) * 3),
-    SumRequest("unmask", "0a", 3, "a", 2, ("a", 1, "b"), (True, False, True), (b"y" * SEALED,) * 3),
+    SumRequest("open", "0a", 3, "a", 2, ("a", 1, "b"), (), (b"y" * SEALED,) * 3),
+    SumRequest("unmask", "0a", 3, "a", 2, ("a", 1, "b"), (True, False, True)),
 ]
 SUM_REPLIES = [
-    write_sum_reply(request, (b"z" * size,) * count)
-    for request, size, count in zip(SUMS, (PUBLIC, SEALED, SECRET), (1, 3, 3), strict=True)
+    write_sum_reply(request, (b"z" * REPLY_BYTES[request.stage],) * (len(request.peers) or 1)) for request in SUMS
 ]
 
 numbers = st.one_of(
