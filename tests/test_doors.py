@@ -109,6 +109,18 @@ def bad_scheduler(**config):
     return lambda: module(scheduler=make)
 
 
+class Fetching(models.Module):
+    """Fetches its batches in its training step."""
+
+    def training_step(self, dataloader_iter):
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+def fetching():
+    return Fetching(models.mlp())
+
+
 REFUSED = {  # name: (arguments of the Trainer, options of the federation, makes the module, message)
     "validation inside a round": (
         {"val_check_interval": 0.5}, {}, module, "Validation inside a round .* `val_check_interval` at 1.0, .*=0.5",
@@ -128,11 +140,12 @@ REFUSED = {  # name: (arguments of the Trainer, options of the federation, makes
         {"accumulate_grad_batches": 2}, {"local_steps": 4, "availability": Availability(stragglers=0.5)}, module,
         "without stragglers",
     ),
-    "overfitting": ({"overfit_batches": 2}, {}, module, "`overfit_batches` would .* one client with few .*, but got"),
+    "overfitting": ({"overfit_batches": 2}, {}, module, "`overfit_batches` takes .* set `local_steps=n` .*, but got"),
+    "batches that the step fetches": ({}, {}, fetching, "when the visit of their client should have begun"),
     "batch size finder": ({"callbacks": [BatchSizeFinder()]}, {}, module, "`BatchSizeFinder` does not work .* plain"),
     "rate finder": ({"callbacks": [LearningRateFinder()]}, {}, module, "`LearningRateFinder` does not work .* plain"),
     "weight averaging": (
-        {"callbacks": [StochasticWeightAveraging(0.1)]}, {}, module, "would average clients: use `WeightAveraging`",
+        {"callbacks": [StochasticWeightAveraging(0.1)]}, {}, module, "every visit makes anew, .* use `WeightAveraging`",
     ),
     "pruning": (
         {"callbacks": [ModelPruning("l1_unstructured", amount=0.2)]}, {}, module,
@@ -153,6 +166,7 @@ if AVERAGES_WEIGHTS:
     )  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 @pytest.mark.parametrize("door", ["trainer", "callback"])
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
 def test_refused_in_setup(case, door, plain_trainer, federated_trainer):

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, WeightedRandomSa
 from lightning_fed.data.interleave import interleave, sequential_groups
 from lightning_fed.data.poisson import check_poisson_loader, poisson_loader
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, batch_length, client_keys
+from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
 
 
@@ -51,8 +52,7 @@ class LoaderClients(Population):
 
     def _count(self, client: Client, loader: Any) -> int:
         if isinstance(loader, _Streams):
-            streams = loader.streams if loader.is_chained else [loader.streams[loader.leading]]
-            return sum(self._count(client, stream) for stream in streams)
+            return self._count(client, loader.streams[loader.leading])
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, Sized):
             return _drawn_samples(loader, len(dataset))
@@ -205,22 +205,25 @@ def _drawn_samples(loader: Any, most: int) -> int:
 
 
 class _Streams:
-    """Batches of a ``CombinedLoader``, as Lightning gives them to ``training_step``, with their number as a length."""
+    """Batches of a ``CombinedLoader``, as Lightning gives them to ``training_step``, with their number as a length.
+
+    Raises:
+        OptionError: If it is sequential, which Lightning does not train on either.
+
+    """
 
     def __init__(self, combined: CombinedLoader) -> None:
         self._combined, self.mode = combined, combined._mode  # noqa: SLF001 - has no public name
+        if self.mode == "sequential":
+            raise OptionError(
+                'Lightning\'s `FitLoop` does not support the `CombinedLoader(mode="sequential")`: put the data sets'
+                " into one `torch.utils.data.ConcatDataset`, or use another mode."
+            )
         self.streams: list[Any] = combined.flattened
 
     def __len__(self) -> int:
         """Number of batches in a pass; raises ``TypeError`` where a loader has none."""
-        if self.is_chained:
-            return sum(len(stream) for stream in self.streams)
         return len(self.streams[self.leading])
-
-    @property
-    def is_chained(self) -> bool:
-        """True if a pass is one over each loader, all of which have a length."""
-        return self.mode == "sequential" and max(map(_length, self.streams)) < math.inf
 
     @property
     def leading(self) -> int:

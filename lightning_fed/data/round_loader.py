@@ -101,7 +101,6 @@ class RoundLoader:
         self.numbers: ClientGenerators | None = None
         self.batches_left = 0
         self.on_start: Callable[[], object] | None = None
-        self._chosen = len(cohort.visits)
         self._reasons: list[str] = []  # of data that raised
         self._errors: dict[Client, Exception] = {}  # of clients without a visit
         for position, planned in enumerate(self._look_up(cohort.visits, process_group)):
@@ -110,19 +109,15 @@ class RoundLoader:
             else:
                 planned.position = position
                 self.visits.append(planned)
-        # A round without visits serves one `None`, so that the epoch runs, validates and logs.
-        self._length = max(1, sum(planned.num_batches for planned in self.visits))
         self._apply_limit(limit)
-        self.padding = 0 if self.visits else 1
-        if process_group.size > 1:
-            self._take_share(limit, process_group, visit_costs or VisitCosts())
+        self._take_share(limit, process_group, visit_costs or VisitCosts())
         self._groups = sequential_groups(self.visits)
         self._draws = True
         if visit_groups is not None:
             self._group_visits(visit_groups)
 
     def __len__(self) -> int:
-        """Batches without the limit, which Lightning applies to this number again."""
+        """A number of batches of which Lightning's limit leaves those that are served."""
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
@@ -254,11 +249,14 @@ class RoundLoader:
         return planned
 
     def _take_share(self, limit: int | float, process_group: ProcessGroup, visit_costs: VisitCosts) -> None:
-        """Reduces the visits to this process's share, and sets the common length of all processes."""
+        """Reduces the visits to this process's share, and sets the common length of all processes.
+
+        Without any visit it is one ``None``, so that the epoch runs, validates and logs.
+        """
         shares = balance_loads(visit_costs.expected(self.visits), process_group.size)
         batches = [sum(self.visits[position].num_batches for position in share) for share in shares]
         self.visits = [self.visits[position] for position in shares[process_group.rank]]
-        self._chosen = len(self.visits) + len(self._reasons)
+        self._chosen = len(self.visits) + len(self._reasons)  # clients of this process
         served = self._length = max(1, *batches)
         if isinstance(limit, float):  # Lightning takes this share of the length
             self._length = int(served / limit)

@@ -7,7 +7,6 @@ compares the two, call by call.
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from typing import Any
 
@@ -267,8 +266,5 @@ def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_batch_start
         or type(strategy).on_train_batch_start is not Strategy.on_train_batch_start,
         "`val_check_interval` may validate after any batch": (interval != 1.0 or isinstance(interval, int)),
         f"`{type(module).__name__}.on_train_batch_start` may end the epoch": has_batch_start,
-        f"`{type(module).__name__}.training_step` fetches its batches itself (`dataloader_iter`)": (
-            "dataloader_iter" in inspect.signature(module.training_step).parameters
-        ),
     }
     return next((obstacle for obstacle, is_there in obstacles.items() if is_there), None)

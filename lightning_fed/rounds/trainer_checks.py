@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,13 +21,16 @@ from lightning_fed.data.population import PlannedVisit
 from lightning_fed.rounds.lightning_internals import callbacks_of, datamodule_of, is_overridden
 from lightning_fed.rounds.synchronisation import ClientSharing
 
+_TUNES = "it trains some steps before the fit, which would be visits: tune with a plain `L.Trainer` first"
+
 _REFUSED: dict[type[L.Callback], str] = {
-    BatchSizeFinder: "it would tune on the first client's batches: tune with a plain `L.Trainer` first",
-    LearningRateFinder: "it would tune on the first client's batches: tune with a plain `L.Trainer` first",
-    StochasticWeightAveraging: "it edits the training loop and would average clients: use `WeightAveraging`"
-    " (from Lightning 2.6 on), which averages the global models here, or a rule of the server",
-    ModelPruning: "it renames entries of the module between rounds, which clients would not know: prune the trained"
-    " model with `torch.nn.utils.prune`",
+    BatchSizeFinder: _TUNES,
+    LearningRateFinder: _TUNES,
+    StochasticWeightAveraging: "it replaces the schedule of optimizers that every visit makes anew, and adds an epoch"
+    " in which nothing trains: use `WeightAveraging` (from Lightning 2.6 on), which averages the global models here, or"
+    " a rule of the server",
+    ModelPruning: "it renames entries of the module between rounds, by whose names the server and the clients keep"
+    " theirs: prune the trained model with `torch.nn.utils.prune`",
 }
 
 
@@ -156,13 +160,18 @@ def check_trainer(trainer: L.Trainer) -> None:
 
     """
     check_processes(trainer)
+    if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
+        raise MisconfigurationException(
+            "A `training_step(self, dataloader_iter)` fetches its batches itself, when the visit of their client should"
+            " have begun: take the batch instead, `training_step(self, batch, batch_idx)`."
+        )
     overfit = trainer.overfit_batches  # type: ignore[attr-defined]
     if overfit:
         raise MisconfigurationException(
-            "`overfit_batches` would take other batches in every round, because each has clients, and an order, of its"
-            " own. To see whether the model can overfit, give a plain `L.Trainer` a few batches, or `Federation` one"
-            " client with few examples; `limit_train_batches` makes the rounds short. Leave `overfit_batches` at 0, but"
-            f" got overfit_batches={overfit!r}."
+            "`overfit_batches` takes the batches of one loader, and here every client has its own. To train on the"
+            " first n batches of each client in every round, set `local_steps=n` and give a loader that does not"
+            " shuffle (`limit_val_batches` is for validation). Leave `overfit_batches` at 0, but got"
+            f" overfit_batches={overfit!r}."
         )
     for callback in callbacks_of(trainer):
         for refused, reason in _REFUSED.items():

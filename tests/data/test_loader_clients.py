@@ -15,7 +15,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from lightning_fed import FixedStatistics, LocalStatistics
+from lightning_fed import Federation, FixedStatistics, LocalStatistics
 from lightning_fed.data.federated import FederatedDataModule, LoaderDataModule, split_training_data
 from lightning_fed.data.loader_clients import LoaderClients
 from lightning_fed.data.partitions import IID, ByGroup
@@ -278,7 +278,7 @@ def several(mode):
 
 @pytest.mark.parametrize(
     ("mode", "num_samples", "num_batches"),
-    [("mapping", 12, 6), ("max_size_cycle", 12, 6), ("max_size", 12, 6), ("min_size", 10, 2), ("sequential", 22, 8)],
+    [("mapping", 12, 6), ("max_size_cycle", 12, 6), ("max_size", 12, 6), ("min_size", 10, 2)],
 )
 def test_several_loaders_for_one_client(mode, num_samples, num_batches):
     """Batches are those of Lightning's `CombinedLoader`, in a visit of two epochs; counts those of one loader."""
@@ -293,6 +293,13 @@ def test_several_loaders_for_one_client(mode, num_samples, num_batches):
     assert len(batches) == len(expected) == 2 * num_batches
     for batch, other in zip(batches, expected, strict=True):
         torch.testing.assert_close(batch, other, rtol=0, atol=0)
+
+
+def test_loaders_one_after_another_are_refused_as_in_a_plain_fit(plain_trainer):
+    module, loaders = models.Module(models.mlp()), several("sequential")
+    for federation, data in (([], LoaderDataModule(loaders)), ([Federation()], FederatedDataModule({"a": loaders}))):
+        with pytest.raises(ValueError, match=r"FitLoop` does not support the `CombinedLoader\(mode=\"sequential\"\)`"):
+            plain_trainer(max_epochs=1, callbacks=federation).fit(module, datamodule=data)
 
 
 def test_a_sequence_of_loaders_gives_a_list_of_batches():
@@ -338,7 +345,7 @@ def test_a_table_as_a_client_is_refused():
         FederatedDataModule({"a": Table([{"x": 1}])})
 
 
-@pytest.mark.parametrize(("mode", "num_samples"), [("mapping", 14), ("min_size", 10), ("sequential", 14)])
+@pytest.mark.parametrize(("mode", "num_samples"), [("mapping", 14), ("min_size", 10)])
 def test_a_stream_without_a_length_among_several_loaders(mode, num_samples):
     """It is the longest one, with which a pass ends but in `min_size`."""
     loaders = {"labelled": DataLoader(DATASET, 5), "unlabelled": DataLoader(Endless(torch.arange(3)), 2)}

@@ -305,12 +305,16 @@ def test_a_limit_cuts_the_rounds_end(limit, counts, caplog):
         for left in reversed(range(count))
     ]
     assert [(client, left) for client, left, _ in walk(loader)] == expected
-    assert len(loader) == 5  # Lightning applies its limit to this number again
+    assert (min(limit, len(loader)) if isinstance(limit, int) else int(limit * len(loader))) == len(expected)
     warned = [message for message in caplog.messages if "`limit_train_batches` cuts the round" in message]
     num_visits = sum(count > 0 for count in counts)
     cut = f"from 3 visits and 5 batches to {num_visits} visits and {len(expected)} batches"
     assert len(warned) == (len(expected) < 5)
     assert all(cut in message for message in warned)
+
+
+def test_a_limit_leaves_the_none_of_a_round_without_visits():
+    assert int(0.5 * len(RoundLoader(population(), cohort(), 0.5))) == 1
 
 
 # --- errors in one line -----------------------------------------------------------------------------------------------

@@ -65,6 +65,20 @@ def test_one_client_trains_as_in_a_plain_fit(case, plain_trainer):
         torch.testing.assert_close(ours, theirs)
 
 
+def test_local_steps_overfit_as_a_plain_fit(plain_trainer):
+    """What the refusal of `overfit_batches` advises."""
+    ends = []
+    for federation, options in (
+        ([], {"overfit_batches": 2}),
+        ([Federation(partition=IID(1), local_steps=2, **KEEP)], {"limit_val_batches": 2}),
+    ):
+        own = momentum_module()
+        trainer = plain_trainer(max_epochs=3, callbacks=federation, **options)
+        trainer.fit(own, datamodule=LoaderDataModule(loader(), loader()))
+        ends.append(state_of(own))
+    torch.testing.assert_close(*ends)
+
+
 def test_a_second_fit_begins_with_new_optimizers(plain_trainer):
     ends = []
     for federation in ([], [Federation(partition=IID(1), **KEEP)]):
