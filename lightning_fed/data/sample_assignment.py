@@ -14,8 +14,9 @@ import numpy.typing as npt
 IndexArray = npt.NDArray[np.int64]
 
 MAX_TRIES = 1000
-_SIZES = (10, 5, 2, 1)  # of a client, from the one that is wanted to the least
 """Number of draws of clients' sizes after which a partition gives up."""
+
+_SIZES = (10, 5, 2, 1)  # of a client, from the one that is wanted to the least
 
 # Beyond these numpy's sampler loses its precision (sums of gamma variates overflow, densities underflow), while the
 # distribution is its limit to within any sample count: the mean, or one category alone.
