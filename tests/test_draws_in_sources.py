@@ -63,7 +63,6 @@ ALLOWED = {
     "cli/merge.py: run": "the command line",
     "ClientRunner._answer": "the app of a client",
     "RemoteServerSide._answer": "likewise, before it evaluates",
-    "_loader_of_batches": "a sampler in the place of the user's, which draws in visits, whose generators are seeded",
     "run_server": "the app of the server",
     "seed_everything": "the function itself",
     "seeded_generators": "the function itself",

@@ -21,7 +21,6 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     Subset,
-    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
@@ -388,10 +387,10 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
     """
     if isinstance(data, CombinedLoader) or (isinstance(data, Mapping | list | tuple) and has_loader(data)):
         return _split_loaders(data, partition, seed)
-    if _draws_batches(data):
-        return _split_batches(data, partition, seed)
-    if isinstance(partition, NumberedPartition) and partition.num_clients == 1 and not _is_splittable(data):
+    if not _is_splittable(data) and isinstance(partition, NumberedPartition) and partition.num_clients == 1:
         return LoaderClients({0: data})  # whatever gives batches, there is nothing to split
+    if _is_splittable(data) and data.batch_size is None:
+        return _split_loaders(data, partition, seed)
     return split_loader(data, partition, seed)
 
 
@@ -426,9 +425,9 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
 
 
 def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClients:
-    """Splits the data sets of several loaders, of which a step takes a batch each."""
+    """Splits the data sets of several loaders, of which a step takes a batch each, or of one that draws batches."""
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
-    parts = [(loader, *_split(loader, partition, seed)) for loader in combined.flattened]
+    parts = [(loader, *_split(loader, partition, seed, batches=True)) for loader in combined.flattened]
     clients = [client_keys(indices) for _, indices, _ in parts]
     if any(list(keys) != list(clients[0]) for keys in clients):
         raise OptionError(
@@ -437,9 +436,8 @@ def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClien
         )
     if partition.transform(clients[0][0], seed) is not None:
         raise OptionError(
-            f"Expected a partition that leaves samples as they are, but {type(partition).__name__} changes them, and"
-            " not all of several loaders need have the same samples: give each client its own loaders in a"
-            " FederatedDataModule."
+            f"Expected a partition that leaves samples as they are, but {type(partition).__name__} changes them, which"
+            " works for one loader that has a batch size: give each client its own loaders in a FederatedDataModule."
         )
 
     return LoaderClients(LazyClients(clients[0], partial(_part_of_loaders, combined, parts)))
@@ -460,41 +458,6 @@ def _weights_of_client(indices: Mapping[Client, np.ndarray], weights: np.ndarray
     return part
 
 
-def _split_batches(loader: DataLoader[Any], partition: Partition, seed: int) -> LoaderClients:
-    """Splits the data set of a loader whose sampler draws whole batches, which the data set takes at once.
-
-    Raises:
-        OptionError: If the partition changes samples, which come in batches here.
-
-    """
-    indices = partition.split(loader.dataset, seed)
-    clients = client_keys(indices)
-    if partition.transform(clients[0], seed) is not None:
-        raise OptionError(
-            f"Expected a partition that leaves samples as they are, but {type(partition).__name__} changes them, and"
-            " the data set of a loader with `sampler=BatchSampler(...)` gives whole batches."
-        )
-    return LoaderClients(LazyClients(clients, partial(_loader_of_batches, loader, indices)))
-
-
-def _loader_of_batches(
-    loader: DataLoader[Any], indices: Mapping[Client, np.ndarray], client: Client
-) -> DataLoader[Any]:
-    sampler: Any = loader.sampler
-    part = indices[client].tolist()
-    order: Any = SubsetRandomSampler(part) if isinstance(sampler.sampler, RandomSampler) else part
-    options = {name: getattr(loader, name) for name in _LOADER_OPTIONS if name != "persistent_workers"}
-    batches = BatchSampler(order, sampler.batch_size, sampler.drop_last)
-    return DataLoader(loader.dataset, batch_size=None, sampler=batches, collate_fn=loader.collate_fn, **options)
-
-
-def _draws_batches(loader: Any) -> bool:
-    """True for ``DataLoader(dataset, sampler=BatchSampler(...), batch_size=None)`` with an ordinary order."""
-    if not isinstance(loader, DataLoader) or loader.batch_size is not None or type(loader.sampler) is not BatchSampler:
-        return False
-    return _is_plain(loader.sampler.sampler) and not isinstance(loader.dataset, IterableDataset)
-
-
 def _is_plain(sampler: Any) -> bool:
     """True for a sampler that draws every example once, in order or not."""
     return type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
@@ -504,22 +467,25 @@ def _is_splittable(loader: Any) -> bool:
     """True for a loader whose examples a partition can split, in batches that are cut anew."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
+    if loader.batch_size is None:  # the data set takes the indices of a batch
+        return type(loader.sampler) is BatchSampler and _is_plain(loader.sampler.sampler)
     is_ordinary = _is_plain(loader.sampler) or _weights_of(loader) is not None
-    return is_ordinary and type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
+    return is_ordinary and type(loader.batch_sampler) is BatchSampler
 
 
 def _loader_of(loader: DataLoader[Any], indices: np.ndarray, weights: np.ndarray | None) -> DataLoader[Any]:
     """A loader of some of the examples, in batches like those of the whole one."""
     part = Subset(loader.dataset, indices.tolist())
+    whole: Any = loader.sampler if loader.batch_size is None else loader.batch_sampler
     sampler: Sampler[int] = SequentialSampler(part)
     if weights is not None:
         sampler = WeightedRandomSampler(weights.tolist(), len(part))
-    elif isinstance(loader.sampler, RandomSampler) and len(part):
+    elif isinstance(whole.sampler, RandomSampler) and len(part):
         sampler = RandomSampler(part)
-    assert loader.batch_size is not None
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS if name != "persistent_workers"}
-    batches = _Batches(sampler, loader.batch_size, loader.drop_last)
-    return DataLoader(part, batch_sampler=batches, collate_fn=loader.collate_fn, **options)
+    batches = _Batches(sampler, whole.batch_size, whole.drop_last)
+    draws: Any = {"batch_size": None, "sampler": batches} if loader.batch_size is None else {"batch_sampler": batches}
+    return DataLoader(part, collate_fn=loader.collate_fn, **draws, **options)
 
 
 class _Batches(BatchSampler):
@@ -534,8 +500,18 @@ class _Batches(BatchSampler):
             yield order[start:stop]
 
 
-def _split(loader: Any, partition: Partition, seed: int) -> tuple[Mapping[Client, np.ndarray], np.ndarray | None]:
-    """The indices of every client's examples in a loader's data set, and the weights by which its sampler draws."""
+def _split(
+    loader: Any, partition: Partition, seed: int, batches: bool = False
+) -> tuple[Mapping[Client, np.ndarray], np.ndarray | None]:
+    """The indices of every client's examples in a loader's data set, and the weights by which its sampler draws.
+
+    Args:
+        loader: The loader.
+        partition: The partition.
+        seed: Seed of the split.
+        batches: Whether its sampler may draw whole batches.
+
+    """
     is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
     if not isinstance(loader, DataLoader) or is_iterable:
         found = f"one over the iterable {type(loader.dataset).__name__}" if is_iterable else type(loader).__name__
@@ -545,7 +521,7 @@ def _split(loader: Any, partition: Partition, seed: int) -> tuple[Mapping[Client
         )
     sampler = loader.sampler
     weights = _weights_of(loader)
-    if not _is_splittable(loader):
+    if not _is_splittable(loader) or (loader.batch_size is None and not batches):
         raise OptionError(
             "Expected a DataLoader with a batch size and without a sampler of its own (but a WeightedRandomSampler that"
             " draws as many examples as there are, with replacement), because batches are cut within"

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, Dataset, WeightedRandomSampler
 
@@ -102,11 +103,7 @@ class LoaderClients(Population):
 
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
         """Length of the client's loader; an isolated pass is no different."""
-        loader = self._loader(client)
-        try:
-            return len(loader)
-        except TypeError:  # a DataLoader over an IterableDataset has `__len__`, which raises
-            return None
+        return sized_len(self._loader(client))
 
     def gives_all(self, client: Client) -> bool:
         """True if a pass over the loader gives every example: not if it may drop or draw examples."""
@@ -228,20 +225,12 @@ class _Streams:
     @property
     def leading(self) -> int:
         """Position of the loader with which a pass ends: the first of the longest ones, or of the shortest."""
-        lengths = [_length(stream) for stream in self.streams]
+        lengths = [math.inf if (length := sized_len(stream)) is None else length for stream in self.streams]
         return lengths.index(min(lengths) if self.mode == "min_size" else max(lengths))
 
     def __iter__(self) -> Iterator[Any]:
         for batch, _, _ in iter(self._combined):
             yield batch
-
-
-def _length(loader: Any) -> float:
-    """Number of batches; infinite where it is not known."""
-    try:
-        return len(loader)
-    except TypeError:  # a DataLoader over an IterableDataset has `__len__`, which raises
-        return math.inf
 
 
 def has_loader(loaders: Any) -> bool:
