@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.datasets import FEMNIST
+from lightning_fed.steps import UpdateStep
 
 LEARNING_RATES = {"all weights": 5e-4, "LoRA, rank 8": 3e-3, "LoRA, rank 2": 3e-3, "head alone": 3e-3}
 CLIENTS_PER_ROUND, LOCAL_EPOCHS = 10, 2
@@ -95,16 +97,16 @@ def adapted(name: str, net: VisionTransformer) -> torch.nn.Module:
     return get_peft_model(net, config)
 
 
-def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def run(name: str, seed: int, arguments: argparse.Namespace, steps: Sequence[UpdateStep] = ()) -> dict[str, Any]:
     """The fit in a process of its own, whose memory nobody has used before."""
     data = FEMNIST(arguments.data, seed=0)
     data.setup("fit")
     pretrained(split(data.train_dataset, data.train_dataset.targets)[0], seed, arguments)
     with get_context("spawn").Pool(1) as pool:
-        return pool.apply(finetune, (name, seed, arguments))
+        return pool.apply(finetune, (name, seed, arguments, steps))
 
 
-def finetune(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def finetune(name: str, seed: int, arguments: argparse.Namespace, steps: Sequence[UpdateStep] = ()) -> dict[str, Any]:
     prepare(arguments)
     data = FEMNIST(arguments.data, seed=0)
     data.setup("fit")
@@ -129,7 +131,7 @@ def finetune(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, A
     before, curve = peak_bytes(), Curve(name if not arguments.quick else "")
     trainer = FederatedTrainer(
         max_rounds=2 if arguments.quick else arguments.rounds, clients_per_round=CLIENTS_PER_ROUND, seed=seed,
-        local_epochs=LOCAL_EPOCHS, accelerator="cpu", callbacks=[curve], num_sanity_val_steps=0, **QUIET,
+        steps=steps, local_epochs=LOCAL_EPOCHS, accelerator="cpu", callbacks=[curve], num_sanity_val_steps=0, **QUIET,
     )  # fmt: skip
     trainer.fit(module, clients, DataLoader(Letters(letters), batch_size=256))
     values = {key: [entry[key] for entry in curve.rounds] for key in ("val_acc", "comm/up_bytes", "comm/down_bytes")}
