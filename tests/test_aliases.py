@@ -8,6 +8,7 @@ import torch
 
 from lightning_fed import FederatedTrainer, aliases
 from tests import models
+from tests.breadth import slow
 from tests.conftest import QUIET
 
 FIT = f"""
@@ -52,7 +53,7 @@ def run(source):
 @pytest.mark.parametrize(
     ("imports", "package"),
     [
-        ("import lightning_fed; import pytorch_lightning as pl", "lightning"),
+        slow(("import lightning_fed; import pytorch_lightning as pl", "lightning")),
         ("import pytorch_lightning as pl; import lightning_fed", "pytorch_lightning"),
     ],
 )
@@ -60,6 +61,7 @@ def test_the_name_that_comes_first_is_lightning(imports, package):
     assert run(imports + FIT).stdout.split()[-1] == f"{package}{'.pytorch' * (package == 'lightning')}.trainer.trainer"
 
 
+@pytest.mark.slow
 def test_two_lightnings_are_named_before_the_trainer_refuses():
     source = (
         "import lightning, pytorch_lightning, lightning_fed; lightning_fed.Federation(); lightning_fed.Federation()"

@@ -256,6 +256,7 @@ def fit(row, door, aggregator, plain_trainer, federated_trainer):
             (name, aggregator, DOORS[place % 2][aggregator])
             for place, name in enumerate(TABLE)
             for aggregator in [ONCE.get(name, list(DOORS[0])[place // 2 % 2])]
+            if name != "unet"
         ],
     ),
 )

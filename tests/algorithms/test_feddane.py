@@ -213,7 +213,10 @@ class Noisy(Dataset):
         return self.tensors[0][index] + 0.1 * torch.randn(6), self.tensors[1][index]
 
 
-@pytest.mark.parametrize("kind", ["datasets", "workers", "loaders", "loaders with generators", "steps"])
+KINDS = ["datasets", "workers", "loaders", "loaders with generators", "steps"]
+
+
+@pytest.mark.parametrize("kind", quick(KINDS, KINDS[1::2]))
 def test_training_draws_the_same_random_numbers(kind, federated_trainer):
     """Dropout, BatchNorm, augmentation: once the corrections are taken away it is FedAvg bit for bit, and its log."""
     runs, counts[:] = [], []

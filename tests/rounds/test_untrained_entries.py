@@ -103,7 +103,7 @@ MODULES = [Adapted, Following, Switched]
     ("make_module", "method"),
     quick(
         [(make_module, method) for make_module in MODULES for method in METHODS],
-        [(MODULES[place % 3], method) for place, method in enumerate(METHODS)],
+        [(MODULES[place % 3], method) for place, method in enumerate(METHODS) if place % 2 == 0],
     ),
 )
 def test_weights_are_those_of_a_fit_in_which_everything_travels(make_module, method, fit, monkeypatch):

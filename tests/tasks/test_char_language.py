@@ -129,6 +129,7 @@ def test_every_layer_can_grow():
     assert all(group.is_growable for group in groups)
 
 
+@pytest.mark.slow
 def test_fedma_on_generated_roles(federated_trainer, tmp_path):
     """A pass has a round for the embedding, one for each layer, and one for the decoder."""
     data = Shakespeare(max_clients=2, stride=80, every_step=True, batch_size=8)

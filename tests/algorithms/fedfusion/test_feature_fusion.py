@@ -309,7 +309,7 @@ BREAKS = [("on_train_batch_end", 3), ("on_validation_start", 0)]
     ("operator", "hook", "batch"),
     quick(
         [(operator, *place) for operator in OPERATORS for place in BREAKS],
-        [("conv", *BREAKS[0]), ("multi", *BREAKS[1]), ("single", *BREAKS[0])],
+        [("conv", *BREAKS[0]), ("multi", *BREAKS[1])],
     ),
 )
 def test_a_fit_that_is_resumed_is_the_same(operator, hook, batch, federated_trainer, tmp_path):

@@ -29,6 +29,7 @@ from lightning_fed.modules import (
 )
 from lightning_fed.tasks.networks import build_network
 from tests import models
+from tests.breadth import quick
 from tests.recorders import state_of
 from tests.references_fusion import FusedReference
 
@@ -675,7 +676,7 @@ def test_autocast(precision):
     assert len(set(seen)) == 1
 
 
-@pytest.mark.parametrize("when", ["before", "after", "in place", "after a run"])
+@pytest.mark.parametrize("when", quick(["before", "after", "in place", "after a run"], ["before", "after"]))
 def test_models_that_are_compiled(when):
     """Compiled code knows the fusion, and every reference that comes."""
     inputs, task, second = images(), Task().eval(), Net()

@@ -264,7 +264,7 @@ ALL_DOORS = [(source, "callback") for source in SOURCES] + [("data sets", "train
     ("source", "door", "passes"),
     quick(
         [(*case, passes) for case in ALL_DOORS for passes in ("exact", "online")],
-        [(*case, ("exact", "online")[place % 2]) for place, case in enumerate(ALL_DOORS[:-1])],
+        [(*case, ("exact", "online")[place % 2]) for place, case in enumerate(ALL_DOORS[:-1:2])],
     ),
 )
 def test_the_training_is_the_same(source, passes, door, federated_trainer, plain_trainer):

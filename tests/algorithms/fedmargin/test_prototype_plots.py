@@ -142,7 +142,7 @@ def train(callbacks, logger, epochs, module=None, data=None, **options):
 # --- what is drawn ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("basis", ["each", "first"])
+@pytest.mark.parametrize("basis", quick(["each", "first"], ["each"]))
 def test_pictures_of_a_federation(tmp_path, basis):
     """FedMargin's aggregate prototypes, round after round, each at its place."""
     notes, logger = Notes(), TensorBoardLogger(tmp_path)
@@ -160,7 +160,7 @@ def test_pictures_of_a_federation(tmp_path, basis):
         assert_drawn(pictures[2][1], *notes.history[2], wrong_view)
 
 
-@pytest.mark.parametrize("basis", ["each", "first"])
+@pytest.mark.parametrize("basis", quick(["each", "first"], ["first"]))
 def test_a_class_that_appears_later(tmp_path, basis):
     """One client in a round, two classes or three each: a new plane where one is new, else the old one stays."""
     data = {"a": examples([0, 1], 1), "b": examples([1, 2, 4], 2), "c": examples([0, 3], 3)}
