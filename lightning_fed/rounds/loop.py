@@ -79,6 +79,7 @@ class RoundLoop:
         self._partition: Partition | None = None
         self._loader: RoundLoader | None = None
         self._finished_loader: RoundLoader | None = None
+        self._is_left_out = False  # the batch, whose visit the module has ended
         self._has_advised = False
         self._overridden: list[OverriddenMethod | HandedDataModule] = []
         self._waiting: list[Callable[[], object]] = []  # callbacks that look at the round's last batch after it
@@ -341,21 +342,26 @@ class RoundLoop:
 
     def _on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
         """Override of the module's ``on_train_batch_start``."""
+        loader, round = self._loader, self.round
+        planned = None if loader is None else loader.current
+        self._is_left_out = planned is not None and planned.is_over
+        if self._is_left_out:
+            return None
         with self._counting_in_visit(batch_idx) as local_idx:
             response = self._batch_start.original(batch, local_idx)
-        loader, round = self._loader, self.round
-        if response != -1 or loader is None or round is None or loader.current is None:
+        if response != -1 or loader is None or round is None or planned is None:
             return response
-        self._end_visit_early(round, loader, trained=loader.current.num_batches - loader.batches_left - 1)
-        is_rest = loader.current is loader.visits[-1] and process_group_of(self.fit.trainer).size == 1
-        if is_rest:
+        self._end_visit_early(round, loader, trained=planned.num_batches - loader.batches_left - 1)
+        if planned is loader.visits[-1] and process_group_of(self.fit.trainer).size == 1:
             self._close_round(round, loader)
-        return -1 if is_rest else None  # the other clients' batches come yet
+            return -1
+        self._is_left_out = True
+        return None  # the other clients' batches come yet
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Override of the module's ``training_step``."""
-        round, planned = self.round, None if self._loader is None else self._loader.current
-        if planned is not None and planned.is_over:  # with this batch
+        round = self.round
+        if self._is_left_out:
             self.fit.ignore_warning("`training_step` returned `None`")
             return None
         if round is None or not round.visits.group:  # beside the visits
@@ -405,7 +411,8 @@ class RoundLoop:
 
     def _finish_batch(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         planned = None if self._loader is None else self._loader.current
-        is_skipped = batch is None or (planned is not None and (planned.fault is not None or planned.is_over))
+        is_skipped = batch is None or self._is_left_out or (planned is not None and planned.fault is not None)
+        self._is_left_out = False
         if self._has_batch_end and not is_skipped:
             with self._counting_in_visit(batch_idx) as local_idx:
                 self._batch_end.original(outputs, batch, local_idx)

@@ -329,6 +329,23 @@ def switched(folder, processes):
     return train(folder, processes, Switched, data, rounds=9, clients_per_round=3)
 
 
+class Skipping(Net):
+    """Ends the visits of all clients but one before their second batch."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        federation = next(each for each in self.trainer.callbacks if isinstance(each, Federation))
+        return -1 if batch_idx and federation.current_client != list(SIZES)[0] else None
+
+
+def skipping(folder, processes):
+    """Visits that the module ends, in the middle of a process's share and at its end.
+
+    Steps are not compared: one process alone does not go through the batches that are left of the round's last visit.
+    """
+    found = train(folder, processes, Skipping, FederatedDataModule(clients(), batch_size=4))
+    return {name: value for name, value in found.items() if name != "lines"} | {"steps": 0}
+
+
 def by_batches(folder, processes):
     """The shares depend on the data alone."""
     if "strategy" in processes:
@@ -661,7 +678,7 @@ JOBS = {
     **{
         job.__name__.replace("_", "-"): job
         for job in (
-            talkative, worlds, one_client, three_clients, switched, by_batches, nobody, faults, limits, stopped,
+            talkative, worlds, one_client, three_clients, switched, by_batches, skipping, nobody, faults, limits, stopped,
             counted, spread_out, matched, evaluated_locally, evaluated, own_rule, private_examples, noisy,
             second_door, resumed, four_rounds, stuck, refusals,
         )

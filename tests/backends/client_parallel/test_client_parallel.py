@@ -23,7 +23,7 @@ pytestmark = [
 # All that one process returns is what two return.
 ALIKE = [
     "schedulers", "personal-in-folder", "two-optimizers", "margins-in-memory", "centers", "sampled-classes",
-    "one-client", "by-batches", "nobody", "faults", "limits", "matched", "own-rule", "second-door",
+    "one-client", "by-batches", "skipping", "nobody", "faults", "limits", "matched", "own-rule", "second-door",
     "private-examples", "fused-features", "control-variates", "own-models", "evaluated",
 ]  # fmt: skip
 SLOW = [
