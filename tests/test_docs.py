@@ -268,6 +268,12 @@ def messages():
                 yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
 
 
+def test_all_methods_are_in_the_table_of_what_works_with_what():
+    text = (DOCS / "guides" / "works_with.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", text.partition("<!-- /works with -->")[0], re.M) == list(METHODS)
+
+
+
 def test_errors_that_are_explained_are_raised():
     page = (DOCS / "guides" / "troubleshooting.md").read_text()
     quoted = re.findall(r"^\| (?:``(.+?) ?``|`(.+?)`) \|", page, re.M)
