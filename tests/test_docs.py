@@ -273,7 +273,6 @@ def test_all_methods_are_in_the_table_of_what_works_with_what():
     assert re.findall(r"^\| `(\w+)` \|", text.partition("<!-- /works with -->")[0], re.M) == list(METHODS)
 
 
-
 def test_errors_that_are_explained_are_raised():
     page = (DOCS / "guides" / "troubleshooting.md").read_text()
     quoted = re.findall(r"^\| (?:``(.+?) ?``|`(.+?)`) \|", page, re.M)

@@ -678,8 +678,8 @@ JOBS = {
     **{
         job.__name__.replace("_", "-"): job
         for job in (
-            talkative, worlds, one_client, three_clients, switched, by_batches, skipping, nobody, faults, limits, stopped,
-            counted, spread_out, matched, evaluated_locally, evaluated, own_rule, private_examples, noisy,
+            talkative, worlds, one_client, three_clients, switched, by_batches, skipping, nobody, faults, limits,
+            stopped, counted, spread_out, matched, evaluated_locally, evaluated, own_rule, private_examples, noisy,
             second_door, resumed, four_rounds, stuck, refusals,
         )
     },
