@@ -334,7 +334,7 @@ class Skipping(Net):
 
     def on_train_batch_start(self, batch, batch_idx):
         federation = next(each for each in self.trainer.callbacks if isinstance(each, Federation))
-        return -1 if batch_idx and federation.current_client != list(SIZES)[0] else None
+        return -1 if batch_idx and federation.current_client != next(iter(SIZES)) else None
 
 
 def skipping(folder, processes):
