@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from lightning_fed.algorithms.training_trace import trained_layer_names
+from lightning_fed.errors import OptionError
 from lightning_fed.method import Method, register
 from lightning_fed.model.entries import Selector, live_entries
 from lightning_fed.model.features import find_classifier
+from lightning_fed.rounds.lightning_internals import is_fitting
 from lightning_fed.rule import Aggregator
 
 
@@ -34,7 +38,8 @@ class FedPer(Method):
         aggregator: The method for the base, by name or as an object.
 
     Raises:
-        ValueError: In ``fit``, if a selector matches nothing.
+        ValueError: In ``fit``, if a selector matches nothing, or the layer that ``"auto"`` finds takes no part in the
+            training.
 
     Example:
         >>> from lightning_fed import Federation
@@ -69,12 +74,19 @@ def head_selectors(head: Selector | Sequence[Selector]) -> Sequence[Selector]:
 
 
 def _find_head(module: nn.Module) -> list[str]:
-    """Entries of the layer that makes the logits."""
+    """Entries of the layer that makes the logits; in a fit, the loss must train through it."""
     name = find_classifier(module)
     if name is None:
         raise ValueError(
             f"Expected {type(module).__name__} to have a linear layer or a convolution that makes the logits: name the"
             " entries of the head."
         )
+    if isinstance(module, L.LightningModule) and is_fitting(module.trainer):
+        trained = find_classifier(module, trained_layer_names(module.trainer, module))
+        if trained != name:
+            raise OptionError(
+                f"The last layer of {type(module).__name__} that could make the logits, {name!r}, takes no part in the"
+                f" training, as in a teacher: name the entries of the head, such as head={f'{trained}.*'!r}."
+            )
     rank_zero_info(f"The head that stays with every client is {name!r}.")
     return [entry for entry in live_entries(module) if entry.startswith(f"{name}.")]

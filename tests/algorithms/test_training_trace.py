@@ -9,7 +9,9 @@ from torch.nn import functional as F
 
 from lightning_fed.algorithms import FedFusion, FedMA
 from lightning_fed.callbacks import ClassPrototypes
+from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.data import IID
+from lightning_fed.errors import OptionError
 from lightning_fed.modules import find_classifier
 from tests import models
 from tests.recorders import assert_same, state_of
@@ -88,6 +90,22 @@ def test_the_student_is_fused(federated_trainer, kind):
     module = Distilled(kind)
     federated_trainer(max_rounds=1, partition=IID(2), method=method).fit(module, data())
     assert method.callbacks[0].fusion.network is module.student
+
+
+@pytest.mark.parametrize("method", ["fedper", "fedrep"])
+def test_a_head_that_trains_is_personal(federated_trainer, method):
+    trainer = federated_trainer(max_rounds=1, partition=IID(2), method=method)
+    trainer.fit(Distilled("frozen"), data())
+    personal = [name for name, policy in find_federation(trainer).policies.items() if policy == "personal"]
+    assert personal == ["student.2.weight", "student.2.bias"]
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_teachers_head_is_an_error(federated_trainer, kind):
+    """What is personal must be known without data too, so that it is not looked for elsewhere."""
+    trainer = federated_trainer(max_rounds=1, partition=IID(2), method="fedper")
+    with pytest.raises(OptionError, match=r"'teacher.2', takes no part .* head='student.2.\*'"):
+        trainer.fit(Distilled(kind), data())
 
 
 def test_a_fused_teacher_is_an_error(federated_trainer):

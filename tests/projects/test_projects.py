@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:.*Consider setting `persistent_workers=True`"),
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`"),
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),  # 5.23 warns of its own attributes
 ]
 
@@ -156,6 +157,10 @@ DIFFS = {
 +        max_rounds=4, partition=fed.data.IID(3), logger=[csv_logger, logger], callbacks=callbacks, **options)
 """,
     ("csv_plot", "callback"): with_callback("    L.seed_everything(9)", "partition=fed.data.IID(3)"),
+    ("table", "trainer"): with_trainer(4, "partition=fed.data.IID(3)"),
+    ("table", "callback"): with_callback("    L.seed_everything(10)", "partition=fed.data.IID(3)"),
+    ("clustering", "trainer"): with_trainer(4, "partition=fed.data.IID(3)"),
+    ("clustering", "callback"): with_callback("    L.seed_everything(11)", "partition=fed.data.IID(3)"),
 }  # fmt: skip
 
 FALLING = {  # a value of each project's log, and to which share of its first it falls
@@ -178,6 +183,8 @@ FALLING = {  # a value of each project's log, and to which share of its first it
     "few_shot": ("val_loss", 0.9),
     "dqn": ("train_loss", 0.9),
     "csv_plot": ("val_loss", 0.95),
+    "table": ("val_loss", 0.9),
+    "clustering": ("val_loss", 0.98),
 }
 # The notebook's lists grow over a round's visits, which the log says of all attributes that do.
 SAID = {"segmentation": "`training_step_outputs`"}
@@ -244,7 +251,8 @@ def test_a_plain_project_trains(name, run):
 
 
 @pytest.mark.parametrize(
-    "name", quick_projects("cli", "gan", "lora", "graphs", "transfer", "few_shot", "dqn", "csv_plot")
+    "name",
+    quick_projects("cli", "gan", "lora", "graphs", "transfer", "few_shot", "dqn", "csv_plot", "table", "clustering"),
 )
 def test_a_federated_project_trains_at_the_first_try(name, run, caplog, plain_trainer, monkeypatch):
     """By either door, with the same weights; visits are plain fits, and rounds are averages of them."""

@@ -145,6 +145,17 @@ PROJECTS = {
         with_trainer(3, f"partition={IID}"),
         with_callback("    L.seed_everything(0)", f"partition={IID}"),
     ),
+    "wandb_offline": Project(
+        ("wandb",),
+        "Weights & Biases without a connection: curves by epoch, histograms of the gradients",
+        "val_loss",
+        f"""
+-    trainer = L.Trainer(max_epochs=4, log_every_n_steps=4, logger=[board, logger], callbacks=callbacks, **options)
++    options |= {{"log_every_n_steps": 4, "logger": [board, logger], "callbacks": callbacks}}
++    trainer = fed.FederatedTrainer(max_rounds=4, partition={IID}, **options)
+""",
+        with_callback("    L.seed_everything(9)", f"partition={IID}"),
+    ),
     "hydra_instantiate": Project(
         ("hydra-core",),
         "the template's module, datamodule and Trainer from a configuration",
