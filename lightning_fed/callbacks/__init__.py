@@ -25,10 +25,10 @@ from lightning_fed.callbacks.communication import CommunicationReport as Communi
 from lightning_fed.callbacks.communication import PartTraffic as PartTraffic
 from lightning_fed.callbacks.communication import Traffic as Traffic
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation as ClientEvaluation
+from lightning_fed.callbacks.evaluation.local_evaluation import LocalEvaluation as LocalEvaluation
 from lightning_fed.callbacks.evaluation.site_matrix import SiteMatrix as SiteMatrix
 from lightning_fed.callbacks.federation import Federation as Federation
 from lightning_fed.callbacks.federation import find_federation as find_federation
-from lightning_fed.callbacks.local_evaluation import LocalEvaluation as LocalEvaluation
 from lightning_fed.callbacks.progress_bar import FederatedProgressBar as FederatedProgressBar
 from lightning_fed.callbacks.segmentation_grid import segmentation_grid as segmentation_grid
 from lightning_fed.callbacks.segmentation_images import SegmentationImages as SegmentationImages

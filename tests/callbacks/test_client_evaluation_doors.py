@@ -116,6 +116,26 @@ def test_a_plain_checkpoint_is_evaluated_with_what_there_is(plain_trainer, feder
     assert len(of_clients(trainer, "val_acc")) == 3
 
 
+class Breaks(ClientEvaluation):
+    """Asks the clients once more when the fit is over, with a module that cannot be evaluated."""
+
+    def on_train_end(self, trainer, pl_module):
+        pl_module.test_step = pl_module.validation_step = self.fail
+        self.evaluate(trainer, pl_module, self.stage)
+
+    def fail(self, batch):
+        raise KeyError("no mask")
+
+
+@pytest.mark.parametrize("stage", ["validation", "test"])
+def test_an_error_in_an_evaluation_names_client_and_stage(stage, federated_trainer):
+    evaluation = Breaks()
+    evaluation.stage = stage
+    with pytest.raises(KeyError, match="no mask") as caught:
+        federated_trainer(max_rounds=1, callbacks=[evaluation]).fit(Both(), datamodule=data())
+    assert caught.value.__notes__[0] == f"In the {stage} of client 'ann'."
+
+
 # --- which mappings are clients ---------------------------------------------------------------------------------------
 
 
@@ -174,6 +194,6 @@ def test_privacy_says_that_clients_are_not_evaluated(steps, is_of_clients, feder
     with caplog.at_level(logging.INFO, "lightning_fed"):
         val = held_out if is_of_clients else DataLoader(held_out["ann"], 8)
         trainer.fit(models.Module(models.mlp()), models.as_datasets(CLIENTS), val)
-    line = "Clients are not evaluated one by one: no noise covers the scores of single clients."
+    line = "Clients are not evaluated: no noise covers their scores."
     assert caplog.text.count(line) == (bool(steps) and is_of_clients)
     assert ("client/ann/val_loss" in trainer.callback_metrics) == (not steps and is_of_clients)

@@ -40,6 +40,7 @@ _MAX_CLIENTS_BY_NAME = 20
 _SAMPLE = 40  # a stream of random numbers of its own
 _MOST_NAMES = 256
 _LIGHTNINGS = {"step", "epoch"}  # which name the x-axis
+_PRIVATE = {"sum": "their scores would not be in the secure sum", "model": "no noise covers their scores"}
 _HOOKS = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end")
 
 
@@ -128,7 +129,7 @@ class ClientEvaluation(FederatedCallback):
         """Says it if clients are not evaluated, for the sake of their privacy."""
         federation = find_federation(trainer)
         is_asked = self.every_n_rounds and federation.has_server and trainer.is_global_zero
-        if is_asked and (federation.is_remote or _has_clients(trainer, "validation")):
+        if is_asked and (federation.is_remote or has_clients(trainer, "validation")):
             self._is_private(federation)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -219,18 +220,18 @@ class ClientEvaluation(FederatedCallback):
         if answers.failed or federation.is_remote:
             _log.info("Evaluated by %d clients: %s.", len(reports), ", ".join(map(repr, list(reports)[:50])) or "none")
         federation.round_log.put(
-            trainer, _round_of(trainer), {f"evaluation/{name}": float(value) for name, value in counts.items()}
+            trainer, trainer.current_epoch, {f"evaluation/{name}": float(value) for name, value in counts.items()}
         )
         return reports
 
     def _of_clients(self, trainer: L.Trainer, stage: Stage) -> dict[Client, Iterable[Any]]:
         """The clients' loaders, which an evaluation makes once."""
-        return self._kept_loaders or _loaders(trainer, stage)
+        return self._kept_loaders or loaders_of(trainer, stage)
 
     def _evaluate_own(self, trainer: L.Trainer, module: L.LightningModule, stage: Stage) -> None:
         """Evaluates clients beside Lightning's own evaluation of the global model."""
         federation = find_federation(trainer)
-        if federation.has_lost_entries or not (federation.is_remote or _has_clients(trainer, stage)):
+        if federation.has_lost_entries or not (federation.is_remote or has_clients(trainer, stage)):
             return
         if federation.current_visit is not None:  # the only client's: inside a round, as `val_check_interval` has it
             return
@@ -255,7 +256,7 @@ class ClientEvaluation(FederatedCallback):
         shown = {name for report in reports.values() for name in report.shown}
         for name, value in values.items():
             if "/dataloader_idx_" in name:  # of which Lightning makes the names itself
-                federation.round_log.put(trainer, _round_of(trainer), {name: value})
+                federation.round_log.put(trainer, trainer.current_epoch, {name: value})
             else:
                 module.log(name, value, prog_bar=name in shown, on_step=False, on_epoch=True, batch_size=1)
         if _has_own_models(trainer, federation):
@@ -307,7 +308,7 @@ class ClientEvaluation(FederatedCallback):
                 values |= {f"client/{_loggable(client)}/{name}": value for client, value in by_client.items()}
         summary = {f"fed/{name}": value for name, value in results.summary().items()}
         summary |= {f"fed/{name}/pooled": value for name, value in pooled.items()}
-        find_federation(trainer).round_log.put(trainer, _round_of(trainer), summary | values, {"clients": values})
+        find_federation(trainer).round_log.put(trainer, trainer.current_epoch, summary | values, {"clients": values})
         self.pooled = dict(pooled)
         if self.folder is not None and trainer.is_global_zero:
             client_table(results, pooled).write(Path(self.folder) / "clients")
@@ -359,7 +360,7 @@ class ClientEvaluation(FederatedCallback):
             return True
         _log.warning(
             "Round %d has no score: %d clients were evaluated, fewer than min_clients=%d.",
-            _round_of(trainer),
+            trainer.current_epoch,
             len(reports),
             self.min_clients,
         )
@@ -367,17 +368,17 @@ class ClientEvaluation(FederatedCallback):
 
     def _drawn(self, trainer: L.Trainer, federation: Federation, stage: Stage) -> list[Client]:
         """The clients that are evaluated."""
-        is_remote = federation.is_remote
-        known: Iterable[Client] = federation.population.clients if is_remote else self._of_clients(trainer, stage)
+        known: Iterable[Client] = (
+            federation.population.clients if federation.is_remote else self._of_clients(trainer, stage)
+        )
         clients = list(known)
-        is_round = self.clients == "round"
-        if self.clients == "all" or (is_round and not (is_fitting(trainer) and hasattr(federation, "cohort"))):
-            return clients
-        if self.clients == "round":
+        if self.clients == "round" and is_fitting(trainer) and hasattr(federation, "cohort"):
             chosen = {visit.client for visit in federation.cohort.visits}
             return [client for client in clients if client in chosen]
+        if isinstance(self.clients, str):
+            return clients
         size = math.ceil(self.clients * len(clients)) if isinstance(self.clients, float) else int(self.clients)
-        seeds = [federation.schedule.seed, _round_of(trainer), _SAMPLE]
+        seeds = [federation.schedule.seed, trainer.current_epoch, _SAMPLE]
         generator = np.random.default_rng(np.random.SeedSequence(seeds))
         positions = generator.choice(len(clients), min(size, len(clients)), replace=False)
         return [clients[int(position)] for position in np.sort(positions)]
@@ -388,10 +389,10 @@ class ClientEvaluation(FederatedCallback):
 
     def _is_private(self, federation: Federation) -> bool:
         """True if single clients' scores may not be known; says so."""
-        if federation.server.chain.reveals == "update":
-            return False
-        self._say_once("Clients are not evaluated one by one: no noise covers the scores of single clients.")
-        return True
+        reveals = federation.server.chain.reveals
+        if reveals != "update":
+            self._say_once(f"Clients are not evaluated: {_PRIVATE[reveals]}.")
+        return reveals != "update"
 
     def _say_once(self, line: str) -> None:
         if line not in self._said:
@@ -441,7 +442,7 @@ class ClientsBatch:
         yield None
 
 
-def _loaders(trainer: L.Trainer, stage: Stage) -> dict[Client, Iterable[Any]]:
+def loaders_of(trainer: L.Trainer, stage: Stage) -> dict[Client, Iterable[Any]]:
     """The clients' loaders that this process has."""
     datamodule = datamodule_of(trainer)
     if not isinstance(datamodule, EvaluationData):
@@ -449,7 +450,7 @@ def _loaders(trainer: L.Trainer, stage: Stage) -> dict[Client, Iterable[Any]]:
     return datamodule.val_clients() if stage == "validation" else datamodule.test_clients()
 
 
-def _has_clients(trainer: L.Trainer, stage: Stage) -> bool:
+def has_clients(trainer: L.Trainer, stage: Stage) -> bool:
     """True if this process has data of clients; of the package's datamodules without making loaders."""
     datamodule = datamodule_of(trainer)
     return isinstance(datamodule, EvaluationData) and datamodule.has_clients(stage)
@@ -457,10 +458,6 @@ def _has_clients(trainer: L.Trainer, stage: Stage) -> bool:
 
 def _limit(trainer: L.Trainer, stage: Stage) -> int | float:
     return trainer.limit_val_batches if stage == "validation" else trainer.limit_test_batches
-
-
-def _round_of(trainer: L.Trainer) -> int:
-    return trainer.current_epoch
 
 
 def _has_own_models(trainer: L.Trainer, federation: Federation) -> bool:

@@ -174,7 +174,7 @@ def pooled_values(
             if metric is not None and _load(metric, key, reports):
                 values |= _computed(name, metric)
         known = {id(metric) for name, metric in metrics.items() if _load(metric, state_key(name), reports)}
-        if set(names) - values.keys():
+        if not is_muted or set(names) - values.keys():  # pictures, too, are of all clients
             found = _at_end(module, stage, at_end, known)
             values |= {name: value for name, value in found.items() if name not in values}
     return {name: values[name] for name in names if name in values}

@@ -70,20 +70,20 @@ class Table:
         figure = Figure(figsize=(2 + 1.1 * len(self.columns), 1.2 + 0.4 * len(self.rows)), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        scaled = [[math.nan] * len(self.columns) for _ in self.rows]
+        shades = [[math.nan] * len(self.columns) for _ in self.rows]
         for place, column in enumerate(self.columns):
-            known = [self._value(row, column) for row in self.rows]
-            found = [value for value in known if not math.isnan(value)] or [0.0]
-            low, high = min(found), max(found)
-            for index, value in enumerate(known):
-                scaled[index][place] = (value - low) / (high - low) if high > low else value * 0 + 0.5
-        axes.imshow(scaled, aspect="auto", vmin=0, vmax=1)
+            known = {index: self._value(row, column) for index, row in enumerate(self.rows)}
+            known = {index: value for index, value in known.items() if not math.isnan(value)}
+            low, high = min(known.values(), default=0.0), max(known.values(), default=0.0)
+            for index, value in known.items():
+                shades[index][place] = (value - low) / (high - low) if high > low else 0.5
+        axes.imshow(shades, aspect="auto", vmin=0, vmax=1)
         axes.set_xticks(range(len(self.columns)), self.columns, rotation=30, ha="right")
         axes.set_yticks(range(len(self.rows)), self.rows)
         axes.set_ylabel(self.corner)
         for index, row in enumerate(self.rows):
             for place, column in enumerate(self.columns):
-                color = "black" if scaled[index][place] > 0.6 else "white"
+                color = "black" if shades[index][place] > 0.6 else "white"
                 axes.text(place, index, self._cell(row, column, 3) or "-", ha="center", va="center", color=color)
         with atomic_write(path) as partial:
             figure.savefig(partial, format="png", dpi=120)

@@ -263,7 +263,7 @@ ALL_CASES = {
     "evaluated": Case(
         lambda: Federation(seed=1),
         evaluations.Classifier,
-        callbacks=lambda: [ClientEvaluation()],
+        callbacks=lambda: [ClientEvaluation(folder=os.environ.get("TABLES"))],
         held_out=lambda: evaluations.held_out(models.vectors, 1),
     ),
     "padded": Case(lambda: Federation(seed=1), callbacks=lambda: [Padded({"ann": 0, "bob": 1})]),

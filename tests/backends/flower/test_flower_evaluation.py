@@ -9,19 +9,23 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 from lightning_fed import Federation
 from lightning_fed.algorithms import FedPer
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.transport import FlowerTransport
 from lightning_fed.backends.wire.server import run_server
-from lightning_fed.callbacks import ClientEvaluation, SiteMatrix
+from lightning_fed.callbacks import ClientEvaluation, LocalEvaluation, SiteMatrix
 from lightning_fed.cli.recipe_halves import read_recipe
 from lightning_fed.errors import ClientFault
+from lightning_fed.privacy import SecureSum
+from lightning_fed.steps import MaxSamples
 from tests import evaluations, models
 from tests.backends.flower.grids import FakeGrid
-from tests.backends.flower.halves import OPTIONS, base_and_head, in_process, on_flower
-from tests.recorders import assert_same, state_of
+from tests.backends.flower.halves import OPTIONS, base_and_head, in_process, on_flower, plain_module
+from tests.privacy.helpers import KnownKey
+from tests.recorders import MemoryLogger, assert_same, state_of
 
 TRAIN = evaluations.TRAIN
 
@@ -181,6 +185,116 @@ def test_a_matrix_of_models_by_sites(federated_trainer, tmp_path, caplog):
     assert other[1].table.values == pytest.approx(table.values)
     assert len(set(table.values.values())) > 3
     assert (tmp_path / "sites.csv").read_text() == other[1].table.csv()
+
+
+def test_models_before_they_are_averaged_as_in_one_process(federated_trainer, tmp_path):
+    data, held_out = models.vectors(TRAIN), evaluations.held_out(models.vectors, 1)
+    _, trainer = in_process(federated_trainer, plain_module, data, Federation(), 2, [LocalEvaluation()], held_out)
+    _, remote, *_ = on_flower(
+        tmp_path, plain_module, data, Federation, 2, lambda: [LocalEvaluation()], held_out=held_out
+    )
+    expected = numbers_of(trainer, "clients/local/")
+    assert set(expected) == {"clients/local/val_acc", "clients/local/val_loss"}
+    assert numbers_of(remote, "clients/local/") == pytest.approx(expected, rel=1e-5)
+
+
+class Refuses(models.Module):
+    """A single example is no batch, for a reason of the step's own or of BatchNorm's."""
+
+    def __init__(self, has_norm):
+        super().__init__(models.mlp())
+        self.norm = torch.nn.BatchNorm1d(6, track_running_stats=False) if has_norm else torch.nn.Identity()
+
+    def validation_step(self, batch, batch_idx):
+        if isinstance(self.norm, torch.nn.Identity) and len(batch[0]) == 1:
+            raise KeyError("no mask")
+        self.log("val_loss", self.loss(self(self.norm(batch[0])), batch[1]))
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_an_error_at_a_client_names_client_and_stage(has_norm, tmp_path, caplog):
+    held_out = evaluations.held_out(models.vectors, 1, {"ann": 21, "bob": 17, "cid": 40})  # in batches of 8
+    on_flower(
+        tmp_path, lambda: Refuses(has_norm), models.vectors(TRAIN), lambda: Federation(batch_norm="average"), 1,
+        lambda: [ClientEvaluation()], held_out=held_out,
+    )  # fmt: skip
+    advice = " A batch is too small for a BatchNorm layer that normalises with the batch's own statistics"
+    assert f"In the validation of client 'bob'.{advice if has_norm else ''}" in caplog.text
+    assert "'ann'" not in caplog.text
+    assert "'cid'" not in caplog.text
+    assert (advice in caplog.text) == has_norm
+
+
+class Confusions(models.Module):
+    """Hands a picture to the logger in the first step and at the epoch's end."""
+
+    def __init__(self):
+        super().__init__(models.mlp())
+        self.confusion = MulticlassConfusionMatrix(models.CLASSES)
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.confusion.update(self(batch[0]), batch[1])
+        if batch_idx == 0:
+            self.logger.experiment.add_image("first batch", len(batch[0]))
+
+    def on_validation_epoch_end(self):
+        self.logger.experiment.add_image("confusion", int(self.confusion.compute().sum()))
+        self.confusion.reset()
+
+
+class Gallery(MemoryLogger):
+    """Keeps the pictures that it is given: (name, picture)."""
+
+    def __init__(self):
+        super().__init__()
+        self.pictures = []
+
+    @property
+    def experiment(self):
+        return self
+
+    def add_image(self, *picture):
+        self.pictures.append(picture)
+
+
+def test_pictures_come_once_of_the_global_model(federated_trainer, tmp_path):
+    """Those of the epoch's end on a server without data too: of all clients' states."""
+    here, there = Gallery(), Gallery()
+    data, held_out = models.vectors(TRAIN), evaluations.held_out(models.vectors, 1)
+    in_process(
+        federated_trainer, Confusions, data, Federation(), 2, [ClientEvaluation()], held_out, options={"logger": here}
+    )
+    on_flower(
+        tmp_path, Confusions, data, Federation, 2, lambda: [ClientEvaluation()], held_out=held_out,
+        server_options={"logger": there},
+    )  # fmt: skip
+    examples = sum(evaluations.HELD_OUT.values())
+    assert here.pictures == [("first batch", 8), ("confusion", examples)] * 2
+    assert there.pictures == [("confusion", examples)] * 2
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [("sum", "their scores would not be in the secure sum"), ("noise", "no noise covers their scores")],
+)
+def test_private_federations_evaluate_no_client_and_say_so(step, reason, tmp_path, caplog):
+    """On a server without data, which asks nobody."""
+    if step == "noise":
+        pytest.importorskip("dp_accounting")
+
+    def federation():
+        steps = {"sum": [MaxSamples(40), SecureSum(5.0)], "noise": [KnownKey(0.5, 1e-3, noise_multiplier=0.5, key=5)]}
+        return Federation("fedavg", steps=steps[step], clients_per_round=2 if step == "noise" else 1.0)
+
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        _, trainer, _, grid = on_flower(
+            tmp_path, plain_module, models.vectors(TRAIN), federation, 2, lambda: [ClientEvaluation()],
+            held_out=evaluations.held_out(models.vectors, 1),
+        )  # fmt: skip
+    assert caplog.text.count(f"Clients are not evaluated: {reason}.") == 1
+    assert not {name for name in trainer.callback_metrics if name.startswith(("val_", "client/", "fed/val"))}
+    assert "evaluate.question" not in {message.metadata.message_type for _, message in grid.sent}
 
 
 class SilentAfter(ClientEvaluation):

@@ -1,5 +1,6 @@
 """The same with Flower's own processes on the loopback address: a SuperLink and two SuperNodes with their workers."""
 
+import csv
 import multiprocessing
 import re
 import shutil
@@ -108,20 +109,40 @@ def test_two_rounds_on_two_nodes(federated_trainer, tmp_path):
 
 @pytest.mark.slow
 def test_evaluation_on_two_nodes(federated_trainer, tmp_path):
-    """A server without data: its values are those of one process."""
-    case = ALL_CASES["evaluated"]
+    """A server without data: its values are those of one process, in the fit and of the checkpoint afterwards."""
+    case, tables = ALL_CASES["evaluated"], tmp_path / "tables"
     data, federation = case.data(SIZES), case.federation()
     _, trainer = in_process(federated_trainer, case.module, data, federation, 2, case.callbacks(), case.held_out())
-    with Deployment(tmp_path) as deployment, Workers(tmp_path, "evaluated"):
+    app, environment = write_app(tmp_path), {"TABLES": f"{tables}"}
+    configured = (
+        (app / "pyproject.toml").read_text().replace('"fedavg"', '"evaluated"').replace("rounds = 3", "rounds = 2")
+    )
+    (app / "pyproject.toml").write_text(configured.replace('folder = "."', f'folder = "{tmp_path / "run"}"'))
+    with Deployment(tmp_path, environment=environment) as deployment, Workers(tmp_path, "evaluated"):
         deployment.configure()
         start_nodes(deployment)
-        finish(deployment, run(deployment, write_app(tmp_path), tmp_path / "run", "evaluated", rounds=2))
+        finish(deployment, run(deployment, app, tmp_path / "run", "evaluated", rounds=2))
+        (tables / "clients.csv").unlink()
+        command = ("lightning-fed", "flower", "evaluate", f"{app}", "here", "--stage", "test")
+        assert deployment.start("evaluate", *command).wait(400) == 0, deployment.log("evaluate")
     checkpoint = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
     found = checkpoint["callbacks"]["Federation"]["totals"]["last"]
     expected = trainer.federation.round_log.state_dict()["last"]
     names = [name for name in expected if name.startswith(("fed/val", "fed/all", "client/", "evaluation/"))]
     assert len(names) > 50
     assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=1e-5)
+    with (tables / "clients.csv").open() as file:
+        rows = {row.pop("client"): row for row in csv.DictReader(file)}
+    assert list(rows) == [*SIZES, "all"]
+    keys = {client: f"client/{client}/{{}}" for client in SIZES} | {"all": "fed/{}/pooled"}
+    evaluated = {
+        keys[client].format(name): float(value)
+        for client, row in rows.items()
+        for name, value in row.items()
+        if keys[client].format(name) in expected
+    }
+    assert len(evaluated) > 30
+    assert evaluated == pytest.approx({name: expected[name] for name in evaluated}, rel=1e-5)
 
 
 @pytest.mark.slow

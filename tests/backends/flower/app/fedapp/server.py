@@ -16,6 +16,6 @@ def main(grid, context):
     options = {**OPTIONS, **case.options, **logging, "max_epochs": config["rounds"]}
     server_app(
         case.federation(), case.module, None, options, clients=list(SIZES), folder=config["folder"],
-        callbacks=[*case.callbacks(), *callbacks], time_limit=config["limit"], patience=60,
+        callbacks=[*case.callbacks(), *callbacks], time_limit=config["limit"], patience=300,
         key=config["key"] or None,
     )(grid, context)  # fmt: skip

@@ -6,8 +6,9 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.argument_checks import check_count
+from lightning_fed.callbacks.evaluation.client_evaluation import has_clients, loaders_of
 from lightning_fed.callbacks.evaluation.data_pass import evaluate_data
-from lightning_fed.data.federated import EvaluationData
+from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.messages import Client, ClientUpdate
 from lightning_fed.rounds.federated_callback import FederatedCallback
@@ -22,7 +23,7 @@ class LocalEvaluation(FederatedCallback):
     logs.
 
     The validation data are a mapping of clients; those without any are left out. The training is the same with and
-    without it.
+    without it. On other machines it is a callback of both halves.
 
     Args:
         every_n_rounds: Rounds between evaluations.
@@ -46,9 +47,9 @@ class LocalEvaluation(FederatedCallback):
         self.every_n_rounds = check_count("every_n_rounds", every_n_rounds)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Makes sure that there are validation data."""
-        datamodule = getattr(trainer, "datamodule", None)
-        if not isinstance(datamodule, EvaluationData) or not datamodule.val_clients():
+        """Makes sure that there are validation data, where the clients are in this process."""
+        federation = find_federation(trainer)
+        if federation.has_server and not federation.is_remote and not has_clients(trainer, "validation"):
             raise MisconfigurationException("Expected validation data as a mapping of clients, but there are none.")
 
     def on_client_end(
@@ -57,8 +58,11 @@ class LocalEvaluation(FederatedCallback):
         """Evaluates the client's model and adds the values to its update."""
         if (trainer.current_epoch + 1) % self.every_n_rounds:
             return
-        loaders = trainer.datamodule.val_clients()  # type: ignore[attr-defined]
+        loaders = loaders_of(trainer, "validation")
         if client in loaders:
+            limit = (
+                None if find_federation(trainer).has_server else 1.0
+            )  # a client's own Trainer on another machine has none
             with seeded_generators():  # the visit goes on as without it
-                values = evaluate_data(trainer, module, loaders[client], keeps=True).values
+                values = evaluate_data(trainer, module, loaders[client], limit=limit, keeps=True).values
             update.metrics |= {f"local/{name}": value for name, value in values.items()}
