@@ -165,7 +165,7 @@ def run_demo(
     counts = [np.bincount(labels[indices], minlength=data.num_classes) for indices in clients.values()]
     draw(result, task, data, np.stack(counts))
     _say(
-        f"\nTensorBoard (its steps count rounds from 0):\n    {_program('tensorboard')} --logdir {out}"
+        f"\nTensorBoard (its steps are batches; `epoch` is the round, from 0):\n    {_program('tensorboard')} --logdir {out}"
         f"\nCurves and predictions:\n    {result.picture}"
     )
     return result
