@@ -3,6 +3,7 @@
 from lightning_fed import aliases as _aliases  # noqa: F401 - before Lightning is imported
 from lightning_fed import console as _console  # noqa: F401 - shows the log from now on
 from lightning_fed.backends.client_parallel.strategy import ClientParallelStrategy as ClientParallelStrategy
+from lightning_fed.backends.vectorized.plan import Vectorized as Vectorized
 from lightning_fed.callbacks.federation import Federation as Federation
 from lightning_fed.callbacks.federation import scheduler_steps as scheduler_steps
 from lightning_fed.client.client_store import ClientStore as ClientStore
@@ -18,7 +19,6 @@ from lightning_fed.rounds.federated_callback import FederatedCallback as Federat
 from lightning_fed.rounds.options import Faults as Faults
 from lightning_fed.rounds.options import FixedStatistics as FixedStatistics
 from lightning_fed.rounds.options import LocalStatistics as LocalStatistics
-from lightning_fed.rounds.options import Vectorized as Vectorized
 from lightning_fed.rule import Aggregator as Aggregator
 from lightning_fed.server.schedule import Availability as Availability
 from lightning_fed.trainer import FederatedTrainer as FederatedTrainer

@@ -30,11 +30,11 @@ TARGETS = {  # file, and the tests that are about it, the quickest first
     "local_model": ("client/local_model.py", ["tests/client", "tests/test_invariants.py", "tests/test_faults.py"]),
     "round": (
         "rounds/round.py",
-        ["tests/test_invariants.py", "tests/test_faults.py", "tests/test_hooks.py", "tests/rounds/vectorized"],
+        ["tests/test_invariants.py", "tests/test_faults.py", "tests/test_hooks.py", "tests/backends/vectorized"],
     ),
     "visits": (
         "rounds/visits.py",
-        ["tests/test_invariants.py", "tests/test_faults.py", "tests/test_hooks.py", "tests/rounds/vectorized"],
+        ["tests/test_invariants.py", "tests/test_faults.py", "tests/test_hooks.py", "tests/backends/vectorized"],
     ),
     "margins": ("algorithms/fedmargin/margins.py", ["tests/algorithms/fedmargin/test_margins.py"]),
     "matching": ("matching/neuron_matching.py", ["tests/matching/test_neuron_matching.py", "tests/algorithms/fedma"]),

@@ -165,7 +165,8 @@ def run_demo(
     counts = [np.bincount(labels[indices], minlength=data.num_classes) for indices in clients.values()]
     draw(result, task, data, np.stack(counts))
     _say(
-        f"\nTensorBoard (its steps are batches; `epoch` is the round, from 0):\n    {_program('tensorboard')} --logdir {out}"
+        "\nTensorBoard (its steps are batches; `epoch` is the round, from 0):"
+        f"\n    {_program('tensorboard')} --logdir {out}"
         f"\nCurves and predictions:\n    {result.picture}"
     )
     return result

@@ -16,8 +16,12 @@ from lightning_fed.data.federated import LoaderDataModule as LoaderDataModule
 from lightning_fed.data.federated import split_loaders as split_loaders
 from lightning_fed.data.federated import split_training_data as split_training_data
 from lightning_fed.data.flower_partition import FlowerPartition as FlowerPartition
+from lightning_fed.data.interleave import ClientGenerators as ClientGenerators
+from lightning_fed.data.interleave import StackedBatch as StackedBatch
 from lightning_fed.data.interleave import batch_tensors as batch_tensors
+from lightning_fed.data.interleave import detect_draws as detect_draws
 from lightning_fed.data.interleave import rebuild_batch as rebuild_batch
+from lightning_fed.data.interleave import stack_batches as stack_batches
 from lightning_fed.data.label_lookup import labels_of as labels_of
 from lightning_fed.data.loader_clients import LoaderClients as LoaderClients
 from lightning_fed.data.loader_clients import isolated_generators as isolated_generators
@@ -45,6 +49,7 @@ from lightning_fed.data.population import client_keys as client_keys
 from lightning_fed.data.population import seed_everything as seed_everything
 from lightning_fed.data.population import seeded_generators as seeded_generators
 from lightning_fed.data.round_loader import RoundLoader as RoundLoader
+from lightning_fed.data.round_loader import VisitGroups as VisitGroups
 from lightning_fed.data.sample_assignment import PartitionError as PartitionError
 from lightning_fed.data.sample_hashes import sample_hashes as sample_hashes
 

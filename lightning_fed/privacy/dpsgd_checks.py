@@ -106,7 +106,7 @@ def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedC
         MisconfigurationException: With what to do instead.
 
     """
-    if federation.options.most_at_once > 1:
+    if federation.options.visits_at_once is not None:
         raise MisconfigurationException(
             f"`DPSGD` needs clients that train one after another, but got visits={federation.options.visits}."
         )

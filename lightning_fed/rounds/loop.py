@@ -44,10 +44,9 @@ from lightning_fed.rounds.lightning_internals import (
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.round_averages import RoundAverages
+from lightning_fed.rounds.simultaneous_visits import SimultaneousVisits
 from lightning_fed.rounds.synchronisation import process_group_of, sharing_strategy
 from lightning_fed.rounds.trainer_checks import check_optimizers, check_round, check_trainer, find_loader_owner
-from lightning_fed.rounds.vectorized.plan import plan_vectorized_visits
-from lightning_fed.rounds.vectorized.vectorized_visits import VectorizedVisits
 from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class RoundLoop:
         self.failed_rounds = FailedRounds(fit.options.faults.max_failed_rounds)
         self.is_planned = False
         self._round: Round | None = None
-        self._executor: VectorizedVisits | None = None
+        self._executor: SimultaneousVisits | None = None
         self._batch_loop: BatchLoop | None = None
         self._averages: RoundAverages | None = None
         self._partition: Partition | None = None
@@ -179,12 +178,13 @@ class RoundLoop:
             check_optimizers(fit.trainer.optimizers)
         fit.note_initial_statistics()
         self._frozen = freeze_parameters(fit.module, fit.policies)
-        if fit.options.most_at_once == 1:
+        visits = fit.options.visits_at_once
+        if visits is None:
             return
         self.find_population()
         if fit.is_batch_norm_fixed:
             freeze_batch_norm(fit.module)  # as in a round
-        self._executor = plan_vectorized_visits(fit.options.most_at_once, fit)
+        self._executor = visits.plan(fit)
         if fit.is_batch_norm_fixed:
             thaw_batch_norm(fit.module)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.data.visit_clock import VisitClock
@@ -59,26 +60,28 @@ class FixedStatistics:
         check_count("after", self.after, lowest=0)
 
 
-@dataclass(frozen=True)
-class Vectorized:
-    """``visits=``: several clients train at once, for small models; where they cannot, the log says why.
+class VisitsAtOnce(ABC):
+    """``visits=`` of several clients that train at once, as :class:`~lightning_fed.Vectorized`.
 
-    Args:
+    Attributes:
         clients: At most how many.
-
-    Raises:
-        ValueError: If it is not a whole number from 1 on.
-
-    Example:
-        >>> from lightning_fed import Federation
-        >>> federation = Federation(clients_per_round=16, visits=Vectorized(8))
 
     """
 
     clients: int
 
-    def __post_init__(self) -> None:
-        check_count("clients", self.clients)
+    @abstractmethod
+    def plan(self, fit: Any) -> Any:
+        """Decides, before the first round, whether visits can train at once; where not, the log says why.
+
+        Args:
+            fit: The :class:`~lightning_fed.rounds.FederatedFit`, which knows its clients; its module holds the global
+                model.
+
+        Returns:
+            :class:`~lightning_fed.rounds.simultaneous_visits.SimultaneousVisits`, or ``None``.
+
+        """
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class Faults:
 BatchNormName = Literal["recalibrate", "average", "personal", "frozen"]
 VisitsName = Literal["auto", "lightning", "fused"]
 BatchNormOption: TypeAlias = BatchNormName | LocalStatistics | FixedStatistics
-VisitsOption: TypeAlias = VisitsName | Vectorized
+VisitsOption: TypeAlias = VisitsName | VisitsAtOnce
 
 
 @dataclass(frozen=True)
@@ -141,26 +144,26 @@ class FitOptions:
             object.__setattr__(self, name, check_selectors(name, getattr(self, name)))
         if not isinstance(self.batch_norm, LocalStatistics | FixedStatistics):
             _check_name("batch_norm", self.batch_norm, get_args(BatchNormName), "LocalStatistics or FixedStatistics")
-        if not isinstance(self.visits, Vectorized):
+        if not isinstance(self.visits, VisitsAtOnce):
             _check_name("visits", self.visits, get_args(VisitsName), "Vectorized")
         check_option("optimizer_state", self.optimizer_state, ("reset", "keep"))
         for name, kind in (("availability", Availability), ("faults", Faults)):
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"Expected `{name}` to be {kind.__name__}(...), but got {getattr(self, name)!r}.")
-        if self.faults.visit_timeout is not None and self.most_at_once > 1:
+        if self.faults.visit_timeout is not None and self.visits_at_once is not None:
             raise ValueError(
                 "Expected one of `visit_timeout` and `Vectorized`: clients that train at once wait for each other."
             )
 
     @property
-    def most_at_once(self) -> int:
-        """Largest number of clients that train at once."""
-        return self.visits.clients if isinstance(self.visits, Vectorized) else 1
+    def visits_at_once(self) -> VisitsAtOnce | None:
+        """What lets several clients train at once; ``None`` where one is to train after another."""
+        return self.visits if isinstance(self.visits, VisitsAtOnce) and self.visits.clients > 1 else None
 
     @property
     def visits_one_by_one(self) -> VisitsName:
         """Loop that trains visits that come one by one."""
-        return "auto" if isinstance(self.visits, Vectorized) else self.visits
+        return "auto" if isinstance(self.visits, VisitsAtOnce) else self.visits
 
     @property
     def has_personal_entries(self) -> bool:

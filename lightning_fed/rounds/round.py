@@ -35,8 +35,8 @@ from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import is_overridden, tensor_version
 from lightning_fed.rounds.round_start import RoundStart
+from lightning_fed.rounds.simultaneous_visits import SimultaneousVisits
 from lightning_fed.rounds.synchronisation import process_group_of
-from lightning_fed.rounds.vectorized.vectorized_visits import VectorizedVisits
 from lightning_fed.rounds.visits import Visits
 from lightning_fed.rule import ResizingAggregator, RoundInfo
 from lightning_fed.server.schedule import Cohort
@@ -66,7 +66,7 @@ class Round:
     # 1. Open
 
     def __init__(
-        self, fit: FederatedFit, loader: RoundLoader, cohort: Cohort, executor: VectorizedVisits | None = None
+        self, fit: FederatedFit, loader: RoundLoader, cohort: Cohort, executor: SimultaneousVisits | None = None
     ) -> None:
         self.fit, self.cohort, self._loader = fit, cohort, loader
         self.is_over = False

@@ -38,7 +38,7 @@ from lightning_fed.rounds.federated_callback import FederatedCallback, federated
 from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.lightning_internals import is_overridden
 from lightning_fed.rounds.round_start import RoundStart
-from lightning_fed.rounds.vectorized.vectorized_visits import VectorizedVisits
+from lightning_fed.rounds.simultaneous_visits import SimultaneousVisits
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Visits:
         local: LocalModel,
         start: RoundStart,
         untrained: Sequence[str],
-        executor: VectorizedVisits | None = None,
+        executor: SimultaneousVisits | None = None,
     ) -> None:
         self.fit, self.local, self.start = fit, local, start
         self._loader, self._untrained, self._executor = loader, untrained, executor
@@ -396,7 +396,8 @@ class Visits:
         """Ends the visits that are under way; their clients are as before them."""
         self._loader.clock.stop()
         if self._executor is not None:
-            self._executor.abandon()
+            self._executor.leave()
+            self._executor.clear()
         self.leave()
         for planned in self.group:
             if self.resume_visit(planned):

@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import Availability, FederatedDataModule, Federation, FixedStatistics, LocalStatistics, Vectorized
+from lightning_fed.backends.vectorized.stacked_model import many
 from lightning_fed.callbacks import FederatedCallback, ProximalTerm
 from lightning_fed.data import DatasetClients
 from lightning_fed.data.dataset_clients import DatasetsSource
-from lightning_fed.rounds.vectorized.stacked_model import many
 from tests import models
 from tests.breadth import quick, slow
 from tests.recorders import assert_same, state_of
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:You have overridden `on_before_batch_transfer`"),
 ]
-LOGGER = "lightning_fed.rounds.vectorized.plan"
+LOGGER = "lightning_fed.backends.vectorized.plan"
 
 
 class Steps(L.Callback):
@@ -129,7 +129,7 @@ def test_a_stack_has_room_for_the_cohort_only(options, rooms, federated_trainer,
         sizes.add(size)
         return many(value, size)
 
-    monkeypatch.setattr("lightning_fed.rounds.vectorized.stacked_model.many", noted)
+    monkeypatch.setattr("lightning_fed.backends.vectorized.stacked_model.many", noted)
     data = models.as_datasets(models.vectors())
     fit(federated_trainer, models.Module(models.mlp()), data, **{"size": 50, **options})
     assert max(sizes) == rooms  # the trial that precedes takes two

@@ -14,6 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_fed.backends.vectorized.obstacles import Obstacle
+from lightning_fed.backends.vectorized.stacked_model import (
+    StackedModel,
+    joint_loss,
+    many,
+    reduced,
+    stack_parameters,
+)
 from lightning_fed.data.interleave import ClientGenerators, detect_draws, stack_batches
 from lightning_fed.data.population import seed_everything
 from lightning_fed.errors import describe
@@ -21,14 +29,6 @@ from lightning_fed.model.entries import copy_state
 from lightning_fed.rounds.isolated_pass import is_same, isolated_pass, noted_attributes, prepare_batch
 from lightning_fed.rounds.lightning_internals import is_vmap_tensor, tensor_version
 from lightning_fed.rounds.logged_values import LogCall, intercepted
-from lightning_fed.rounds.vectorized.obstacles import Obstacle
-from lightning_fed.rounds.vectorized.stacked_model import (
-    StackedModel,
-    joint_loss,
-    many,
-    reduced,
-    stack_parameters,
-)
 
 _WRITES = "`training_step` writes the attribute {!r}, which would be all clients'"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)

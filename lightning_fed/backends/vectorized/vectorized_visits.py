@@ -9,25 +9,23 @@ from typing import Any
 import lightning as L
 from torch import Tensor
 
+from lightning_fed.backends.vectorized.stacked_model import StackedModel, joint_loss
 from lightning_fed.data.interleave import ClientGenerators, StackedBatch, batch_tensors
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import VisitGroups
 from lightning_fed.rounds.client_errors import client_fault
-from lightning_fed.rounds.vectorized.stacked_model import StackedModel, joint_loss
+from lightning_fed.rounds.simultaneous_visits import SimultaneousVisits
 
 _log = logging.getLogger(__name__)
 
 
-class VectorizedVisits:
-    """Trains the visits of a group at once, under ``torch.func.vmap``, with the result of one after another.
+class VectorizedVisits(SimultaneousVisits):
+    """Trains the visits of a group at once, under ``torch.func.vmap``.
 
     Args:
         trainer: The Trainer.
         groups: Rule by which the round's loader puts visits into groups.
         model: Holds the clients' models.
-
-    Attributes:
-        groups: Likewise.
 
     """
 
@@ -52,19 +50,7 @@ class VectorizedVisits:
         rest: Sequence[Any],
         numbers: ClientGenerators,
     ) -> Tensor | None:
-        """Runs the training step for a batch of every visit; clients that fail by their own fault are left out.
-
-        Args:
-            group: The visits.
-            training_step: The module's.
-            parts: The visits' batches.
-            rest: Further arguments of the training step.
-            numbers: The clients' random numbers.
-
-        Returns:
-            The loss; ``None`` where all clients have failed.
-
-        """
+        """Runs the training step, once for each shape of batches."""
         if not self._has_warned and len(parts) == len(group):
             self._has_warned = _warn_of_contents(parts)
         losses = []
@@ -108,11 +94,6 @@ class VectorizedVisits:
     def clear(self) -> None:
         """Forgets the clients' models."""
         self._model.clear()
-
-    def abandon(self) -> None:
-        """Gives the module back as one model, where the round is given up."""
-        self.leave()
-        self.clear()
 
 
 def _warn_of_contents(parts: Sequence[StackedBatch]) -> bool:

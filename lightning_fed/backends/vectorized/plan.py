@@ -1,0 +1,88 @@
+"""The decision, before the first round of a fit, whether its visits can train at once."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_fed.argument_checks import check_count
+from lightning_fed.backends.vectorized.obstacles import Obstacle, check_entries, check_vectorizable
+from lightning_fed.backends.vectorized.stacked_model import StackedModel
+from lightning_fed.backends.vectorized.vectorisation_check import check_vectorisation
+from lightning_fed.backends.vectorized.vectorized_visits import VectorizedVisits
+from lightning_fed.data.interleave import detect_draws
+from lightning_fed.data.population import PlannedVisit, Population, seed_everything, seeded_generators
+from lightning_fed.data.round_loader import VisitGroups
+from lightning_fed.errors import describe
+from lightning_fed.rounds.federated_fit import FederatedFit
+from lightning_fed.rounds.options import VisitsAtOnce
+from lightning_fed.server.schedule import Schedule
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Vectorized(VisitsAtOnce):
+    """``visits=``: several clients train at once, for small models; where they cannot, the log says why.
+
+    Args:
+        clients: At most how many.
+
+    Raises:
+        ValueError: If it is not a whole number from 1 on.
+
+    Example:
+        >>> from lightning_fed import Federation
+        >>> federation = Federation(clients_per_round=16, visits=Vectorized(8))
+
+    """
+
+    clients: int
+
+    def __post_init__(self) -> None:
+        check_count("clients", self.clients)
+
+    def plan(self, fit: FederatedFit) -> VectorizedVisits | None:
+        """See :class:`~lightning_fed.rounds.VisitsAtOnce`."""
+        trainer, module, population = fit.trainer, fit.module, fit.population
+        entries = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+        names = [name for name in entries if fit.policies.get(name) != "frozen"]
+        try:
+            check_vectorizable(fit)
+            check_entries(module, names)
+            if "groups" not in inspect.signature(population.stream).parameters:
+                raise Obstacle(f"`{type(population).__name__}.stream` has no argument `groups`")
+            with seeded_generators():
+                batch, has_drawn = _first_batch(population, fit.schedule)
+                draws = check_vectorisation(trainer, module, names, batch)
+        except Obstacle as obstacle:
+            _log.warning(
+                "`visits=Vectorized(%d)`: the clients train one after another all the same, because %s.",
+                self.clients,
+                obstacle,
+            )
+            return None
+        is_equal = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
+        size = min(self.clients, fit.schedule.cohort_size(len(population.clients)))  # room for as many models
+        groups = VisitGroups(size, is_equal, has_drawn)
+        return VectorizedVisits(trainer, groups, StackedModel(module, names, size, draws))
+
+
+def _first_batch(population: Population, schedule: Schedule) -> tuple[Any, bool]:
+    """A batch of a client, and whether its data drew from Python's or NumPy's random numbers."""
+    for visit in schedule.cohort(0, population.clients).visits:
+        try:
+            planned = PlannedVisit(visit, population.num_samples(visit.client), 1)
+            if planned.num_samples < 2:  # BatchNorm cannot train on it
+                continue
+            seed_everything(visit.seed)
+            with detect_draws() as has_drawn:
+                item = next(population.stream([planned], isolated=True))
+        except Exception as error:
+            _log.debug("Client %r cannot be tried: %s", visit.client, describe(error))
+            continue
+        if item.error is None and item.batch is not None:
+            return item.batch, has_drawn[0]
+    raise Obstacle("no client of the first round has data to try it with")

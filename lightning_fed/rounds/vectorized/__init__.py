@@ -1,1 +1,0 @@
-"""Vectorised visits: several small clients trained at once under ``torch.func.vmap``."""
