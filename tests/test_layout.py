@@ -177,7 +177,7 @@ def test_the_halves_import_no_lightning(room):
 
 def is_in_kernel(name):
     is_of_room = name.partition(".")[0] in KERNEL and name not in BELOW
-    return is_of_room or name in KERNEL or name.startswith("backends.client_parallel.")
+    return is_of_room or name in KERNEL
 
 
 def size_of(path):

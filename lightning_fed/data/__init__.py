@@ -52,6 +52,7 @@ from lightning_fed.data.round_loader import RoundLoader as RoundLoader
 from lightning_fed.data.round_loader import VisitGroups as VisitGroups
 from lightning_fed.data.sample_assignment import PartitionError as PartitionError
 from lightning_fed.data.sample_hashes import sample_hashes as sample_hashes
+from lightning_fed.data.visit_costs import VisitCosts as VisitCosts
 
 __all__ = [
     "IID",

@@ -17,6 +17,7 @@ from lightning_fed.model.entries import find_non_finite as find_non_finite
 from lightning_fed.model.entries import is_running_statistic as is_running_statistic
 from lightning_fed.model.entries import live_entries as live_entries
 from lightning_fed.model.entries import load_entries as load_entries
+from lightning_fed.model.entries import norm as norm
 from lightning_fed.model.entries import trainable_entries as trainable_entries
 from lightning_fed.model.feature_extraction import evaluating as evaluating
 from lightning_fed.model.features import FeatureLayer as FeatureLayer

@@ -21,11 +21,14 @@ from lightning_fed.rounds.isolated_pass import one_pass as one_pass
 from lightning_fed.rounds.isolated_pass import prepare_batch as prepare_batch
 from lightning_fed.rounds.isolated_pass import run_prepared as run_prepared
 from lightning_fed.rounds.isolated_pass import run_step as run_step
+from lightning_fed.rounds.isolated_pass import unsynchronized as unsynchronized
 from lightning_fed.rounds.isolated_pass import until_fault as until_fault
+from lightning_fed.rounds.lightning_internals import IgnoredWarning as IgnoredWarning
 from lightning_fed.rounds.lightning_internals import OverriddenMethod as OverriddenMethod
 from lightning_fed.rounds.lightning_internals import add_optimizer_steps as add_optimizer_steps
 from lightning_fed.rounds.lightning_internals import batch_size_of as batch_size_of
 from lightning_fed.rounds.lightning_internals import callbacks_of as callbacks_of
+from lightning_fed.rounds.lightning_internals import callbacks_with_log as callbacks_with_log
 from lightning_fed.rounds.lightning_internals import datamodule_of as datamodule_of
 from lightning_fed.rounds.lightning_internals import exchange_stage as exchange_stage
 from lightning_fed.rounds.lightning_internals import gradient_scale as gradient_scale
@@ -50,8 +53,12 @@ from lightning_fed.rounds.options import LocalStatistics as LocalStatistics
 from lightning_fed.rounds.options import VisitsAtOnce as VisitsAtOnce
 from lightning_fed.rounds.remote import RemoteSide as RemoteSide
 from lightning_fed.rounds.round import Round as Round
+from lightning_fed.rounds.round_start import RoundStart as RoundStart
 from lightning_fed.rounds.simultaneous_visits import SimultaneousVisits as SimultaneousVisits
+from lightning_fed.rounds.synchronisation import ClientSharing as ClientSharing
+from lightning_fed.rounds.synchronisation import RoundSynchronisation as RoundSynchronisation
 from lightning_fed.rounds.synchronisation import process_group_of as process_group_of
 from lightning_fed.rounds.trainer_checks import check_processes as check_processes
 from lightning_fed.rounds.trainer_checks import find_loader_owner as find_loader_owner
+from lightning_fed.rounds.trainer_progress import RoundProgress as RoundProgress
 from lightning_fed.rounds.visits import VisitModel as VisitModel
