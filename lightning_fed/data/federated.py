@@ -84,7 +84,7 @@ class EvaluationData(L.LightningDataModule):
         hook, data = ("val_clients", self.val) if stage == "validation" else ("test_clients", self.test)
         if getattr(type(self), hook) is not getattr(EvaluationData, hook):
             return bool(getattr(self, hook)())
-        return bool(data) and self._is_of_clients(data)
+        return self._is_of_clients(data) and bool(data)  # a loader need not have a length
 
     def val_clients(self) -> dict[Client, Iterable[Any]]:
         """Every client's validation loader; empty where ``val`` is not a mapping of clients."""

@@ -302,6 +302,10 @@ def test_loaders_one_after_another_are_refused_as_in_a_plain_fit(plain_trainer):
             plain_trainer(max_epochs=1, callbacks=federation).fit(module, datamodule=data)
 
 
+def test_validation_data_without_a_length_are_no_clients():
+    assert not LoaderDataModule(DataLoader(DATASET, 2), DataLoader(Stream(), 2)).has_clients("validation")
+
+
 def test_a_sequence_of_loaders_gives_a_list_of_batches():
     population = LoaderClients({"a": [DataLoader(DATASET, 5), DataLoader(DATASET, 2)]})
     visit = PlannedVisit(Visit("a", 0, 0), 10, 5)
