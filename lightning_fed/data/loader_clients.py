@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -112,9 +111,8 @@ class LoaderClients(Population):
     def _gives_all(self, loader: Any) -> bool:
         if isinstance(loader, _Streams):
             return loader.mode != "min_size" and all(map(self._gives_all, loader.streams))
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        sampler = getattr(batch_sampler, "sampler", getattr(loader, "sampler", None))
-        drops = getattr(loader, "drop_last", False) or getattr(batch_sampler, "drop_last", False)
+        batches, sampler = _samplers(loader)
+        drops = getattr(loader, "drop_last", False) or getattr(batches, "drop_last", False)
         draws = getattr(sampler, "replacement", False) or isinstance(sampler, WeightedRandomSampler)
         return not (drops or draws)
 
@@ -170,9 +168,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
     if isinstance(loader, _Streams):
         for stream in loader.streams:
             _set_epoch(stream, epoch)
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers: list[Any] = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-    for sampler in {id(sampler): sampler for sampler in samplers}.values():
+    for sampler in _samplers(loader):
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)
 
@@ -185,16 +181,20 @@ def _end_workers(loader: Any) -> None:
         loader._iterator = None  # noqa: SLF001
 
 
+def _samplers(loader: Any) -> tuple[Any, Any]:
+    """What draws a loader's batches, and what draws the examples in them; ``None`` for what there is not."""
+    sampler = getattr(loader, "sampler", None)
+    batches = sampler if isinstance(sampler, BatchSampler) else getattr(loader, "batch_sampler", None)
+    return batches, getattr(batches, "sampler", sampler)
+
+
 def _drawn_samples(loader: Any, most: int) -> int:
     """Examples that a loader draws in a pass; of samplers of torch at most so many as the data set has."""
-    if isinstance(getattr(loader, "sampler", None), BatchSampler):  # with `batch_size=None`: of whole batches
-        loader = SimpleNamespace(sampler=loader.sampler.sampler)
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    batch_size = getattr(batch_sampler, "batch_size", None)
-    if isinstance(batch_sampler, Sized) and isinstance(batch_size, int) and not hasattr(batch_sampler, "sampler"):
-        return len(batch_sampler) * batch_size  # batches of places, as torchgeo draws them
+    batches, sampler = _samplers(loader)
+    batch_size = getattr(batches, "batch_size", None)
+    if isinstance(batches, Sized) and isinstance(batch_size, int) and not hasattr(batches, "sampler"):
+        return len(batches) * batch_size  # batches of places, as torchgeo draws them
     # Clients may share a data set, each with a sampler of its part.
-    sampler = getattr(batch_sampler, "sampler", getattr(loader, "sampler", None))
     if not isinstance(sampler, Sized):
         return most
     is_known = type(sampler).__module__.startswith("torch.")
@@ -282,9 +282,8 @@ def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
             " pass at a time: set `persistent_workers=False` (or measure prototypes with passes='online', or give"
             " `SampledSoftmax` the clients' `classes`)"
         )
-    batch_samplers = [getattr(part, "batch_sampler", None) for part in loaders]
-    samplers = [getattr(part, "sampler", None) for part in (*loaders, *batch_samplers)]
-    generators = [getattr(owner, "generator", None) for owner in (*loaders, *batch_samplers, *samplers)]
+    owners = [owner for part in loaders for owner in (part, *_samplers(part))]
+    generators = [getattr(owner, "generator", None) for owner in owners]
     states = [(item, item.get_state()) for item in generators if isinstance(item, torch.Generator)]
     for generator, _ in states:
         generator.manual_seed(seed)

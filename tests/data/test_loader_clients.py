@@ -302,6 +302,20 @@ def test_loaders_one_after_another_are_refused_as_in_a_plain_fit(plain_trainer):
             plain_trainer(max_epochs=1, callbacks=federation).fit(module, datamodule=data)
 
 
+def test_a_sampler_of_whole_batches_may_drop_some_and_shuffle_by_the_pass():
+    passes = []
+
+    class Shuffled(RandomSampler):
+        def set_epoch(self, epoch):
+            passes.append(epoch)
+
+    draws = BatchSampler(Shuffled(DATASET), 4, drop_last=True)
+    population = LoaderClients({"a": DataLoader(DATASET, batch_size=None, sampler=draws)})
+    assert (population.batches_per_epoch("a"), population.gives_all("a")) == (2, False)
+    list(population.stream([PlannedVisit(Visit("a", 1, 0, epochs=2), 10, 4, epoch_batches=2)]))
+    assert passes == [2, 3]
+
+
 def test_validation_data_without_a_length_are_no_clients():
     assert not LoaderDataModule(DataLoader(DATASET, 2), DataLoader(Stream(), 2)).has_clients("validation")
 
