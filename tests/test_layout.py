@@ -48,7 +48,8 @@ KERNEL = {
 
 # Files of the kernel's rooms that it could do without.
 BELOW = {
-    "data.appearance", "data.flower_partition", "data.partial_labels", "data.partitioned", "data.sample_hashes",
+    "data.appearance", "data.client_report", "data.flower_partition", "data.partial_labels", "data.partitioned",
+    "data.sample_hashes",
     "model.initial_state", "model.label_maps", "numerics.distances", "numerics.float64_states", "numerics.trees",
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ from lightning_fed.data.arrays import Augment as Augment
 from lightning_fed.data.client_report import ClientReport as ClientReport
 from lightning_fed.data.client_report import ClientSummary as ClientSummary
 from lightning_fed.data.client_report import report_clients as report_clients
+from lightning_fed.data.client_report import report_partition as report_partition
 from lightning_fed.data.dataset_clients import DatasetClients as DatasetClients
 from lightning_fed.data.federated import ChainedLoaders as ChainedLoaders
 from lightning_fed.data.federated import ClientData as ClientData
@@ -80,5 +81,6 @@ __all__ = [
     "Shards",
     "VisitBatch",
     "report_clients",
+    "report_partition",
     "sample_hashes",
 ]

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fed.data.dataset_clients import DatasetClients, PartitionedSource
+from lightning_fed.data.label_lookup import MapDataset
+from lightning_fed.data.partition_base import Partition
 from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
 from lightning_fed.messages import Client
 from lightning_fed.model.batches import BatchKey, as_classes, find_inputs, find_target
@@ -150,6 +153,35 @@ class ClientReport:
 
     def _name(self, label: int) -> str:
         return self.class_names[label] if label < len(self.class_names) else str(label)
+
+
+def report_partition(
+    partition: Partition,
+    dataset: MapDataset,
+    seed: int = 0,
+    num_classes: int | None = None,
+    class_names: Sequence[str] = (),
+    ignore_index: int | None = 255,
+) -> ClientReport:
+    """Reports what every client of a partition would have: examples, pixels per class, distance to the whole, look.
+
+    Args:
+        partition: Splits the data set.
+        dataset: A data set with ``__len__`` and ``__getitem__``, whose samples are an image and a mask or label.
+        seed: The federation's seed.
+        num_classes: Number of classes; ``None`` for the largest label that is there, plus one.
+        class_names: Names of the classes.
+        ignore_index: Label without a class.
+
+    Returns:
+        The report: ``print`` it, or draw it with :meth:`ClientReport.save_picture`.
+
+    """
+    indices = partition.split(dataset, seed)
+    transforms = {client: partition.transform(client, seed) for client in indices}
+    source = PartitionedSource(dataset, indices, transforms.__getitem__)  # type: ignore[arg-type]
+    population = DatasetClients(source, batch_size=32, shuffle=False)
+    return report_clients(population, num_classes, class_names, ignore_index)
 
 
 def report_clients(

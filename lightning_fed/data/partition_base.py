@@ -5,15 +5,13 @@ from __future__ import annotations
 import abc
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
-from lightning_fed.data.client_report import ClientReport, report_clients
-from lightning_fed.data.dataset_clients import DatasetClients, PartitionedSource
 from lightning_fed.data.label_lookup import MapDataset, length_of
 from lightning_fed.data.sample_assignment import IndexArray, PartitionError
 from lightning_fed.messages import Client
@@ -62,34 +60,6 @@ class Partition(abc.ABC):
     def seed_of(self, federation_seed: int) -> int:
         """The partition's own seed if it has one, else the federation's."""
         return check_count("seed", federation_seed if self.seed is None else self.seed, 0)
-
-    def report(
-        self,
-        dataset: MapDataset,
-        seed: int = 0,
-        num_classes: int | None = None,
-        class_names: Sequence[str] = (),
-        ignore_index: int | None = 255,
-    ) -> ClientReport:
-        """Reports what every client would have: examples, pixels per class, distance to the whole, look.
-
-        Args:
-            dataset: A data set with ``__len__`` and ``__getitem__``, whose samples are an image and a mask or label.
-            seed: The federation's seed.
-            num_classes: Number of classes; ``None`` for the largest label that is there, plus one.
-            class_names: Names of the classes.
-            ignore_index: Label without a class.
-
-        Returns:
-            The report: ``print`` it, or draw it with
-            :meth:`~lightning_fed.data.client_report.ClientReport.save_picture`.
-
-        """
-        indices = self.split(dataset, seed)
-        transforms = {client: self.transform(client, seed) for client in indices}
-        source = PartitionedSource(dataset, indices, transforms.__getitem__)  # type: ignore[arg-type]
-        population = DatasetClients(source, batch_size=32, shuffle=False)
-        return report_clients(population, num_classes, class_names, ignore_index)
 
     def __repr__(self) -> str:
         parameters = inspect.signature(type(self)).parameters.values()

@@ -157,7 +157,7 @@ class FitOptions:
 
     @property
     def visits_at_once(self) -> VisitsAtOnce | None:
-        """What lets several clients train at once; ``None`` where one is to train after another."""
+        """Object that lets several clients train at once; ``None`` where one is to train after another."""
         return self.visits if isinstance(self.visits, VisitsAtOnce) and self.visits.clients > 1 else None
 
     @property

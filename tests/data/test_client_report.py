@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed.data import ByGroup, FederatedDataModule, Look, PartialLabels, report_clients
+from lightning_fed.data import ByGroup, FederatedDataModule, Look, PartialLabels, report_clients, report_partition
 from lightning_fed.data.federated import split_loader
 
 GROUPS = ["a"] * 3 + ["b"] * 40  # more than a batch
@@ -21,7 +21,7 @@ DATASET = TensorDataset(IMAGES, MASKS)
 
 
 def test_counts_distances_and_looks():
-    report = ByGroup(GROUPS).report(DATASET, num_classes=5, class_names=["sky", "road"])
+    report = report_partition(ByGroup(GROUPS), DATASET, num_classes=5, class_names=["sky", "road"])
     valid = (MASKS != 255) & (MASKS >= 0)
     whole = torch.bincount(MASKS[valid], minlength=5) / valid.sum()
     for summary, rows in zip(report.clients, (slice(0, 3), slice(3, None)), strict=True):
@@ -41,12 +41,12 @@ def test_counts_distances_and_looks():
         assert [image.tolist() for image in summary.images] == [image.tolist() for image in IMAGES[rows][:3]]
     assert "| a | 3 | 2 of 5 |" in str(report)
     assert "| client | sky | road | 2 | 3 | 4 |" in str(report)
-    assert not ByGroup(GROUPS).report(DATASET).clients[0].counts[1]
+    assert not report_partition(ByGroup(GROUPS), DATASET).clients[0].counts[1]
 
 
 def test_it_sees_what_the_partition_changes(tmp_path):
     blurred = Look(PartialLabels(ByGroup(GROUPS), 3, 1), blur=3.0, seed=1)
-    plain, changed = ByGroup(GROUPS).report(DATASET), blurred.report(DATASET)
+    plain, changed = report_partition(ByGroup(GROUPS), DATASET), report_partition(blurred, DATASET)
     for before, after in zip(plain.clients, changed.clients, strict=True):
         assert after.sharpness < before.sharpness
         assert len(after.present) <= 1
@@ -95,4 +95,4 @@ def test_global_generators_are_left_alone():
 
 def test_a_class_beyond_the_last():
     with pytest.raises(ValueError, match="classes from 0 to 1, but got 2"):
-        ByGroup(GROUPS).report(DATASET, num_classes=2)
+        report_partition(ByGroup(GROUPS), DATASET, num_classes=2)

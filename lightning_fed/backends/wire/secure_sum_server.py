@@ -114,7 +114,7 @@ class ServerSum:
         return {asked.client: dict(zip(peers, rows, strict=True)) for asked, rows in self._ask("open", peers, request)}
 
     def _is_at_fault(self, client: Client, opened: Mapping[Client, Mapping[Client, bytes]]) -> bool:
-        """Whether too few can open a client's shares; it is left out then, of all sums of the run."""
+        """True if too few can open a client's shares; it is left out then, of all sums of the run."""
         missing, number = sum(rows[client] != OPENED for rows in opened.values()), self._server.report.round
         if not missing:
             return False
