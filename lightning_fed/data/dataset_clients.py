@@ -61,19 +61,8 @@ class DatasetClients(Population):
         self.drop_last = drop_last
         self.weights = weights
         self._loader_options = loader_options or {}
-        self.split_loader: DataLoader[Any] | None = None
         self._sampler = _RoundSampler(self, drop_last)
         self._loader = self._make_loader()
-
-    @property
-    def dataset(self) -> Dataset[Any]:
-        """The data set that a partition splits into the clients: that of the user's own loader."""
-        return super().dataset if self.source.split_dataset is None else self.source.split_dataset
-
-    @property
-    def loader(self) -> DataLoader[Any]:
-        """The user's own loader, which a partition splits into the clients."""
-        return super().loader if self.split_loader is None else self.split_loader
 
     @property
     def num_workers(self) -> int:
@@ -144,12 +133,7 @@ class ClientSource(Dataset[Any], ABC):
         clients: The clients' keys.
         collate: Function that makes a batch of a list of samples.
 
-    Attributes:
-        split_dataset: The data set that was split into the clients; ``None`` if every client has its own.
-
     """
-
-    split_dataset: Dataset[Any] | None = None
 
     def __init__(self, clients: Sequence[Client], collate: Callable[[list[Any]], Any] | None = None) -> None:
         self.clients = clients
@@ -214,7 +198,6 @@ class PartitionedSource(ClientSource):
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         super().__init__(client_keys(indices), collate)
-        self.split_dataset = dataset
         while type(dataset) is Subset:  # so that batches come directly from the underlying data set
             outer = np.asarray(dataset.indices)
             indices = {client: outer[inner] for client, inner in indices.items()}

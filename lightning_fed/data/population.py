@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_fed.data.poisson import PoissonSampling
 from lightning_fed.errors import OptionError, without_frames
@@ -93,6 +93,8 @@ class Population(ABC):
         sampling: Draw of the examples of every batch that trains; ``None`` for passes over all of them.
         local_steps: Batches of a visit, by which streams without a length are counted; ``None`` where visits are
             counted in passes.
+        split_loader: The user's own loader, whose data set a partition splits into the clients; ``None`` where each has
+            data of its own.
 
     Raises:
         ValueError: If there are no clients, or a name is longer than :data:`LONGEST_NAME`.
@@ -103,6 +105,7 @@ class Population(ABC):
     has_raised = False
     sampling: PoissonSampling | None = None
     local_steps: int | None = None
+    split_loader: DataLoader[Any] | None = None
 
     def __init__(self, clients: Sequence[Client]) -> None:
         if len(clients) == 0:
@@ -110,29 +113,6 @@ class Population(ABC):
         if isinstance(clients, list | tuple):  # other sequences may be too long to check
             _check_keys(clients)
         self.clients = clients
-
-    @property
-    def dataset(self) -> Dataset[Any]:
-        """The data set that a partition splits into the clients: that of the user's own loader.
-
-        Raises:
-            AttributeError: If every client has data of its own.
-
-        """
-        raise AttributeError(
-            "In a federation whose clients bring their own data, the training loader has no `dataset`: ask the"
-            " FederatedDataModule for its `clients`, each of which has one."
-        )
-
-    @property
-    def loader(self) -> DataLoader[Any]:
-        """The user's own loader, which a partition splits into the clients.
-
-        Raises:
-            AttributeError: If every client has data of its own.
-
-        """
-        raise AttributeError("In a federation whose clients bring their own data, there is no loader of all of them.")
 
     @abstractmethod
     def num_samples(self, client: Client) -> int:

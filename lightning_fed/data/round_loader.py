@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_fed.data.interleave import ClientGenerators, StackedBatch, sequential_groups, stack_batches
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, seed_everything
@@ -166,22 +166,31 @@ class RoundLoader:
             AttributeError: If every client has data of its own.
 
         """
-        return self.population.dataset
+        return self._split_loader.dataset
 
     @property
     def batch_size(self) -> int | None:
         """The attribute of the user's own loader; an ``AttributeError`` if every client has data of its own."""
-        return self.population.loader.batch_size
+        return self._split_loader.batch_size
 
     @property
     def num_workers(self) -> int:
         """Worker processes of the user's own loader, likewise."""
-        return self.population.loader.num_workers
+        return self._split_loader.num_workers
 
     @property
     def sampler(self) -> Any:
         """Sampler of the user's own loader, likewise."""
-        return self.population.loader.sampler
+        return self._split_loader.sampler
+
+    @property
+    def _split_loader(self) -> DataLoader[Any]:
+        if self.population.split_loader is None:
+            raise AttributeError(
+                "In a federation whose clients bring their own data, the training loader has no data set, batch size or"
+                " sampler of all of them: ask the FederatedDataModule for its `clients`, each of which has one."
+            )
+        return self.population.split_loader
 
     @property
     def current(self) -> PlannedVisit | None:
