@@ -39,6 +39,7 @@ ROOMS = {  # every package with exports, and the page of the API that has them
     "lightning_fed.attacks": "attacks.md",
     "lightning_fed.privacy": "privacy.md",
     "lightning_fed.backends.client_parallel": "backends.md",
+    "lightning_fed.backends.vectorized": "backends.md",
     **({"lightning_fed.backends.flower": "backends.md"} if find_spec("flwr") else {}),  # an extra
     **({"lightning_fed.backends.nvflare": "backends.md"} if find_spec("nvflare") else {}),  # an extra
     **({"lightning_fed.backends.wire": "backends.md"} if find_spec("Crypto") else {}),  # comes with those

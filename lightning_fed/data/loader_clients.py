@@ -182,7 +182,7 @@ def _end_workers(loader: Any) -> None:
 
 
 def _samplers(loader: Any) -> tuple[Any, Any]:
-    """What draws a loader's batches, and what draws the examples in them; ``None`` for what there is not."""
+    """Sampler of a loader's batches, and that of the examples in them; ``None`` for one that is not there."""
     sampler = getattr(loader, "sampler", None)
     batches = sampler if isinstance(sampler, BatchSampler) else getattr(loader, "batch_sampler", None)
     return batches, getattr(batches, "sampler", sampler)
