@@ -246,11 +246,16 @@ def _held(answer: Answer) -> Callable[[], Answer]:
 
 
 def put_aside(answer: Answer) -> Callable[[], Answer]:
-    """Puts an answer's bytes into a temporary file, and gives what reads them."""
+    """Puts an answer's bytes into a temporary file, and gives what reads them; with a full disk they stay in memory."""
     if isinstance(answer, str):
         return _held(answer)
-    text, file = answer.text, tempfile.TemporaryFile()  # noqa: SIM115 - closed when it is read
-    file.write(answer.data)
+    try:
+        text, file = answer.text, tempfile.TemporaryFile()  # noqa: SIM115 - closed when it is read
+        file.write(answer.data)
+        file.flush()
+    except OSError as error:
+        _log.warning("An answer waits in memory, because it cannot be written: %s.", error)
+        return _held(answer)
 
     def read() -> Answer:
         with file:

@@ -50,7 +50,7 @@ class Loses(FederatedCallback):
 
     def on_client_end(self, trainer, module, client, update):
         if trainer.current_epoch in self.rounds and client == self.client:
-            update.state["net.0.weight"].fill_(float("nan"))
+            next(iter(update.state.values())).fill_(float("nan"))
 
 
 class Padded(FederatedCallback):
@@ -101,7 +101,7 @@ def on_flower(
         val: The server's validation data.
         change: See `FakeGrid`.
         options: Arguments of both Trainers.
-        limit: Seconds in which a round's clients must answer.
+        limit: Seconds in which a round's clients must answer, or a `Deadline`.
         server_callbacks: Callbacks of the server alone.
         grids: A list that the grid is put into.
         server_options: Arguments of the server's Trainer alone.
@@ -124,7 +124,9 @@ def on_flower(
     )
     if grids is not None:
         grids.append(grid)
-    transport = FlowerTransport(grid, Deadline(limit, reconnect=0), poll=0.01, key=key)
+    transport = FlowerTransport(
+        grid, limit if isinstance(limit, Deadline) else Deadline(limit, reconnect=0), poll=0.01, key=key
+    )
     module = make_module()
     trainer = run_server(
         federation(), module, val, {**OPTIONS, **dict(options), **dict(server_options), "max_epochs": rounds},

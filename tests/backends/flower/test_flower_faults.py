@@ -1,8 +1,12 @@
 """Faults between a server and its clients: clients that are left out, rounds that go on, state that is not lost."""
 
+import errno
 import json
+import os
 import re
+import tempfile
 import time
+from datetime import timedelta
 
 import lightning as L
 import pytest
@@ -11,6 +15,7 @@ import torch
 pytest.importorskip("flwr")
 
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.app.message import message as message_module
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed import Federation
@@ -19,12 +24,16 @@ from lightning_fed.attacks import SignFlip
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.server import server_app
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records, to_records
+from lightning_fed.backends.wire import answer_file
+from lightning_fed.backends.wire import transport as wire_transport
 from lightning_fed.backends.wire.packets import Packet, write_packet
 from lightning_fed.backends.wire.server import run_server
+from lightning_fed.backends.wire.transport import Deadline
 from lightning_fed.callbacks import ClassPrototypes, OwnClassConfusion
+from lightning_fed.client import client_store
 from tests import models
 from tests.backends.flower.grids import FakeGrid
-from tests.backends.flower.halves import LOST, OPTIONS, SIZES, Loses, clients_of, in_process, on_flower
+from tests.backends.flower.halves import CASES, LOST, OPTIONS, SIZES, Loses, clients_of, in_process, on_flower
 from tests.breadth import quick
 from tests.recorders import assert_same, state_of
 
@@ -261,6 +270,73 @@ def test_a_new_node_that_says_nothing_holds_up_no_round(monkeypatch, tmp_path, c
     )
     assert trainer.current_epoch == 3
     assert caplog.text.count("client 'bob' is left out: it is not connected.") == 2
+
+
+@pytest.mark.parametrize(("days", "lost"), [(-1, ()), (1, ("bob", "cid"))])
+def test_the_clock_of_the_servers_machine_is_set(days, lost, federated_trainer, tmp_path, monkeypatch, caplog):
+    """In a round, after its first answer: back, nothing comes of it; forward, the others' messages have expired.
+
+    No time limit of ours has to do with that clock; the life of Flower's messages has.
+    """
+    shift, of_machine, of_flower = [0.0], time.time, message_module.now
+    monkeypatch.setattr(time, "time", lambda: of_machine() + shift[0])
+    monkeypatch.setattr(message_module, "now", lambda: of_flower() + timedelta(seconds=shift[0]))
+
+    def set_clock(node, message, content):
+        shift[0] = 86400.0 * days if message.metadata.group_id in "12" else 0.0
+        return [content]
+
+    there, *_ = on_flower(tmp_path, make_module, models.vectors(SIZES), lambda: Federation(seed=1), change=set_clock)
+    assert shift[0] == 86400.0 * days
+    here, _ = in_process(
+        federated_trainer,
+        make_module,
+        models.vectors(SIZES),
+        Federation(seed=1),
+        callbacks=[Loses(name) for name in lost],
+    )
+    assert_same(state_of(there), state_of(here))
+    said = [f"Round 1: client {name!r} is left out: Flower reports: the message has expired." for name in lost]
+    assert [line.getMessage() for line in caplog.records if "Flower reports" in line.getMessage()] == said
+
+
+def full(function, is_full):
+    """Writes as the function does, until the disk is full."""
+
+    def write(*arguments, **options):
+        if is_full(*arguments):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return function(*arguments, **options)
+
+    return write
+
+
+def test_a_client_whose_disk_is_full_misses_the_round(federated_trainer, tmp_path, monkeypatch, caplog):
+    """It cannot keep what is its own of the visit; when there is room again it goes on from what it had before."""
+    case, written = CASES["kept heads"], []
+
+    def is_full(copies, path, *_):
+        written.append(str(path))
+        return f"s-{LOST}" in str(path) and path.name.startswith("00000001")
+
+    monkeypatch.setattr(client_store, "save_file", full(client_store.save_file, is_full))
+    there, *_ = on_flower(tmp_path, case.module, case.data(SIZES), case.federation)
+    assert sum(f"s-{LOST}" in path for path in written) == 3
+    here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), callbacks=[Loses()])
+    assert_same(state_of(there), state_of(here))
+    assert f"Round 1: client {LOST!r} is left out: its program raised OSError" in caplog.text
+
+
+def test_full_disks_that_cost_nothing(tmp_path, monkeypatch, caplog, federated_trainer):
+    """Of a client's last answer, and of the server's folder for answers that wait for their turn."""
+    monkeypatch.setattr(answer_file, "atomic_write", full(answer_file.atomic_write, lambda *_: True))
+    monkeypatch.setattr(wire_transport.tempfile, "TemporaryFile", full(tempfile.TemporaryFile, lambda *_: True))
+    deadline = Deadline(5, min_clients=3, rest=5, reconnect=0)
+    there, *_ = on_flower(tmp_path, make_module, models.vectors(SIZES), lambda: Federation(seed=1), limit=deadline)
+    here, _ = in_process(federated_trainer, make_module, models.vectors(SIZES), Federation(seed=1))
+    assert_same(state_of(there), state_of(here))
+    assert "The answer is not kept, in case it is lost: OSError: [Errno 28] No space left on device" in caplog.text
+    assert "An answer waits in memory, because it cannot be written" in caplog.text
 
 
 # --- the server is killed ---------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Secure sums on Flower: bit for bit those of one process, whoever is lost on the way, and what nobody is told."""
 
+import errno
 import json
+import os
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -225,6 +227,22 @@ def test_one_who_shares_something_else_costs_a_round(federated_trainer, tmp_path
     assert "the shares of client 'bob' do not restore its mask: it is at fault, or more than 1 of the 5" in caplog.text
     assert "Round 0: client 'bob' is in no more sums of this run, and the round is not done again" in caplog.text
     assert "Round 1: client 'bob' is left out: with its shares a sum of this run could not be read" in caplog.text
+
+
+def test_one_whose_disk_is_full_is_not_in_the_sum(federated_trainer, tmp_path, monkeypatch, caplog):
+    """Its secrets of round 1 find no room."""
+    put = secure_sum_client.ClientSum._put  # noqa: SLF001 - what it writes
+
+    def put_or_fail(half, round, *arguments):
+        if (half._client, round) == ("bob", 1):  # noqa: SLF001
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        put(half, round, *arguments)
+
+    monkeypatch.setattr(secure_sum_client.ClientSum, "_put", put_or_fail)
+    (plain, _, _), (masked, _, there), _, _ = both(federated_trainer, tmp_path, federation, "", ["bob"])
+    assert_same(state_of(masked), state_of(plain))
+    assert [row["fed/failed"] for row in there.logged] == [0, 1, 0]
+    assert "Round 1: client 'bob' is left out: Flower reports: <class 'RuntimeError'>:<'OSError: the" in caplog.text
 
 
 @needs_accountant
