@@ -127,23 +127,33 @@ _note("loaded", _time.time())
 """
 
 
-def write_app(folder: Path) -> Path:
-    """The app."""
-    package = folder / "app" / "flowerlatency"
+def write_app(folder: Path, name: str, common: str, server: str, clients: str, process: str = "") -> Path:
+    """Writes an app: the package's sources, and what is added to the one that every message starts."""
+    package = folder / "app" / name
     package.mkdir(parents=True)
-    values = {"name": "flowerlatency", "package": "flowerlatency"}
+    values = {"name": name, "package": name}
     text = (TEMPLATE / "pyproject.toml.txt").read_text().format(**values)
     (package.parent / "pyproject.toml").write_text(f'{text}rounds = 3\nfolder = "."\n')
     light = (TEMPLATE / "client.py.txt").read_text().format(**values)
-    (package / "client.py").write_text(light + PROCESS)
-    for name, source in (("__init__", ""), ("common", COMMON), ("server", SERVER), ("clients", CLIENTS_APP)):
-        (package / f"{name}.py").write_text(source)
+    (package / "client.py").write_text(light + process)
+    for file, source in (("__init__", ""), ("common", common), ("server", server), ("clients", clients)):
+        (package / f"{file}.py").write_text(source)
     return package.parent
 
 
 def run(rounds: int, has_workers: bool, limit: float) -> list[dict[str, Any]]:
     """One run: what the processes have noted."""
     folder = Path(tempfile.mkdtemp(prefix="flower-"))
+    try:
+        app = write_app(folder, "flowerlatency", COMMON, SERVER, CLIENTS_APP, PROCESS)
+        run_app(folder, app, rounds, has_workers, limit, {"LATENCY_LOG": str(folder / "latency.jsonl")})
+        return [json.loads(line) for line in (folder / "latency.jsonl").read_text().splitlines()]
+    finally:
+        shutil.rmtree(folder)
+
+
+def run_app(folder: Path, app: Path, rounds: int, has_workers: bool, limit: float, environment: dict[str, str]) -> None:
+    """Runs an app on a SuperLink and two SuperNodes, whose files are in the folder, and ends them all."""
     started: list[subprocess.Popen[bytes]] = []
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -156,8 +166,8 @@ def run(rounds: int, has_workers: bool, limit: float) -> list[dict[str, Any]]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
         "OMP_NUM_THREADS": "1",
-        "LATENCY_LOG": str(folder / "latency.jsonl"),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+        **environment,
     }
     (folder / "flower").mkdir()
     (folder / "flower" / "config.toml").write_text(f'[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
@@ -171,7 +181,6 @@ def run(rounds: int, has_workers: bool, limit: float) -> list[dict[str, Any]]:
         return process
 
     try:
-        app = write_app(folder)
         start("flower-superlink", "--insecure", "--disable-runtime-dependency-installation", "--port", str(port))
         time.sleep(5)
         for node in range(CLIENTS):
@@ -189,8 +198,7 @@ def run(rounds: int, has_workers: bool, limit: float) -> list[dict[str, Any]]:
             )  # fmt: skip
         options = f'rounds={rounds} folder="{folder}/run"'
         start("flwr", "run", str(app), "here", "--stream", "--run-config", options).wait(limit)
-        text = (folder / "latency.jsonl").read_text()
-    except (subprocess.TimeoutExpired, FileNotFoundError) as error:
+    except subprocess.TimeoutExpired as error:
         raise SystemExit(f"{error}\n{(folder / 'log').read_text()[-3000:]}") from error
     finally:
         for process in started:
@@ -204,8 +212,6 @@ def run(rounds: int, has_workers: bool, limit: float) -> list[dict[str, Any]]:
         found = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True, check=False)
         for number in found.stdout.split():
             os.kill(int(number), signal.SIGKILL)
-        shutil.rmtree(folder)
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def rounds_of(notes: list[dict[str, Any]]) -> list[dict[str, float]]:

@@ -47,7 +47,7 @@ class AnswerFile:
     def keep(self, answer: Packet) -> None:
         """Keeps an answer, in the place of the last one; where it cannot be written, a lost one is trained again."""
         try:
-            with atomic_write(self._path, f"-{os.getpid()}.partial") as partial:
-                partial.write_bytes(b"\n".join([self._key, answer.text.encode(), answer.data]))
+            with atomic_write(self._path, f"-{os.getpid()}.partial") as partial, partial.open("wb") as file:
+                file.writelines((self._key, b"\n", answer.text.encode(), b"\n", answer.data))
         except OSError as error:
             _log.warning("The answer is not kept, in case it is lost: %s.", describe(error))

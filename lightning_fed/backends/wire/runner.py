@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -113,7 +114,10 @@ class ClientRunner:
             PacketError: If the packet is none of ours.
 
         """
-        return self._gate.guard(kind, packet, lambda bare: self._answer(kind, bare, node))
+        try:
+            return self._gate.guard(kind, packet, lambda bare: self._answer(kind, bare, node))
+        finally:
+            gc.collect()  # what refers to each other would hold models until some later visit
 
     def _answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
         if kind not in ANSWERS:
@@ -228,8 +232,13 @@ class ClientRunner:
             callbacks=[half, *self._callbacks],
         )
         start_at_epoch(trainer, round)
-        trainer.fit(self._module, datamodule=datamodule)
-        return trainer.global_step
+        try:
+            trainer.fit(self._module, datamodule=datamodule)
+            return trainer.global_step
+        finally:
+            self._module.zero_grad(set_to_none=True)
+            del trainer, half
+            gc.collect()  # before the answer is written
 
     def _data_at(self, node: Mapping[str, Any]) -> tuple[Population, HalfData]:
         """A node's data, which are read once."""

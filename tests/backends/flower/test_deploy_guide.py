@@ -1,11 +1,13 @@
 """The deployment guide's commands as they stand in the page, and then a stranger who holds the server's `ca.crt`."""
 
+import contextlib
 import os
 import re
 import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,7 +17,9 @@ import torch
 
 pytest.importorskip("flwr")
 
-from tests.backends.flower.processes import ROOT
+from flwr.supercore.runtime import runtime_http_client
+
+from tests.backends.flower.processes import ROOT, free_port
 from tests.recorders import assert_same
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2700)]
@@ -191,3 +195,71 @@ def be_a_stranger(shell, folder):
         # A user of the server's machine, who does not know the secret.
         local = client.post("https://127.0.0.1:8000/v1/runtime/acquire-task", **body)
         yield "take a task at the SuperLink itself", local.status_code == 401
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the administrator can be another user")
+def test_another_user_of_the_machines():
+    """All calls of apps at the ports of SuperLink and SuperNode, without the secret of the start; and the files."""
+    server, link = free_port(), free_port()
+    with tempfile.TemporaryDirectory(prefix="fl-") as name, Shell(Path(name)) as shell:
+        folder = Path(name)
+        folder.chmod(0o755)  # as a home folder may be
+        (folder / "recipe.yaml").write_text(RECIPE.replace("ROUNDS", "1"))
+        for line in (
+            "lightning-fed flower new app -c recipe.yaml",
+            "lightning-fed flower certificates app/keys --name localhost --node ann",
+        ):
+            assert shell.run(line)[0] == 0
+        start = (
+            f"from lightning_fed.backends.flower.start import *; start_server(Path('app/keys'), 'localhost:{server}'"
+        )
+        shell.start(f'python -c "{start}, port={link})"', "Nodes reach the server at")
+        (folder / ".flwr" / "config.toml").write_text(
+            f'[superlink.here]\naddress = "127.0.0.1:{link}"\nroot-certificates = "{folder}/app/keys/ca.crt"\n'
+        )
+        assert shell.run("flwr supernode register app/keys/ann.key.pub here")[0] == 0
+        shell.start(
+            f"lightning-fed flower node app --keys app/keys --address localhost:{server} --client ann"
+            " --node-config 'partition-id=0 num-partitions=1'", "Waiting for messages at",
+        )  # fmt: skip
+        wait_for(lambda: "SuperNode ID" in (folder / "1.log").read_text())
+        commands = read_command_lines(folder)
+        node = re.search(
+            r"--host 127\.0\.0\.1 --port (\d+)", next(line for line in commands if "flower-supernode" in line)
+        )
+        paths = re.findall(r'path="(/v1/runtime/[^"]+)"', Path(runtime_http_client.__file__).read_text())
+        assert len(paths) > 10
+        ca = folder / "app" / "keys" / "ca.crt"
+        with httpx.Client(verify=ssl.create_default_context(cafile=ca)) as client:
+            for base in (f"https://127.0.0.1:{link}", f"http://127.0.0.1:{node[1]}"):
+                for path in paths:
+                    for headers in ({}, {"authorization": "Bearer 00"}):
+                        headers = {"content-type": "application/protobuf", **headers}
+                        assert client.post(f"{base}{path}", content=b"", headers=headers).status_code == 401, path
+        secrets = list((folder / ".flwr").rglob("secret"))
+        assert len(secrets) == 2
+        assert not [line for line in commands for secret in secrets if secret.read_text() in line]
+        own = [*secrets, *(folder / ".flwr").rglob("worker"), *(folder / ".flwr").rglob("*.db"),
+               folder / "app" / "keys" / "ann.key", folder / "app" / "keys" / "ca.key"]  # fmt: skip
+        assert len(own) == 6
+        for path in own:
+            result = subprocess.run(
+                ["cat", str(path)],
+                user=65534,
+                group=65534,
+                extra_groups=[],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert "Permission denied" in result.stderr, path
+
+
+def read_command_lines(folder):
+    """Of the processes whose home the folder is."""
+    lines = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"HOME={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                lines.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return lines
