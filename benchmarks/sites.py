@@ -47,8 +47,9 @@ def report(result: dict[str, Any], threads: int, rounds: int) -> str:
     return "\n\n".join(
         [
             f"`python benchmarks/sites.py --data DATA --rounds {rounds}`. Frames of 64 x 96 pixels, DeepLabV3+ from"
-            f" scratch, one seed. {machine(threads)}. {result['rounds']} of {rounds} rounds; the best model is that of"
-            f" round {result['best']}, with a mean IoU of {result['score']:.3f} over all drives' frames:",
+            f" scratch, one seed; {machine(threads)}. Trained for {result['rounds']} of {rounds} rounds. The best"
+            f" model is that after {result['best'] + 1}, with a mean IoU of {result['score']:.3f} over all drives'"
+            " frames:",
             result["clients"],
             "Models of the last round by drives:",
             result["sites"],
