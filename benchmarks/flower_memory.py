@@ -160,7 +160,7 @@ def main() -> None:
         above = [(peaks[kind] - small[kind]) / size for kind in ("plain fit", *KINDS)]
         rows.append([f"{size / 1e6:.0f} MB", f"{seconds:.1f}", *(f"{models:.1f}" for models in above)])
     text = (
-        f"`python benchmarks/flower_memory.py --layers 4 --out benchmarks/results/performance.md`. {machine(1)}. Load average"
+        f"`python benchmarks/flower_memory.py --out benchmarks/results/performance.md`. {machine(1)}. Load average"
         f" {os.getloadavg()[1]:.1f}. {ROUNDS} rounds of FedAvg with SGD, two SuperNodes with a worker and a client of 8"
         " examples each, on the loopback address. Memory is a process' peak above that with a model of 1 kB, in models;"
         " the plain fit has weights and gradients. Seconds of a round are those after the first.\n\n"
