@@ -46,8 +46,8 @@ def test_the_job_of_a_recipe_trains_as_the_recipe(tmp_path, monkeypatch):
     text = (ROOT / "recipes" / "synthetic.yaml").read_text()
     quiet = "accelerator: cpu\n  enable_progress_bar: false\n  enable_model_summary: false"
     for long, short in {
-        "num_clients: 30": "num_clients: 2",
-        "clients_per_round: 10": "clients_per_round: 2",
+        "num_clients: 30": "num_clients: 5",  # of two sites
+        "clients_per_round: 10": "clients_per_round: 3",
         "local_epochs: 5": "local_epochs: 1",
         "max_rounds: 30": f"max_rounds: 2\n  {quiet}",
     }.items():
