@@ -22,6 +22,21 @@ _TEMPLATES = {
     "{package}/clients.py": "clients.py.txt",
     "{package}/client.py": "client.py.txt",
 }
+_NEXT = """\
+An app of {recipe} is in {folder}. The next three steps, where nodes reach the server as NAME:
+  1. On the server's machine:
+       lightning-fed flower certificates {folder}/keys --name NAME
+       {folder}/start_server.sh NAME:9092
+  2. On each client's machine, with the app and the server's ca.crt in its folder keys, and the client's own data in
+     clients.py:
+       lightning-fed flower certificates {folder}/keys --node CLIENT
+       {folder}/start_node.sh NAME:9092 CLIENT
+  3. On the server's machine, with each node's CLIENT.key.pub:
+       flwr supernode register CLIENT.key.pub here
+       flwr run {folder} here --stream
+What `here` is in Flower's configuration, and a trial on one machine without keys:
+https://lightning-fed.github.io/lightning-fed/guides/deploy/
+"""
 
 
 def run(args: Sequence[str]) -> None:
@@ -34,7 +49,7 @@ def run(args: Sequence[str]) -> None:
     options = _parser().parse_args(args)
     if options.command == "new":
         write_halves(options.folder, options.config, _TEMPLATES, "flower")
-        sys.stdout.write(f"An app of {options.config}: {options.folder}\n")
+        sys.stdout.write(_NEXT.format(recipe=options.config, folder=options.folder))
         return
     if options.command == "evaluate":
         sys.exit(subprocess.call(evaluation_command(options.folder, options.federation, options.stage, options.ckpt)))
@@ -106,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     keys.add_argument("folder", type=Path, help="where to")
     keys.add_argument("--name", action="append", default=[], help="a name or address by which nodes reach the server")
     keys.add_argument("--node", action="append", default=[], metavar="CLIENT", help="a client whose node gets a key")
-    keys.add_argument("--days", type=int, default=365, help="days for which certificates are valid (365)")
+    keys.add_argument("--days", type=int, default=365, help="days for which the server's is valid (365)")
     server = commands.add_parser("server", help="run the server: SuperLink, and the gateway for nodes")
     server.add_argument("--host", help="address of this machine at which to listen; by default the name of --address")
     server.add_argument("--control-port", type=int, default=8000, help="the SuperLink's port on this machine (8000)")

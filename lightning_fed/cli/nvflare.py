@@ -16,6 +16,15 @@ _TEMPLATES = {
     "app/custom/{package}/server.py": "server.py.txt",
     "app/custom/{package}/client.py": "client.py.txt",
 }
+_NEXT = """\
+A job of {recipe} is in {folder}. The next three steps:
+  1. Try it on this machine, with the recipe's data:
+       nvflare simulator {folder} -w workspace -c site-1,site-2 -t 2
+  2. In {folder}/app/custom, put the clients' own data into client.py, and the names of their sites into server.py.
+  3. Submit it to a server of NVFLARE:
+       nvflare job submit -j {folder}
+More: https://lightning-fed.github.io/lightning-fed/guides/nvflare/
+"""
 
 
 def run(args: Sequence[str]) -> None:
@@ -27,7 +36,7 @@ def run(args: Sequence[str]) -> None:
     """
     options = _parser().parse_args(args)
     write_halves(options.folder, options.config, _TEMPLATES, "nvflare")
-    sys.stdout.write(f"A job of {options.config}: {options.folder}\n")
+    sys.stdout.write(_NEXT.format(recipe=options.config, folder=options.folder))
 
 
 def _parser() -> argparse.ArgumentParser:

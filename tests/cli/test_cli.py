@@ -2,8 +2,10 @@
 
 import importlib
 import math
+import os
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from lightning_fed.algorithms import (
 from lightning_fed.algorithms.robust import NearestNeighborMixing
 from lightning_fed.attacks import ALIE
 from lightning_fed.callbacks import HeadThenBody, ProximalTerm
+from lightning_fed.cli.flower import _parser as flower_parser
 from lightning_fed.cli.main import main
 from lightning_fed.cli.recipes import absent_recipe
 from lightning_fed.client.client_store import FolderStore
@@ -344,6 +347,23 @@ def test_a_command_line_that_is_right_gets_no_hint(tmp_path, monkeypatch, capsys
 
 # Lightning says it of every checkpoint that is used in another folder than its run's.
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create:UserWarning")
+@pytest.mark.parametrize("network", ["flower", "nvflare"])
+def test_the_next_steps_of_an_app_are_commands_that_there_are(network, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main([network, "new", "hospitals", "-c", str(ROOT / "recipes" / "synthetic.yaml")])
+    said = capsys.readouterr().out
+    assert re.findall(r"^  (\d)\. ", said, re.MULTILINE) == ["1", "2", "3"]
+    commands = [shlex.split(line) for line in re.findall(r"^ {7}(.+)$", said, re.MULTILINE)]
+    assert commands
+    for program, *arguments in commands:
+        if program == "lightning-fed":
+            flower_parser().parse_args(arguments[1:])
+        else:
+            assert program in ("flwr", "nvflare") or os.access(program, os.X_OK)
+    guide = re.search(r"https://\S+/(guides/\w+)/", said)[1]
+    assert (ROOT / "docs" / f"{guide}.md").is_file()
+
+
 @pytest.mark.parametrize("command", quick(["validate", "test"], ["validate"]))
 def test_a_checkpoint_that_was_saved_from_python(command, capsys):
     """It has hyper-parameters, and does not say of which class: the recipe's model is evaluated with its weights."""
