@@ -23,7 +23,8 @@ def write_certificates(folder: Path, names: Sequence[str], days: int = 365) -> l
     Args:
         folder: Where to: ``ca.crt``, which everybody gets; ``ca.key``, ``server.crt`` and ``server.key``.
         names: Names and addresses by which nodes reach the server.
-        days: Days for which they are valid.
+        days: Days for which the server's is valid; the authority's is for ten times as many, so that the server's can
+            be made anew without a new ``ca.crt`` at the nodes.
 
     Returns:
         The files that were written.
@@ -48,7 +49,7 @@ def write_certificates(folder: Path, names: Sequence[str], days: int = 365) -> l
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Authority of a federation")])
         basic = x509.BasicConstraints(ca=True, path_length=0)
-        builder = _certificate(subject, subject, key.public_key(), days)
+        builder = _certificate(subject, subject, key.public_key(), 10 * days)
         builder = builder.add_extension(basic, critical=True).add_extension(_usage(is_authority=True), critical=True)
         written += [_write_key(folder / "ca.key", key)]
         written += [_write(folder / "ca.crt", builder.sign(key, hashes.SHA256()))]

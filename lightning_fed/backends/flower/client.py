@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from lightning_fed.backends.flower.start import flower_home
 from lightning_fed.backends.flower.transport import from_records, to_records
 from lightning_fed.backends.wire.bounds import OrderBounds
 from lightning_fed.backends.wire.packets import PacketError
@@ -70,14 +70,13 @@ def client_app(
         ... )
 
     """
-    home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "lightning-fed"
     runner = ClientRunner(
         federation,
         model,
         data,
         trainer,
         callbacks=callbacks,
-        store=home if store is None else store,
+        store=flower_home() / "lightning-fed" if store is None else store,
         bounds=bounds,
         policy=policy,
     )

@@ -6,17 +6,15 @@ import datetime
 import email.utils
 import http.client
 import json
-import os
 import socket
 import ssl
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from lightning_fed.backends.flower.start import split_address
+from lightning_fed.backends.flower.start import flower_environment, free_port, split_address
 
 _SECONDS = 10.0
 _NODE_SECONDS = 60.0
@@ -108,18 +106,12 @@ def _join(address: str, ca: Path, key: Path) -> str:
     """Starts a SuperNode for as long as it takes to be let in; returns its number."""
     if not key.is_file():
         raise Broken(f"key: there is no {str(key)!r}; `lightning-fed flower certificates --node` makes one")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    program = Path(sys.executable).parent / "flower-supernode"
     command = [
-        str(program) if program.exists() else "flower-supernode", "--root-certificates", str(ca),
-        "--auth-supernode-private-key", str(key), "--superlink", address, "--port", str(port),
-        "--isolation", "process", "--max-retries", "0",
+        "flower-supernode", "--root-certificates", str(ca), "--auth-supernode-private-key", str(key),
+        "--superlink", address, "--port", str(free_port()), "--isolation", "process", "--max-retries", "0",
     ]  # fmt: skip
     with tempfile.TemporaryFile("w+") as log:
-        environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-        with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment) as process:
+        with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=flower_environment()) as process:
             try:
                 for _ in range(int(10 * _NODE_SECONDS)):
                     log.seek(0)

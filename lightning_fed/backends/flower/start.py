@@ -24,6 +24,9 @@ _ENVIRONMENT = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
 }
+GATEWAY = (sys.executable, "-P", str(Path(__file__).with_name("gateway.py")))
+"""Command of the gateway, as a file by itself: as a module of this package it would load torch, and use none of it."""
+
 _START_SECONDS = 300.0
 _GRACE_SECONDS = 10.0
 
@@ -62,8 +65,7 @@ def start_server(keys: Path, address: str, host: str | None = None, port: int = 
              "--isolation", "process", "--superexec-auth-secret-file", secret),
             ("flower-superexec", "--root-certificates", ca, "--runtime-api-address", superlink,
              "--superexec-auth-secret-file", secret, "--parent-pid", str(os.getpid())),
-            (sys.executable, "-m", "lightning_fed.backends.flower.gateway", superlink, listens, str(gateway_port), ca,
-             certificate, key),
+            (*GATEWAY, superlink, listens, str(gateway_port), ca, certificate, key),
         ],
         listening=[("127.0.0.1", port), None, (listens, gateway_port)],
         ready=f"Nodes reach the server at {address}, `flwr` on this machine at {superlink}.",
@@ -92,7 +94,7 @@ def start_node(app: Path, keys: Path, address: str, client: str, config: str = "
     ca, key = (str((keys / file).resolve()) for file in ("ca.crt", f"{client}.key"))
     _check_files(ca, key)
     folder = _state(home or flower_home() / f"node-{client}")
-    secret, worker, port = _write_secret(folder), folder / "worker", _free_port()
+    secret, worker, port = _write_secret(folder), folder / "worker", free_port()
     runtime = f"127.0.0.1:{port}"
     _run_together(
         [
@@ -131,6 +133,12 @@ def flower_home() -> Path:
     return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
 
 
+def flower_environment() -> dict[str, str]:
+    """Environment of Flower's programs: without reports to its makers, and with those of this Python found first."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**_ENVIRONMENT, **os.environ, "PATH": path}
+
+
 def _state(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
@@ -165,7 +173,8 @@ def _check_free(host: str, port: int) -> None:
                 ) from error
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback address that nothing listens at."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -179,8 +188,7 @@ def _run_together(commands: Sequence[Sequence[str]], listening: Sequence[tuple[s
         SystemExit: If one ends by itself, with its status.
 
     """
-    environment = {**_ENVIRONMENT, **os.environ}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
+    environment = flower_environment()
     processes: list[subprocess.Popen[bytes]] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -8,17 +8,19 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 
 pytest.importorskip("flwr")
 
 import uvicorn
+from cryptography import x509
 
 from lightning_fed.backends.flower.certificates import write_certificates, write_node_key
 from lightning_fed.backends.flower.connection_check import Broken, check_connection
 from lightning_fed.backends.flower.gateway import Gateway
-from lightning_fed.backends.flower.start import split_address
+from lightning_fed.backends.flower.start import GATEWAY, split_address
 from lightning_fed.errors import OptionError
 from tests.backends.flower.processes import free_port
 
@@ -154,6 +156,8 @@ def test_keys_are_for_their_owner(keys, tmp_path):
         (keys / name).unlink()
     assert [path.name for path in write_certificates(keys, ["localhost"])] == ["server.key", "server.crt"]
     assert (keys / "ca.crt").read_bytes() == before
+    ends = [x509.load_pem_x509_certificate((keys / name).read_bytes()) for name in ("ca.crt", "server.crt")]
+    assert ends[0].not_valid_after_utc - ends[1].not_valid_after_utc > timedelta(days=365), "a new one is of use"
 
 
 @pytest.mark.parametrize("address", ["fed.example.org", "fed:0", "fed:x", ":9092", "fed:70000"])
@@ -170,3 +174,11 @@ def test_the_commands_say_what_is_missing(tmp_path):
     )  # fmt: skip
     assert server.returncode == 1
     assert "`lightning-fed flower certificates` makes it" in server.stderr
+
+
+def test_the_gateways_process_loads_no_torch():
+    command = [GATEWAY[0], "-X", "importtime", *GATEWAY[1:]]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr  # it lacks its arguments
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in said.splitlines() if "|" in line}
+    assert {"uvicorn", "httpx"} <= loaded
+    assert not loaded & {"torch", "lightning_fed"}
