@@ -17,12 +17,13 @@ from lightning_fed.backends.wire.packets import (
     HELLO,
     Packet,
     PacketError,
+    is_client,
     one_line,
     read_packet,
     write_packet,
 )
 from lightning_fed.backends.wire.transport import Answer, Deadline, Transport
-from lightning_fed.data.population import LONGEST_NAME, client_keys
+from lightning_fed.data.population import client_keys
 from lightning_fed.errors import describe
 from lightning_fed.messages import Client
 
@@ -217,7 +218,8 @@ class FlowerTransport(Transport):
                 raise PacketError(answer.error.reason or "it failed")
             header, _ = read_packet(from_records(answer.content), "hello")
             clients = header.get("clients")
-            if not isinstance(clients, list) or not all(_is_key(client) for client in clients):
+            # Of what can be printed: the log has them.
+            if not isinstance(clients, list) or not all(is_client(key) and str(key).isprintable() for key in clients):
                 raise PacketError(f"its clients are {clients!r}"[:200])
         except Exception as error:  # whatever came
             _log.warning("Node %d does not say who its clients are: %s.", node, one_line(describe(error)))
@@ -252,9 +254,3 @@ def read_node_key(who: int | str) -> int | bytes:
         return load_ssh_public_key(who.encode()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     except (ValueError, UnsupportedAlgorithm) as error:
         raise ValueError(f"Expected a node's public key, the text of its `.pub` file, but got {who[:60]!r}.") from error
-
-
-def _is_key(client: object) -> bool:
-    if isinstance(client, str):
-        return client.isprintable() and len(client) <= LONGEST_NAME  # no surrogates, no new lines in logs
-    return type(client) is int and abs(client) < 2**63

@@ -175,9 +175,7 @@ class RemoteClientSide(RemoteSide):
                 yield visit, broadcast, digest_request(request) if request is not None else ""
 
         for client, reply in self._ask(server, VISIT, messages()):
-            answer = _open(reply, client, number, round.start.state)
-            if isinstance(answer, Fault) and answer.reason == NOT_HERE:
-                self._transport.forget(client)
+            answer = self._open(reply, client, number, round.start.state)
             if not isinstance(answer, tuple):
                 _leave_out(server, client, answer, "it asks, and does not answer")
                 continue
@@ -240,9 +238,7 @@ class RemoteClientSide(RemoteSide):
         self._train_request = self._common(frozen) | {"hyperparameters": {}, "question": dict(question)}
         messages = ((visit, send(visit), "") for visit in visits)
         for client, reply in self._ask(fit.server, QUESTION, messages):
-            answer = _open(reply, client, fit.trainer.current_epoch, entries)
-            if isinstance(answer, Fault) and answer.reason == NOT_HERE:
-                self._transport.forget(client)
+            answer = self._open(reply, client, fit.trainer.current_epoch, entries)
             if isinstance(answer, tuple):
                 yield client, answer[0]
             else:
@@ -285,7 +281,7 @@ class RemoteClientSide(RemoteSide):
                 yield visit, broadcast, ""
 
         for client, reply in self._ask(server, STATISTICS, messages()):
-            answer = _open(reply, client, server.report.round, models[client])
+            answer = self._open(reply, client, server.report.round, models[client])
             fault = answer.reason if isinstance(answer, Fault) else "it does not answer what it was asked"
             if isinstance(answer, tuple):
                 server.report.up_bytes += answer[0].nbytes
@@ -360,9 +356,7 @@ class RemoteClientSide(RemoteSide):
             for visit in self._cohort.visits
         )
         for client, reply in self._transport.ask(REQUEST, packets, number):
-            answer = _open(reply, client, number, model)
-            if isinstance(answer, Fault) and answer.reason == NOT_HERE:
-                self._transport.forget(client)
+            answer = self._open(reply, client, number, model)
             if not isinstance(answer, Request):
                 _leave_out(fit.server, client, answer, "it does not ask")
                 continue
@@ -372,6 +366,28 @@ class RemoteClientSide(RemoteSide):
             if fault is not None:
                 fit.server.refuse(client, fault)
         return requests
+
+    def _open(
+        self, reply: Packet | str, client: Client, round: int, model: State
+    ) -> Request | tuple[ClientUpdate, Answer] | Fault:
+        """Reads a reply, whatever it is: what cannot be read is its client's fault.
+
+        A client that is not at the node that was asked is looked for anew.
+        """
+        if isinstance(reply, str):
+            return Fault(client, reply)
+        try:
+            bad_size = find_bad_size(reply, model)
+            if bad_size is not None:
+                return _Unreadable(client, bad_size)
+            answer = read_reply(reply, client, round)
+        except PacketError as error:
+            return _Unreadable(client, f"its answer cannot be read: {error}")
+        except Exception as error:  # whatever a reader of ours does not expect
+            return _Unreadable(client, f"its answer cannot be read: {describe(error)}")
+        if isinstance(answer, Fault) and answer.reason == NOT_HERE:
+            self._transport.forget(client)
+        return answer
 
     def _train_request_for(self, visit: Visit, asked: str = "") -> TrainRequest:
         return TrainRequest(visit=visit, kept=self._client_store.kept(visit.client), asked=asked, **self._train_request)
@@ -473,7 +489,7 @@ def _leave_out(
     Args:
         server: The server.
         client: The client.
-        answer: What :func:`_open` made of the reply.
+        answer: What was read of the reply.
         otherwise: The reason where that is an answer to something else.
 
     """
@@ -481,18 +497,3 @@ def _leave_out(
         server.fail(client, answer.reason)
     else:
         server.refuse(client, answer.reason if isinstance(answer, Fault) else otherwise)
-
-
-def _open(
-    reply: Packet | str, client: Client, round: int, model: State
-) -> Request | tuple[ClientUpdate, Answer] | Fault:
-    """Reads a reply, whatever it is: what cannot be read is its client's fault."""
-    if isinstance(reply, str):
-        return Fault(client, reply)
-    try:
-        bad_size = find_bad_size(reply, model)
-        return read_reply(reply, client, round) if bad_size is None else _Unreadable(client, bad_size)
-    except PacketError as error:
-        return _Unreadable(client, f"its answer cannot be read: {error}")
-    except Exception as error:  # whatever a reader of ours does not expect
-        return _Unreadable(client, f"its answer cannot be read: {describe(error)}")
