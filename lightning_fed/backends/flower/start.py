@@ -31,18 +31,18 @@ _START_SECONDS = 300.0
 _GRACE_SECONDS = 10.0
 
 
-def start_server(keys: Path, address: str, host: str | None = None, port: int = 8000, home: Path | None = None) -> None:
+def start_server(keys: Path, address: str, host: str | None = None, port: int = 8000) -> None:
     """Runs a server until one of its processes ends: SuperLink, the process that starts its apps, and the gateway.
 
-    The SuperLink listens on the loopback address, takes registered nodes only, and keeps its state in a file. Its apps
-    are started by a process that knows a secret, so that nobody else can take an app's place.
+    The SuperLink listens on the loopback address, takes registered nodes only, and keeps its state in the folder
+    ``server`` of Flower's. Its apps are started by a process that knows a secret, so that nobody else can take an app's
+    place.
 
     Args:
         keys: Folder with ``ca.crt``, ``server.crt`` and ``server.key`` (:func:`write_certificates`).
         address: Name and port at which nodes reach the gateway.
         host: Name or address at which the gateway listens; by default the name of ``address``.
         port: Port of the SuperLink on the loopback address, which ``flwr`` uses.
-        home: Folder of the server's state; by default ``server`` in Flower's (``FLWR_HOME``).
 
     Raises:
         FileNotFoundError: If there are no certificates.
@@ -52,7 +52,7 @@ def start_server(keys: Path, address: str, host: str | None = None, port: int = 
     name, gateway_port = split_address(address)
     ca, certificate, key = (str((keys / file).resolve()) for file in ("ca.crt", "server.crt", "server.key"))
     _check_files(ca, certificate, key)
-    folder, superlink = _state(home or flower_home() / "server"), f"127.0.0.1:{port}"
+    folder, superlink = _state(flower_home() / "server"), f"127.0.0.1:{port}"
     secret = _write_secret(folder)
     listens = name if host is None else host
     _check_free("127.0.0.1", port)
@@ -72,11 +72,11 @@ def start_server(keys: Path, address: str, host: str | None = None, port: int = 
     )  # fmt: skip
 
 
-def start_node(app: Path, keys: Path, address: str, client: str, config: str = "", home: Path | None = None) -> None:
+def start_node(app: Path, keys: Path, address: str, client: str, config: str = "") -> None:
     """Runs a node until one of its processes ends: SuperNode, the process that starts its apps, and the worker.
 
     The SuperNode's own port is on the loopback address, and takes what knows a secret, so that no other user of the
-    machine can answer in the client's place.
+    machine can answer in the client's place. Secret and socket are in the folder ``node-<client>`` of Flower's.
 
     Args:
         app: Folder of the app, whose ``clients.py`` has the data.
@@ -84,7 +84,6 @@ def start_node(app: Path, keys: Path, address: str, client: str, config: str = "
         address: Name and port of the server's gateway.
         client: Name of the client.
         config: More of the node's configuration, as ``flower-supernode`` takes it.
-        home: Folder of the node's state; by default ``node-<client>`` in Flower's (``FLWR_HOME``).
 
     Raises:
         FileNotFoundError: If there is no certificate or key.
@@ -93,7 +92,7 @@ def start_node(app: Path, keys: Path, address: str, client: str, config: str = "
     split_address(address)
     ca, key = (str((keys / file).resolve()) for file in ("ca.crt", f"{client}.key"))
     _check_files(ca, key)
-    folder = _state(home or flower_home() / f"node-{client}")
+    folder = _state(flower_home() / f"node-{client}")
     secret, worker, port = _write_secret(folder), folder / "worker", free_port()
     runtime = f"127.0.0.1:{port}"
     _run_together(
