@@ -1,4 +1,4 @@
-"""Hyper-parameters of a round as numbers for both halves, and digests of entries that never travel."""
+"""Hyper-parameters of a round as numbers for both halves, and the digest of a client's request."""
 
 from __future__ import annotations
 

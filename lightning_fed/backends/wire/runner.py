@@ -29,6 +29,7 @@ from lightning_fed.backends.wire.packets import (
     Fault,
     Packet,
     PacketError,
+    TrainRequest,
     find_bad_size,
     read_packet,
     read_train_request,
@@ -132,24 +133,12 @@ class ClientRunner:
             return self._answer_sum(read_sum_request(packet), clients, summed)
         train_request, broadcast = read_train_request(packet, kind)
         client = train_request.visit.client
-        if client not in clients:
-            return write_fault(Fault(client, NOT_HERE))
-        if kind == VISIT and (train_request.peers is None) != (summed is None):
-            return write_fault(Fault(client, NOT_SUMMED if summed is None else NOT_MASKED))
-        seed = self._federation.schedule.seed
-        if train_request.seed != seed:
-            return write_fault(Fault(client, f"its federation has seed {seed}, and the server's {train_request.seed}"))
-        if kind == VISIT:
-            try:
-                per_epoch = population.batches_per_epoch(client)
-            except Exception:  # the visit says why
-                per_epoch = None
-            excess = self._bounds.find_excess(train_request, per_epoch)
-            if excess is not None:
-                _log.warning("Round %d: client %r does not train: %s.", train_request.visit.round, client, excess)
-                return write_fault(Fault(client, excess))
-        finished = AnswerFile(self._store / train_request.run, train_request, packet.data)
-        last = finished.read() if kind == VISIT and summed is None else None  # keys of a sum are used once
+        refusal = self._find_refusal(kind, train_request, clients, population, summed)
+        if refusal is not None:
+            return write_fault(Fault(client, refusal))
+        is_kept = kind == VISIT and summed is None  # keys of a sum are used once
+        finished = AnswerFile(self._store / train_request.run, train_request, packet.data) if is_kept else None
+        last = None if finished is None else finished.read()
         if last is not None:
             _log.info("Round %d: client %r hands its answer over again.", train_request.visit.round, client)
             return last
@@ -192,10 +181,37 @@ class ClientRunner:
                     return write_fault(Fault(client, str(fault)))
             answer = Answer(steps, remote.left, keeps, len(server.update.unsent))
             reply = self._bounded(write_update(server.update, answer), client)
-            if summed is None:
+            if finished is not None:
                 finished.keep(reply)
             return reply
         return write_fault(Fault(client, server.fault or "it has no answer"))
+
+    def _find_refusal(
+        self,
+        kind: str,
+        train_request: TrainRequest,
+        clients: Sequence[Client],
+        population: Population,
+        summed: SecureSum | None,
+    ) -> str | None:
+        """Reason why an order is not begun; ``None`` if it is."""
+        visit, seed = train_request.visit, self._federation.schedule.seed
+        if visit.client not in clients:
+            return NOT_HERE
+        if kind == VISIT and (train_request.peers is None) != (summed is None):
+            return NOT_SUMMED if summed is None else NOT_MASKED
+        if train_request.seed != seed:
+            return f"its federation has seed {seed}, and the server's {train_request.seed}"
+        if kind != VISIT:
+            return None
+        try:
+            per_epoch = population.batches_per_epoch(visit.client)
+        except Exception:  # the visit says why
+            per_epoch = None
+        excess = self._bounds.find_excess(train_request, per_epoch)
+        if excess is not None:
+            _log.warning("Round %d: client %r does not train: %s.", visit.round, visit.client, excess)
+        return excess
 
     def _bounded(self, reply: Packet, client: Client) -> Packet:
         """The reply, or the fault in its place that it is too large for the server to read: it does not travel then."""
