@@ -81,7 +81,7 @@ def _find_head(module: nn.Module) -> list[str]:
             f"Expected {type(module).__name__} to have a linear layer or a convolution that makes the logits: name the"
             " entries of the head."
         )
-    if isinstance(module, L.LightningModule) and is_fitting(module.trainer):
+    if isinstance(module, L.LightningModule) and _is_in_fit(module):
         trained = find_classifier(module, trained_layer_names(module.trainer, module))
         if trained != name:
             raise OptionError(
@@ -90,3 +90,10 @@ def _find_head(module: nn.Module) -> list[str]:
             )
     rank_zero_info(f"The head that stays with every client is {name!r}.")
     return [entry for entry in live_entries(module) if entry.startswith(f"{name}.")]
+
+
+def _is_in_fit(module: L.LightningModule) -> bool:
+    try:
+        return is_fitting(module.trainer)
+    except RuntimeError:  # it has no Trainer
+        return False
