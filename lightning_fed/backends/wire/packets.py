@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, distinct
 from lightning_fed.server.schedule import Visit
 
-VERSION = 5
+VERSION = 6
 """Version of the messages. Halves of different versions do not understand each other, and say so."""
 
 _MANY = 2**53  # whole numbers that a float holds exactly

@@ -56,6 +56,7 @@ _log = logging.getLogger(__name__)
 
 ClientsData = L.LightningDataModule | Mapping[Client, Any]
 
+_LARGE = 16 * 2**20  # bytes of a model for which it is worth while to look for what can be freed
 _QUIET: dict[str, Any] = {
     "devices": 1,
     "logger": False,
@@ -118,7 +119,7 @@ class ClientRunner:
         try:
             return self._gate.guard(kind, packet, lambda bare: self._answer(kind, bare, node))
         finally:
-            gc.collect()  # what refers to each other would hold models until some later visit
+            _free(len(packet.data))
 
     def _answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
         if kind not in ANSWERS:
@@ -254,7 +255,7 @@ class ClientRunner:
         finally:
             self._module.zero_grad(set_to_none=True)
             del trainer, half
-            gc.collect()  # before the answer is written
+            _free(sum(value.nbytes for value in live_entries(self._module).values()))  # before the answer is written
 
     def _data_at(self, node: Mapping[str, Any]) -> tuple[Population, HalfData]:
         """A node's data, which are read once."""
@@ -295,3 +296,9 @@ def _clients_at(node: Mapping[str, Any], population: Population) -> list[Client]
     if "partition-id" in node and "num-partitions" in node:
         return list(population.clients[int(node["partition-id"]) :: int(node["num-partitions"])])
     return list(population.clients)
+
+
+def _free(num_bytes: int) -> None:
+    """Frees what a visit has held: objects that refer to each other would hold a large model until some later visit."""
+    if num_bytes > _LARGE:
+        gc.collect()
