@@ -370,21 +370,8 @@ class RemoteClientSide(RemoteSide):
     def _open(
         self, reply: Packet | str, client: Client, round: int, model: State
     ) -> Request | tuple[ClientUpdate, Answer] | Fault:
-        """Reads a reply, whatever it is: what cannot be read is its client's fault.
-
-        A client that is not at the node that was asked is looked for anew.
-        """
-        if isinstance(reply, str):
-            return Fault(client, reply)
-        try:
-            bad_size = find_bad_size(reply, model)
-            if bad_size is not None:
-                return _Unreadable(client, bad_size)
-            answer = read_reply(reply, client, round)
-        except PacketError as error:
-            return _Unreadable(client, f"its answer cannot be read: {error}")
-        except Exception as error:  # whatever a reader of ours does not expect
-            return _Unreadable(client, f"its answer cannot be read: {describe(error)}")
+        """Reads a reply; a client that is not at the node that was asked is looked for anew."""
+        answer = read_answer(reply, client, round, model)
         if isinstance(answer, Fault) and answer.reason == NOT_HERE:
             self._transport.forget(client)
         return answer
@@ -489,7 +476,7 @@ def _leave_out(
     Args:
         server: The server.
         client: The client.
-        answer: What was read of the reply.
+        answer: What :func:`read_answer` made of the reply.
         otherwise: The reason where that is an answer to something else.
 
     """
@@ -497,3 +484,18 @@ def _leave_out(
         server.fail(client, answer.reason)
     else:
         server.refuse(client, answer.reason if isinstance(answer, Fault) else otherwise)
+
+
+def read_answer(
+    reply: Packet | str, client: Client, round: int, model: State
+) -> Request | tuple[ClientUpdate, Answer] | Fault:
+    """Reads a reply, whatever it is: what cannot be read is its client's fault."""
+    if isinstance(reply, str):
+        return Fault(client, reply)
+    try:
+        bad_size = find_bad_size(reply, model)
+        return read_reply(reply, client, round) if bad_size is None else _Unreadable(client, bad_size)
+    except PacketError as error:
+        return _Unreadable(client, f"its answer cannot be read: {error}")
+    except Exception as error:  # whatever a reader of ours does not expect
+        return _Unreadable(client, f"its answer cannot be read: {describe(error)}")

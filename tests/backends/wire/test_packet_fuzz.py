@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_fed.algorithms import FedAvg
-from lightning_fed.backends.wire.clients_for_server import _open
+from lightning_fed.backends.wire.clients_for_server import read_answer
 from lightning_fed.backends.wire.packets import (
     VERSION,
     Answer,
@@ -183,7 +183,7 @@ def check_reply(packet):
     reply = read(read_reply, packet, "a", 0)
     if reply is None:
         return
-    assert isinstance(_open(packet, "a", 0, MODEL), type(reply))
+    assert isinstance(read_answer(packet, "a", 0, MODEL), type(reply))
     if isinstance(reply, Fault | Request):
         return
     update, _ = reply
