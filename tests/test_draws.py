@@ -163,6 +163,7 @@ NO_OBJECTS = {  # messages, tables, functions, what is abstract
     "RobustAggregator",
     "METHODS",
     "report_clients",
+    "report_partition",
     "build_method",
     "method_names",
     "register",

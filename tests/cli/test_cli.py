@@ -345,8 +345,6 @@ def test_a_command_line_that_is_right_gets_no_hint(tmp_path, monkeypatch, capsys
     assert absent_recipe(["fit", "-c", "my.yaml", "--data.data_dir=synthetic", "synthetic.ckpt"]) is None
 
 
-# Lightning says it of every checkpoint that is used in another folder than its run's.
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create:UserWarning")
 @pytest.mark.parametrize("network", ["flower", "nvflare"])
 def test_the_next_steps_of_an_app_are_commands_that_there_are(network, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -364,6 +362,8 @@ def test_the_next_steps_of_an_app_are_commands_that_there_are(network, tmp_path,
     assert (ROOT / "docs" / f"{guide}.md").is_file()
 
 
+# Lightning says it of every checkpoint that is used in another folder than its run's.
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create:UserWarning")
 @pytest.mark.parametrize("command", quick(["validate", "test"], ["validate"]))
 def test_a_checkpoint_that_was_saved_from_python(command, capsys):
     """It has hyper-parameters, and does not say of which class: the recipe's model is evaluated with its weights."""
@@ -541,7 +541,7 @@ OBJECTS = {  # arguments: option and value
         "pooled"
     ),
     ("batch_norm", "{after: 3}"): FixedStatistics(3),
-    ("visits", "{clients: 8}"): Vectorized(8),
+    ("visits", "{class_path: Vectorized, init_args: {clients: 8}}"): Vectorized(8),
     ("availability.stragglers", "0.5"): Availability(stragglers=0.5),
     ("availability", "{stragglers: 0.5, partial_work: drop}"): Availability(stragglers=0.5, partial_work="drop"),
     ("faults.visit_timeout", "60"): Faults(visit_timeout=60.0),
