@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import lightning as L
@@ -113,7 +114,7 @@ STUDIES = {
 
 def section(name: str, found: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> str:
     study, last = STUDIES[name], 3
-    scores = {form: [100 * sum(run[study.monitor][-last:]) / last for run in runs] for form, runs in found.items()}
+    scores = {form: [100 * fmean(run[study.monitor][-last:]) for run in runs] for form, runs in found.items()}
     sent = {form: sum(runs[0]["comm/up_bytes"]) for form, runs in found.items()}
     rows = []
     for form, values in scores.items():

@@ -60,9 +60,8 @@ class LocalEvaluation(FederatedCallback):
             return
         loaders = loaders_of(trainer, "validation")
         if client in loaders:
-            limit = (
-                None if find_federation(trainer).has_server else 1.0
-            )  # a client's own Trainer on another machine has none
+            # On another machine the client's Trainer does not validate, and its limit is 0.
+            limit = None if find_federation(trainer).has_server else 1.0
             with seeded_generators():  # the visit goes on as without it
                 values = evaluate_data(trainer, module, loaders[client], limit=limit, keeps=True).values
             update.metrics |= {f"local/{name}": value for name, value in values.items()}
