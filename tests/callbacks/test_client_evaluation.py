@@ -1,5 +1,6 @@
 """What is known of a value that every client has: whose batch it weighs by, which end of it is good."""
 
+import csv
 import functools
 
 import pytest
@@ -11,6 +12,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassHammingDistance
 
 from lightning_fed import FederatedDataModule
+from lightning_fed.callbacks import ClientEvaluation, SiteMatrix
 from lightning_fed.callbacks.evaluation.data_pass import evaluate_data
 from lightning_fed.callbacks.evaluation.results import ClientResults, is_score
 from lightning_fed.rounds.logged_values import LogCall, LoggedValues
@@ -206,3 +208,21 @@ def test_a_client_is_evaluated_as_by_lightning(stage, count, federated_trainer, 
 def test_a_reduction_that_lightning_refuses_is_refused():
     with pytest.raises(MisconfigurationException, match="'middle' to be one of mean, sum, max and min"):
         LoggedValues().take(LogCall("middle", 1.0, reduce_fx=torch.median))
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_clients_name_reads_as_another_row(federated_trainer, tmp_path):
+    clients = models.as_datasets(models.vectors(dict.fromkeys([1, "1", "'1'", "all", "global"], 20)))
+    callbacks = [ClientEvaluation(folder=tmp_path), SiteMatrix("val_acc", tmp_path)]
+    federated_trainer(max_rounds=1, callbacks=callbacks).fit(models.Module(models.mlp()), clients, clients)
+    names = ["1", "'1'", "\"'1'\"", "'all'", "'global'"]
+    for table, corner, rows in (
+        ("clients", "client", [*names, "all"]),
+        ("sites", "val_acc of the model of", ["global", *names]),
+    ):
+        with (tmp_path / f"{table}.csv").open() as file:
+            assert sorted(row[0] for row in csv.reader(file)) == sorted([corner, *rows])
+    assert sorted(callbacks[1].table.columns) == sorted(names)
+    assert len(callbacks[1].table.values) == 30

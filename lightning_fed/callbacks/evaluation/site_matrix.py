@@ -12,7 +12,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation
-from lightning_fed.callbacks.evaluation.tables import Table
+from lightning_fed.callbacks.evaluation.tables import GLOBAL, Table, row_name
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.model.entries import copy_state, live_entries, load_entries
@@ -20,9 +20,6 @@ from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rounds.lightning_internals import callbacks_of
 
 _log = logging.getLogger(__name__)
-
-GLOBAL = "global"
-"""Name of the row of the global model."""
 
 
 class SiteMatrix(FederatedCallback):
@@ -96,21 +93,22 @@ class SiteMatrix(FederatedCallback):
             return
         evaluation = next(each for each in callbacks_of(trainer) if isinstance(each, ClientEvaluation))
         received = federation.server.report.received
-        models = {str(client): model for client, model in self._models.items() if client in received}
+        models = {row_name(client): model for client, model in self._models.items() if client in received}
         entries, values, sites = live_entries(pl_module), dict[tuple[str, str], float](), dict[str, None]()
         before = copy_state(entries)
         try:
             for name, model in {GLOBAL: {}, **models}.items():
                 if any(key not in entries or value.shape != entries[key].shape for key, value in model.items()):
-                    _log.warning("The model of client %r is not in the matrix: it is not what it sent.", name)
+                    _log.warning("The model of client %s is not in the matrix: it is not what it sent.", name)
                     continue
                 load_entries(
                     entries, {**before, **{key: value.to(entries[key].device) for key, value in model.items()}}
                 )
                 for client, report in evaluation.evaluate(trainer, pl_module).items():
-                    sites[str(client)] = None
+                    site = row_name(client)
+                    sites[site] = None
                     if self.metric in report.values:
-                        values[name, str(client)] = report.values[self.metric]
+                        values[name, site] = report.values[self.metric]
         finally:
             load_entries(entries, before)
         self.table = Table(f"{self.metric} of the model of", [GLOBAL, *models], list(sites), values)

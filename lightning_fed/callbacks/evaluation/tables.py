@@ -12,6 +12,7 @@ from pathlib import Path
 from lightning_fed.atomic_files import atomic_write, write_text_atomically
 from lightning_fed.callbacks.evaluation.results import ClientResults
 from lightning_fed.callbacks.pictures import has_matplotlib
+from lightning_fed.messages import Client
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,21 @@ class Table:
         return f"{value:.0f}" if value.is_integer() else f"{value:.{digits}g}"
 
 
-ALL = "all"
-"""Name of the row of all clients together."""
+ALL, GLOBAL = "all", "global"
+"""Names of the rows of all clients together, and of the global model."""
+
+
+def row_name(client: Client) -> str:
+    """A client's name in a table, in quotes where it would read as another row.
+
+    Example:
+        >>> row_name("ann"), row_name(1), row_name("1"), row_name("all")
+        ('ann', '1', "'1'", "'all'")
+
+    """
+    text = str(client)
+    is_ambiguous = text in (ALL, GLOBAL) or text[:1] in ("'", '"') or text.removeprefix("-").isdecimal()
+    return repr(client) if is_ambiguous else text
 
 
 def client_table(results: ClientResults, pooled: Mapping[str, float], with_support: bool = True) -> Table:
@@ -113,10 +127,10 @@ def client_table(results: ClientResults, pooled: Mapping[str, float], with_suppo
     """
     values: dict[tuple[str, str], float] = {}
     for client, count in results.num_samples.items():
-        values[str(client), "examples"] = count
+        values[row_name(client), "examples"] = count
     values[ALL, "examples"] = sum(results.num_samples.values())
     for name, by_client in results.values.items():
-        values |= {(str(client), name): value for client, value in by_client.items()}
+        values |= {(row_name(client), name): value for client, value in by_client.items()}
         values[ALL, name] = pooled.get(name, math.nan)
     columns = ["examples", *results.values]
     if with_support and results.support:
@@ -124,6 +138,6 @@ def client_table(results: ClientResults, pooled: Mapping[str, float], with_suppo
         columns += [f"support/{index}" for index in range(classes)]
         for client, support in results.support.items():
             for index, count in enumerate(support.tolist()):
-                values[str(client), f"support/{index}"] = count
+                values[row_name(client), f"support/{index}"] = count
                 values[ALL, f"support/{index}"] = values.get((ALL, f"support/{index}"), 0) + count
-    return Table("client", [*map(str, results.num_samples), ALL], columns, values)
+    return Table("client", [*map(row_name, results.num_samples), ALL], columns, values)
