@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import keyword
+import logging
 import os
 import re
 import shutil
@@ -16,10 +17,14 @@ from typing import Any
 
 import lightning as L
 
+from lightning_fed.backends.wire.data import read_data
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.data.federated import FederatedDataModule
 from lightning_fed.errors import OptionError
+from lightning_fed.messages import Client
 from lightning_fed.rounds.federated_callback import FederatedCallback
+
+_log = logging.getLogger(__name__)
 
 _ON_CLIENTS = (
     "accelerator", "devices", "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches",
@@ -95,6 +100,22 @@ def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recip
     )
 
 
+def _clients_of(recipe: Recipe) -> Sequence[Client]:
+    """The recipe's clients; empty, with a warning, where only its data say who they are, and cannot be read."""
+    data = recipe.data
+    numbered = getattr(recipe.federation.partition, "num_clients", None)
+    if numbered is not None:
+        return range(numbered)
+    if isinstance(data, FederatedDataModule) and data.clients:
+        return list(data.clients)
+    try:
+        population, _ = read_data(recipe.federation, data)
+    except Exception as error:
+        _log.warning("Write the number of clients into server.py: the recipe's data are not here (%s).", error)
+        return []
+    return population.clients
+
+
 def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], network: str) -> None:
     """Writes the files of an app.
 
@@ -122,8 +143,7 @@ def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], netwo
     if any((folder / file).exists() for file in templates):
         raise FileExistsError(f"There is an app in {str(folder)!r} already.")
     built = read_recipe(recipe)
-    clients = list(built.data.clients) if isinstance(built.data, FederatedDataModule) else []
-    clients = clients or list(range(getattr(built.federation.partition, "num_clients", 2)))
+    clients = list(_clients_of(built))
     values = {
         "name": name,
         "package": module,

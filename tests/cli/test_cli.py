@@ -362,6 +362,23 @@ def test_the_next_steps_of_an_app_are_commands_that_there_are(network, tmp_path,
     assert (ROOT / "docs" / f"{guide}.md").is_file()
 
 
+@pytest.mark.parametrize(("network", "written"), [("flower", "    clients={},"), ("nvflare", "enumerate([{}]")])
+def test_an_app_has_the_number_of_clients_that_a_natural_partition_makes(network, written, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = yaml.safe_load((ROOT / "recipes" / "camvid_sites.yaml").read_text())
+    recipe["data"]["init_args"]["source"]["init_args"]["data_dir"] = str(DATA)
+    Path("here.yaml").write_text(yaml.safe_dump(recipe))
+    recipe["data"]["init_args"]["source"]["init_args"]["data_dir"] = "nowhere"
+    Path("absent.yaml").write_text(yaml.safe_dump(recipe))
+    counts = {"flower": (3, 0), "nvflare": ("'0001TP', '0006R0', '0016E5'", "")}[network]
+    for name, count in zip(("here", "absent"), counts, strict=True):
+        if name == "here" and not (DATA / "camvid").is_dir():
+            continue
+        main([network, "new", f"app_{name}", "-c", f"{name}.yaml"])
+        (server,) = Path(f"app_{name}").rglob("server.py")
+        assert written.format(count) in server.read_text()
+
+
 # Lightning says it of every checkpoint that is used in another folder than its run's.
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create:UserWarning")
 @pytest.mark.parametrize("command", quick(["validate", "test"], ["validate"]))

@@ -1,14 +1,18 @@
-"""Validation data of one half of a federation."""
+"""Data of one half of a federation: its clients, and its validation data."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientsBatch
-from lightning_fed.data.federated import EvaluationData
+from lightning_fed.callbacks.federation import Federation
+from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_training_data
 from lightning_fed.data.partitioned import FORWARDED
+from lightning_fed.data.population import Population
 from lightning_fed.messages import Client
 
 
@@ -39,3 +43,30 @@ class HalfData(EvaluationData):
     def test_clients(self) -> dict[Client, Any]:
         """Every client's test loader, likewise."""
         return self._source.test_clients() if isinstance(self._source, EvaluationData) else super().test_clients()
+
+
+def read_data(federation: Federation, data: Any) -> tuple[Population, HalfData]:
+    """Sets up data, and returns their clients and validation data.
+
+    Args:
+        federation: The federation, whose ``partition`` splits a datamodule that has no clients.
+        data: A mapping of clients, or a datamodule.
+
+    Raises:
+        MisconfigurationException: If they have clients and there is a partition, or neither.
+
+    """
+    partition = federation.partition
+    if isinstance(data, Mapping):
+        data = FederatedDataModule(data)
+    if isinstance(data, FederatedDataModule) == (partition is not None) or not isinstance(data, L.LightningDataModule):
+        raise MisconfigurationException(
+            "Expected `data` to be clients (a mapping, or a FederatedDataModule), or a datamodule that the"
+            f" federation's `partition` splits, but got {type(data).__name__} and partition={partition!r}."
+        )
+    data.prepare_data()
+    data.setup("fit")
+    if isinstance(data, FederatedDataModule):
+        return data.population(), HalfData(data)
+    assert partition is not None
+    return split_training_data(data.train_dataloader(), partition, federation.schedule.seed), HalfData(data)

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.backends.site.gate import POLICY_FILE, SiteGate
 from lightning_fed.backends.site.policy import ANSWERS, Half
 from lightning_fed.backends.wire.answer_file import AnswerFile
 from lightning_fed.backends.wire.bounds import OrderBounds
-from lightning_fed.backends.wire.data import HalfData
+from lightning_fed.backends.wire.data import HalfData, read_data
 from lightning_fed.backends.wire.held_file import HeldFile
 from lightning_fed.backends.wire.options import check_options
 from lightning_fed.backends.wire.packets import (
@@ -44,7 +43,6 @@ from lightning_fed.backends.wire.server import Model
 from lightning_fed.backends.wire.server_for_client import HalvesMismatch, RemoteServerSide
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.client.client_store import FolderStore
-from lightning_fed.data.federated import FederatedDataModule, split_training_data
 from lightning_fed.data.population import Population
 from lightning_fed.errors import ClientFault
 from lightning_fed.messages import Client, ClientUpdate
@@ -261,27 +259,8 @@ class ClientRunner:
         """A node's data, which are read once."""
         key = json.dumps(dict(node), sort_keys=True) if callable(self._data) else ""
         if key not in self._found:
-            self._found[key] = self._read_data(node)
+            self._found[key] = read_data(self._federation, self._data(node) if callable(self._data) else self._data)
         return self._found[key]
-
-    def _read_data(self, node: Mapping[str, Any]) -> tuple[Population, HalfData]:
-        data: Any = self._data(node) if callable(self._data) else self._data
-        partition = self._federation.partition
-        if isinstance(data, Mapping):
-            data = FederatedDataModule(data)
-        if isinstance(data, FederatedDataModule) == (partition is not None) or not isinstance(
-            data, L.LightningDataModule
-        ):
-            raise MisconfigurationException(
-                "Expected `data` to be clients (a mapping, or a FederatedDataModule), or a datamodule that the"
-                f" federation's `partition` splits, but got {type(data).__name__} and partition={partition!r}."
-            )
-        data.prepare_data()
-        data.setup("fit")
-        if isinstance(data, FederatedDataModule):
-            return data.population(), HalfData(data)
-        assert partition is not None
-        return split_training_data(data.train_dataloader(), partition, self._federation.schedule.seed), HalfData(data)
 
 
 def find_public_reason(error: Exception) -> str:
