@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_fed.algorithms import FedFusion, FedMA
-from lightning_fed.callbacks import ClassPrototypes
+from lightning_fed.callbacks import ClassPrototypes, SpreadOut
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.data import IID
 from lightning_fed.errors import OptionError
@@ -90,6 +90,20 @@ def test_the_student_is_fused(federated_trainer, kind):
     module = Distilled(kind)
     federated_trainer(max_rounds=1, partition=IID(2), method=method).fit(module, data())
     assert method.callbacks[0].fusion.network is module.student
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_students_class_vectors_are_spread_out(federated_trainer, kind):
+    """And the teacher stays what it was."""
+    module = Distilled(kind)
+    teacher = state_of(module.teacher)
+    spread = SpreadOut(strength=10.0, lr=1.0)
+    plain = Distilled(kind)
+    plain.load_state_dict(module.state_dict())
+    for own, callbacks in ((module, [spread]), (plain, [])):
+        federated_trainer(max_rounds=1, partition=IID(2), callbacks=callbacks, seed=0).fit(own, data())
+    assert_same(state_of(module.teacher), teacher)
+    assert not torch.equal(module.student[2].weight, plain.student[2].weight)
 
 
 @pytest.mark.parametrize("method", ["fedper", "fedrep"])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.algorithms.fedaws.spreadout import spreadout_margin, spreadout_top_k
+from lightning_fed.algorithms.training_trace import trained_layer_names
 from lightning_fed.argument_checks import check_count, check_option, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import OptionError
@@ -60,7 +61,7 @@ class SpreadOut(FederatedCallback):
             all.
         normalize: Whether the vectors that the step moves get the length back that they had before it.
         entry: Name of the layer's weight, one row per class; ``"auto"`` for that of the layer that makes the logits
-            (:func:`~lightning_fed.modules.find_classifier`).
+            (:func:`~lightning_fed.modules.find_classifier`) among those that take part in the training.
 
     Raises:
         ValueError: If an option is unknown or out of its range; in ``fit``, if there is no such entry, or it does not
@@ -101,13 +102,17 @@ class SpreadOut(FederatedCallback):
         self.comparison = None if comparison is None else check_count("comparison", comparison)
         self.normalize = normalize
         self.entry = entry
-        self._name, self._rate = "", 0.0
+        self._name, self._rate = "" if entry == "auto" else entry, 0.0
         self._rows: dict[Client, Tensor | None] = {}
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Finds the layer."""
+        if self.entry == "auto":
+            self._name = _find_weight(trainer, pl_module)
+
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Finds the layer, and its learning rate in this round."""
+        """Checks the layer, and finds its learning rate in this round."""
         self._rows = {}
-        self._name = _find_weight(module) if self.entry == "auto" else self.entry
         weight = live_entries(module).get(self._name)
         if weight is None or weight.ndim < 2:
             raise OptionError(
@@ -174,9 +179,9 @@ def _with_lengths_of(new: Tensor, old: Tensor) -> Tensor:
     return torch.where(changed, new * (lengths[0] / lengths[1]), old)
 
 
-def _find_weight(module: nn.Module) -> str:
+def _find_weight(trainer: L.Trainer, module: L.LightningModule) -> str:
     """Name of the weight of the layer that makes the logits."""
-    name = find_classifier(module)
+    name = find_classifier(module, trained_layer_names(trainer, module))
     if name is None:
         raise OptionError(
             f"Expected {type(module).__name__} to have a linear layer or a convolution that makes the logits: name the"
