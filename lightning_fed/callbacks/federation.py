@@ -411,7 +411,7 @@ class Federation(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Has Lightning ask for validation data as without a federation."""
-        self._loop.end_asking()
+        self._loop.start_epoch()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

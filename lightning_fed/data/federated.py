@@ -264,22 +264,23 @@ class FederatedDataModule(EvaluationData):
 
 
 def datamodule_of_handed(
-    train: Any, val: Any, has_partition: bool, known_clients: Callable[[], Sequence[Client]]
+    train: Any, val: Any, partition: Partition | None, known_clients: Callable[[], Sequence[Client]]
 ) -> EvaluationData:
     """The datamodule of data that were handed to ``fit``.
 
     Args:
-        train: One ``DataLoader`` or map-style data set, which is to be split; or a mapping or sequence of clients.
+        train: One ``DataLoader`` or map-style data set, which is to be split; or a mapping or sequence of clients. With
+            a partition of one client, whatever a plain Trainer takes.
         val: Validation data, see :class:`EvaluationData`.
-        has_partition: Whether there is a partition to split them.
+        partition: Splits them; ``None`` where there is none.
         known_clients: Function that returns the clients.
 
     Raises:
         OptionError: If there are clients and a partition.
 
     """
-    brings_clients = isinstance(train, Mapping | list | tuple)
-    if brings_clients and has_partition:
+    brings_clients = isinstance(train, Mapping | list | tuple) and not _is_one_client(partition)
+    if brings_clients and partition is not None:
         raise OptionError(
             f"Expected one DataLoader or data set, which `partition` splits into clients, but got a"
             f" {type(train).__name__} of {len(train)}. If its entries are the clients, leave out `partition`; if every"
@@ -374,7 +375,8 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
 
     Args:
         data: A loader, see :func:`split_loader`; or several, for steps that take a batch of each (as ``CombinedLoader``
-            takes them): the data set of each is split, and a client has its part of every one.
+            takes them): the data set of each is split, and a client has its part of every one. One client takes
+            whatever a plain Trainer takes.
         partition: The partition of the data sets.
         seed: Seed of the split, unless the partition has its own.
 
@@ -385,10 +387,14 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
             clients each.
 
     """
+    is_one = type(data) is DataLoader and _is_splittable(data) and data.batch_size is not None
+    if _is_one_client(partition) and not is_one:  # there is nothing to split
+        several = isinstance(data, Mapping | list | tuple)
+        clients = LoaderClients({0: CombinedLoader(data, "max_size_cycle") if several else data}, is_plain=True)
+        clients.split_loader = data if isinstance(data, DataLoader) else None
+        return clients
     if isinstance(data, CombinedLoader) or (isinstance(data, Mapping | list | tuple) and has_loader(data)):
         return _split_loaders(data, partition, seed)
-    if not _is_splittable(data) and isinstance(partition, NumberedPartition) and partition.num_clients == 1:
-        return LoaderClients({0: data})  # whatever gives batches, there is nothing to split
     if _is_splittable(data) and data.batch_size is None:
         return _split_loaders(data, partition, seed)
     return split_loader(data, partition, seed)
@@ -461,6 +467,11 @@ def _weights_of_client(indices: Mapping[Client, np.ndarray], weights: np.ndarray
 def _is_plain(sampler: Any) -> bool:
     """True for a sampler that draws every example once, in order or not."""
     return type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+
+
+def _is_one_client(partition: Partition | None) -> bool:
+    """True for a partition of one client."""
+    return isinstance(partition, NumberedPartition) and partition.num_clients == 1
 
 
 def _is_splittable(loader: Any) -> bool:

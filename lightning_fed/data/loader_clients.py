@@ -19,6 +19,8 @@ from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, 
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
 
+_END = object()
+
 
 class LoaderClients(Population):
     """Clients with a ``DataLoader`` or another iterable of batches each; a round chains them.
@@ -26,12 +28,13 @@ class LoaderClients(Population):
     Args:
         loaders: Client to loader, or to several (a ``CombinedLoader``, or a mapping or sequence of loaders), of which a
             batch has one each; may build a client's loader when it is looked up.
+        is_plain: Whether the only client trains as in a plain fit, on a loader that need not have a length or data set.
 
     """
 
-    def __init__(self, loaders: Mapping[Client, Iterable[Any]]) -> None:
+    def __init__(self, loaders: Mapping[Client, Iterable[Any]], is_plain: bool = False) -> None:
         super().__init__(client_keys(loaders))
-        self.loaders = loaders
+        self.loaders, self.is_plain = loaders, is_plain
         self._counted: dict[Client, int] = {}  # by one pass over a client's batches
         self._opened: dict[int, Any] = {}  # loaders whose workers live on, by their identity
 
@@ -104,6 +107,14 @@ class LoaderClients(Population):
         """Length of the client's loader; an isolated pass is no different."""
         return sized_len(self._loader(client))
 
+    def is_counted(self, client: Client) -> bool:
+        """True of the only client, where neither a data set nor a length tells the number of examples."""
+        if not self.is_plain:
+            return False
+        loader = self._loader(client)
+        leading = loader.streams[loader.leading] if isinstance(loader, _Streams) else loader
+        return sized_len(loader) is None or not isinstance(getattr(leading, "dataset", None), Sized)
+
     def gives_all(self, client: Client) -> bool:
         """True if a pass over the loader gives every example: not if it may drop or draw examples."""
         return self._gives_all(self._loader(client))
@@ -131,8 +142,10 @@ class LoaderClients(Population):
             with isolated_generators(loader, planned.visit.seed) if isolated else nullcontext():
                 is_drawn = self.sampling is not None and not isolated
                 batches = self._draws(loader, planned) if is_drawn else self._passes(loader, planned)
-                for batch in itertools.islice(batches, planned.num_batches):
-                    yield VisitBatch(position, batch)
+                batches = itertools.islice(batches, planned.num_batches)
+                ends = _looking_ahead(batches) if planned.is_stream else ((batch, False) for batch in batches)
+                for batch, is_last in ends:
+                    yield VisitBatch(position, batch, is_last=is_last)
                     served += 1
         except Exception as error:
             yield VisitBatch.failed(position, error)
@@ -161,6 +174,12 @@ class LoaderClients(Population):
                 yield batch
             if not has_batches:
                 raise ValueError("its loader gave no batch")
+
+
+def _looking_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    """Batches, each with whether it is the last one."""
+    for before, batch in itertools.pairwise(itertools.chain(batches, [_END])):
+        yield before, batch is _END
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

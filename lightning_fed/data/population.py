@@ -38,6 +38,8 @@ class PlannedVisit:
         error: Exception by which it failed, if there was one, without its traceback.
         epoch_batches: Batches in one pass over the client's data; ``None`` where it has no length.
         is_over: Whether the client has answered before its last batch.
+        is_stream: Whether the visit ends with the client's loader; until then ``num_batches`` is the most there can be.
+        is_counted: Whether the examples of the first pass are counted as they come.
 
     """
 
@@ -49,6 +51,8 @@ class PlannedVisit:
     error: Exception | None = None
     epoch_batches: int | None = None
     is_over: bool = False
+    is_stream: bool = False
+    is_counted: bool = False
 
     def fail(self, fault: str, error: Exception) -> None:
         """Marks the visit as failed by an exception, whose traceback becomes a note, which holds no frames."""
@@ -64,6 +68,7 @@ class VisitBatch:
         batch: The batch; ``None`` if there is none.
         error: Exception that the client's data raised.
         trace: Its traceback, as text.
+        is_last: Whether a stream ends with it.
 
     """
 
@@ -71,6 +76,7 @@ class VisitBatch:
     batch: Any = None
     error: Exception | None = None
     trace: str = ""
+    is_last: bool = False
 
     @classmethod
     def failed(cls, position: int, error: Exception) -> VisitBatch:
@@ -152,6 +158,13 @@ class Population(ABC):
                 that together are all visits, in order. By default one visit follows another.
 
         """
+
+    def is_counted(self, client: Client) -> bool:
+        """True if batches and examples are counted as they come: of the only client, where nothing tells their number.
+
+        Then no average has to know them beforehand.
+        """
+        return False
 
     def gives_all(self, client: Client) -> bool:
         """True if one isolated pass gives all of the client's examples."""

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fed.data.interleave import ClientGenerators, StackedBatch, sequential_groups, stack_batches
-from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, seed_everything
+from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, batch_length, seed_everything
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.data.visit_costs import VisitCosts, balance_loads
 from lightning_fed.errors import VisitTimeout, describe
@@ -21,6 +21,10 @@ from lightning_fed.server.schedule import Cohort, Visit
 from lightning_fed.steps.weights import find_bad_count
 
 _log = logging.getLogger(__name__)
+
+
+_ENDLESS = 2**31
+"""Batches of a stream without a length or limit, until it ends."""
 
 
 class VisitGroups(NamedTuple):
@@ -79,6 +83,7 @@ class RoundLoader:
         batches_left: Number of the group's batches after the last one; after the last visit, of the padding.
         padding: Number of ``None`` batches after the last visit.
         on_start: Function that is called before the first batch is fetched.
+        on_end: Function that is called with the last batch of a stream, before it is served.
 
     """
 
@@ -101,8 +106,10 @@ class RoundLoader:
         self.numbers: ClientGenerators | None = None
         self.batches_left = 0
         self.on_start: Callable[[], object] | None = None
+        self.on_end: Callable[[], object] | None = None
         self._reasons: list[str] = []  # of data that raised
         self._errors: dict[Client, Exception] = {}  # of clients without a visit
+        self._limit = limit
         for position, planned in enumerate(self._look_up(cohort.visits, process_group)):
             if isinstance(planned, str):
                 self.failed[cohort.visits[position].client] = planned
@@ -127,7 +134,7 @@ class RoundLoader:
         if not self.visits:
             self._log_common_error()
         stream: Iterator[VisitBatch] | None = None
-        self._is_stuck, self._first_of_stream = False, 0
+        self._is_stuck, self._first_of_stream, self._has_ended = False, 0, False
         for positions in self._groups:
             group = [self.visits[position] for position in positions]
             numbers = (
@@ -150,13 +157,24 @@ class RoundLoader:
                 if numbers is None:
                     is_given_up = group[0].fault is not None or group[0].is_over
                     batch = None if is_given_up else self._fetch(stream, positions[0])
+                    if group[0].is_stream and (is_given_up or self._has_ended):
+                        group[0].num_batches, batches_left = group[0].num_batches - batches_left, 0
+                        if self.on_end is not None:
+                            self.on_end()
                 else:
                     batch = self._fetch_group(stream, positions, numbers, batches_left)
                 self.group, self.numbers, self.batches_left = group, numbers, batches_left
                 yield batch
+                if not batches_left:
+                    break
         for batches_left in range(self.padding - 1, -1, -1):
             self.group, self.batches_left = (), batches_left
             yield None
+
+    @property
+    def is_endless(self) -> bool:
+        """True if the round ends with its stream, which has neither a length nor a limit."""
+        return any(planned.is_stream for planned in self.visits) and not isinstance(self._limit, int)
 
     @property
     def dataset(self) -> Dataset[Any]:
@@ -238,7 +256,8 @@ class RoundLoader:
     def _plan_visit(self, visit: Visit) -> PlannedVisit | str:
         try:
             with self.clock.visit():
-                num_samples = self.population.num_samples(visit.client)
+                is_counted = self.population.is_counted(visit.client)
+                num_samples = 1 if is_counted else self.population.num_samples(visit.client)
                 fault = find_bad_count(num_samples)
                 if fault is not None:
                     return "it has no examples" if num_samples == 0 else fault
@@ -247,12 +266,23 @@ class RoundLoader:
             item = VisitBatch.failed(0, error)
             self._errors[visit.client] = error
             return self._failure_reason(visit.client, item)
-        if per_epoch is None and visit.steps is None:
+        is_stream = per_epoch is None and visit.steps is None
+        if is_stream and not is_counted:
             reason = "has no length: set `local_steps`"
             self._errors[visit.client] = MisconfigurationException(f"The loader of client {visit.client!r} {reason}.")
             return f"its loader {reason}"
-        num_batches = visit.num_batches((visit.steps or 0) if per_epoch is None else per_epoch)
-        planned = PlannedVisit(visit, num_samples, num_batches, epoch_batches=per_epoch)
+        if is_stream:
+            num_batches = self._limit if isinstance(self._limit, int) else _ENDLESS
+        else:
+            num_batches = visit.num_batches((visit.steps or 0) if per_epoch is None else per_epoch)
+        planned = PlannedVisit(
+            visit,
+            0 if is_counted else num_samples,
+            num_batches,
+            epoch_batches=per_epoch,
+            is_stream=is_stream,
+            is_counted=is_counted,
+        )
         if planned.num_batches == 0:
             return f"its {num_samples} examples make no full batch and `drop_last` is set"
         return planned
@@ -312,9 +342,12 @@ class RoundLoader:
             if not self.clock.is_up:
                 raise
             item = VisitBatch.failed(position, self.clock.timeout())
+        planned = self.visits[position]
+        self._has_ended = item.is_last or item.error is not None
+        if planned.is_counted and item.batch is not None:
+            planned.num_samples += _count(item.batch)
         if item.error is not None:
             self._is_stuck = isinstance(item.error, VisitTimeout)
-            planned = self.visits[position]
             planned.fault, planned.error = self._failure_reason(planned.visit.client, item), item.error
             self._log_common_error()
         return item.batch
@@ -368,3 +401,11 @@ class RoundLoader:
             sum(planned.num_batches for planned in visits),
         )
         self.visits = visits
+
+
+def _count(batch: Any) -> int:
+    """Examples in a batch, which counts as one where there is no tensor in it."""
+    try:
+        return batch_length(batch)
+    except ValueError:
+        return 1

@@ -208,6 +208,23 @@ def ends_after_batch(trainer: L.Trainer) -> bool:
     return trainer.should_stop and trainer.fit_loop._can_stop_early  # noqa: SLF001
 
 
+def forget_length(trainer: L.Trainer) -> None:
+    """Has Lightning take an epoch for one without a length, as of an iterable: it validates after the last batch.
+
+    Its fit loop holds the number of batches, and the Trainer that of those between validations.
+    """
+    trainer.fit_loop.max_batches = float("inf")
+    if trainer.val_check_interval == 1.0 and not isinstance(trainer.val_check_interval, int):
+        trainer.val_check_batch = float("inf")
+
+
+def end_with_batch(trainer: L.Trainer) -> None:
+    """Has Lightning take the batch that it fetches for the epoch's last one: the number in its data fetcher says so."""
+    fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
+    assert fetcher is not None
+    fetcher.length = fetcher.fetched + 1
+
+
 def fit_progress(trainer: L.Trainer) -> dict[str, Any]:
     """Counts of epochs, batches and steps, as checkpoints hold them: the state of the fit loop and of those in it."""
     return trainer.fit_loop.state_dict()

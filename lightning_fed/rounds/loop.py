@@ -33,9 +33,11 @@ from lightning_fed.rounds.lightning_internals import (
     advise_workers,
     callbacks_of,
     datamodule_of,
+    end_with_batch,
     ends_after_batch,
     exchange_last_batch,
     exchange_reload_interval,
+    forget_length,
     handed_data,
     is_overridden,
     log_position,
@@ -120,8 +122,7 @@ class RoundLoop:
             fit.synchronise(strategy.synchronise(trainer, fit.server, fit.store, fit.schedule, fit.progress))
         train, val = handed_data(trainer)
         if train is not None:
-            has_partition = partition is not None
-            handed = datamodule_of_handed(train, val, has_partition, self.known_clients)
+            handed = datamodule_of_handed(train, val, partition, self.known_clients)
             self._overridden = [HandedDataModule(trainer, handed)]
         has_clients = isinstance(datamodule_of(trainer), FederatedDataModule)
         if self.remote is None and has_clients == (partition is not None):
@@ -133,6 +134,7 @@ class RoundLoop:
         self._averages = RoundAverages(fit)
         # A visit that fails is padded with `None` batches: on purpose, and the log says why.
         fit.ignore_warning("train_dataloader yielded None")
+        fit.ignore_warning("Your `IterableDataset` has `__len__` defined")  # a round has one, also of a stream
         # Lightning 2.6 with torch 2.13, about itself, and again whenever a library has changed the filters.
         fit.ignore_warning(
             r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"(lightning\.pytorch|pytorch_lightning)\."
@@ -269,9 +271,13 @@ class RoundLoop:
         """Has Lightning ask for a training loader before the next epoch: for the next round's."""
         exchange_reload_interval(self.fit.trainer, 1)
 
-    def end_asking(self) -> None:
+    def start_epoch(self) -> None:
         """Has Lightning ask for validation data as the user has told it, when it has asked for the round's loader."""
-        exchange_reload_interval(self.fit.trainer, self._reload_interval or 0)
+        trainer = self.fit.trainer
+        exchange_reload_interval(trainer, self._reload_interval or 0)
+        loader = trainer.train_dataloader
+        if isinstance(loader, RoundLoader) and loader.is_endless:
+            forget_length(trainer)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
         """The module meanwhile is the average of the global models, as in validation, where there is one."""
@@ -305,6 +311,8 @@ class RoundLoop:
         )
         if remote is None:
             check_round(fit.trainer, loader.visits, len(fit.population.clients))
+        if loader.is_endless:
+            loader.on_end = partial(end_with_batch, fit.trainer)
         loader.on_start = partial(self._start_round, loader, cohort)
         return loader
 
@@ -391,9 +399,16 @@ class RoundLoop:
             return
         batch_loop.prepare()
         del outputs, batch
-        while not batch_loop.is_over:
+        while not (batch_loop.is_over or self._is_stream_over):
             batch_loop.end_batch()
             self._finish_batch(*batch_loop.train())
+
+    @property
+    def _is_stream_over(self) -> bool:
+        """True if the round ends with this batch, of a stream of which Lightning does not know it."""
+        loader = self._loader
+        planned = None if loader is None else loader.current
+        return planned is not None and planned.is_stream and loader is not None and loader.is_over
 
     def _after_round(self, callback: L.Callback) -> OverriddenMethod:
         """Has a callback that saves checkpoints see a round's last batch when the round is over: with its model."""

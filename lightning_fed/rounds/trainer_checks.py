@@ -108,6 +108,8 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
 
     """
     if num_clients == 1:
+        if any(planned.is_stream for planned in visits):
+            _check_stream(trainer)
         return
     _check_validation(trainer, sum(planned.num_batches for planned in visits))
     schedules = [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulationScheduler)]
@@ -120,6 +122,16 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
                 f" {odd.num_batches}: a window would straddle two clients. Set `local_steps` to a multiple of {window}"
                 f" (without stragglers), or use a {window} times larger batch size instead of"
                 f" `accumulate_grad_batches={window}`."
+            )
+
+
+def _check_stream(trainer: L.Trainer) -> None:
+    for name in ("limit_train_batches", "val_check_interval"):
+        share = getattr(trainer, name, None)
+        if isinstance(share, float) and share != 1.0:
+            raise MisconfigurationException(
+                f"The training data have no length of which there is a share: set `{name}` to 1.0 or to a number of"
+                f" batches, but got {share}."
             )
 
 

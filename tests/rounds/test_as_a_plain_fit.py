@@ -7,13 +7,14 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
 
 from lightning_fed import FederatedDataModule, Federation
 from lightning_fed.data import IID, LoaderDataModule
 from tests import models
-from tests.recorders import Recorder, state_of
+from tests.recorders import Recorder, assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -293,20 +294,84 @@ def test_a_sampler_of_whole_batches_is_split(shuffle, num_clients, plain_trainer
     torch.testing.assert_close(seen.sum(0), EXAMPLES[0].sum(0))
 
 
-class Batches:
-    """Batches from elsewhere: neither a ``DataLoader`` nor a data set."""
+# --- one client takes whatever a plain Trainer takes ------------------------------------------------------------------
 
-    def __len__(self):
-        return 5
+
+class Stream:
+    """Batches from elsewhere, without a length: neither a ``DataLoader`` nor a data set."""
 
     def __iter__(self):
         return (tuple(part[start : start + 8] for part in EXAMPLES) for start in range(0, 40, 8))
 
 
-def test_whatever_gives_batches_is_one_clients_data(plain_trainer):
+class Batches(Stream):
+    def __len__(self):
+        return 5
+
+
+class Streamed(IterableDataset):
+    def __iter__(self):
+        return zip(*EXAMPLES, strict=True)
+
+
+class Backwards(DataLoader):
+    """A subclass, whose batches come in another order than a plain one's."""
+
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+class Combines(models.Module):
+    """Trains on a batch of every loader."""
+
+    def training_step(self, batch, batch_idx):
+        batches = batch.values() if isinstance(batch, dict) else batch
+        losses = [super(Combines, self).training_step(each, batch_idx) for each in batches if each is not None]
+        return sum(losses)
+
+
+def several(mode):
+    return CombinedLoader([loader(), DataLoader(TensorDataset(*EXAMPLES), 12)], mode)
+
+
+WHOLE = {  # training data, class of the module, arguments of the Trainer
+    "iterable": (Batches, models.Module, {}),
+    "subclass": (lambda: Backwards(TensorDataset(*EXAMPLES), 8), models.Module, {}),
+    "trailing example": (lambda: Backwards(TensorDataset(*EXAMPLES), 13), models.Module, {}),
+    "mapping": (lambda: {"a": loader(), "b": Batches()}, Combines, {}),
+    "list": (lambda: [loader(), DataLoader(TensorDataset(*EXAMPLES), 12)], Combines, {}),
+    "shortest": (lambda: several("min_size"), Combines, {}),
+    "longest": (lambda: several("max_size"), Combines, {}),
+    "stream, limit": (Stream, models.Module, {"limit_train_batches": 3}),
+    "stream, limit behind its end": (Stream, models.Module, {"limit_train_batches": 7}),
+    "stream": (Stream, models.Module, {}),
+    "stream of examples": (lambda: DataLoader(Streamed(), 8), models.Module, {}),
+    "stream, accumulation": (Stream, models.Module, {"accumulate_grad_batches": 3}),
+    "stream, validation inside": (Stream, models.Module, {"val_check_interval": 2}),
+    "stream, steps": (Stream, models.Module, {"max_steps": 7, "max_epochs": -1}),
+    "streams": (lambda: {"a": Stream(), "b": loader()}, Combines, {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
+@pytest.mark.parametrize("visits", ["fused", "lightning"])
+@pytest.mark.parametrize("case", WHOLE)
+def test_one_client_takes_whatever_a_plain_trainer_takes(case, visits, plain_trainer):
+    """To the last bit, with the same validations; also handed to ``fit``."""
+    data, kind, options = WHOLE[case]
+    visits = "auto" if "val_check_interval" in options else visits
     ends = []
-    for federation in ([], [Federation(partition=IID(1), **KEEP)]):
-        own = momentum_module()
-        plain_trainer(max_epochs=2, callbacks=federation).fit(own, datamodule=LoaderDataModule(Batches()))
-        ends.append(state_of(own))
-    torch.testing.assert_close(*ends)
+    for federation in ([], [Federation(partition=IID(1), visits=visits, **KEEP)]):
+        own, watch = kind(models.mlp(), models.momentum), Watch()
+        trainer = plain_trainer(**{"max_epochs": 3, "callbacks": [*federation, watch], **options})
+        trainer.fit(own, data(), loader())
+        ends.append((trainer.global_step, trainer.current_epoch, [step for step, _ in watch.seen], state_of(own)))
+    assert ends[0][:3] == ends[1][:3]
+    assert_same(ends[0][3], ends[1][3])
+
+
+@pytest.mark.parametrize("name", ["limit_train_batches", "val_check_interval"])
+def test_a_stream_has_no_share(name, plain_trainer):
+    trainer = plain_trainer(max_epochs=1, callbacks=[Federation(partition=IID(1))], **{name: 0.5})
+    with pytest.raises(MisconfigurationException, match=f"no length of which there is a share: set `{name}`"):
+        trainer.fit(models.Module(models.mlp()), Stream())

@@ -326,6 +326,37 @@ def test_the_epoch_loop_ends_where_it_is_known(plain_trainer):
         assert ends == expected, "Lightning leaves its epoch loop after other batches than before"
 
 
+def test_an_epoch_without_a_length_ends_with_a_batch(plain_trainer):
+    """Of a loader that says it has ten; Lightning validates behind the last one, as with an iterable."""
+    validated = []
+
+    class Stream(Net):
+        def train_dataloader(self):
+            return Loader()
+
+        def on_train_epoch_start(self):
+            internals.forget_length(self.trainer)
+
+        def validation_step(self, batch, batch_idx):
+            validated.append((self.trainer.num_training_batches, len(self.seen)))
+
+        def val_dataloader(self):
+            return [torch.ones(1, 2)]
+
+    class Loader:
+        def __len__(self):
+            return 10
+
+        def __iter__(self):
+            yield torch.ones(1, 2)
+            internals.end_with_batch(trainer)
+            yield torch.ones(1, 2)
+
+    trainer = plain_trainer(max_epochs=2, num_sanity_val_steps=0)
+    trainer.fit(Stream())
+    assert validated == [(float("inf"), 2), (float("inf"), 4)], "Lightning ends an epoch by something else than before"
+
+
 def test_the_position_can_be_moved(fit):
     trainer, _ = fit(lambda trainer, module: internals.move_log_position(trainer, -1))
     assert internals.log_position(trainer) == 0
