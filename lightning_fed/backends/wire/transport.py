@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import tempfile
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -246,15 +248,22 @@ def _held(answer: Answer) -> Callable[[], Answer]:
 
 
 def put_aside(answer: Answer) -> Callable[[], Answer]:
-    """Puts an answer's bytes into a temporary file, and gives what reads them; with a full disk they stay in memory."""
+    """Puts an answer's bytes into a temporary file, and gives what reads them; with a full disk they stay in memory.
+
+    The file is gone when it is read, or when nobody can read it any more.
+    """
     if isinstance(answer, str):
         return _held(answer)
+    file = None
     try:
         text, file = answer.text, tempfile.TemporaryFile()  # noqa: SIM115 - closed when it is read
         file.write(answer.data)
         file.flush()
     except OSError as error:
         _log.warning("An answer waits in memory, because it cannot be written: %s.", error)
+        if file is not None:
+            with contextlib.suppress(OSError):  # it cannot be flushed
+                file.close()
         return _held(answer)
 
     def read() -> Answer:
@@ -262,4 +271,5 @@ def put_aside(answer: Answer) -> Callable[[], Answer]:
             file.seek(0)
             return Packet(text, file.read())
 
+    weakref.finalize(read, file.close)
     return read

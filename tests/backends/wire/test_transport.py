@@ -1,5 +1,7 @@
 """How long a round waits for its clients, whatever the network: deadlines, quorum, lost connections, late answers."""
 
+import errno
+import io
 import itertools
 import json
 
@@ -160,3 +162,20 @@ def test_a_client_that_was_started_again_is_asked_again(clock):
 def test_deadlines_that_there_are_not(options, message):
     with pytest.raises(ValueError, match=message):
         Deadline(**options)
+
+
+class FullFile(io.BytesIO):
+    def write(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(("opened", "is_read"), [(io.BytesIO, True), (io.BytesIO, False), (FullFile, True)])
+def test_an_answer_that_waits_leaves_no_file_open(opened, is_read, monkeypatch):
+    files, packet = [], Packet("text", b"1234")
+    monkeypatch.setattr(transport.tempfile, "TemporaryFile", lambda: files.append(opened()) or files[-1])
+    read = transport.put_aside(packet)
+    if is_read:
+        assert read() == packet
+    else:
+        del read
+    assert [file.closed for file in files] == [True]
