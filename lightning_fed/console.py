@@ -1,4 +1,4 @@
-"""Log lines of the package on the console of a program that has not set up logging, as Lightning's are."""
+"""Log lines on the console where a program has not set up logging, and rounds counted from 1, as people do."""
 
 from __future__ import annotations
 
@@ -30,6 +30,20 @@ def root_logger_as_it_was() -> Iterator[None]:
         for handler in [*logging.root.handlers]:
             if handler not in before:
                 logging.root.removeHandler(handler)
+
+
+def round_number(round: int) -> int:
+    """Counts a round from 1, as people do, in log lines, tables, titles and files.
+
+    What programs read counts from 0, as Lightning counts epochs: messages, checkpoints, arguments, the loggers'
+    ``epoch``.
+
+    Example:
+        >>> f"Round {round_number(0)}"
+        'Round 1'
+
+    """
+    return round + 1
 
 
 def show_log() -> None:

@@ -941,7 +941,7 @@ def test_max_steps_inside_a_round(federated_trainer, caplog):
     assert trainer.callback_metrics["fed/clients"] == 2
     assert [len(visit.batches) for visit in recorder.visits[3:]] == [4, 2]
     assert_same(recorder.aggregates[1], state_of(own))
-    assert "Round 1 was cut short: the fit ends in visit 2 of 3" in caplog.text
+    assert "Round 2 was cut short: the fit ends in visit 2 of 3" in caplog.text
 
 
 def test_barebones(tmp_path):

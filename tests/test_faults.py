@@ -386,7 +386,7 @@ def assert_left_out(caplog, reason, rounds=range(ROUNDS)):
     left_out = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
     assert len(left_out) == len(rounds)
     for round, message in zip(rounds, left_out, strict=True):
-        assert message.startswith(f"Round {round}: client 'bad' is left out: ")
+        assert message.startswith(f"Round {round + 1}: client 'bad' is left out: ")
         assert re.search(reason, message), message
 
 
@@ -634,7 +634,7 @@ def test_fewer_than_min_clients(caplog):
     assert_left_out(caplog, "NaN")
     for round, row in rows.items():
         assert (row["fed/clients"], row["fed/failed"], row["fed/global_update_norm"]) == (3, 1, 0)
-        message = f"Round {round}: 3 good updates, fewer than min_clients=4: the global model stays as it was."
+        message = f"Round {round + 1}: 3 good updates, fewer than min_clients=4: the global model stays as it was."
         assert message in caplog.messages
 
 
@@ -662,7 +662,7 @@ def test_all_clients_fail(kind, door, caplog):
         assert (row["fed/clients"], row["fed/failed"], row["fed/num_samples"]) == (0, 3, 0)
     left_out = [message for message in caplog.messages if "is left out" in message]
     assert [message.split(" is left")[0] for message in left_out] == [
-        f"Round {round}: client {client}" for round in range(ROUNDS) for client in range(3)
+        f"Round {round + 1}: client {client}" for round in range(ROUNDS) for client in range(3)
     ]
 
 
@@ -683,7 +683,7 @@ def test_a_fault_of_the_data_set_does_not_look_like_bad_clients(kind, caplog):
     assert f", in __{'len' if kind == 'length' else 'iter' if kind == 'loaders' else 'getitem'}__" in shown.getMessage()
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert [message.split(" raised")[0] for message in errors] == [
-        f"Round {round}: the data of all 3 clients" for round in range(ROUNDS)
+        f"Round {round + 1}: the data of all 3 clients" for round in range(ROUNDS)
     ]
     assert all("of 3 with OSError: " in message for message in errors)
 
@@ -752,7 +752,7 @@ def test_the_only_client_of_a_round_among_others_may_fail():
 @pytest.mark.parametrize(("limit", "rounds"), [(1, 1), (2, 2), (3, 3), (9, 3)])
 def test_failed_rounds_in_a_row_end_the_fit(limit, rounds, caplog):
     """Clients without data have raised nothing; a fit in which no round succeeds fails in the end in any case."""
-    with pytest.raises(RuntimeError, match=f"up to round {rounds - 1}, in which 3 of 3 clients failed: .*no examples"):
+    with pytest.raises(RuntimeError, match=f"up to round {rounds}, in which 3 of 3 clients failed: .*no examples"):
         train(LazyClients(range(3), AllBad(lambda: examples(0))), faults=Faults(max_failed_rounds=limit))
     assert sum("0 good updates" in message for message in caplog.messages) == rounds
 
@@ -770,7 +770,7 @@ def test_a_round_that_succeeds_begins_the_count_anew():
 def test_too_few_good_clients_and_too_few_at_all():
     """A round below `min_clients` counts if it had been enough without the failures."""
     clients = with_bad(good_clients(), 1, lambda: examples(2 * BATCH))
-    with pytest.raises(RuntimeError, match="up to round 1, in which 1 of 4 clients failed: client 'bad'"):
+    with pytest.raises(RuntimeError, match="up to round 2, in which 1 of 4 clients failed: client 'bad'"):
         train(clients, [Sabotages("bad", NAN)], faults=Faults(min_clients=4, max_failed_rounds=2))
     failed = FailedRounds(limit=1)
     failed.end_round(RoundReport(0, {"a": 1}, {"b": "it has no examples"}), has_come=False, min_clients=3)
@@ -800,7 +800,7 @@ def test_failed_rounds_are_counted_on_after_resuming(tmp_path, federated_trainer
     for resumed in (None, path):
         callbacks = [SaveSecond(path), *(Sabotages(client, NAN_BODY) for client in clients)]
         trainer = federated_trainer(max_rounds=9, callbacks=callbacks, faults=Faults(max_failed_rounds=3))
-        with pytest.raises(RuntimeError, match=r"3 rounds in a row, up to round 2, .*NaN"):
+        with pytest.raises(RuntimeError, match=r"3 rounds in a row, up to round 3, .*NaN"):
             trainer.fit(Net(), clients, ckpt_path=resumed)
 
 
@@ -955,7 +955,7 @@ def test_an_error_in_a_visit_names_the_client():
 
     with pytest.raises(ZeroDivisionError, match="a bug") as caught:
         train(good_clients(), [Watch()])
-    assert caught.value.__notes__ == ["In round 1, in the visit of client 'better'."]
+    assert caught.value.__notes__ == ["In round 2, in the visit of client 'better'."]
 
 
 def test_ctrl_c_in_a_data_set_is_not_a_fault_of_the_client():
@@ -1045,7 +1045,7 @@ def test_an_error_in_the_steps_of_all_clients_ends_the_fit(make_module, monkeypa
     module = make_module()
     with pytest.raises((torch.OutOfMemoryError, IndexError)) as caught:
         train(good_clients(), module=module)
-    assert "in round 0 all 3 clients failed" in "\n".join(caught.value.__notes__).lower()
+    assert "in round 1 all 3 clients failed" in "\n".join(caught.value.__notes__).lower()
     assert_same(module.state_dict(), Net().state_dict())
 
 
@@ -1189,7 +1189,7 @@ def test_the_server_by_itself(caplog):
     reasons |= dict.fromkeys(["good", "stranger"], "it sent an update that was not asked for")
     assert server.report.failed == reasons | {"silent": "it never answered"}
     for client, reason in server.report.failed.items():
-        assert f"Round 4: client {client!r} is left out: {reason}." in caplog.messages
+        assert f"Round 5: client {client!r} is left out: {reason}." in caplog.messages
     assert server.report.received == {"good": 2, "better": 6}
 
 

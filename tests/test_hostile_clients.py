@@ -38,7 +38,7 @@ def test_numbers_of_clients_have_a_namespace_of_their_own(federated_trainer, cap
     for name, value in honest.callback_metrics.items():
         assert logged.pop(name) == float(value), name
     assert logged == {f"clients/{name}": value for name, value in forged.items()}
-    assert "Round 0: 6 numbers of client 'bob' are not logged, 'a b' first" in caplog.text
+    assert "Round 1: 6 numbers of client 'bob' are not logged, 'a b' first" in caplog.text
 
 
 def test_a_client_sends_so_many_numbers_and_no_more(federated_trainer, caplog):
@@ -167,6 +167,6 @@ def test_a_round_with_statistics_that_cannot_be_is_taken_back(federated_trainer,
     trainer.fit(Module(norm_mlp(), adam), as_datasets(vectors(SIZES)))
     assert [is_new for is_new, _ in states] == [True, False, True]
     assert_same(states[0][1], states[1][1])
-    assert "Round 1 is taken back: entry 'net.1.running_var' has NaN or infinite values." in caplog.text
+    assert "Round 2 is taken back: entry 'net.1.running_var' has NaN or infinite values." in caplog.text
     assert all(value.isfinite().all() for value in states[2][1].values())
     assert trainer.federation.server.report.failed == {}

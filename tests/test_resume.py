@@ -481,7 +481,7 @@ def test_a_fit_that_ends_inside_a_round(run, how, rounds, tmp_path, caplog):
     assert_same(torch.load(last_checkpoint(tmp_path), weights_only=True)["state_dict"], globals_.after[2])
     for validated, after in zip(globals_.validated, globals_.after, strict=False):
         assert_same(validated, after)
-    assert "Round 2 was cut short" in caplog.text
+    assert "Round 3 was cut short" in caplog.text
     assert_given_back(module, data)
 
 

@@ -21,6 +21,7 @@ from lightning_fed.callbacks.pictures import (
     report_other_loggers,
     tensorboards,
 )
+from lightning_fed.console import round_number
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError, describe
 from lightning_fed.messages import Client
@@ -166,7 +167,7 @@ class OwnClassConfusion(L.Callback):
         if not trainer.is_global_zero or not tensorboards(trainer):
             return
         for client, confusion in self.latest.items():
-            picture = confusion_picture(confusion, self.class_names, f"Round {round}, client {client}")
+            picture = confusion_picture(confusion, self.class_names, f"Round {round_number(round)}, client {client}")
             for logger in tensorboards(trainer):
                 logger.experiment.add_image(f"{self.tag}/{client}", picture, global_step=round)
 

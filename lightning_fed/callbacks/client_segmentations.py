@@ -24,6 +24,7 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.pictures import figure_pixels, has_matplotlib, paint_numbers, tensorboards
 from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors, segmentation_grid
 from lightning_fed.callbacks.segmentation_images import segmentation_logits, with_background
+from lightning_fed.console import round_number
 from lightning_fed.data.federated import ChainedLoaders, EvaluationData, split_loaders
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.messages import Client
@@ -124,7 +125,7 @@ class ClientSegmentations(L.Callback):
         loaders = self._loaders(trainer)
         if not trainer.is_global_zero or not loaders:
             return
-        folder, round = self._folder(trainer), trainer.current_epoch
+        folder, round = self._folder(trainer), self._round(trainer)
         self.rows = [row for row in self.rows if row[0] != round]  # of an earlier validation of the same model
         folder.mkdir(parents=True, exist_ok=True)
         federation = find_federation(trainer)
@@ -152,7 +153,7 @@ class ClientSegmentations(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Shows the table."""
         if self.rows and trainer.is_global_zero:
-            _log.info("Segmentation of the clients after round %d:\n\n%s", self.rows[-1][0], self.table())
+            _log.info("Segmentation of the clients after round %d:\n\n%s", round_number(self.rows[-1][0]), self.table())
 
     def table(self) -> str:
         """The last scores in Markdown: a row for each client, with mean IoU, mean Dice and the IoU of each class."""
@@ -211,7 +212,7 @@ class ClientSegmentations(L.Callback):
         if metric is None:
             return
         scores = {name: float(value) for name, value in metric.compute().items()}
-        round = trainer.current_epoch
+        round = self._round(trainer)
         for name in metric.class_names:
             if f"iou/{name}" in scores:
                 self.rows.append((round, str(client), name, scores[f"iou/{name}"], scores[f"dice/{name}"]))
@@ -289,13 +290,17 @@ class ClientSegmentations(L.Callback):
         with atomic_write(folder / "scores.csv") as partial, open(partial, "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(("round", "client", "class", "iou", "dice"))
-            writer.writerows(self.rows)
+            writer.writerows((round_number(round), *scores) for round, *scores in self.rows)
         write_text_atomically(folder / "scores.md", self.table() + "\n")
 
     def _names(self, num_logits: int) -> list[str]:
         if num_logits == 1:
             return [*(self.class_names[1:2] or self.class_names or ("1",))]
         return [*self.class_names[:num_logits], *map(str, range(len(self.class_names), num_logits))]
+
+    def _round(self, trainer: L.Trainer) -> int:
+        """The round whose model is looked at: after a fit, its last."""
+        return trainer.current_epoch - (trainer.state.fn != "fit")
 
     def _place(self, row: tuple[int, str, str, float, float]) -> int:
         return self.class_names.index(row[2]) if row[2] in self.class_names else int(row[2])
@@ -352,7 +357,7 @@ def heat_map(rows: Sequence[tuple[int, str, str, float, float]]) -> Tensor:
     axes = figure.subplots()
     axes.imshow(painted.permute(1, 2, 0).numpy(), interpolation="nearest", aspect="auto")
     every = math.ceil(len(rounds) / 20)
-    axes.set_xticks(range(0, len(rounds), every), [str(round) for round in rounds[::every]])
+    axes.set_xticks(range(0, len(rounds), every), [str(round_number(round)) for round in rounds[::every]])
     axes.set_yticks(range(len(pairs)), [f"{client} · {name}" for client, name in pairs], fontsize=7)
     for place in range(1, len(pairs)):
         if pairs[place][0] != pairs[place - 1][0]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.console import round_number
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, distinct, tensor_bytes
 from lightning_fed.model.entries import live_entries
@@ -240,7 +241,7 @@ class CommunicationReport(FederatedCallback):
         return "\n".join(lines)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes all traffic, with the fields of :class:`Traffic` as columns.
+        """Writes all traffic, with the fields of :class:`Traffic` as columns; rounds count from 1.
 
         Args:
             path: The file; it is written anew.
@@ -249,7 +250,7 @@ class CommunicationReport(FederatedCallback):
         with Path(path).open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(Traffic._fields)
-            writer.writerows(self.rows)
+            writer.writerows(row._replace(round=round_number(row.round)) for row in self.rows)
 
     def _traffic(self) -> list[dict[str, Traffic]]:
         return [*self._sums.values(), *self._visits.values()]

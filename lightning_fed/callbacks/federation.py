@@ -24,6 +24,7 @@ from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.messages import Client, State
 from lightning_fed.method import Method, build_method
+from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.entries import Policy, Selector, live_entries
 from lightning_fed.rounds.checkpoint_checks import check_file, check_method, check_model, count_of, describe_clients
 from lightning_fed.rounds.client_errors import describe_visit
@@ -452,7 +453,8 @@ class Federation(L.Callback):
         if totals["rounds"] and trainer.is_global_zero:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             seconds = time.monotonic() - self._start
-            _log.info(describe_end(self.method.name, totals, seconds, metrics, files))
+            again = self._fit.options.batch_norm == "recalibrate" and bool(batch_norm_layers(pl_module))
+            _log.info(describe_end(self.method.name, totals, seconds, metrics, files, again))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Shows the last round's numbers also where nothing was left to train after a resume."""

@@ -11,6 +11,7 @@ import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from lightning_fed.callbacks.federation import Federation
+from lightning_fed.console import round_number
 
 
 class FederatedProgressBar(TQDMProgressBar):
@@ -41,7 +42,7 @@ class FederatedProgressBar(TQDMProgressBar):
         bar.reset()
         bar.total, bar.initial = (total if math.isfinite(total) else None), 0
         rounds = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
-        bar.set_description(f"Round {trainer.current_epoch + 1}{rounds}")
+        bar.set_description(f"Round {round_number(trainer.current_epoch)}{rounds}")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

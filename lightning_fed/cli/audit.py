@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_fed.backends.site.record import START, Line, RecordError, read_record
+from lightning_fed.console import round_number
 
 
 def run(args: Sequence[str]) -> None:
@@ -58,7 +59,7 @@ def describe_line(line: Line, is_full: bool = False) -> str:
         ...     "answer": "update", "entries": ["w", "b"], "bytes": 812, "digest": "9c0d11e5aa",
         ...     "rule": {"entries": ["*"]}}
         >>> describe_line(Line(7, "0a", content))
-        '     7 2026-11-24T12:00:00 ann run 3f9a77c0 round 4 update: left, 2 names, 812 bytes, digest 9c0d11e5'
+        '     7 2026-11-24T12:00:00 ann run 3f9a77c0 round 5 update: left, 2 names, 812 bytes, digest 9c0d11e5'
 
     """
     content = line.content
@@ -67,9 +68,9 @@ def describe_line(line: Line, is_full: bool = False) -> str:
     refused = content["rule"].get("refused")
     is_fault = content["rule"].get("answers") == "fault"
     outcome = f"refused by {refused}" if refused else "a fault left" if is_fault else "left"
-    whose = (
-        "" if content["client"] is None else f" {content['client']} run {content['run'][:8]} round {content['round']}"
-    )
+    whose = ""
+    if content["client"] is not None:
+        whose = f" {content['client']} run {content['run'][:8]} round {round_number(content['round'])}"
     torn = "; the line before was cut off by a crash" if "torn" in content else ""
     behind = f"; the clock was {content['clock_behind']} s behind" if "clock_behind" in content else ""
     return (

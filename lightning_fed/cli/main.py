@@ -31,18 +31,18 @@ commands:
   demo                      train DeepLabV3+ on 24 clients with generated images; minutes, no download
   fit -c RECIPE             train what a recipe (a YAML file) describes
   validate -c RECIPE        evaluate a checkpoint on validation data: --ckpt_path FILE
-  test -c RECIPE            the same on test data
+  test -c RECIPE            evaluate it on test data
   predict -c RECIPE         run a checkpoint on the data to predict
   compare RECIPE            train with several methods on equal rounds: --methods fedavg fedmargin --seeds 3
-  data RECIPE               tell what every client has, and how its images look, before anything trains
+  data RECIPE               show each client's data, and how its images look, before anything trains
   methods                   list the methods and their options
-  privacy RECIPE            say what a recipe's rounds cost of the clients' privacy
+  privacy RECIPE            compute what a recipe's rounds cost of the clients' privacy
   merge CKPT CKPT -o CKPT   match the neurons of trained models, and average them
   flower new DIR -c RECIPE  write a Flower app: the same federation, across machines
-  nvflare new DIR -c RECIPE the same as an NVFLARE job
+  nvflare new DIR -c RECIPE write the same as an NVFLARE job
   audit RECORD              show and verify the record of what has left a client's site
   recipes [NAME]            list the ready recipes, or print one
-  doctor                    tell versions, devices, and what is not installed; --flower: check a connection
+  doctor                    print versions, devices, and missing extras; --flower: check a connection
 
   COMMAND --help            all options of a command
   fit --data.help CamVid    the options of a data set; so too --model.help, --trainer.partition.help

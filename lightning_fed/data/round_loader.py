@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_fed.console import round_number
 from lightning_fed.data.interleave import ClientGenerators, StackedBatch, sequential_groups, stack_batches
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, batch_length, seed_everything
 from lightning_fed.data.visit_clock import VisitClock
@@ -373,10 +374,11 @@ class RoundLoader:
     def _log_common_error(self) -> None:
         if self._reasons and len(self._reasons) == self._chosen:
             reason, count = Counter(self._reasons).most_common(1)[0]
+            assert self.round is not None
             _log.error(
                 "Round %s: the data of all %d clients raised, of %d with %s. Nothing came of it: look for the fault in"
                 " the data set.",
-                self.round,
+                round_number(self.round),
                 self._chosen,
                 count,
                 reason,

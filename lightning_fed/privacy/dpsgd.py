@@ -26,6 +26,7 @@ from lightning_fed.argument_checks import check_count, check_number, check_optio
 from lightning_fed.atomic_files import write_text_atomically
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.client.client_store import FolderStore
+from lightning_fed.console import round_number
 from lightning_fed.data.poisson import PoissonSampling, check_poisson_loader, poisson_loader
 from lightning_fed.errors import ClientFault, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
@@ -544,7 +545,7 @@ class DPSGD(FederatedCallback):
         write_text_atomically(path, json.dumps({"noise_multiplier": self.noise_multiplier, "account": counts}))
         _log.info(
             "Round %d: client %r has taken %d steps so far, epsilon %.4g at delta %g.",
-            trainer.current_epoch, client, account.steps, self.epsilon(client), self.delta,
+            round_number(trainer.current_epoch), client, account.steps, self.epsilon(client), self.delta,
         )  # fmt: skip
 
     def _epsilon(self, account: _Account) -> float:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
+from lightning_fed.console import round_number
 from lightning_fed.model.layer_widths import layer_numbers
 from lightning_fed.rounds.lightning_internals import lightning_attributes
 
@@ -70,6 +71,9 @@ def changed_attributes(before: dict[str, Any], after: dict[str, Any]) -> list[st
 def warn_of_carried(module: L.LightningModule, before: dict[str, Any], round: int) -> None:
     """Names the attributes that a round's visits have changed in the log, each once.
 
+    A list that is empty when a round begins is left out: it collects what is logged after the epoch. One that is never
+    emptied is named in the second round.
+
     Args:
         module: The module, after the last visit.
         before: What :func:`note_attributes` found before the first.
@@ -77,19 +81,16 @@ def warn_of_carried(module: L.LightningModule, before: dict[str, Any], round: in
 
     """
     named = _named.setdefault(module, set())
-    changed = [name for name in changed_attributes(before, note_attributes(module)) if name not in named]
-    names = [name for name in changed if not _is_width(module, name)]
+    changed = changed_attributes(before, note_attributes(module))
+    new = [name for name in changed if name not in named and before.get(name) not in ([], {})]
+    names = [name for name in new if not _is_width(module, name)]
     if not names:
         return
     named.update(names)
     _log.warning(
-        "Round %d: these attributes of %s changed in the visits: %s. They are no part of the model: every visit goes on"
-        " with what the one before it in the same process has left, so that values pass from client to client beside"
-        " the messages. If `training_step` uses them, the result depends on the order of the clients and on the"
-        " number of processes: make each a buffer (`register_buffer(name, tensor)`, which is sent and averaged like"
-        " the weights; with `persistent=False` every visit starts with its value from the start of the round). If they"
-        " only collect what is logged after the epoch, all is well, but in several processes each has its own.",
-        round,
+        "Round %d: these attributes of %s changed in the visits: %s. They pass from client to client beside the"
+        " messages: make what training uses a buffer, `register_buffer(name, tensor)`.",
+        round_number(round),
         type(module).__name__,
         ", ".join(f"`{name}`" for name in names),
     )

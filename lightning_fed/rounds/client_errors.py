@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.errors import ClientFault, VisitTimeout, describe
 
@@ -45,7 +46,7 @@ def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
         planned: The visit that was under way.
 
     """
-    note = f"In round {planned.visit.round}, in the visit of client {planned.visit.client!r}."
+    note = f"In round {round_number(planned.visit.round)}, in the visit of client {planned.visit.client!r}."
     if any(text in str(error) for text in _LOST_DEVICE):
         return (
             f"{note} The GPU may report it some steps late, and does not work any more in this process: labels out of"

@@ -14,6 +14,7 @@ import lightning as L
 import torch
 
 from lightning_fed.client.local_model import LocalModel
+from lightning_fed.console import round_number
 from lightning_fed.data.population import seed_everything, seeded_generators
 from lightning_fed.errors import ClientFault, VisitTimeout
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
@@ -188,7 +189,7 @@ class ClientModels:
                 except (ClientFault, VisitTimeout) as fault:
                     answers.failed[visit.client] = str(fault)
                 except Exception as error:
-                    error.add_note(f"After round {visit.round}, when client {visit.client!r} was asked.")
+                    error.add_note(f"After round {round_number(visit.round)}, when client {visit.client!r} was asked.")
                     raise
                 else:
                     answers.updates[visit.client] = update

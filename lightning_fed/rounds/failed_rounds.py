@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_fed.console import round_number
 from lightning_fed.messages import Client
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightning_fed.server.interface import RoundReport
@@ -95,7 +96,7 @@ class FailedRounds:
             if self._cause is None:
                 raise RuntimeError(self._message)
             self._cause.add_note(
-                f"In round {report.round} all {len(report.failed)} clients failed by this error. With"
+                f"In round {round_number(report.round)} all {len(report.failed)} clients failed by this error. With"
                 " `max_failed_rounds=None` the fit goes on whatever fails."
             )
             raise self._cause
@@ -122,8 +123,8 @@ class FailedRounds:
                 f"{number} of {number + len(report.received)} clients failed: client {client!r} is left out: {fault}"
             )
         return (
-            f"No new model has come of {rounds}, up to round {report.round}, in which {reason}. Mend this, or let the"
-            " fit go on whatever fails with `max_failed_rounds=None`."
+            f"No new model has come of {rounds}, up to round {round_number(report.round)}, in which {reason}. Mend"
+            " this, or let the fit go on whatever fails with `max_failed_rounds=None`."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_fed.console import round_number
 from lightning_fed.messages import tensor_bytes
 from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.entries import live_entries
@@ -50,7 +52,7 @@ def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
     shared = {name: entries[name] for name, policy in fit.policies.items() if policy == "shared"}
     following = {name: shared.pop(name) for name in untrained & shared.keys()}
     first, last = trainer.current_epoch, trainer.max_epochs
-    rounds = "rounds without end" if last in (None, -1) else f"rounds {first} to {last - 1}"
+    rounds = "rounds without end" if last in (None, -1) else f"rounds {round_number(first)} to {last}"
     secret = fit.schedule.secret
     size = f"{'about ' if secret is not None and secret.is_poisson else ''}{fit.schedule.cohort_size(clients)}"
     kept = " and ".join(f"{counts[policy]} {policy}" for policy in _AT_HOME if counts[policy])
@@ -87,6 +89,7 @@ def describe_end(
     seconds: float,
     metrics: Mapping[str, float],
     files: Mapping[str, str] | None = None,
+    recalibrates: bool = False,
 ) -> str:
     """A table of what a fit has done.
 
@@ -96,6 +99,7 @@ def describe_end(
         seconds: Duration of the fit.
         metrics: What was logged last; the package's own numbers of a round are left out.
         files: Where something lies, as by :func:`files_of`.
+        recalibrates: Whether clients are sent each new model once more, to measure BatchNorm's statistics.
 
     Example:
         >>> totals = {"rounds": 2, "clients": 5, "failed": 1, "dropped": 0, "down_bytes": 4000, "up_bytes": 3500}
@@ -113,7 +117,7 @@ def describe_end(
         "rounds": f"{totals['rounds']}, {seconds / max(1, totals['rounds']):.3g} s each, {seconds:.3g} s in all",
         "updates used": str(totals["clients"]),
         "clients left out": f"{totals['failed']} failed, {totals['dropped']} dropped out",
-        "sent to clients": format_bytes(totals["down_bytes"]),
+        "sent to clients": format_bytes(totals["down_bytes"]) + recalibrates * ", new models once more for BatchNorm",
         "sent back": format_bytes(totals["up_bytes"]),
     }
     if totals.get("numbers"):
@@ -125,7 +129,7 @@ def describe_end(
 
 
 def files_of(trainer: L.Trainer) -> dict[str, str]:
-    """Sentences on the places of a fit's best checkpoints and logs.
+    """Sentences on the places of a fit's checkpoints, the best ones with their scores and rounds, and of its logs.
 
     Args:
         trainer: The Trainer.
@@ -134,7 +138,12 @@ def files_of(trainer: L.Trainer) -> dict[str, str]:
     rows = {}
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver.best_model_score is not None:
-            rows[f"best {saver.monitor}"] = f"{float(saver.best_model_score):.4g}, {saver.best_model_path}"
+            epoch = re.search(r"epoch=(\d+)", Path(saver.best_model_path).name)  # where the name has Lightning's form
+            after = f" after round {round_number(int(epoch[1]))}" if epoch else ""
+            rows[f"best {saver.monitor}"] = f"{float(saver.best_model_score):.4g}{after}, {saver.best_model_path}"
+    newest = last_checkpoint(trainer)
+    if newest is not None:
+        rows["newest checkpoint"] = newest
     if trainer.log_dir is not None and trainer.loggers:
         rows["logs"] = trainer.log_dir
     return rows

@@ -17,6 +17,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 
+from lightning_fed.console import round_number
 from lightning_fed.data.federated import FederatedDataModule, datamodule_of_handed, split_training_data
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population, in_one_thread, seeded_generators
@@ -325,8 +326,8 @@ class RoundLoop:
                 self.fit.ignore_warning("The number of training batches")
             if self.fit.rounds > self.fit.trainer.current_epoch:  # there is a checkpoint of before its validation
                 raise MisconfigurationException(
-                    f"Round {self.fit.trainer.current_epoch} is in the checkpoint already, and only its validation is"
-                    " not: resume with a Trainer that validates as the one before."
+                    f"Round {round_number(self.fit.trainer.current_epoch)} is in the checkpoint already, and only"
+                    " its validation is not: resume with a Trainer that validates as the one before."
                 )
             self._loader = loader
             self.fit.start_round(cohort)
@@ -467,7 +468,7 @@ class RoundLoop:
         has_aggregate = self._close_round(round, loader)
         _log.warning(
             "Round %d was cut short: the fit ends in visit %d of %d, %s.",
-            self.fit.server.report.round,
+            round_number(self.fit.server.report.round),
             loader.visits.index(planned) + 1,
             len(loader.visits),
             "with what was trained so far" if has_aggregate else "and the global model stays as it was",
@@ -520,7 +521,8 @@ class RoundLoop:
         round = self.round
         if round is not None:
             self.fit.synchronisation.join(round.start, round.cohort, is_cut=True)
-            _log.warning("Round %d was cut short: the global model stays as it was.", self.fit.server.report.round)
+            number = round_number(self.fit.server.report.round)
+            _log.warning("Round %d was cut short: the global model stays as it was.", number)
             round.abandon()
 
     @contextmanager

@@ -19,6 +19,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.client.local_model import LocalModel
+from lightning_fed.console import round_number
 from lightning_fed.data.population import seed_everything, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.messages import Client, State
@@ -152,7 +153,7 @@ class Round:
             entries = self.local.entries
             fault = find_implausible({name: entries[name] for name in self.local.shared if is_running_statistic(name)})
             if fault is not None:
-                _log.error("Round %d is taken back: %s.", self._server.report.round, fault)
+                _log.error("Round %d is taken back: %s.", round_number(self._server.report.round), fault)
                 self._server.abandon_round()
                 self.load_global(self.start.state)
                 state, is_new = None, False

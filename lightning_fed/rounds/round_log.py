@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from lightning_fed.console import round_number
 from lightning_fed.messages import State
 from lightning_fed.model.entries import norm
 from lightning_fed.rounds.lightning_internals import hide_metrics, log_position, show_metrics
@@ -46,8 +47,8 @@ class RoundLog:
                                where their updates cancel; not below 0 where the new model is the mean of the
                                clients' with these weights, but for other rules (a server's learning rate above 1,
                                momentum, weights by something else) it can be
-    ``comm/up_bytes``          bytes of the round's updates; ``comm/total_up_bytes`` since round 0
-    ``comm/down_bytes``        bytes of the round's broadcasts; ``comm/total_down_bytes`` since round 0
+    ``comm/up_bytes``          bytes of the round's updates; ``comm/total_up_bytes`` since the first round
+    ``comm/down_bytes``        bytes of the round's broadcasts; ``comm/total_down_bytes`` since the first round
     ========================== ==========================================================================
 
     ``metrics`` that clients send are logged as ``clients/<name>``, their mean over those that sent one: no client can
@@ -62,8 +63,8 @@ class RoundLog:
     Attributes:
         totals: Sums over the rounds that ended in this process: ``rounds``, ``clients`` whose updates were aggregated,
             ``failed`` and ``dropped`` ones, ``up_bytes`` and ``down_bytes``, ``numbers`` of clients that were left out.
-        total_up_bytes: Bytes of all updates since round 0.
-        total_down_bytes: Bytes of all broadcasts since round 0.
+        total_up_bytes: Bytes of all updates since the first round.
+        total_down_bytes: Bytes of all broadcasts since the first round.
 
     """
 
@@ -200,7 +201,7 @@ class RoundLog:
                     "Round %d: %d numbers of client %r are not logged, %.100r first (later ones are left out without a"
                     " line here): of a client %d are, of a fit %d names, with finite values and names of at most 100"
                     " letters, digits and `._-/`.",
-                    report.round, len(left_out), client, left_out[0], _MOST_METRICS, _MOST_NAMES,
+                    round_number(report.round), len(left_out), client, left_out[0], _MOST_METRICS, _MOST_NAMES,
                 )  # fmt: skip
             self.totals["numbers"] += len(left_out)
         return {f"clients/{name}": sum(values) / len(values) for name, values in sorted(sent.items()) if name in taken}

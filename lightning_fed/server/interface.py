@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_fed.argument_checks import check_count
+from lightning_fed.console import round_number
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.held_entries import HeldEntries
@@ -166,7 +167,7 @@ class ServerInterface(ABC):
         self.report.failed[client] = reason
         if error is not None:
             self.errors[client] = error
-        _log.warning("Round %d: client %r is left out: %s.", self.report.round, client, reason)
+        _log.warning("Round %d: client %r is left out: %s.", round_number(self.report.round), client, reason)
         return False
 
     def refuse(self, client: Client, reason: str, error: Exception | None = None) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from lightning_fed.console import round_number
 from lightning_fed.errors import BadUpdate, BadUpdates, describe, without_frames
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import distance, find_fault, find_implausible, find_non_finite, norm
@@ -163,7 +164,7 @@ class Server(ServerInterface):
             return None
         fault = find_implausible(state)
         if fault is not None:
-            _log.error("Round %d: the aggregate is not used: %s.", self.report.round, fault)
+            _log.error("Round %d: the aggregate is not used: %s.", round_number(self.report.round), fault)
             self.abandon_round()
             return None
         return state
@@ -178,7 +179,7 @@ class Server(ServerInterface):
             if count < self.min_clients and self.chain.reveals != "model":
                 _log.warning(
                     "Round %d: %d good updates, fewer than min_clients=%d: the global model stays as it was.",
-                    self.report.round,
+                    round_number(self.report.round),
                     count,
                     self.min_clients,
                 )

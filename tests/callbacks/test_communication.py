@@ -239,7 +239,7 @@ def test_the_file(tmp_path):
     with (tmp_path / "sent.csv").open(newline="") as file:
         header, *lines = csv.reader(file)
     assert header == ["round", "client", "part", "down_numel", "down_bytes", "up_numel", "up_bytes"]
-    assert lines == [[str(field) for field in row] for row in report.rows]
+    assert lines == [[str(row.round + 1), *map(str, row[1:])] for row in report.rows]
     assert len(lines) == 12
 
 

@@ -117,7 +117,8 @@ def test_what_passes_from_client_to_client_is_named_once(kind, either_trainer, c
     module = Writing(write, **({} if make is None else {"kept": make()}))
     either_trainer(3, seed=0).fit(module, datamodule=FederatedDataModule(models.as_datasets(models.vectors())))
     (message,) = carried(caplog)
-    assert message.startswith("Round 0: these attributes of Writing changed in the visits: `")
+    number = 2 if write is append else 1  # what is empty when a round begins may be emptied each time
+    assert message.startswith(f"Round {number}: these attributes of Writing changed in the visits: `")
     assert ("`net.0.kept`" if write is write_into_submodule else "`kept`") in message
     assert "`register_buffer(name, tensor)`" in message
 
@@ -129,7 +130,7 @@ def test_what_changes_only_later_is_named_then(federated_trainer, caplog):
 
     federated_trainer(max_rounds=4).fit(Writing(write, late=None), models.as_datasets(models.vectors()))
     (message,) = carried(caplog)
-    assert message.startswith("Round 2:")
+    assert message.startswith("Round 3:")
 
 
 class Plain(models.Module):
@@ -205,9 +206,7 @@ def test_outputs_are_collected_over_the_epoch(either_trainer, caplog):
     trainer.fit(Collecting(models.mlp()), datamodule=data)
     assert lengths == [sum(count_batches(len(client), 16) for client in data.clients.values())] * 2
     assert "mean_loss" in trainer.callback_metrics
-    (message,) = carried(caplog)
-    assert "`collected`" in message
-    assert "If they only collect what is logged after the epoch, all is well" in message
+    assert not carried(caplog)
 
 
 def test_on_flower_each_is_named_once_as_well(tmp_path, caplog):

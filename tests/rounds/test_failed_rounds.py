@@ -14,7 +14,7 @@ def test_failures_end_the_fit_also_where_fewer_clients_came_than_are_needed(min_
     failed = FailedRounds(limit=2)
     reports = [RoundReport(round, received=received, failed={"bob": CAUSE, "cid": CAUSE}) for round in range(2)]
     failed.end_round(reports[0], has_come=False, min_clients=min_clients, num_clients=4)
-    with pytest.raises(RuntimeError, match=f"2 rounds in a row, up to round 1, .*client 'bob' is left out: {CAUSE}"):
+    with pytest.raises(RuntimeError, match=f"2 rounds in a row, up to round 2, .*client 'bob' is left out: {CAUSE}"):
         failed.end_round(reports[1], has_come=False, min_clients=min_clients, num_clients=4)
 
 
@@ -42,7 +42,7 @@ def test_one_error_of_all_clients_is_raised_at_once():
     failed.end_round(RoundReport(0, failed={"bob": CAUSE}), has_come=False, num_clients=4, errors=of_bob)
     with pytest.raises(KeyError, match="x") as raised:
         failed.end_round(RoundReport(1, failed=dict.fromkeys(errors, CAUSE)), False, num_clients=4, errors=errors)
-    assert "In round 1 all 2 clients failed by this error" in raised.value.__notes__[0]
+    assert "In round 2 all 2 clients failed by this error" in raised.value.__notes__[0]
     failed.end_round(RoundReport(2, received={"ann": 5}), has_come=True)
     mixed = {**errors, "bob": ValueError("y")}
     failed.end_round(RoundReport(3, failed=dict.fromkeys(mixed, CAUSE)), has_come=False, num_clients=4, errors=mixed)

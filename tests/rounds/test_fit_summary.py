@@ -38,12 +38,13 @@ def fit(make_trainer, caplog, module, rounds=2, **options):
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_the_line_at_the_start(federated_trainer, caplog):
     module = models.Module(models.norm_mlp())
-    first = fit(federated_trainer, caplog, module, clients_per_round=2, personal=["net.0.*"])[0]
+    first, *_, end = fit(federated_trainer, caplog, module, clients_per_round=2, personal=["net.0.*"])
     size = bytes_of(module, "net.0.")
-    assert first.startswith("FedAvg: rounds 0 to 1, 2 of 3 clients in each, one after another.")
+    assert first.startswith("FedAvg: rounds 1 to 2, 2 of 3 clients in each, one after another.")
     assert f"{size} bytes travel to a client and back" in first
     assert "2 personal ones stay" in first
     assert "BatchNorm: 'recalibrate', for which clients are sent the new model too." in first
+    assert ", new models once more for BatchNorm" in end
 
 
 class Teacher(models.Module):
@@ -156,8 +157,10 @@ def test_the_end_says_where_the_best_checkpoint_and_the_logs_are(federated_train
         trainer.fit(models.Module(models.mlp()), datamodule=data)
     table = lines(caplog)[-1]
     assert re.search(
-        rf"best val_loss +{float(saver.best_model_score):.4g}, {re.escape(saver.best_model_path)}\n", table
+        rf"best val_loss +{float(saver.best_model_score):.4g} after round [12], {re.escape(saver.best_model_path)}\n",
+        table,
     )
+    assert re.search(rf"newest checkpoint +{re.escape(str(tmp_path))}/best/epoch=[01]-", table)
     assert re.search(rf"logs +{re.escape(trainer.log_dir)}$", table)
 
 

@@ -262,4 +262,4 @@ def test_an_aggregate_that_cannot_be_is_taken_back(caplog):
     assert server.count(update)
     assert server.accept(update)
     assert server.finish_round() is None
-    assert "Round 0: the aggregate is not used: entry 'n.running_var' is negative." in caplog.text
+    assert "Round 1: the aggregate is not used: entry 'n.running_var' is negative." in caplog.text

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_fed.algorithms.feddane.aggregator import FedDANE
 from lightning_fed.algorithms.proximal_term import ProximalTerm, add_to_gradient
 from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, batch_length, seeded_generators
 from lightning_fed.errors import describe
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
@@ -107,18 +108,18 @@ class GradientCorrection(FederatedCallback):
             try:
                 answer = self._measure(trainer, module, client, state, is_reloaded=True)
             except _NoAnswerError as fault:
-                _log.warning("Round %d: client %r's gradient is left out: %s.", round, client, fault)
+                _log.warning("Round %d: client %r's gradient is left out: %s.", round_number(round), client, fault)
                 self._step_error = fault.step_error or self._step_error
                 continue
             except Exception as error:
-                error.add_note(f"In round {round}, in the gradient of client {client!r}.")
+                error.add_note(f"In round {round_number(round)}, in the gradient of client {client!r}.")
                 raise
             server.report.up_bytes += answer.nbytes
             reason = find_non_finite(answer.extras)
             if reason is None:
                 mean.add(answer.extras, answer.num_samples, answer.num_samples)
             else:
-                _log.warning("Round %d: client %r's gradient is left out: %s.", round, client, reason)
+                _log.warning("Round %d: client %r's gradient is left out: %s.", round_number(round), client, reason)
         local.load_global(state)
         tell_of_model(trainer, module, None)
         whole = WeightedMean()

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_fed.algorithms.fedma.class_mean import class_mean
 from lightning_fed.algorithms.fedma.matching_pass import COUNTS, REQUIRED_STEP, STEP, MatchingPass, tensor_hash
 from lightning_fed.argument_checks import check_count, check_option, check_positive
+from lightning_fed.console import round_number
 from lightning_fed.errors import BadUpdate, OptionError
 from lightning_fed.matching.neuron_matching import MatchScore
 from lightning_fed.matching.one_shot import (
@@ -232,7 +233,9 @@ class FedMA(ResizingAggregator, PlanningAggregator):
                 "The network is not known: `LayerwiseTraining` makes it known in a fit, or else `prepare`."
             )
         if self._open_pass is not None and not self._pass(info.round).stage:
-            _log.warning("Round %d: nothing came of the round before, so that a new pass begins.", info.round)
+            _log.warning(
+                "Round %d: nothing came of the round before, so that a new pass begins.", round_number(info.round)
+            )
         self._info, self._state, self.received, self._metrics = info, state, {}, {}
         self._changed = frozenset[str]()
         if self._last_pass is not None and not self._pass(info.round).stage:
@@ -324,11 +327,12 @@ class FedMA(ResizingAggregator, PlanningAggregator):
             match.state.update(self._output_means(updates, stage_groups, match))
         fault = find_non_finite(match.state)
         if fault is not None:
-            _log.error("Round %d: the stage is not used: %s.", self._info.round, fault)
+            _log.error("Round %d: the stage is not used: %s.", round_number(self._info.round), fault)
             return None
         dropped = sorted(map(str, current.assignments.keys() - self.received.keys()))
         if dropped:
-            _log.warning("Round %d: left out for the rest of the pass: %s.", self._info.round, ", ".join(dropped))
+            words = "Round %d: left out for the rest of the pass: %s."
+            _log.warning(words, round_number(self._info.round), ", ".join(dropped))
         current = current.with_stage(self._info.round, clients, match)
         agreement = {name: share for name, share in match.agreement.items() if math.isfinite(share)}
         measured: dict[str, Mapping[str, float]] = {"width": match.groups.sizes, "matched": match.matched}

@@ -47,6 +47,7 @@ from lightning_fed.algorithms.fedmargin.prototypes import (
     update_prototypes,
 )
 from lightning_fed.argument_checks import check_option, check_positive
+from lightning_fed.console import round_number
 from lightning_fed.errors import BadUpdate, BadUpdates, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import is_running_statistic
@@ -337,7 +338,7 @@ class FedMargin(RowAggregator):
             return
         _log.warning(
             "Round %d: the aggregate prototypes start anew: those of the clients have %d features instead of %d.",
-            self._info.round,
+            round_number(self._info.round),
             width,
             self.prototypes.means.shape[1],
         )

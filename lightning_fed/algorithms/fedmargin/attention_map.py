@@ -102,7 +102,7 @@ class AttentionMap(FederatedCallback):
 
 
 def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[list[Client], Tensor]:
-    """The clients, numbers before names, and their attention from round 0 on: NaN where one was not in a round.
+    """The clients, numbers before names, and their attention from the first round on: NaN where one was not in a round.
 
     Example:
         >>> attention_table({0: {"b": 1.0}, 2: {"b": 0.25, "a": 0.75}})
@@ -135,7 +135,8 @@ def attention_picture(clients: Sequence[Client], values: Tensor) -> Tensor:
     size = (min(20, 4 + 0.15 * columns), min(20, 1.5 + 0.2 * rows))
     figure = Figure(figsize=size, dpi=100, layout="constrained")
     axes = figure.subplots()
-    axes.imshow(painted.permute(1, 2, 0).numpy(), aspect="auto", interpolation="nearest")
+    extent = (0.5, columns + 0.5, rows - 0.5, -0.5)  # rounds are counted from 1
+    axes.imshow(painted.permute(1, 2, 0).numpy(), aspect="auto", interpolation="nearest", extent=extent)
     labelled = range(0, rows, math.ceil(rows / _MAX_LABELS))
     axes.set_yticks(list(labelled), [str(clients[row]) for row in labelled])
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -25,6 +25,7 @@ from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.pictures import Color, figure_pixels, has_matplotlib, report_other_loggers, tensorboards
 from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors
+from lightning_fed.console import round_number
 from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.rounds.federated_callback import FederatedCallback
 
@@ -149,7 +150,7 @@ class PrototypePlots(FederatedCallback):
         else:
             prototypes = self._over_clients(trainer, server.report.received)
         self._sent = {}
-        self._draw(trainer, prototypes, f"Round {trainer.current_epoch}")
+        self._draw(trainer, prototypes, f"Round {round_number(trainer.current_epoch)}")
 
     # A plain Trainer
 

@@ -16,6 +16,7 @@ import torch
 
 from lightning_fed.algorithms.fesem.clustering import embed, k_means
 from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.console import round_number
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import copy_state, is_running_statistic
@@ -218,7 +219,7 @@ class FeSEM(ClusteredAggregator):
         elif len(updates) < self.num_centers:
             _log.warning(
                 "Round %d had %d good updates, fewer than num_centers=%d: it was one of federated averaging.",
-                self._info.round,
+                round_number(self._info.round),
                 len(updates),
                 self.num_centers,
             )

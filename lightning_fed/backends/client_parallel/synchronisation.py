@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_fed.backends.client_parallel.distributed_log import DistributedLog
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.local_model import LocalModel
+from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, seed_everything
 from lightning_fed.data.visit_costs import VisitCosts
 from lightning_fed.messages import Client, State
@@ -148,9 +149,9 @@ class ProcessSynchronisation(RoundSynchronisation):
         cut = [rank for rank, share in enumerate(shares) if share.is_cut]
         if cut:
             raise RuntimeError(
-                f"Round {number} ended in process {cut[0]} before its visits were over, and the other processes cannot"
-                " know: `on_train_batch_start` must not return -1, and nothing may leave the epoch in one process"
-                " alone."
+                f"Round {round_number(number)} ended in process {cut[0]} before its visits were over, and the other"
+                " processes cannot know: `on_train_batch_start` must not return -1, and nothing may leave the epoch in"
+                " one process alone."
             )
         trainer.should_stop = any(share.should_stop for share in shares)
         add_optimizer_steps(trainer, sum(share.steps for share in shares) - steps)

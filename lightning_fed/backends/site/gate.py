@@ -23,6 +23,7 @@ from lightning_fed.backends.site.policy import (
 from lightning_fed.backends.site.record import DAY, Record, RecordError
 from lightning_fed.backends.site.signatures import split_signature
 from lightning_fed.backends.wire.packets import Fault, Packet, PacketError, write_fault
+from lightning_fed.console import round_number
 
 _log = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ class SiteGate:
             line.number,
             order.answer,
             order.client,
-            order.round,
+            order.round if order.round is None else round_number(order.round),
             content["bytes"],
             f"refused by {rule['refused']}" if "refused" in rule else "left",
             line.digest,

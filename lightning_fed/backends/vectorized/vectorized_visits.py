@@ -10,6 +10,7 @@ import lightning as L
 from torch import Tensor
 
 from lightning_fed.backends.vectorized.stacked_model import StackedModel, joint_loss
+from lightning_fed.console import round_number
 from lightning_fed.data.interleave import ClientGenerators, StackedBatch, batch_tensors
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import VisitGroups
@@ -63,8 +64,9 @@ class VectorizedVisits(SimultaneousVisits):
                 if None in faults.values() or not (is_of_all or len(part.clients) == 1):  # whose it is nobody knows
                     clients = [group[row].visit.client for row in part.clients]
                     error.add_note(
-                        f"In round {group[0].visit.round}, in the visits of clients {clients}, who train at once:"
-                        " with `visits='auto'` one trains after another, and a client that fails is left out by name."
+                        f"In round {round_number(group[0].visit.round)}, in the visits of clients {clients}, who"
+                        " train at once: with `visits='auto'` one trains after another, and a client that fails is"
+                        " left out by name."
                     )
                     raise
                 for row, fault in faults.items():

@@ -37,6 +37,7 @@ from lightning_fed.backends.wire.remote_client_store import RemoteClientStore
 from lightning_fed.backends.wire.secure_sum_server import ServerSum
 from lightning_fed.backends.wire.transport import Transport
 from lightning_fed.client.local_optimizers import LocalOptimizers
+from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch
 from lightning_fed.errors import BadUpdate, describe, without_frames
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
@@ -218,7 +219,7 @@ class RemoteClientSide(RemoteSide):
             except Exception as error:  # a schedule that ends before
                 _log.warning(
                     "Round %d: the schedulers do not go on from client %r, which reports %s steps: %s.",
-                    visit.round, visit.client, of_schedulers, describe(error),
+                    round_number(visit.round), visit.client, of_schedulers, describe(error),
                 )  # fmt: skip
                 continue
             if reported.scaler:
@@ -339,7 +340,7 @@ class RemoteClientSide(RemoteSide):
                 yield client, reply
         if not lacking:
             return
-        _log.info("Round %d: %d clients are sent entries that do not train, once.", number, len(lacking))
+        _log.info("Round %d: %d clients are sent entries that do not train, once.", round_number(number), len(lacking))
         answers = dict(self._transport.ask(kind, map(pack_whole, lacking), number, pack_again))
         for client, reply in waiting:
             yield client, answers.get(client, reply)

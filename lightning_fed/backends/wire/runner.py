@@ -43,6 +43,7 @@ from lightning_fed.backends.wire.server import Model
 from lightning_fed.backends.wire.server_for_client import HalvesMismatch, RemoteServerSide
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.client.client_store import FolderStore
+from lightning_fed.console import round_number
 from lightning_fed.data.population import Population
 from lightning_fed.errors import ClientFault
 from lightning_fed.messages import Client, ClientUpdate
@@ -139,7 +140,9 @@ class ClientRunner:
         finished = AnswerFile(self._store / train_request.run, train_request, packet.data) if is_kept else None
         last = None if finished is None else finished.read()
         if last is not None:
-            _log.info("Round %d: client %r hands its answer over again.", train_request.visit.round, client)
+            _log.info(
+                "Round %d: client %r hands its answer over again.", round_number(train_request.visit.round), client
+            )
             return last
         held = HeldFile(self._store / train_request.run)
         if train_request.keeps:
@@ -154,7 +157,9 @@ class ClientRunner:
         except ClientFault as fault:
             return write_fault(Fault(client, str(fault)))
         except Exception as error:
-            _log.exception("Round %d: the program of client %r failed.", train_request.visit.round, client)
+            _log.exception(
+                "Round %d: the program of client %r failed.", round_number(train_request.visit.round), client
+            )
             self._run = ""  # whatever it has done to the module
             return write_fault(Fault(client, find_public_reason(error)))
         server = remote.server
@@ -209,7 +214,7 @@ class ClientRunner:
             per_epoch = None
         excess = self._bounds.find_excess(train_request, per_epoch)
         if excess is not None:
-            _log.warning("Round %d: client %r does not train: %s.", visit.round, visit.client, excess)
+            _log.warning("Round %d: client %r does not train: %s.", round_number(visit.round), visit.client, excess)
         return excess
 
     def _bounded(self, reply: Packet, client: Client) -> Packet:

@@ -34,6 +34,7 @@ from lightning_fed.backends.wire.secure_sum_protocol import (
     open_share,
     share_secrets,
 )
+from lightning_fed.console import round_number
 from lightning_fed.errors import ClientFault
 from lightning_fed.messages import Client, ClientUpdate, State
 
@@ -80,7 +81,9 @@ class ClientSum:
             steps = {"keys": self._publish, "shares": self._shares, "open": self._open, "unmask": self._unmask}
             return write_sum_reply(request, steps[request.stage](request))
         except (SumError, ClientFault) as fault:
-            _log.warning("Round %d: client %r is in no secure sum: %s.", request.round, self._client, fault)
+            _log.warning(
+                "Round %d: client %r is in no secure sum: %s.", round_number(request.round), self._client, fault
+            )
             return write_fault(Fault(self._client, str(fault)))
 
     def mask(self, update: ClientUpdate, sent: State, peers: Sequence[Client], round: int) -> None:
@@ -164,7 +167,8 @@ class ClientSum:
                     else _hex(open_share(sealing, keys[peer], keys[self._client], sealed, context))
                 )
             except SumError as error:
-                _log.warning("Round %d: client %r: %s, by %r.", request.round, self._client, error, peer)
+                number = round_number(request.round)
+                _log.warning("Round %d: client %r: %s, by %r.", number, self._client, error, peer)
                 shares[peer] = _hex(Share(NO_SHARE, NO_SHARE))  # the others' may be enough
         self._put(request.round, "opened", {**known, "shares": list(shares.items())})
         missing = _hex(Share(NO_SHARE, NO_SHARE))
@@ -218,7 +222,8 @@ class ClientSum:
         try:
             path.rename(taken)
         except FileNotFoundError as error:
-            raise ClientFault(f"it has nothing of round {round} for this step of a secure sum") from error
+            reason = f"it has nothing of round {round_number(round)} for this step of a secure sum"
+            raise ClientFault(reason) from error
         try:
             values: dict[str, Any] = json.loads(taken.read_text())
         finally:

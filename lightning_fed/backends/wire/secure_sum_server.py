@@ -20,6 +20,7 @@ from lightning_fed.backends.wire.secure_sum_packets import (
 )
 from lightning_fed.backends.wire.secure_sum_protocol import SumError, check_public, find_masks
 from lightning_fed.backends.wire.transport import Transport
+from lightning_fed.console import round_number
 from lightning_fed.errors import describe
 from lightning_fed.messages import Client
 from lightning_fed.privacy.secure_sum import RingSum
@@ -78,7 +79,7 @@ class ServerSum:
                 self.peers = {client: published[client] for client in clients}
                 return
             words = "Round %d: the secure sum begins again, with new keys of the other %d clients."
-            _log.warning(words, self._server.report.round, len(clients))
+            _log.warning(words, round_number(self._server.report.round), len(clients))
 
     def _publish(self, clients: Sequence[Client]) -> dict[Client, bytes]:
         """Asks clients for keys, and returns those that an exchange can be made with."""
@@ -115,11 +116,12 @@ class ServerSum:
 
     def _is_at_fault(self, client: Client, opened: Mapping[Client, Mapping[Client, bytes]]) -> bool:
         """True if too few can open a client's shares; it is left out then, of all sums of the run."""
-        missing, number = sum(rows[client] != OPENED for rows in opened.values()), self._server.report.round
+        missing = sum(rows[client] != OPENED for rows in opened.values())
         if not missing:
             return False
         words = f"{missing} of {len(opened)} clients cannot open what it has sealed for them"
         if len(opened) - missing >= self._sum.least:
+            number = round_number(self._server.report.round)
             _log.warning("Round %d: client %r: %s; the others' shares are enough.", number, client, words)
             return False
         self.distrusted.add(client)
@@ -160,11 +162,11 @@ class ServerSum:
                     "Round %d: client %r is in no more sums of this run, and the round is not done again without it: if"
                     " clients helped to read a second sum of the round, the difference could be an update."
                 )
-                _log.warning(words, self._server.report.round, dealer)
+                _log.warning(words, round_number(self._server.report.round), dealer)
             return
         for liar in liars:
             words = "Round %d: client %r has answered wrong shares, and the sum was read without them."
-            _log.warning(words, self._server.report.round, liar)
+            _log.warning(words, round_number(self._server.report.round), liar)
         parts = torch.split(torch.from_numpy(masks.view(np.int32)), sizes)
         self._sum.subtract(
             {name: part.reshape(self._sum.total[name].shape) for name, part in zip(names, parts, strict=True)}
@@ -228,4 +230,6 @@ class ServerSum:
             if counts:
                 self._server.fail(client, fault)
             else:
-                _log.warning("Round %d: client %r does not help to read the sum: %s.", report.round, client, fault)
+                _log.warning(
+                    "Round %d: client %r does not help to read the sum: %s.", round_number(report.round), client, fault
+                )

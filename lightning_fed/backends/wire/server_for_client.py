@@ -20,6 +20,7 @@ from lightning_fed.backends.wire.hyperparameters import (
 )
 from lightning_fed.backends.wire.packets import NOT_HELD, QUESTION, REQUEST, VISIT, TrainRequest
 from lightning_fed.client.client_store import FolderStore
+from lightning_fed.console import round_number
 from lightning_fed.data.population import Population, seed_everything
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import ClientFault, VisitTimeout, describe
@@ -186,7 +187,7 @@ class RemoteServerSide(RemoteSide):
         fit.store.restore(train_request.kept + 1, {"run": 0})
         assert isinstance(fit.store, FolderStore)
         if train_request.kept >= 0 and fit.store.newest(train_request.visit.client) != train_request.kept:
-            raise ClientFault(f"it does not have any more what it kept in round {train_request.kept}")
+            raise ClientFault(f"it does not have any more what it kept in round {round_number(train_request.kept)}")
         entries = live_entries(trainer.lightning_module)
         frozen = {name: entries[name] for name in entries if fit.policies[name] == "frozen"}
         if digest(frozen) != train_request.frozen:

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from lightning_fed.argument_checks import check_count
 from lightning_fed.backends.site.signatures import sign
 from lightning_fed.backends.wire.packets import Packet, is_answer
+from lightning_fed.console import round_number
 from lightning_fed.messages import Client
 
 _log = logging.getLogger(__name__)
@@ -202,7 +203,9 @@ class Transport(ABC):
             packet = again(message.client)
             name = self.push(message.client, kind, self.signed(packet), round)
             if name is not None:
-                _log.info("Round %d: client %r was started again, and is asked again.", round, message.client)
+                _log.info(
+                    "Round %d: client %r was started again, and is asked again.", round_number(round), message.client
+                )
                 self.sent += len(packet.data)
                 self._left[message.name] = message.client, round
                 message.name, message.connection, message.lost = name, connection, None
@@ -220,7 +223,8 @@ class Transport(ABC):
                 del self._left[name]
             if isinstance(answer, Packet):
                 self.late += 1
-                _log.warning("The answer of client %r to round %d came too late, and is dropped.", client, round)
+                words = "The answer of client %r to round %d came too late, and is dropped."
+                _log.warning(words, client, round_number(round))
 
 
 @dataclass

@@ -21,6 +21,7 @@ from lightning_fed.callbacks.evaluation.report import EvaluationReport, metric_o
 from lightning_fed.callbacks.evaluation.results import ClientResults
 from lightning_fed.callbacks.evaluation.tables import client_table
 from lightning_fed.callbacks.federation import Federation, find_federation
+from lightning_fed.console import round_number
 from lightning_fed.data.federated import EvaluationData
 from lightning_fed.errors import BadUpdate, ClientFault, OptionError
 from lightning_fed.messages import Client, ClientUpdate
@@ -360,7 +361,7 @@ class ClientEvaluation(FederatedCallback):
             return True
         _log.warning(
             "Round %d has no score: %d clients were evaluated, fewer than min_clients=%d.",
-            trainer.current_epoch,
+            round_number(trainer.current_epoch),
             len(reports),
             self.min_clients,
         )

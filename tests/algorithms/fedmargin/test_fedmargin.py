@@ -525,8 +525,8 @@ def test_a_client_alone_locks_nobody_out(caplog):
         assert list(server.report.failed) == [f"k{index}" for index, width in enumerate(widths) if width != most]
         assert server.rule.prototypes.means.shape == (2, most)
     assert [record.getMessage() for record in caplog.records if "anew" in record.getMessage()] == [
-        "Round 1: the aggregate prototypes start anew: those of the clients have 2 features instead of 3.",
-        "Round 3: the aggregate prototypes start anew: those of the clients have 4 features instead of 2.",
+        "Round 2: the aggregate prototypes start anew: those of the clients have 2 features instead of 3.",
+        "Round 4: the aggregate prototypes start anew: those of the clients have 4 features instead of 2.",
     ]
 
 
@@ -752,7 +752,7 @@ def test_options_that_contradict_those_of_the_callback(federated_trainer):
     )
     with pytest.raises(ValueError, match="give `ClassPrototypes` and `FedMargin` the same `margin`") as caught:
         trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
-    assert any("In round 0 all 5 clients failed by this error" in note for note in caught.value.__notes__)
+    assert any("In round 1 all 5 clients failed by this error" in note for note in caught.value.__notes__)
 
 
 def test_one_client_with_another_margin_is_left_out():

@@ -266,7 +266,7 @@ def test_the_title_says_what_share_of_the_spread_is_seen(tmp_path, monkeypatch):
         for number, ((_, means), (_, axes)) in enumerate(zip(history, planes(history, basis), strict=True)):
             away = means - means.mean(0)
             shares.append(((away @ axes.T) ** 2).sum() / (away**2).sum())
-            assert titles[len(shares) - 1] == f"Round {number}: {shares[-1]:.0%} of the spread"
+            assert titles[len(shares) - 1] == f"Round {number + 1}: {shares[-1]:.0%} of the spread"
     assert len(shares) == len(titles) == 6
     assert shares[1] < shares[4] < 1
     assert shares[2] < shares[5] < 1

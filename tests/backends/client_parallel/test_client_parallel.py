@@ -211,7 +211,7 @@ def test_a_resumed_run_ends_as_one_that_never_was_broken_off(job, two):
 def test_an_error_in_one_process_ends_both(two):
     ended = two.ended("raising")
     assert {rank: code for rank, (code, _) in ended.items()} == {0: 1, 1: 1}
-    assert "ValueError: in the second process\nIn round 1, in the visit of client" in two.log(1, "raising")
+    assert "ValueError: in the second process\nIn round 2, in the visit of client" in two.log(1, "raising")
     assert "Another process of this fit may have died" in two.log(0, "raising")
 
 
@@ -235,7 +235,7 @@ def test_a_visit_that_hangs_leaves_its_client_out_in_all(two):
         assert one["rounds"] == 3
         assert one["report"]["failed"] == {}  # of the last round
     assert [found[0]["lines"][round]["fed/failed"] for round in range(3)] == [0, 1, 0]
-    said = f"Round 1: client {client!r} is left out: its visit took longer than visit_timeout=8 seconds"
+    said = f"Round 2: client {client!r} is left out: its visit took longer than visit_timeout=8 seconds"
     assert said in two.log(1, "stuck")
 
 
@@ -250,7 +250,7 @@ REFUSED = {
     "on_server_aggregate": "RuntimeError: The processes have made different global models",
     "store": "MisconfigurationException: `OwnStore` keeps what is the clients' for one process",
     "all_fail": "OSError: the disk is gone",
-    "all_empty": "RuntimeError: No new model has come of 1 round, up to round 0, in which 5 of 5 clients failed",
+    "all_empty": "RuntimeError: No new model has come of 1 round, up to round 1, in which 5 of 5 clients failed",
 }
 
 

@@ -206,7 +206,7 @@ def kill(folder, process, point):
         fit.finish()
         lost = re.findall(rf"Round (\d+): client '{LOST}' is left out", deployment.log("run"))
     stores = [folder / "store0", folder / "store1"]
-    return ending(folder / "run", stores), rows(folder / "run"), frozenset(map(int, lost))
+    return ending(folder / "run", stores), rows(folder / "run"), frozenset(int(round) - 1 for round in lost)
 
 
 @cache

@@ -179,7 +179,7 @@ def test_answers_that_cannot_be_used(federated_trainer, tmp_path, caplog):
     assert trainer.callbacks[0].rounds == rounds
     left_out = [message for message in caplog.messages if "is left out" in message]
     for round, (message, reason) in enumerate(zip(left_out, reasons, strict=True)):
-        assert message.startswith(f"Round {round}: client {LOST!r} is left out")
+        assert message.startswith(f"Round {round + 1}: client {LOST!r} is left out")
         assert reason in message
 
 
@@ -196,7 +196,7 @@ def test_a_robust_rule_counts_an_answer_that_was_refused(tmp_path, caplog):
         len(names), change=spoilt("train", changes), limit=1,
     )  # fmt: skip
     failed = re.findall(r"Round (\d+).* with num_malicious=1 needs 3 good updates, and the round has 2", caplog.text)
-    assert [names[int(round)] for round in dict.fromkeys(failed)] == NOT_COUNTED
+    assert [names[int(round) - 1] for round in dict.fromkeys(failed)] == NOT_COUNTED
 
 
 def test_statistics_that_cannot_be_used(tmp_path, caplog):
@@ -252,7 +252,7 @@ def test_a_node_that_goes_and_comes_back(looks, federated_trainer, tmp_path, cap
     )
     here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), callbacks=[Loses()])
     assert_same(state_of(there), state_of(here))
-    assert "Round 1: client 'bob' is left out: it is not connected." in caplog.text
+    assert "Round 2: client 'bob' is left out: it is not connected." in caplog.text
     assert {node for node, message in grids[0].sent if message.metadata.group_id == "2"} == {11, 13}
 
 
@@ -296,7 +296,7 @@ def test_the_clock_of_the_servers_machine_is_set(days, lost, federated_trainer, 
         callbacks=[Loses(name) for name in lost],
     )
     assert_same(state_of(there), state_of(here))
-    said = [f"Round 1: client {name!r} is left out: Flower reports: the message has expired." for name in lost]
+    said = [f"Round 2: client {name!r} is left out: Flower reports: the message has expired." for name in lost]
     assert [line.getMessage() for line in caplog.records if "Flower reports" in line.getMessage()] == said
 
 
@@ -324,7 +324,7 @@ def test_a_client_whose_disk_is_full_misses_the_round(federated_trainer, tmp_pat
     assert sum(f"s-{LOST}" in path for path in written) == 3
     here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), callbacks=[Loses()])
     assert_same(state_of(there), state_of(here))
-    assert f"Round 1: client {LOST!r} is left out: its program raised OSError" in caplog.text
+    assert f"Round 2: client {LOST!r} is left out: its program raised OSError" in caplog.text
 
 
 def test_full_disks_that_cost_nothing(tmp_path, monkeypatch, caplog, federated_trainer):
@@ -410,7 +410,7 @@ def test_a_client_whose_folder_is_lost(tmp_path, caplog):
         tmp_path, lambda: models.Module(models.BaseAndHead()), data, lambda: Federation(FedPer("net.head.*")),
         change=lose, rounds=2, server_callbacks=[Lose()],
     )  # fmt: skip
-    assert "client 'bob' is left out: it does not have any more what it kept in round 0." in caplog.text
+    assert "client 'bob' is left out: it does not have any more what it kept in round 1." in caplog.text
 
 
 # --- programs that do not fit -----------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_answers_of_the_largest_size(federated_trainer, tmp_path):
         finish(deployment, run(deployment, write_app(tmp_path), tmp_path / "run", "padded", rounds=len(rounds)))
         limit = packets._DATA[0] + packets._DATA[1] * tensor_bytes(here.state_dict())  # noqa: SLF001
         for round in rounds:
-            assert f"Round {round}: client 'bob' is left out: its answer has" in deployment.log("run")
+            assert f"Round {round + 1}: client 'bob' is left out: its answer has" in deployment.log("run")
         assert deployment.log("run").count(f"{limit + 1} bytes, and no more than") == len(rounds)
         assert deployment.log("run").count("is left out") == len(rounds)
     compare(tmp_path / "run", here)
@@ -198,7 +198,8 @@ def test_two_sites_with_policies(federated_trainer, tmp_path):
         key = f'key="{tmp_path / "keys" / "server"}"'
         finish(deployment, run(deployment, write_app(tmp_path), tmp_path / "run", rounds=2, more=key))
         for round in range(2):
-            assert f"Round {round}: client 'bob' is left out: its site's policy does not allow" in deployment.log("run")
+            refused = f"Round {round + 1}: client 'bob' is left out: its site's policy does not allow"
+            assert refused in deployment.log("run")
         assert deployment.log("run").count("is left out") == 2
     compare(tmp_path / "run", here)
     assert [line["rule"]["servers"] for line in lines_of(tmp_path / "store0")] == [public] * 5
@@ -241,7 +242,7 @@ def test_a_node_is_killed_in_a_visit(federated_trainer, tmp_path, sleeper):
         deployment.kill("node1")
         workers.processes[1].kill()
         finish(deployment, process)
-        assert "Round 1: client 'bob' is left out" in deployment.log("run")
+        assert "Round 2: client 'bob' is left out" in deployment.log("run")
         assert deployment.log("run").count("is left out") == 1
     compare(tmp_path / "run", here)
 

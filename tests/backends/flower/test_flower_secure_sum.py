@@ -122,7 +122,7 @@ def test_one_that_is_lost_on_the_way(stage, lost, federated_trainer, tmp_path, c
     for expected, found in zip(here.aggregates, there.aggregates, strict=True):
         assert_same(expected, found)
     assert_same(state_of(masked), state_of(plain))
-    assert f"Round 1: client {lost!r} is left out: its answer cannot be read" in caplog.text
+    assert f"Round 2: client {lost!r} is left out: its answer cannot be read" in caplog.text
     assert [row["fed/failed"] for row in there.logged] == [0, 1, 0]
 
 
@@ -179,8 +179,8 @@ def test_a_sum_begins_again_without_one_who_seals_nonsense(federated_trainer, tm
         "client 'bob' is left out: 4 of 5 clients cannot open what it has sealed for them: it is at fault, or all of"
     )
     assert words in caplog.text
-    assert "Round 0: the secure sum begins again, with new keys of the other 4 clients." in caplog.text
-    assert "Round 1: client 'bob' is left out: with its shares a sum of this run could not be read" in caplog.text
+    assert "Round 1: the secure sum begins again, with new keys of the other 4 clients." in caplog.text
+    assert "Round 2: client 'bob' is left out: with its shares a sum of this run could not be read" in caplog.text
     assert [row["fed/failed"] for row in there.logged] == [1, 1, 1]
     asked = [stage_of(message) for _, message in grid.sent]
     assert {stage: asked.count((stage, 0, "ann")) for stage in ("keys", "shares", "open", "train", "unmask")} == {
@@ -225,8 +225,8 @@ def test_one_who_shares_something_else_costs_a_round(federated_trainer, tmp_path
     assert [row["fed/failed"] for row in there.logged] == [5, 1, 1]
     assert len(there.aggregates) == 2
     assert "the shares of client 'bob' do not restore its mask: it is at fault, or more than 1 of the 5" in caplog.text
-    assert "Round 0: client 'bob' is in no more sums of this run, and the round is not done again" in caplog.text
-    assert "Round 1: client 'bob' is left out: with its shares a sum of this run could not be read" in caplog.text
+    assert "Round 1: client 'bob' is in no more sums of this run, and the round is not done again" in caplog.text
+    assert "Round 2: client 'bob' is left out: with its shares a sum of this run could not be read" in caplog.text
 
 
 def test_one_whose_disk_is_full_is_not_in_the_sum(federated_trainer, tmp_path, monkeypatch, caplog):
@@ -242,7 +242,7 @@ def test_one_whose_disk_is_full_is_not_in_the_sum(federated_trainer, tmp_path, m
     (plain, _, _), (masked, _, there), _, _ = both(federated_trainer, tmp_path, federation, "", ["bob"])
     assert_same(state_of(masked), state_of(plain))
     assert [row["fed/failed"] for row in there.logged] == [0, 1, 0]
-    assert "Round 1: client 'bob' is left out: Flower reports: <class 'RuntimeError'>:<'OSError: the" in caplog.text
+    assert "Round 2: client 'bob' is left out: Flower reports: <class 'RuntimeError'>:<'OSError: the" in caplog.text
 
 
 @needs_accountant

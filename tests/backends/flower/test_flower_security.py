@@ -107,7 +107,7 @@ def test_a_schedule_that_ends_does_not_end_the_run(tmp_path, caplog):
         return table(change)(content) if is_it else [content]
 
     _, trainer, _, _ = on_flower(tmp_path, module, models.vectors(SIZES), Federation, change=on_the_way)
-    assert "Round 1: the schedulers do not go on from client 'bob', which reports [20] steps" in caplog.text
+    assert "Round 2: the schedulers do not go on from client 'bob', which reports [20] steps" in caplog.text
     assert trainer.current_epoch == 3
 
 
@@ -326,7 +326,7 @@ def test_a_client_does_no_more_than_it_allows(tmp_path, caplog):
     report = trainer.callbacks[0].server.report
     assert report.failed == {"bob": "the server asks for 9 epochs, and this client allows 8"}
     assert list(report.received) == ["ann"]
-    assert "Round 0: client 'bob' does not train" in caplog.text
+    assert "Round 1: client 'bob' does not train" in caplog.text
 
 
 # --- who speaks for whom ----------------------------------------------------------------------------------------------

@@ -302,10 +302,10 @@ def test_nobody_is_asked_for_both_shares_of_a_client(tmp_path):
     first = node.ask("unmask", "a", survivors=(True, True, True, True, False))
     assert len(first) == 5
     for survivors in ((True, True, True, False, True), (True,) * 5, (True, True, True, True, False)):
-        assert "it has nothing of round 7 for this step" in reason(node.ask("unmask", "a", survivors=survivors))
+        assert "it has nothing of round 8 for this step" in reason(node.ask("unmask", "a", survivors=survivors))
     for stage in ("shares", "open", "unmask"):
-        assert "it has nothing of round 7 for this step" in reason(node.ask(stage, "a"))
-    with pytest.raises(ClientFault, match="it has nothing of round 7 for this step"):
+        assert "it has nothing of round 8 for this step" in reason(node.ask(stage, "a"))
+    with pytest.raises(ClientFault, match="it has nothing of round 8 for this step"):
         node.mask("a")
     # With new keys all shares are of new secrets, which the others must have shared, too.
     node.ask("keys", "a")
@@ -330,18 +330,18 @@ def test_halves_of_the_clients_cannot_be_asked_for_one_each(tmp_path):
 
 def test_every_step_comes_once_and_in_its_order(tmp_path):
     node = Node(tmp_path).publish()
-    assert "nothing of round 7" in reason(node.ask("unmask", "a", peers=("a",), survivors=(True,)))
-    assert "nothing of round 7" in reason(node.ask("open", "a", peers=("a",), rows=(bytes(SEALED),)))
+    assert "nothing of round 8" in reason(node.ask("unmask", "a", peers=("a",), survivors=(True,)))
+    assert "nothing of round 8" in reason(node.ask("open", "a", peers=("a",), rows=(bytes(SEALED),)))
     node.share()
-    assert "nothing of round 7" in reason(node.ask("shares", "a"))  # once more, among others perhaps
-    with pytest.raises(ClientFault, match="nothing of round 7"):
+    assert "nothing of round 8" in reason(node.ask("shares", "a"))  # once more, among others perhaps
+    with pytest.raises(ClientFault, match="nothing of round 8"):
         node.mask("a", ["a", "b"])
     node.open()
-    assert "nothing of round 7" in reason(node.ask("open", "a"))
+    assert "nothing of round 8" in reason(node.ask("open", "a"))
     node.mask("a")
-    with pytest.raises(ClientFault, match="nothing of round 7"):  # another vector with the same masks
+    with pytest.raises(ClientFault, match="nothing of round 8"):  # another vector with the same masks
         node.mask("a", value=6)
-    assert "nothing of round 8" in reason(node.ask("unmask", "a", round=8))
+    assert "nothing of round 9" in reason(node.ask("unmask", "a", round=8))
 
 
 def test_what_cannot_be_opened_is_said_of_its_dealer_alone(tmp_path):
@@ -378,7 +378,7 @@ def test_shares_that_are_not_opened(peers, words, tmp_path):
 def test_what_does_not_unmask(changes, words, tmp_path):
     node = Node(tmp_path).through()
     assert words in reason(node.ask("unmask", "a", **changes))
-    assert "nothing of round 7" in reason(node.ask("unmask", "a"))
+    assert "nothing of round 8" in reason(node.ask("unmask", "a"))
 
 
 @pytest.mark.parametrize(
