@@ -162,7 +162,7 @@ def section(results: dict[str, list[dict[str, Any]]], arguments: argparse.Namesp
         f"accuracy after {rounds // 3}", "in the last 3",
     ]  # fmt: skip
     return (
-        "`python benchmarks/finetuning.py --data DATA --out docs/results/finetuning.md`. FEMNIST: a vision"
+        "`python benchmarks/finetuning.py --data DATA --out benchmarks/results/finetuning.md`. FEMNIST: a vision"
         " transformer (4 blocks, 128 wide, 0.8 million numbers) that was trained centrally on the digits, fine-tuned"
         f" by their writers to 26 letters: {rounds} rounds of {CLIENTS_PER_ROUND} writers, {LOCAL_EPOCHS} local epochs"
         " in batches of 20, AdamW; learning rates "

@@ -241,7 +241,7 @@ def main() -> None:
         return
     runs = [found for several in results.values() for found in several]
     text = (
-        "`python benchmarks/privacy_utility.py --data DATA --out docs/results/privacy.md`. Central differential"
+        "`python benchmarks/privacy_utility.py --data DATA --out benchmarks/results/privacy.md`. Central differential"
         f" privacy, delta {DELTA:g}: {COHORT} clients train in a round, with the noise of 1,000 drawn from 1,000,000,"
         " or of 100 drawn from 100,000, so that epsilon is simulated. Every client counts the same."
         f" Accuracy in % on held-out images, mean of the last {LAST} rounds, ± standard deviation over seeds. `pfl`"

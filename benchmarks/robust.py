@@ -194,10 +194,10 @@ def main() -> None:
     runs = [found for several in results.values() for found in several]
     text = (
         f"`python benchmarks/robust.py --data DATA --alphas {' '.join(map(str, arguments.alphas))} --out"
-        f" docs/results/robust.md`. Fashion-MNIST, {IMAGES:,} images, an MLP with 64 hidden units; {CLIENTS} clients,"
-        f" Dirichlet per class, all in every round; {ROUNDS} rounds of {STEPS} steps with {BATCH} images, SGD with a"
-        f" rate of {LR} (not tuned); `fltrust` has {TRUSTED} images of its own. Accuracy on {TEST:,} other images,"
-        f" means over {len(arguments.seeds)} seeds. An empty cell: the rule does not stand so many of {CLIENTS}."
+        f" benchmarks/results/robust.md`. Fashion-MNIST, {IMAGES:,} images, an MLP with 64 hidden units; {CLIENTS}"
+        f" clients, Dirichlet per class, all in every round; {ROUNDS} rounds of {STEPS} steps with {BATCH} images, SGD"
+        f" with a rate of {LR} (not tuned); `fltrust` has {TRUSTED} images of its own. Accuracy on {TEST:,} other"
+        f" images, means over {len(arguments.seeds)} seeds. An empty cell: the rule does not tolerate so many."
         f" {runs[0]['machine']}."
     )
     sections = [report(results, alpha) for alpha in arguments.alphas]

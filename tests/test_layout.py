@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_fed"
-ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
+ARCHITECTURE = PACKAGE.parent / "docs" / "dev" / "architecture.md"
 
 # A file imports from rooms of earlier lines and from its own room. Rooms of one line do not know each other.
 ORDER = [
@@ -265,7 +265,7 @@ def test_tests_mirror_the_package():
     assert [folder for folder in folders if not (PACKAGE / folder).is_dir()] == []
 
 
-# --- docs/architecture.md ---------------------------------------------------------------------------------------------
+# --- docs/dev/architecture.md -----------------------------------------------------------------------------------------
 
 
 def test_the_architecture_page_has_the_order():

@@ -36,7 +36,7 @@ ELSEWHERE = {
     "docs/guides/fedss.md": (),
     "docs/guides/privacy.md": ("0.01", "0.001", "1.8", "4.0", "44.4", "4.34", "40.6", "3.71"),
     "docs/guides/robust.md": (),
-    "docs/guides/speed.md": ("2.5", "2.6"),
+    "docs/guides/speed.md": ("2.7",),
     "benchmarks/results/projects.md": ("2.7", "4.46"),
     "docs/dev/testing.md": ("2.11", "3.14", "3.15", "4.39", "9.2", "4.48"),
 }
