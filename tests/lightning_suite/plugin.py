@@ -1,8 +1,8 @@
 """Pytest plugin: every Trainer of Lightning's tests is federated with one client, and what became of each is noted.
 
-The environment says how: ``DOOR`` (``plain``, ``callback`` or ``trainer``), ``RESULTS`` (a file with one line of JSON
-for each test, on which a run that broke off goes on) and ``PLAIN`` (the results of the plain run: only tests that pass
-there run through the other doors).
+The environment says how: ``DOOR`` (``plain``, ``callback`` or ``trainer``), ``NUMBERS`` (``hidden`` if nobody is to see
+those of the rounds), ``RESULTS`` (a file with one line of JSON for each test, on which a run that broke off goes on)
+and ``WANTED`` (a file with the tests to run, ``null`` for all).
 """
 
 import json
@@ -16,11 +16,12 @@ import pytest
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.data.partitions import IID
 from lightning_fed.rounds.round import Round
+from lightning_fed.rounds.round_log import RoundLog
 from lightning_fed.trainer import FederatedTrainer
 from tests.lightning_suite.results import read
 
 DOOR = os.environ.get("DOOR", "plain")
-RESULTS, PLAIN = (Path(os.environ.get(name, os.devnull)) for name in ("RESULTS", "PLAIN"))
+RESULTS, WANTED = (Path(os.environ.get(name, os.devnull)) for name in ("RESULTS", "WANTED"))
 OPTIONS = {"optimizer_state": "keep", "batch_norm": "average"}
 PACKAGE = f"{os.sep}lightning_fed{os.sep}"
 
@@ -71,6 +72,8 @@ if DOOR == "callback":
     use_callback()
 elif DOOR == "trainer":
     use_trainer()
+if os.environ.get("NUMBERS") == "hidden":
+    RoundLog.put = lambda *args, **kwargs: None
 count_rounds()
 
 
@@ -81,13 +84,9 @@ def write(**result):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out tests that have a result, also one that ended the process, and those that do not pass plain."""
-    known, plain = read(RESULTS), read(PLAIN)
-    kept = [
-        item
-        for item in items
-        if item.nodeid not in known and (DOOR == "plain" or plain.get(item.nodeid, {}).get("outcome") == "passed")
-    ]
+    """Leaves out tests that have a result, also one that ended the process, and those that nobody wants."""
+    known, wanted = read(RESULTS), json.loads(WANTED.read_text() or "null")
+    kept = [item for item in items if item.nodeid not in known and (wanted is None or item.nodeid in wanted)]
     left_out = [item for item in items if item not in kept]
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept

@@ -18,20 +18,28 @@ def kind(result):
     return "refused" if result.get("refused") else "different"
 
 
+def differs(result):
+    """True for a test that has federated rounds, is not refused and does not pass."""
+    return kind(result) == "different" and result.get("rounds") != 0
+
+
 def table(folder):
     """The results of a folder as Markdown: counts, sentences of refusals with theirs, and every test that differs."""
     plain = read(folder / "plain.jsonl")
     passed = [test for test, result in plain.items() if result["outcome"] == "passed"]
-    lines = [f"{len(passed)} tests pass plain, of {len(plain)}.", ""]
-    lines += ["| door | tests run | with rounds | of these passed | refused | different |", "|---|---|---|---|---|---|"]
+    lines = [
+        f"{len(passed)} tests pass plain, of {len(plain)}.",
+        "",
+        "| door | tests run | refused | with rounds, not refused | of these pass | also with hidden numbers |",
+        "|---|---|---|---|---|---|",
+    ]
     details = []
     for door in ("callback", "trainer"):
-        results = read(folder / f"{door}.jsonl")
+        results, hidden = read(folder / f"{door}.jsonl"), read(folder / f"{door}-hidden.jsonl")
         by_kind = collections.Counter(map(kind, results.values()))
-        rounds = [result for result in results.values() if result.get("rounds")]
-        same = sum(result["outcome"] == "passed" for result in rounds)
-        counts = len(results), len(rounds), same, by_kind["refused"], by_kind["different"]
-        lines.append(f"| {door} | {' | '.join(map(str, counts))} |")
+        compared = by_kind["same"] + sum(map(differs, results.values()))
+        also = by_kind["same"] + sum(result["outcome"] == "passed" for result in hidden.values())
+        lines.append(f"| {door} | {len(results)} | {by_kind['refused']} | {compared} | {by_kind['same']} | {also} |")
         sentences = collections.Counter(
             re.sub(r"\d+", "N", result["refused"])[:160] for result in results.values() if kind(result) == "refused"
         )
@@ -40,5 +48,6 @@ def table(folder):
         for test, result in results.items():
             if kind(result) == "different":
                 error = " ".join(result.get("error", "the process ended").split())[:300]
-                details.append(f"- `{test}` ({result.get('rounds', '?')} rounds): {error}")
+                by_numbers = ", the same with hidden numbers" if hidden.get(test, {}).get("outcome") == "passed" else ""
+                details.append(f"- `{test}` ({result.get('rounds', '?')} rounds{by_numbers}): {error}")
     return "\n".join([*lines, *details, ""])
