@@ -1,32 +1,43 @@
-"""Update steps that make updates smaller on the wire, with error feedback.
+"""Update steps that make updates and models smaller on the wire, with error feedback.
 
 Alistarh, Grubic, Li, Tomioka & Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
 NeurIPS 2017. https://arxiv.org/abs/1610.02132
 Seide, Fu, Droppo, Li & Yu, "1-Bit Stochastic Gradient Descent", Interspeech 2014 (error feedback).
 Stich, Cordonnier & Jaggi, "Sparsified SGD with Memory", NeurIPS 2018. https://arxiv.org/abs/1809.07599
+Tang, Yu, Lian, Zhang & Liu, "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-Pass Error-Compensated
+Compression", ICML 2019. https://arxiv.org/abs/1905.05957
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
+import lightning as L
 import torch
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_number
+from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import BadUpdate, OptionError
-from lightning_fed.messages import Broadcast, ClientUpdate, State
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, digest, tensor_bytes
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.seeds import client_key, derive_seed
-from lightning_fed.rule import Aggregator, ResizingAggregator
+from lightning_fed.rounds.federated_callback import FederatedCallback
+from lightning_fed.rule import Aggregator, ClusteredAggregator, ResizingAggregator, RoundInfo
 from lightning_fed.steps.bounds import refuse_rule
 from lightning_fed.steps.update_step import UpdateStep
 
 _PREFIX = "short:"  # of the names of extras
-_STREAM = 9  # of a client's random numbers
+_STREAM, _DOWN_STREAM = 9, 10  # of a client's random numbers, and of the server's
+
+CODES = "down:"
+"""Prefix of the extras of a broadcast that are codes of a model."""
+
+VERSION = "model:version"
+"""Extra of a broadcast, and kept entry of a node: the number of a model."""
 
 
 class Compression(UpdateStep, ABC):
@@ -65,14 +76,14 @@ class Compression(UpdateStep, ABC):
 
     def form(self, state: State) -> State:
         """Short forms in the place of entries that train."""
-        return state | {name: self.short(state[name]) for name in self._names(state)}
+        return state | {name: self.short(state[name]) for name in self.names(state)}
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
         """Shortens the step, and what is left of the steps before."""
         seed = derive_seed(self.info.seed, sent.round, client_key(update.client), _STREAM)
         generator = torch.Generator().manual_seed(seed)
-        for name in self._names(sent.state):
+        for name in self.names(sent.state):
             step = to_float64(update.state[name]) - to_float64(sent.state[name])
             if name in memory:
                 step = step + to_float64(memory[name]).to(step.device)
@@ -90,7 +101,7 @@ class Compression(UpdateStep, ABC):
             BadUpdate: If something is missing.
 
         """
-        for name in self._names(sent):
+        for name in self.names(sent):
             extra = update.extras.pop(_PREFIX + name, None)
             if extra is None:
                 raise BadUpdate(f"it sends a short form of {name!r} that cannot be read")
@@ -98,7 +109,8 @@ class Compression(UpdateStep, ABC):
             update.state[name] = cast_back(start + self.decode(update.state[name], extra, start), sent[name])
         return update
 
-    def _names(self, state: State) -> list[str]:
+    def names(self, state: State) -> list[str]:
+        """Names of the entries that are sent in a short form: those that train."""
         untrained = self.info.untrained
         trainable = self.info.trainable
         return [
@@ -231,6 +243,184 @@ class TopK(Compression):
 
     def _count(self, value: Tensor) -> int:
         return math.ceil(self.share * value.numel() - 1e-9)
+
+
+class Downlink(UpdateStep):
+    r"""Sends a client the differences of the model to the one that it holds, in the short form of another step.
+
+    The server makes a short form of what a round changes, and what that lacks is added to the next change (error
+    feedback). The short form makes the global model, so that it is the same for everybody:
+
+    .. math:: u = \text{new} - w_t + e_t, \qquad w_{t+1} = w_t + C(u), \qquad e_{t+1} = u - C(u)
+
+    A client that holds an earlier model is sent the short forms since then, as long as they are together smaller than
+    the model; any other client is sent the model. On other machines the clients of a node share one file with the
+    model, and a digest shows that it is the server's, to the bit: otherwise they are sent all of it. Entries of which a
+    client holds some rows, statistics of BatchNorm, what a method sends beside the model, and models that are sent
+    outside of visits travel as they are.
+
+    State: the error, and short forms of the last rounds: together two models at most.
+
+    Args:
+        step: The short form. It is next to the wire: after all steps that change the new model.
+
+    Raises:
+        ValueError: For rules with several models or models of any shape, and inside of a step that changes the model.
+
+    Example:
+        >>> from lightning_fed import Federation
+        >>> federation = Federation("fedavg", steps=[Quantized(bits=8), Downlink(Quantized(bits=8))])
+
+    References:
+        Tang et al., ICML 2019, Algorithm 1, the server's pass.
+
+    """
+
+    def __init__(self, step: Compression) -> None:
+        self.step = step
+        self._version = 0  # number of the global model
+        self._errors: State = {}
+        self._codes: list[State] = []  # of the newest models
+        self._digests: dict[str, str] = {}  # of the newest model's entries
+        self._held: dict[Client, int] = {}  # versions
+
+    def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
+        """Refuses rules without the one model that everybody holds, and steps that change it afterwards."""
+        refuse_rule(self, rule, ResizingAggregator)
+        refuse_rule(self, rule, ClusteredAggregator)
+        for step in steps[[step is self for step in steps].index(True) + 1 :]:
+            if type(step).on_aggregate is not UpdateStep.on_aggregate:
+                raise OptionError(f"Expected `Downlink` after `{type(step).__name__}`, which changes the new model.")
+
+    def callbacks(self) -> Sequence[Any]:
+        """The callback that knows which model a client holds."""
+        return [HeldModels(self)]
+
+    def start(self, info: RoundInfo, state: State) -> None:
+        """Starts a round; an entry that something else has changed since travels as it is."""
+        super().start(info, state)
+        self.step.start(info, state)
+        changed = [name for name, known in self._digests.items() if digest({name: state[name]}) != known]
+        if changed:
+            last = {key: code for key, code in self._codes[-1].items() if key.partition(":")[2] not in changed}
+            self._codes = [*self._codes[:-1], last]
+
+    def on_send(self, broadcast: Broadcast) -> None:
+        """Names the model."""
+        broadcast.extras[VERSION] = torch.tensor(self._version)
+
+    def shorten(self, client: Client, broadcast: Broadcast) -> None:
+        """Replaces entries of a message by the short forms since the model that its client holds."""
+        behind = self._version - self._held.get(client, -1)
+        if not 0 < behind <= len(self._codes):
+            return
+        codes = self._codes[-behind:]
+        unsent = frozenset.intersection(*(frozenset(key.partition(":")[2] for key in code) for code in codes))
+        state = broadcast.state
+        unsent = frozenset(  # others are this client's alone
+            name for name in unsent if state[name] is self.state[name] or torch.equal(state[name], self.state[name])
+        )
+        broadcast.unsent |= unsent
+        for number, code in enumerate(codes, self._version - behind + 1):
+            broadcast.extras |= {
+                f"{CODES}{number}:{key}": value for key, value in code.items() if key.partition(":")[2] in unsent
+            }
+
+    @torch.no_grad()
+    def restore(self, kept: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> State:
+        """Client side: the entries of which there are short forms in a message.
+
+        Args:
+            kept: The model that the client holds.
+            extras: The extras of the message.
+
+        """
+        state, number = dict[str, Tensor](), int(kept.get(VERSION, -1)) + 1
+        while number and number <= int(extras.get(VERSION, -1)):
+            prefix = f"{CODES}{number}:code:"
+            codes = {key.removeprefix(prefix): code for key, code in extras.items() if key.startswith(prefix)}
+            if not codes.keys() <= kept.keys() or not codes:
+                return {}
+            for name, code in codes.items():
+                extra = extras[f"{CODES}{number}:of:{name}"].cpu()
+                state[name] = self._add(state.get(name, kept[name]), code.cpu(), extra)
+            number += 1
+        return state
+
+    @torch.no_grad()
+    def on_aggregate(self, new: State, start: State) -> State:
+        """Makes the new model of the short form of what has changed."""
+        seed = derive_seed(self.info.seed, self.info.round, _DOWN_STREAM)
+        generator, codes = torch.Generator().manual_seed(seed), State()
+        errors, names = self._errors, [name for name in self.step.names(new) if name not in self.info.sliced]
+        self._errors = {}
+        for name in names:
+            change = to_float64(new[name]) - to_float64(start[name])
+            if name in errors:
+                change = change + to_float64(errors[name]).to(change.device)
+            code, extra = self.step.encode(change, generator)
+            codes[f"code:{name}"], codes[f"of:{name}"] = code, extra
+            new[name] = self._add(start[name], code, extra)
+            self._errors[name] = cast_back(change - (to_float64(new[name]) - to_float64(start[name])), start[name])
+        self._digests = {name: digest({name: new[name]}) for name in names}
+        self._codes, limit = [*self._codes, codes], tensor_bytes({name: new[name] for name in names})
+        while self._codes and sum(map(tensor_bytes, self._codes)) >= limit:
+            self._codes = self._codes[1:]
+        self._version += 1
+        return new
+
+    def note(self, clients: Iterable[Client]) -> None:
+        """Notes clients that hold the model before the newest."""
+        held = self._held | dict.fromkeys(clients, self._version - 1)
+        self._held = {client: last for client, last in held.items() if last >= self._version - len(self._codes)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class's note."""
+        return {
+            "version": self._version,
+            "errors": dict(self._errors),
+            "codes": list(self._codes),
+            "digests": dict(self._digests),
+            # Names as Python has them: NumPy's do not load with `weights_only=True`.
+            "clients": [str(client) if isinstance(client, str) else int(client) for client in self._held],
+            "held": list(self._held.values()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores it; an empty state is that of a fit that begins."""
+        self._version, self._errors = state.get("version", 0), dict(state.get("errors", {}))
+        self._codes, self._digests = list(state.get("codes", ())), dict(state.get("digests", {}))
+        self._held = dict(zip(state.get("clients", ()), state.get("held", ()), strict=True))
+
+    def _add(self, value: Tensor, code: Tensor, extra: Tensor) -> Tensor:
+        before = to_float64(value)
+        return cast_back(before + self.step.decode(code, extra, before), value)
+
+
+class HeldModels(FederatedCallback):
+    """Callback of :class:`Downlink`: the model that a client holds is that of its last good update.
+
+    Args:
+        step: The step.
+
+    """
+
+    supports_vectorize = True
+    keeps_privacy = True
+
+    def __init__(self, step: Downlink) -> None:
+        self._step = step
+
+    def on_server_send(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Shortens the message."""
+        self._step.shorten(client, broadcast)
+
+    def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
+        """Notes the clients whose updates count."""
+        if is_new:
+            self._step.note(find_federation(trainer).server.report.received)
 
 
 def read_scale(extra: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from lightning_fed import (
     LocalStatistics,
 )
 from lightning_fed.callbacks import ClassPrototypes, FeatureFusion, SampledSoftmax
-from lightning_fed.compression import Quantized, TopK
+from lightning_fed.compression import Downlink, Quantized, TopK
 from lightning_fed.data import Dirichlet
 from lightning_fed.modules import SampledSoftmaxHead
 
@@ -80,6 +80,9 @@ RUNS = {
     # What compression leaves out is remembered by each client, and the server's momentum is a step like it.
     "compressed": {"federation": {"method": "fedavgm", "clients_per_round": 3, "steps": [Quantized(4)]}},
     "compressed-in-folder": {"federation": {"clients_per_round": 3, "steps": [TopK(0.2)], "store": "clients"}},
+    "compressed-down": {
+        "federation": {"method": "fedavgm", "clients_per_round": 3, "steps": [Quantized(8), Downlink(TopK(0.2))]}
+    },
     # What the server remembers of prototypes, and each client of its own.
     "margins-in-memory": {
         "prototypes": {"lpm_before": "last_local"},

@@ -113,7 +113,7 @@ class Server(ServerInterface):
     def sent(self, client: Client, broadcast: Broadcast) -> None:
         """Counts a message that goes to a client; of a whole model without what the client has already."""
         if broadcast.state.keys() == self._state.keys():
-            broadcast.unsent = self.held.held_by(client, broadcast.state, client in self.report.received)
+            broadcast.unsent |= self.held.held_by(client, broadcast.state, client in self.report.received)
         super().sent(client, broadcast)
 
     def count(self, update: ClientUpdate) -> bool:

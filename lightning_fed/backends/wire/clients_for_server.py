@@ -37,6 +37,7 @@ from lightning_fed.backends.wire.remote_client_store import RemoteClientStore
 from lightning_fed.backends.wire.secure_sum_server import ServerSum
 from lightning_fed.backends.wire.transport import Transport
 from lightning_fed.client.local_optimizers import LocalOptimizers
+from lightning_fed.compression import CODES, VERSION
 from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch
 from lightning_fed.errors import BadUpdate, describe, without_frames
@@ -318,7 +319,7 @@ class RemoteClientSide(RemoteSide):
             train_request = replace(
                 self._train_request_for(visit, asked),
                 held=digests[broadcast.unsent],
-                keeps=bool(missing) and missing <= broadcast.state.keys(),
+                keeps=VERSION in broadcast.extras or (bool(missing) and missing <= broadcast.state.keys()),
             )
             return visit.client, write_train_request(kind, train_request, broadcast)
 
@@ -327,7 +328,9 @@ class RemoteClientSide(RemoteSide):
             return pack(sent[client])[1]
 
         def pack_whole(client: Client) -> tuple[Client, Packet]:
-            sent[client][1].unsent = frozenset()
+            broadcast = sent[client][1]
+            broadcast.unsent = frozenset()
+            broadcast.extras = {name: value for name, value in broadcast.extras.items() if not name.startswith(CODES)}
             return client, pack_again(client)
 
         number, waiting = server.report.round, list[tuple[Client, Packet | str]]()
@@ -340,7 +343,11 @@ class RemoteClientSide(RemoteSide):
                 yield client, reply
         if not lacking:
             return
-        _log.info("Round %d: %d clients are sent entries that do not train, once.", round_number(number), len(lacking))
+        _log.info(
+            "Round %d: %d clients do not hold the model that they should, and are sent all of it.",
+            round_number(number),
+            len(lacking),
+        )
         answers = dict(self._transport.ask(kind, map(pack_whole, lacking), number, pack_again))
         for client, reply in waiting:
             yield client, answers.get(client, reply)

@@ -1,4 +1,4 @@
-"""File of a client's node with the entries that the server sends once."""
+"""File of a client's node with the entries that the server does not send again."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ NOT_HERE = "its data are not at this node"
 """The fault of a client that is asked for at the wrong node."""
 
 NOT_HELD = "it does not have the entries that it was not sent"
-"""The fault of a client whose model began with other values than the server's: it is asked again, with all of them."""
+"""The fault of a client that holds other values than the server counts on: it is asked again, with all of them."""
 
 
 class PacketError(ValueError):

@@ -145,9 +145,7 @@ class ClientRunner:
             )
             return last
         held = HeldFile(self._store / train_request.run)
-        if train_request.keeps:
-            held.keep(broadcast.state)
-        remote = RemoteServerSide(kind, train_request, broadcast, population, held.read() if train_request.held else {})
+        remote = RemoteServerSide(kind, train_request, broadcast, population, held)
         try:
             if train_request.run != self._run:
                 L.seed_everything(train_request.seed, verbose=False)

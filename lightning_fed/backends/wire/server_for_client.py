@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_fed.backends.wire.held_file import HeldFile
 from lightning_fed.backends.wire.hyperparameters import (
     digest_request,
     load_hyperparameters,
@@ -20,6 +22,7 @@ from lightning_fed.backends.wire.hyperparameters import (
 )
 from lightning_fed.backends.wire.packets import NOT_HELD, QUESTION, REQUEST, VISIT, TrainRequest
 from lightning_fed.client.client_store import FolderStore
+from lightning_fed.compression import VERSION, Downlink
 from lightning_fed.console import round_number
 from lightning_fed.data.population import Population, seed_everything
 from lightning_fed.data.round_loader import RoundLoader
@@ -128,7 +131,7 @@ class RemoteServerSide(RemoteSide):
         train_request: The train request.
         broadcast: The message that came with it.
         population: The clients of this node.
-        kept: Entries that the server sent before, for those that it leaves out.
+        held: File of what the server sent before, for what it leaves out.
 
     Attributes:
         request: The client's request, if it was asked for that.
@@ -146,10 +149,9 @@ class RemoteServerSide(RemoteSide):
         train_request: TrainRequest,
         broadcast: Broadcast,
         population: Population,
-        kept: State | None = None,
+        held: HeldFile,
     ) -> None:
-        self.population = population
-        self._kept = kept or {}
+        self.population, self._held = population, held
         self._kind, self._train_request, self._broadcast = kind, train_request, broadcast
         self.server: RemoteServer
         self.request: Request | None = None
@@ -195,9 +197,11 @@ class RemoteServerSide(RemoteSide):
                 f"the server has other values of the entries that never travel ({', '.join(frozen) or 'none here'}):"
                 " both halves need the same model, with the same weights"
             )
-
         if train_request.held:
             self._fill_in(fit, entries)
+        if train_request.keeps:
+            version = {VERSION: self._broadcast.extras[VERSION]} if VERSION in self._broadcast.extras else {}
+            self._held.keep(self._broadcast.state | version)
 
     @staticmethod
     def _load_optimizers(trainer: L.Trainer, sent: dict[str, Any]) -> None:
@@ -230,8 +234,13 @@ class RemoteServerSide(RemoteSide):
             ClientFault: If the client has other ones.
 
         """
-        broadcast, shared = self._broadcast, [name for name in entries if fit.policies[name] == "shared"]
-        held = {name: self._kept.get(name, entries[name]) for name in shared if name not in broadcast.state}
+        broadcast, kept = self._broadcast, self._held.read()
+        shared = [name for name in entries if fit.policies[name] == "shared"]
+        restored = [
+            step.restore(kept, broadcast.extras) for step in fit.server.chain.steps if isinstance(step, Downlink)
+        ]
+        known = ChainMap(*restored, kept, entries)
+        held = {name: known[name] for name in shared if name not in broadcast.state}
         if digest(held) != self._train_request.held:
             raise ClientFault(NOT_HELD)
         held = on_device(copy_state(held), fit.module.device)  # no part of the module, which trains

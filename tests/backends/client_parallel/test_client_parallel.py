@@ -24,7 +24,7 @@ pytestmark = [
 ALIKE = [
     "schedulers", "personal-in-folder", "two-optimizers", "margins-in-memory", "centers", "sampled-classes",
     "one-client", "by-batches", "skipping", "nobody", "faults", "limits", "matched", "own-rule", "second-door",
-    "private-examples", "fused-features", "control-variates", "own-models", "evaluated",
+    "private-examples", "fused-features", "control-variates", "own-models", "evaluated", "compressed-down",
 ]  # fmt: skip
 SLOW = [
     "batch-norm-average", "personal-batch-norm-in-folder", "margins-in-folder", "server-momentum", "partition",
