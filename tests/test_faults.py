@@ -1027,6 +1027,7 @@ STEPS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("place", [0, 1, 3], ids=["first", "in the middle", "last"])
 @pytest.mark.parametrize("fault", STEPS)
 def test_steps(fault, place, without, caplog):
@@ -1049,6 +1050,7 @@ def test_an_error_in_the_steps_of_all_clients_ends_the_fit(make_module, monkeypa
     assert_same(module.state_dict(), Net().state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_steps_without_a_loss_of_all_clients_end_the_fit(monkeypatch):
     monkeypatch.setitem(globals(), "is_bad", lambda module: True)
     with pytest.raises(RuntimeError, match=r"3 rounds in a row.*its training step gave no loss"):

@@ -279,7 +279,7 @@ def datamodule_of_handed(
         OptionError: If there are clients and a partition.
 
     """
-    brings_clients = isinstance(train, Mapping | list | tuple) and not _is_one_client(partition)
+    brings_clients = isinstance(train, Mapping | list | tuple) and not is_one_client(partition)
     if brings_clients and partition is not None:
         raise OptionError(
             f"Expected one DataLoader or data set, which `partition` splits into clients, but got a"
@@ -388,7 +388,7 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
 
     """
     is_one = type(data) is DataLoader and _is_splittable(data) and data.batch_size is not None
-    if _is_one_client(partition) and not is_one:  # there is nothing to split
+    if is_one_client(partition) and not is_one:  # there is nothing to split
         several = isinstance(data, Mapping | list | tuple)
         clients = LoaderClients({0: CombinedLoader(data, "max_size_cycle") if several else data}, is_plain=True)
         clients.split_loader = data if isinstance(data, DataLoader) else None
@@ -469,7 +469,7 @@ def _is_plain(sampler: Any) -> bool:
     return type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
 
 
-def _is_one_client(partition: Partition | None) -> bool:
+def is_one_client(partition: Partition | None) -> bool:
     """True for a partition of one client."""
     return isinstance(partition, NumberedPartition) and partition.num_clients == 1
 

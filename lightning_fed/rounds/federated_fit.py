@@ -97,6 +97,11 @@ class FederatedFit:
         return self.measure_remotely is not None
 
     @property
+    def has_one_client(self) -> bool:
+        """True if the only client is here: it trains as in a plain fit."""
+        return not self.is_remote and len(self.population.clients) == 1
+
+    @property
     def is_batch_norm_fixed(self) -> bool:
         """True if BatchNorm normalises with its running statistics in training too, in the current round."""
         after = self.options.fixes_batch_norm_after

@@ -14,8 +14,12 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.trainer.connectors.data_connector import _worker_check  # noqa: TID251 - has no public name
+from lightning.pytorch.trainer.connectors.data_connector import (  # noqa: TID251 - have no public names
+    _resolve_overfit_batches,
+    _worker_check,
+)
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
 from torch import Tensor, nn
@@ -180,6 +184,26 @@ def exchange_reload_interval(trainer: L.Trainer, epochs: int) -> int:
     before: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     trainer.reload_dataloaders_every_n_epochs = epochs  # type: ignore[attr-defined]
     return before
+
+
+def exchange_validation_time(trainer: L.Trainer, seconds: float | None) -> float | None:
+    """Sets the time of the last validation, unless it is ``None``, and returns the one before.
+
+    Where ``val_check_interval`` is a duration, Lightning begins to count it anew whenever it asks for a loader.
+    """
+    before: float | None = getattr(trainer, "_last_val_time", None)
+    if seconds is not None:
+        trainer._last_val_time = seconds  # type: ignore[attr-defined] # noqa: SLF001
+    return before
+
+
+def loader_to_overfit(trainer: L.Trainer, loader: Any) -> Any:
+    """A training loader as Lightning takes it with ``overfit_batches``: without shuffling."""
+    if not trainer.overfit_batches:  # type: ignore[attr-defined]
+        return loader
+    combined = CombinedLoader(loader)
+    _resolve_overfit_batches(combined, RunningStage.TRAINING)
+    return combined.iterables
 
 
 def advise_workers(trainer: L.Trainer, loader: Any) -> None:

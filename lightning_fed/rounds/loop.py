@@ -18,7 +18,12 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 
 from lightning_fed.console import round_number
-from lightning_fed.data.federated import FederatedDataModule, datamodule_of_handed, split_training_data
+from lightning_fed.data.federated import (
+    FederatedDataModule,
+    datamodule_of_handed,
+    is_one_client,
+    split_training_data,
+)
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population, in_one_thread, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
@@ -38,9 +43,11 @@ from lightning_fed.rounds.lightning_internals import (
     ends_after_batch,
     exchange_last_batch,
     exchange_reload_interval,
+    exchange_validation_time,
     forget_length,
     handed_data,
     is_overridden,
+    loader_to_overfit,
     log_position,
     move_log_position,
 )
@@ -49,7 +56,13 @@ from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.round_averages import RoundAverages
 from lightning_fed.rounds.simultaneous_visits import SimultaneousVisits
 from lightning_fed.rounds.synchronisation import process_group_of, sharing_strategy
-from lightning_fed.rounds.trainer_checks import check_optimizers, check_round, check_trainer, find_loader_owner
+from lightning_fed.rounds.trainer_checks import (
+    check_optimizers,
+    check_overfitting,
+    check_round,
+    check_trainer,
+    find_loader_owner,
+)
 from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)
@@ -87,6 +100,7 @@ class RoundLoop:
         self._waiting: list[Callable[[], object]] = []  # callbacks that look at the round's last batch after it
         self._reload_interval: int | None = None  # the user's
         self._last_look = 0  # round in which the clients' data were asked for
+        self._validation_time: float | None = None  # of the last validation, by Lightning's clock
         self._frozen: list[nn.Parameter] = []
         self._generators = ExitStack()  # as the fit has found them
 
@@ -118,6 +132,8 @@ class RoundLoop:
         fit, self._partition = self.fit, partition
         fit.attach(trainer)
         check_trainer(trainer)
+        if self.remote is not None or not is_one_client(partition):
+            check_overfitting(trainer)
         strategy = sharing_strategy(trainer)
         if strategy is not None:
             fit.synchronise(strategy.synchronise(trainer, fit.server, fit.store, fit.schedule, fit.progress))
@@ -266,6 +282,7 @@ class RoundLoop:
                 interval = exchange_reload_interval(fit.trainer, self._reload_interval or 0)  # which it looks at, too
                 advise_workers(fit.trainer, loader)
                 exchange_reload_interval(fit.trainer, interval)
+            loader = loader_to_overfit(fit.trainer, loader)
             fit.meet(split_training_data(loader, self._partition, fit.schedule.seed))
 
     def ask_for_round(self) -> None:
@@ -276,6 +293,7 @@ class RoundLoop:
         """Has Lightning ask for validation data as the user has told it, when it has asked for the round's loader."""
         trainer = self.fit.trainer
         exchange_reload_interval(trainer, self._reload_interval or 0)
+        exchange_validation_time(trainer, self._validation_time)
         loader = trainer.train_dataloader
         if isinstance(loader, RoundLoader) and loader.is_endless:
             forget_length(trainer)
@@ -295,6 +313,7 @@ class RoundLoop:
         self.find_population()
         if is_due or not self.is_planned:
             self._last_look = round
+        self._validation_time = exchange_validation_time(fit.trainer, None) if self.is_planned else None
         self.is_planned = True
         remote = self.remote
         cohort = fit.draw_cohort(round) if remote is None else remote.cohort(lambda: fit.draw_cohort(round))

@@ -125,6 +125,23 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
             )
 
 
+def check_overfitting(trainer: L.Trainer) -> None:
+    """Refuses to overfit on some batches of several loaders.
+
+    Raises:
+        MisconfigurationException: With what to do instead.
+
+    """
+    overfit = trainer.overfit_batches  # type: ignore[attr-defined]
+    if overfit:
+        raise MisconfigurationException(
+            "`overfit_batches` takes the batches of one loader, and here every client has its own. To train on the"
+            " first n batches of each client in every round, set `local_steps=n` and give a loader that does not"
+            " shuffle (`limit_val_batches` is for validation). Leave `overfit_batches` at 0, but got"
+            f" overfit_batches={overfit!r}."
+        )
+
+
 def _check_stream(trainer: L.Trainer) -> None:
     for name in ("limit_train_batches", "val_check_interval"):
         share = getattr(trainer, name, None)
@@ -176,14 +193,6 @@ def check_trainer(trainer: L.Trainer) -> None:
         raise MisconfigurationException(
             "A `training_step(self, dataloader_iter)` fetches its batches itself, when the visit of their client should"
             " have begun: take the batch instead, `training_step(self, batch, batch_idx)`."
-        )
-    overfit = trainer.overfit_batches  # type: ignore[attr-defined]
-    if overfit:
-        raise MisconfigurationException(
-            "`overfit_batches` takes the batches of one loader, and here every client has its own. To train on the"
-            " first n batches of each client in every round, set `local_steps=n` and give a loader that does not"
-            " shuffle (`limit_val_batches` is for validation). Leave `overfit_batches` at 0, but got"
-            f" overfit_batches={overfit!r}."
         )
     for callback in callbacks_of(trainer):
         for refused, reason in _REFUSED.items():

@@ -292,7 +292,8 @@ class Visits:
         """Brings a client's update to the server; what a client keeps is kept only if its update was good."""
         if planned.is_over and planned.fault is None and not self.trains_sent_model:
             planned.fault = "its visit was ended while it trained another model than the one that it sends"
-        if planned.fault is None and self._module.automatic_optimization and planned.position not in self._trained:
+        must_train = self._module.automatic_optimization and not self.fit.has_one_client
+        if planned.fault is None and must_train and planned.position not in self._trained:
             planned.fault = f"its training step gave no loss in {planned.num_batches} batches"
         update = None
         if planned.fault is None:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from datetime import timedelta
 
 import lightning as L
 import pytest
@@ -38,6 +39,8 @@ PLAIN = {  # arguments of the Trainer, callbacks
     "changing accumulation": ({}, lambda: [GradientAccumulationScheduler({0: 1, 1: 3})]),
     "validation inside": ({"val_check_interval": 0.4}, list),
     "validation by batches": ({"val_check_interval": 3, "check_val_every_n_epoch": None}, list),
+    "overfitting": ({"overfit_batches": 2}, list),
+    "overfitting on a share": ({"overfit_batches": 0.5}, list),
 }
 
 
@@ -64,6 +67,42 @@ def test_one_client_trains_as_in_a_plain_fit(case, plain_trainer):
     torch.testing.assert_close(ends[0][2], ends[1][2])
     for (_, ours), (_, theirs) in zip(ends[0][3], ends[1][3], strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.skipif(L.__version__.startswith("2.5."), reason="new in Lightning 2.6")
+def test_validation_by_time_counts_over_rounds(plain_trainer, monkeypatch):
+    """A validation every 7 seconds, where a batch takes one and an epoch has five."""
+    ends = []
+    for federation in ([], [Federation(partition=IID(1), **KEEP)]):
+        watch = Watch()
+        interval = {"val_check_interval": timedelta(seconds=7), "check_val_every_n_epoch": None}
+        trainer = plain_trainer(max_epochs=5, callbacks=[*federation, watch], **interval)
+        monkeypatch.setattr("time.monotonic", lambda trainer=trainer: float(trainer.global_step))
+        trainer.fit(momentum_module(), datamodule=LoaderDataModule(loader(), loader()))
+        ends.append([step for step, _ in watch.seen])
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 3
+
+
+class Silent(models.Module):
+    """Returns no loss in one epoch, and none of every third batch in the others."""
+
+    def training_step(self, batch, batch_idx):
+        if self.current_epoch == 1 or batch_idx % 3 == 0:
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_the_only_client_may_have_nothing_to_train(plain_trainer):
+    ends = []
+    for federation in ([], [Federation(partition=IID(1), **KEEP)]):
+        own = Silent(models.mlp(), models.momentum)
+        trainer = plain_trainer(max_epochs=3, callbacks=federation)
+        trainer.fit(own, datamodule=LoaderDataModule(loader()))
+        ends.append((trainer.global_step, state_of(own)))
+    assert ends[0][0] == ends[1][0]
+    assert_same(ends[0][1], ends[1][1])
 
 
 def test_local_steps_overfit_as_a_plain_fit(plain_trainer):

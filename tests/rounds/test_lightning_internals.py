@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import inspect
 import warnings
+from datetime import timedelta
 from types import SimpleNamespace
 
 import lightning as L
@@ -189,6 +190,25 @@ def test_a_trainer_says_the_stage_that_it_was_given(plain_trainer):
     assert trainer.testing
     internals.exchange_stage(trainer, before)
     assert not trainer.testing
+
+
+@pytest.mark.skipif(L.__version__.startswith("2.5."), reason="new in Lightning 2.6")
+def test_a_validation_has_a_time(plain_trainer):
+    trainer = plain_trainer(max_epochs=1, val_check_interval=timedelta(hours=1))
+    assert internals.exchange_validation_time(trainer, None) is None
+    trainer.fit(Net())
+    assert internals.exchange_validation_time(trainer, 7.0) is not None, "Lightning keeps the time elsewhere"
+    assert internals.exchange_validation_time(trainer, None) == 7.0
+    assert internals.exchange_validation_time(trainer, None) == 7.0
+
+
+def test_a_loader_to_overfit_does_not_shuffle(plain_trainer):
+    loader = DataLoader(torch.ones(3), shuffle=True)
+    assert internals.loader_to_overfit(plain_trainer(), loader) is loader
+    with pytest.warns(UserWarning, match="requested to overfit"):
+        changed = internals.loader_to_overfit(plain_trainer(overfit_batches=2), loader)
+    assert isinstance(changed, DataLoader), "Lightning gives another kind of loader than before"
+    assert isinstance(changed.sampler, torch.utils.data.SequentialSampler)
 
 
 def test_lightning_advises_on_workers(plain_trainer, monkeypatch):
