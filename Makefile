@@ -34,8 +34,8 @@ $(STAMP): pyproject.toml
 demo: $(STAMP) ## DeepLabV3+ on 24 clients, about two minutes; on CamVid with DATA=folder
 	$(BIN)/lightning-fed demo $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-test: $(STAMP) ## the tests but for the slow ones
-	$(PYTEST) -m "not slow" $(ARGS)
+test: $(STAMP) ## the tests but for the slow ones, and for those of the pages
+	$(PYTEST) -m "not slow and not prose" $(ARGS)
 
 test-slow: $(STAMP) ## the slow tests: reproductions that take minutes
 	$(PYTEST) -m slow $(ARGS)
@@ -72,8 +72,9 @@ lint: $(STAMP) ## style
 types: $(STAMP) ## types
 	$(BIN)/mypy
 
-docs: $(STAMP) ## the documentation as HTML, in site/
+docs: $(STAMP) ## the tests of what the pages say, and the documentation as HTML, in site/
 	$(INSTALL) -e ".[docs]"
+	$(PYTEST) -m "prose and not slow" tests
 	$(BIN)/zensical build --strict --config-file mkdocs.yml
 	$(BIN)/python docs/_ext/equations.py site
 

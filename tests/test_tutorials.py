@@ -18,6 +18,7 @@ PAGES = {page.stem: page for page in tutorials.PAGES}
 NEEDS = {"lora": "peft", "machines": "flwr", "privacy": "dp_accounting"}
 
 pytestmark = [
+    pytest.mark.prose,
     # Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
     # peft 0.21 asks transformers 5.23 by a name that it wants to change.
