@@ -1,4 +1,4 @@
-"""What pages say is so, of links, logged names, recipes, diffs and errors, and their code runs: tests of `make docs`."""
+"""What pages say is so: links, logged names, recipes, diffs, errors. Their code runs. Tests of `make docs`."""
 
 import ast
 import difflib
