@@ -343,11 +343,11 @@ def kill_a_process(run, folder, only=None):
 
 
 def one_of_each(points):
-    """Of every kind of point the one in the middle of the fit."""
-    by_name = {}
+    """Of every function of `SEAMS` one point, in the middle of the fit."""
+    by_function = {}
     for index, name in enumerate(points):
-        by_name.setdefault(name, []).append(index)
-    return sorted(indices[len(indices) // 2] for indices in by_name.values())
+        by_function.setdefault(name.partition(",")[0], []).append(index)
+    return sorted(indices[len(indices) // 2] for indices in by_function.values())
 
 
 def one_of_each_write(error):

@@ -50,6 +50,7 @@ def run(source):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("imports", "package"),
     [

@@ -3,6 +3,7 @@
 The fits, and the points, are those of `crash_points.py`.
 """
 
+import errno
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,13 +40,13 @@ def short(tmp_path_factory):
 @pytest.mark.parametrize("run", SHORT)
 def test_one_point_of_each_kind(run, short):
     points, found = short[run]["points"], short[run]["found"]
-    seen = {points[int(point)] for point in found}
-    assert seen == set(points)
-    assert {name.partition(",")[0] for name in seen} == SEAMS.keys() - OF_FLOWER
+    assert {points[int(point)].partition(",")[0] for point in found} == SEAMS.keys() - OF_FLOWER
     assert ours(points, found) == {}
 
 
-@pytest.mark.parametrize("error", FAILING, ids=["disk full", "disk read-only"])
+@pytest.mark.parametrize(
+    "error", [errno.ENOSPC, pytest.param(errno.EROFS, marks=pytest.mark.slow)], ids=["disk full", "disk read-only"]
+)
 def test_a_disk_that_fails(error, tmp_path):
     """The fit ends by the disk's error, and from what lies on the disk it goes on once there is space again."""
     points, found = killed(tmp_path, ["fedper"], error=error)["fedper"].values()

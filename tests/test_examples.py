@@ -93,6 +93,7 @@ def test_federated_example_trains_in_rounds(name, score, clients, run, tmp_path)
     assert curves["comm/total_up_bytes"][1][-1] == pytest.approx(sum(curves["comm/up_bytes"][1]))
 
 
+@pytest.mark.slow
 def test_extend_example_shows_that_the_median_withstands_poison(run, capsys):
     run("extend", "--rounds", "3", "--samples", "600")
     lines = [line for line in capsys.readouterr().out.splitlines() if "accuracy" in line]

@@ -285,8 +285,7 @@ def trains(recipe, folder):
 
 ONLINE = [path for path in RECIPES if str(path) != OFFLINE]
 TRAINED = (
-    "camvid_partial_labels", "compare_cifar10_classes", "compare_fedma_mnist", "compare_permuted_mnist",
-    "fashion_mnist_attacked", "femnist_writers", "synthetic",
+    "compare_fedma_mnist", "fashion_mnist_attacked", "femnist_writers", "synthetic",
 )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ ALIKE_HERE = [  # robust rules: one of them stands for all
     name for name, rule in ALL_METHODS.items() if issubclass(rule, RobustAggregator) and name != "trimmedmean"
 ]
 WITH_OPTIONS = ("fixbn",)  # that have no default
-OF_EACH_MECHANISM = ("fedavg", "ditto", "feddane", "fedfusion", "fedma", "fedmargin", "fedper", "fesem", "scaffold")
+OF_EACH_MECHANISM = ("fedavg", "ditto", "fedfusion", "fedma", "fesem")
 METHODS = [name for name in method_choices() if name not in (CENTRAL, *MANY_CLASSES, *WITH_OPTIONS, *ALIKE_HERE)]
 
 # Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
@@ -159,7 +159,7 @@ def test_all_methods_see_the_same(methods):
 
 
 def test_what_seeds_and_stragglers_change(tmp_path):
-    methods = ["fairavg", "fedmargin"]
+    methods = ["fairavg", "fedavg"]
     compare("own.yaml", "--methods", *methods, "--seeds", 2, "--stragglers", "0,0.7", "--out", "out")
     names = {run.name for run in (tmp_path / "out" / "runs").iterdir()}
     assert names == {f"{method}_{part}_{seed}" for method in methods for part in ("0", "0.7") for seed in (0, 1)}
@@ -223,7 +223,7 @@ WORK = {  # of a round of `OWN`, in passes over the pooled data
 ALIKE = ("--trainer.partition", "IID", "--trainer.partition.num_clients", 6, "--trainer.availability.client_dropout", 0)
 
 
-@pytest.mark.parametrize("passes", quick(WORK, [1 / 3, 2.5]))
+@pytest.mark.parametrize("passes", quick(WORK, [2.5]))
 def test_a_round_of_central_is_as_long_as_a_round(passes, tmp_path):
     """In examples, of which every one comes once in every pass, in another order."""
     compare("own.yaml", "--methods", "central,fedavg", "--out", "out", "--", *WORK[passes], *ALIKE)
@@ -251,7 +251,7 @@ trainer:
 """
 
 
-@pytest.mark.parametrize(("epochs", "share"), quick([(3, 1.0), (3, 0.5), (1, 0.25)], [(3, 0.5), (1, 0.25)]))
+@pytest.mark.parametrize(("epochs", "share"), quick([(3, 1.0), (3, 0.5), (1, 0.25)], [(1, 0.25)]))
 def test_schedulers_of_central_count_rounds(epochs, share, tmp_path):
     """With as many rounds; what callbacks monitor is there in all of them."""
     (tmp_path / "schedule.yaml").write_text(SCHEDULE)
@@ -264,7 +264,7 @@ def test_schedulers_of_central_count_rounds(epochs, share, tmp_path):
     assert len(result(tmp_path / "out", "central_0")["rounds"]) == 5
 
 
-@pytest.mark.parametrize("partitioned", [False, True])
+@pytest.mark.parametrize("partitioned", quick([False, True], [True]))
 def test_data_that_ask_for_their_trainer(partitioned, tmp_path):
     partition = "{class_path: IID, init_args: {num_clients: 6}}"
     source = "tests.compare.compare_script.Attached"
@@ -279,6 +279,7 @@ def test_data_that_ask_for_their_trainer(partitioned, tmp_path):
     assert len(result(tmp_path / "out", "central_0")["rounds"]) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", quick([1 / 3, 2.5], [2.5]))
 def test_central_goes_on_in_the_middle_of_a_pass(passes, tmp_path):
     arguments = ("--", *WORK[passes], *ALIKE)
@@ -363,7 +364,7 @@ def assert_alike(out, whole):
         assert_same(state, expected_weights[run])
 
 
-@pytest.mark.parametrize("where", quick(PLACES, ["in validation", "at the end"]))
+@pytest.mark.parametrize("where", quick(PLACES, ["in validation"]))
 def test_interrupted_and_started_again(where, whole, tmp_path, capsys):
     out = tmp_path / "out"
     Notes.place, left = PLACES[where]
@@ -502,6 +503,7 @@ def test_a_metric_that_is_not_logged(tmp_path, capsys):
     assert "| method | train_loss | train_loss | MB | wall s | CPU s |" in (tmp_path / "out" / "summary.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_terminal(tmp_path):
     """A line for every run, the table, and nothing of Lightning's; the package's own warnings stay."""
     command = ["lightning_fed", "compare", "clients.yaml", "--methods", "central,fedper", "--test"]

@@ -362,6 +362,7 @@ def test_labels_per_client_of_consecutive_labels():
         assert set(BALANCED[part]) == {client % 10, (client + 1) % 10, (client + 2) % 10}
 
 
+@pytest.mark.slow
 def test_labels_per_client_with_sizes_as_in_the_published_program():
     """Counts of single users and the largest and median sizes, over 300 splits; 5 of each label at least."""
     class_sizes, rng = range(1200, 2200, 100), np.random.default_rng(0)

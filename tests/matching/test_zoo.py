@@ -75,7 +75,7 @@ def check_alone(module, example, groups):
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
 
-@pytest.mark.parametrize("name", quick(QUICK, [name for name in list(QUICK)[::2] if name != "Unet"]))
+@pytest.mark.parametrize("name", quick(QUICK, [name for name in list(QUICK)[::4]]))
 def test_groups_are_found_and_exact(name):
     check(*QUICK[name])
 

@@ -96,7 +96,7 @@ def data_of(name, net_shape, target_shape):
     return inputs, torch.randint(4, (net_shape[0], *target_shape), generator=generator)
 
 
-@pytest.mark.parametrize("name", quick(NETS, [name for name in NETS if name != "resnet"]))
+@pytest.mark.parametrize("name", quick(NETS, [name for name in NETS if name not in ("resnet", "deeplab")]))
 def test_the_gradients_of_a_loop_over_the_examples(name):
     """To 1e-9 of an example's gradient, in float64: in float32 the order of sums turns single ReLUs over."""
     torch.manual_seed(0)

@@ -822,6 +822,7 @@ def test_operators_train_whatever_the_optimizer_was_given(federated_trainer):
         fit(federated_trainer, make("conv"), Named(Net(), torch.optim.Adagrad))
 
 
+@pytest.mark.slow
 def test_a_net_that_is_compiled(federated_trainer):
     results = []
     for net in (Net(), torch.compile(Net(), backend="eager")):

@@ -118,7 +118,7 @@ NETS = {
 }
 
 
-@pytest.mark.parametrize("name", quick(NETS, ["mlp", "batch norm and dropout", "cnn", "unet"]))
+@pytest.mark.parametrize("name", quick(NETS, ["mlp", "batch norm and dropout", "cnn"]))
 def test_exact_prototypes(name, federated_trainer):
     """Those of the downloaded weights and of the trained ones, over all of the client's data, void pixels left out."""
     build, data, features = NETS[name]
@@ -264,7 +264,7 @@ ALL_DOORS = [(source, "callback") for source in SOURCES] + [("data sets", "train
     ("source", "door", "passes"),
     quick(
         [(*case, passes) for case in ALL_DOORS for passes in ("exact", "online")],
-        [(*case, ("exact", "online")[place % 2]) for place, case in enumerate(ALL_DOORS[:-1:2])],
+        [(*case, ("exact", "online")[place % 2]) for place, case in enumerate(ALL_DOORS[:4:2])],
     ),
 )
 def test_the_training_is_the_same(source, passes, door, federated_trainer, plain_trainer):
@@ -391,7 +391,7 @@ IN_A_PLAIN_TRAINER = list(itertools.product((0, 1), (True, False), ("exact", "on
 
 @pytest.mark.parametrize(
     ("workers", "has_generator", "passes"),
-    quick(IN_A_PLAIN_TRAINER, [(0, True, "exact"), (0, False, "online"), (1, True, "online"), (1, False, "exact")]),
+    quick(IN_A_PLAIN_TRAINER, [(0, True, "exact"), (0, False, "online"), (1, True, "online")]),
 )
 def test_a_plain_trainer_trains_the_same(passes, has_generator, workers, plain_trainer):
     """With shuffling, augmentation and validation in between; the margins are logged per epoch."""
@@ -862,6 +862,7 @@ def test_data_that_fail_beside_the_training(hooks, federated_trainer, caplog):
     assert trainer.callback_metrics["fed/failed"] == 0
 
 
+@pytest.mark.slow
 def test_persistent_workers_of_a_clients_loader(federated_trainer, caplog):
     clients = loaders(workers=1)
     clients["dan"] = loaders(workers=1, persistent_workers=True)["bob"]

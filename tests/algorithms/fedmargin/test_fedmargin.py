@@ -679,6 +679,7 @@ def test_fits_are_the_reference(cohort, door, federated_trainer, plain_trainer):
     assert len({round(share, 4) for share in expected[-1][1]["attention"].values()}) == cohort
 
 
+@pytest.mark.slow
 def test_a_segmentation_model(federated_trainer):
     """The aggregate is the mean of the updates by the attention that is logged."""
     clients = models.scenes({"ann": 5, "bob": 4, "cid": 3})

@@ -160,6 +160,7 @@ def test_pictures_of_a_federation(tmp_path, basis):
         assert_drawn(pictures[2][1], *notes.history[2], wrong_view)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("basis", quick(["each", "first"], ["first"]))
 def test_a_class_that_appears_later(tmp_path, basis):
     """One client in a round, two classes or three each: a new plane where one is new, else the old one stays."""
@@ -341,7 +342,8 @@ def test_a_plain_fit_ends_as_one_without(tmp_path):
     assert ends[0][1] == ends[1][1]
 
 
-@pytest.mark.parametrize("basis", quick(["each", "first"], ["first"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("basis", ["each", "first"])
 def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(tmp_path, basis):
     """Broken off inside a round and resumed: the same pictures of prototypes and of attention, to the last pixel."""
 

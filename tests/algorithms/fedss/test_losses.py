@@ -182,6 +182,7 @@ def test_logits_of_a_batch_without_classes():
 # --- gradient noise ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", quick(["l2", "mean_abs"], ["l2"]))
 def test_gradient_noise_falls_with_the_number_of_negatives(norm):
     """Figure 9 on a toy: the clients of a round hold the same batch, and draw their negatives apart."""

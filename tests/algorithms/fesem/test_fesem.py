@@ -493,6 +493,7 @@ def test_statistics_of_batch_norm_are_measured_for_every_centre(federated_traine
         assert torch.allclose(center["net.1.running_var"], inputs.var(0), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_broken_off_run_ends_like_a_whole_one(federated_trainer, tmp_path):
     """Inside a round, and after a checkpoint between rounds; centres, assignments and the log."""
 

@@ -22,15 +22,15 @@ pytestmark = [
 
 # All that one process returns is what two return.
 ALIKE = [
-    "schedulers", "personal-in-folder", "two-optimizers", "margins-in-memory", "centers", "sampled-classes",
-    "one-client", "by-batches", "skipping", "nobody", "faults", "limits", "matched", "own-rule", "second-door",
-    "private-examples", "fused-features", "control-variates", "own-models", "evaluated", "compressed-down",
+    "schedulers", "personal-in-folder", "two-optimizers", "sampled-classes", "one-client", "by-batches", "nobody",
+    "faults", "own-rule", "private-examples", "fused-features", "compressed-down",
 ]  # fmt: skip
 SLOW = [
-    "batch-norm-average", "personal-batch-norm-in-folder", "margins-in-folder", "server-momentum", "partition",
-    "federated-trainer", "saved-after-validation", "fixed-batch-norm", "personal-in-memory", "corrected-gradients",
-    "server-moments", "talkative", "three-clients", "switched", "counted", "spread-out", "evaluated-locally", "noisy",
-    "four-rounds", "local-batch-norm-in-folder", "regularizers",
+    "margins-in-memory", "centers", "skipping", "limits", "matched", "second-door", "control-variates", "own-models",
+    "evaluated", "batch-norm-average", "personal-batch-norm-in-folder", "margins-in-folder", "server-momentum",
+    "partition", "federated-trainer", "saved-after-validation", "fixed-batch-norm", "personal-in-memory",
+    "corrected-gradients", "server-moments", "talkative", "three-clients", "switched", "counted", "spread-out",
+    "evaluated-locally", "noisy", "four-rounds", "local-batch-norm-in-folder", "regularizers",
 ]  # fmt: skip
 OF_PROCESSES = {"clients", "batches", "models"}  # what each has of its own, or sees
 OF_ONE = (r"_step", "so_far")  # what is logged of single batches, and of what a process has seen so far
@@ -196,7 +196,7 @@ RESUMED = {  # the rounds that such a run trains; one that is only slow trains a
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("job", quick(RESUMED, ["resumed", "slow", "after-killed", "after-raising"]))
+@pytest.mark.parametrize("job", quick(RESUMED, ["resumed", "after-killed"]))
 def test_a_resumed_run_ends_as_one_that_never_was_broken_off(job, two):
     whole = two.found("four-rounds")[0]
     for found in two.found(job):
@@ -227,6 +227,7 @@ def test_a_process_that_hangs_is_waited_for_as_long_as_was_said(two):
     assert "Another process of this fit may have died" in two.log(0, "hanging")
 
 
+@pytest.mark.slow
 def test_a_visit_that_hangs_leaves_its_client_out_in_all(two):
     found = two.found("stuck")
     assert_same(found[0]["state"], found[1]["state"])
@@ -260,6 +261,7 @@ def test_what_is_refused_is_refused_in_all(case, two):
         assert found[case].startswith(REFUSED[case])
 
 
+@pytest.mark.slow
 def test_lightnings_own_launcher(two, tmp_path):
     warm_process.run("tests.backends.client_parallel.parallel_script", tmp_path, "three-clients")
     first, second = (torch.load(tmp_path / f"three-clients-{rank}.pt", weights_only=False) for rank in range(2))

@@ -354,6 +354,7 @@ DRIVES = ["0001TP", "0006R0", "0016E5"]
 
 
 # Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_the_recipe_of_sites(tmp_path, monkeypatch):
     """A server without data has the table of the drives, the best model by their frames, and the matrix."""

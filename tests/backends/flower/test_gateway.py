@@ -4,7 +4,6 @@ import json
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from lightning_fed.backends.flower.certificates import write_certificates, write
 from lightning_fed.backends.flower.connection_check import Broken, check_connection
 from lightning_fed.backends.flower.gateway import Gateway
 from lightning_fed.backends.flower.start import GATEWAY, split_address
+from lightning_fed.cli.main import main
 from lightning_fed.errors import OptionError
 from tests.backends.flower.processes import free_port
 
@@ -166,14 +166,11 @@ def test_addresses_that_are_none(address):
         split_address(address)
 
 
-def test_the_commands_say_what_is_missing(tmp_path):
-    command = [sys.executable, "-m", "lightning_fed", "flower"]
-    server = subprocess.run(
-        [*command, "server", "--keys", str(tmp_path), "--address", "localhost:9092"], capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert server.returncode == 1
-    assert "`lightning-fed flower certificates` makes it" in server.stderr
+def test_the_commands_say_what_is_missing(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["flower", "server", "--keys", str(tmp_path), "--address", "localhost:9092"])
+    assert stopped.value.code == 1
+    assert "`lightning-fed flower certificates` makes it" in capsys.readouterr().err
 
 
 def test_the_gateways_process_loads_no_torch():

@@ -652,7 +652,7 @@ REASONS = [
     (models.Module, {"limit_train_batches": 4}, "`limit_train_batches` counts the batches"),
     (models.Module, {"max_steps": 9}, "`max_steps` counts the steps"),
     (lambda net: models.Module(net, lambda own: Lars(own, lr=0.1)), {}, "Lars does not treat every number alone"),
-    (lambda net: models.Module(net, torch.optim.LBFGS), {}, "in a trial LBFGS raised TypeError"),
+    slow((lambda net: models.Module(net, torch.optim.LBFGS), {}, "in a trial LBFGS raised TypeError")),
     pytest.param(
         lambda net: models.Module(net, torch.optim.Adafactor),
         {},
