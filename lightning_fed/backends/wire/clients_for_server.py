@@ -150,7 +150,6 @@ class RemoteClientSide(RemoteSide):
         self._server_entries = round.local.server_entries
         start = pack_numbers(optimizers.start) | {"optimizers": name_optimizers(fit.trainer.optimizers)}
         self._train_request = self._common(frozen) | {"hyperparameters": start}
-        number = fit.server.report.round
         secure_sum = self._start_sum(fit)
         requests = self._requests(fit, round.start.state)
         visits = {visit.client: visit for visit in self._cohort.visits}
@@ -177,30 +176,38 @@ class RemoteClientSide(RemoteSide):
                 yield visit, broadcast, digest_request(request) if request is not None else ""
 
         for client, reply in self._ask(server, VISIT, messages()):
-            answer = self._open(reply, client, number, round.start.state)
-            if not isinstance(answer, tuple):
-                _leave_out(server, client, answer, "it asks, and does not answer")
-                continue
-            update, said = answer
-            try:
-                most = _most_steps(visits[client], fit.module.automatic_optimization)
-                reported = _read_steps(said, optimizers, most)
-                device = fit.module.device
-                update.state, update.extras = on_device(update.state, device), on_device(update.extras, device)
-                _fill_in(update, broadcasts[client].state, said.unsent)
-            except BadUpdate as error:
-                server.refuse(client, str(error))
-                continue
-            except Exception as error:
-                server.refuse(client, f"its answer cannot be used: {describe(error)}", without_frames(error))
-                continue
-            if round.visits.receive(update):
-                if said.keeps:
-                    self._client_store.note(client, number)
-                reports[client] = reported
+            steps = self._receive(round, visits[client], reply, broadcasts[client])
+            del reply  # a large model, while the next one is waited for
+            if steps is not None:
+                reports[client] = steps
         self._go_on(round, reports)
         if secure_sum is not None:
             secure_sum.unmask([client for client in secure_sum.peers if client in server.report.received])
+
+    def _receive(self, round: Round, visit: Visit, reply: Packet | str, broadcast: Broadcast) -> _Steps | None:
+        """Takes a client's answer; returns its word on the steps of its visit, if the update is used."""
+        fit, server, client = round.fit, round.fit.server, visit.client
+        answer = self._open(reply, client, server.report.round, round.start.state)
+        if not isinstance(answer, tuple):
+            _leave_out(server, client, answer, "it asks, and does not answer")
+            return None
+        update, said = answer
+        try:
+            steps = _read_steps(said, round.start.optimizers, _most_steps(visit, fit.module.automatic_optimization))
+            device = fit.module.device
+            update.state, update.extras = on_device(update.state, device), on_device(update.extras, device)
+            _fill_in(update, broadcast.state, said.unsent)
+        except BadUpdate as error:
+            server.refuse(client, str(error))
+            return None
+        except Exception as error:
+            server.refuse(client, f"its answer cannot be used: {describe(error)}", without_frames(error))
+            return None
+        if not round.visits.receive(update):
+            return None
+        if said.keeps:
+            self._client_store.note(client, server.report.round)
+        return steps
 
     def _go_on(self, round: Round, reports: Mapping[Client, _Steps]) -> None:
         """Counts the round's steps, and has schedulers and loss scale go on from the visits."""
@@ -341,6 +348,7 @@ class RemoteClientSide(RemoteSide):
                 waiting.append((client, reply))
             else:
                 yield client, reply
+            del reply
         if not lacking:
             return
         _log.info(

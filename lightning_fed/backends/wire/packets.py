@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -23,6 +24,7 @@ VERSION = 6
 
 _MANY = 2**53  # whole numbers that a float holds exactly
 _LARGEST = 2**48  # numbers in a tensor
+_LARGE = 2**20  # bytes of an entry that is not copied
 _LONGEST_NAME = 1000
 _MOST_DIMENSIONS = 64  # that PyTorch has
 _HIGHEST_RATE = 1e6  # learning rates above it are no one's
@@ -32,6 +34,10 @@ _DATA = 2**26, 8  # bytes of a reply's tensors, and for every byte of the model
 VISIT, REQUEST, STATISTICS, QUESTION, HELLO = "train", "query.request", "evaluate", "evaluate.question", "query"
 """Types of messages. A client is asked for an update, the rows of its request, statistics of its BatchNorm
 layers, or what a callback asks; a node is asked for its clients."""
+
+with warnings.catch_warnings():  # PyTorch says once that it can write into bytes
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"0", dtype=torch.uint8)
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -203,13 +209,24 @@ def read_packet(packet: Packet, *kinds: str) -> tuple[dict[str, Any], dict[str, 
                 raise PacketError(f"entry {name!r} needs more bytes than there are")
             if name in state:
                 raise PacketError(f"entry {name!r} is there twice")
-            data = bytearray(memoryview(packet.data)[start : start + size])
+            state[name] = _tensor_at(packet.data, start, size, dtype, group == "state").reshape(shape)
             start += size
-            value = torch.frombuffer(data, dtype=dtype) if size else torch.zeros(0, dtype=dtype)
-            state[name] = value.reshape(shape)
     if start != len(packet.data):
         raise PacketError(f"its entries have {start} bytes, but it has {len(packet.data)}")
     return (header if len(kinds) == 1 else {**header, "kind": kind}), tensors
+
+
+def _tensor_at(data: bytes, start: int, size: int, dtype: torch.dtype, is_model: bool) -> Tensor:
+    """Tensor of some bytes of a packet: of a model's large entry that memory itself, else a copy.
+
+    The memory is the tensor's alone, as nobody reads a packet twice. A small tensor, or one that is kept beyond its
+    round, would hold the whole packet.
+    """
+    if size == 0:
+        return torch.zeros(0, dtype=dtype)
+    if is_model and size >= _LARGE and start % dtype.itemsize == 0:
+        return torch.frombuffer(data, dtype=dtype, count=size // dtype.itemsize, offset=start)
+    return torch.frombuffer(bytearray(memoryview(data)[start : start + size]), dtype=dtype)
 
 
 def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:

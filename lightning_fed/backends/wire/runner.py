@@ -255,6 +255,8 @@ class ClientRunner:
             return trainer.global_step
         finally:
             self._module.zero_grad(set_to_none=True)
+            # They would hold the Trainer, and by it the round's tensors, until the next visit's.
+            self._module.trainer, datamodule.trainer = None, None
             del trainer, half
             _free(sum(value.nbytes for value in live_entries(self._module).values()))  # before the answer is written
 

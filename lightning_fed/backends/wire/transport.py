@@ -154,6 +154,7 @@ class Transport(ABC):
                 ready[client] = lambda: "it is not connected"
             else:
                 open_messages[client] = _Message(client, name, self.connection(client))
+            del packet  # a large model is not in memory while its answer is waited for
         count = 0
         for client in order:
             while client not in ready:
@@ -181,6 +182,7 @@ class Transport(ABC):
             answer = ready.pop(client)()
             self.received += len(answer.data) if isinstance(answer, Packet) else 0
             yield client, answer
+            del answer  # nor the last answer, while the next one is
 
     def _miss(
         self, message: _Message, kind: str, round: int, again: Callable[[Client], Packet] | None
