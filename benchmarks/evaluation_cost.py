@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from common import QUIET, load_json, machine, parser, prepare, save_json, table, version, write_section
 from margin_cost import SETTINGS, Setting
-from speed import Stopwatch, elapsed, ratios, spread
+from speed import Stopwatch, elapsed, ratios
 from torch.utils.data import Subset
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
@@ -59,14 +59,15 @@ def report(results: dict[str, Any], threads: int) -> str:
     parts = [
         "`python benchmarks/evaluation_cost.py --out benchmarks/results/method_costs.md`."
         f" {machine(threads)}. All clients in every round, one local epoch, and a quarter as many validation examples."
-        " Ratios are medians over repetitions of the ratio within a repetition, with the quartiles in brackets, of the"
-        " process' own seconds."
+        " Ratios are medians over repetitions of the ratio within a repetition, with the lowest and the highest in"
+        " brackets, of the process' own seconds."
     ]
     for result in (results[name] for name in SETTINGS if name in results):
         seconds, rows = result["seconds"], []
         for name, words in KINDS.items():
             own = np.median(np.array(seconds[name]), axis=0)[1]
-            rows.append([words, f"{own:.3f}", spread(ratios(seconds, name, "train", 1))])
+            found = ratios(seconds, name, "train", 1)
+            rows.append([words, f"{own:.3f}", f"{np.median(found):.2f} ({found.min():.2f}-{found.max():.2f})"])
         counted = result["bytes"]
         what = f"**{result['words']}; {result['parameters']:,} parameters**: {len(seconds['train'])} repetitions."
         parts += [
@@ -80,7 +81,7 @@ def report(results: dict[str, Any], threads: int) -> str:
 
 def main() -> None:
     made = parser(__doc__.splitlines()[0], data=False)
-    made.add_argument("--repetitions", type=int, default=5, help="repetitions of each setting")
+    made.add_argument("--repetitions", type=int, default=8, help="repetitions of each setting")
     made.add_argument("--parts", nargs="+", default=list(SIZES), choices=list(SIZES), help="what to measure")
     arguments = made.parse_args()
     prepare(arguments)
