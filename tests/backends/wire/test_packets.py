@@ -54,6 +54,23 @@ TENSORS = {
 }
 
 
+def test_a_models_large_entries_are_the_memory_that_came():
+    """What is small, in no model, or not at a place for its numbers is a copy, which does not hold a whole message."""
+    large = torch.arange(2.0**18)
+    state = {"large": large, "small": torch.ones(3), "odd": torch.ones(1, dtype=torch.bool), "shifted": large}
+    packet = write_packet("update", {}, state=state, extras={"large": large})
+    _, tensors = read_packet(packet, "update")
+    start = torch.frombuffer(packet.data, dtype=torch.uint8).data_ptr()
+    inside = {
+        f"{group}/{name}"
+        for group, values in tensors.items()
+        for name, value in values.items()
+        if start <= value.data_ptr() < start + len(packet.data)
+    }
+    assert inside == {"state/large"}
+    assert_same(tensors["state"], state)
+
+
 def test_tensors_come_out_as_they_went_in():
     packet = from_records(to_records(write_packet("update", {"x": 0.1 + 0.2}, state=TENSORS, extras={})))
     header, tensors = read_packet(packet, "update")

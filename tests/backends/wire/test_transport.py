@@ -4,6 +4,7 @@ import errno
 import io
 import itertools
 import json
+import weakref
 
 import pytest
 
@@ -162,6 +163,31 @@ def test_a_client_that_was_started_again_is_asked_again(clock):
 def test_deadlines_that_there_are_not(options, message):
     with pytest.raises(ValueError, match=message):
         Deadline(**options)
+
+
+class Counting(Network):
+    """Notes how many packets there are while an answer is waited for."""
+
+    def __init__(self, clock):
+        super().__init__(clock, 60, {"ann": 1, "bob": 2})
+        self.packets, self.alive = [], []
+
+    def signed(self, packet):
+        self.packets.append(weakref.ref(packet))
+        return Packet("")
+
+    def pull(self, name):
+        self.alive.append(sum(packet() is not None for packet in self.packets))
+        return super().pull(name)
+
+
+def test_no_other_packet_is_held_while_an_answer_is_waited_for(clock):
+    network = Counting(clock)
+    packets = ((client, Packet("", b"1234")) for client in ("ann", "bob"))
+    for _, answer in network.ask("train", packets, 0):
+        network.packets.append(weakref.ref(answer))
+        del answer
+    assert set(network.alive) == {0}
 
 
 class FullFile(io.BytesIO):

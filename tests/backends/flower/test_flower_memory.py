@@ -1,0 +1,53 @@
+"""Copies of a large model that the two halves hold while a client trains, and when all have answered."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("flwr")
+
+from lightning_fed import FederatedCallback, Federation
+from lightning_fed.backends.wire.packets import Packet
+from tests import models
+from tests.backends.flower.halves import on_flower
+
+SHAPE = 2**17, 6  # of a layer's weights: 3 MiB
+
+
+def copies():
+    """Tensors with memory of their own, and messages."""
+    gc.collect()
+    objects = gc.get_objects()
+    tensors = {found.data_ptr() for found in objects if isinstance(found, torch.Tensor) and found.shape == SHAPE}
+    packets = {id(found.data) for found in objects if isinstance(found, Packet) and len(found.data) > 2**21}
+    return len(tensors), len(packets)
+
+
+class Counts(FederatedCallback):
+    def __init__(self, counts):
+        self.counts = counts
+
+    def on_client_end(self, trainer, module, client, update):
+        self.counts.append(copies())
+
+
+def module():
+    return models.Module(nn.Sequential(nn.Linear(6, SHAPE[0]), nn.Linear(SHAPE[0], models.CLASSES)))
+
+
+# Nothing of it is validated.
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_the_copies_of_a_large_model(tmp_path):
+    """A client's: module, gradients, message, the round's start, update. The server's: module, start, sums."""
+    counts, before = [], copies()
+    on_flower(
+        tmp_path, module, models.vectors({"ann": 4, "bob": 4}), lambda: Federation(seed=1),
+        callbacks=lambda: [Counts(counts)],
+    )  # fmt: skip
+    client, server, sums, module_of_another_node = 5, 2, 1, 1
+    expected = [client + server, *[client + server + module_of_another_node] * 5]
+    expected[1::2] = [client + server + module_of_another_node + sums] * 3
+    assert [tensors - before[0] for tensors, _ in counts] == expected
+    assert [packets - before[1] for _, packets in counts] == [1] * 6
