@@ -284,6 +284,8 @@ class RoundLoader:
             is_stream=is_stream,
             is_counted=is_counted,
         )
+        if planned.num_batches == 0 and is_counted:
+            return "its loader has no batch"
         if planned.num_batches == 0:
             return f"its {num_samples} examples make no full batch and `drop_last` is set"
         return planned

@@ -251,9 +251,7 @@ class Visits:
 
     def _is_alone(self) -> bool:
         """True if this is the only client there is, so that nothing comes of a round without it."""
-        fit = self.fit
-        is_only = len(fit.population.clients) == 1 and not fit.is_remote
-        return is_only and fit.options.faults.max_failed_rounds is not None
+        return self.fit.has_one_client and self.fit.options.faults.max_failed_rounds is not None
 
     def _prepare_batch(self, client: Client, batch: Any) -> Any:
         for callback in self._callbacks:

@@ -84,6 +84,18 @@ def test_validation_by_time_counts_over_rounds(plain_trainer, monkeypatch):
     assert len(ends[0]) == 3
 
 
+def test_a_batch_that_is_none_is_left_out_with_lightnings_warning(plain_trainer):
+    ends = []
+    for federation in ([], [Federation(partition=IID(1), **KEEP)]):
+        own = momentum_module()
+        trainer = plain_trainer(max_epochs=2, callbacks=federation)
+        with pytest.warns(UserWarning, match="train_dataloader yielded None"):
+            trainer.fit(own, Gaps())
+        ends.append((trainer.global_step, state_of(own)))
+    assert ends[0][0] == ends[1][0]
+    assert_same(ends[0][1], ends[1][1])
+
+
 class Silent(models.Module):
     """Returns no loss in one epoch, and none of every third batch in the others."""
 
@@ -346,6 +358,14 @@ class Stream:
 class Batches(Stream):
     def __len__(self):
         return 5
+
+
+class Gaps(Batches):
+    def __len__(self):
+        return 7
+
+    def __iter__(self):
+        yield from (None, *super().__iter__(), None)
 
 
 class Streamed(IterableDataset):
