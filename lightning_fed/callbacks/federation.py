@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import os
+import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -471,7 +472,10 @@ class Federation(L.Callback):
             self._loop.end_training(pl_module)
             checkpoint = last_checkpoint(trainer)
             if checkpoint is not None and trainer.is_global_zero:
-                _log.info("The fit ended early. To go on from its newest checkpoint: ckpt_path=%r", checkpoint)
+                words = (
+                    "The fit ended early. It goes on with `fit(..., ckpt_path=%r)`, on the command line --ckpt_path %s"
+                )
+                _log.info(words, checkpoint, shlex.quote(checkpoint))
         finally:
             self._loop.detach()  # Lightning does not call `teardown` after an exception
 

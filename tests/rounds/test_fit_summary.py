@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shlex
 import warnings
 
 import pytest
@@ -169,5 +170,8 @@ def test_an_interrupted_fit_says_from_which_checkpoint_it_goes_on(federated_trai
     saver = ModelCheckpoint(tmp_path, save_top_k=-1)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         fit(federated_trainer, caplog, Stops(models.mlp()), 4, callbacks=[saver], enable_checkpointing=True)
-    assert lines(caplog)[-1].endswith(f"ckpt_path={saver.best_model_path!r}")
+    path = saver.best_model_path
+    assert lines(caplog)[-1].endswith(
+        f"`fit(..., ckpt_path={path!r})`, on the command line --ckpt_path {shlex.quote(path)}"
+    )
     assert "epoch=1" in saver.best_model_path
