@@ -164,6 +164,12 @@ def sleeping_module():
     return Sleeping(models.dropout_mlp(), models.momentum)
 
 
+def wide_module():
+    """A megabyte and a half: a message of it can be cut in the middle."""
+    torch.manual_seed(0)
+    return Sleeping(nn.Sequential(nn.Linear(6, 40_000), nn.ReLU(), nn.Linear(40_000, 3)), models.momentum)
+
+
 def few_scenes(sizes):
     return models.scenes({name: 4 + index for index, name in enumerate(sizes)})
 
@@ -269,6 +275,10 @@ ALL_CASES = {
         held_out=lambda: evaluations.held_out(models.vectors, 1),
     ),
     "padded": Case(lambda: Federation(seed=1), callbacks=lambda: [Padded({"ann": 0, "bob": 1})]),
+    "wide": Case(lambda: Federation(seed=1), wide_module),
+    "two sites": Case(
+        lambda: Federation(local_epochs=2, seed=3), data=lambda _: models.vectors({"site-1": 33, "site-2": 20})
+    ),
 }
 """The same, with evaluation at the clients, and one that differs from one process: a client's answers are too large for
 Flower's server."""

@@ -76,9 +76,9 @@ class Deployment:
         (self.folder / f"{name}.pid").write_text(f"{self.processes[name].pid}")
         return self.processes[name]
 
-    def node(self, name: str, config: str, *options: str) -> None:
+    def node(self, name: str, config: str, *options: str, address: str = "") -> None:
         self.start(
-            name, "flower-supernode", *(options or ("--insecure",)), "--superlink", self.address,
+            name, "flower-supernode", *(options or ("--insecure",)), "--superlink", address or self.address,
             "--port", str(free_port()), "--node-config", config,
         )  # fmt: skip
 

@@ -73,9 +73,9 @@ def socket_of(folder, node):
     return folder / f"node{node}" / "worker"
 
 
-def start_node(deployment, node, *options):
+def start_node(deployment, node, *options, address=""):
     config = f'partition-id={node} num-partitions=2 worker="{socket_of(deployment.folder, node)}"'
-    deployment.node(f"node{node}", config, *options)
+    deployment.node(f"node{node}", config, *options, address=address)
 
 
 def start_nodes(deployment):

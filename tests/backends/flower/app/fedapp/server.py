@@ -15,7 +15,7 @@ def main(grid, context):
     callbacks, logging = watched(config["folder"])
     options = {**OPTIONS, **case.options, **logging, "max_epochs": config["rounds"]}
     server_app(
-        case.federation(), case.module, None, options, clients=list(SIZES), folder=config["folder"],
+        case.federation(), case.module, None, options, clients=list(case.data(SIZES)), folder=config["folder"],
         callbacks=[*case.callbacks(), *callbacks], time_limit=config["limit"], patience=300,
         key=config["key"] or None,
     )(grid, context)  # fmt: skip

@@ -1,0 +1,81 @@
+"""The connection of a node is cut in the middle of a download, of training and of an upload, on Flower's processes."""
+
+import re
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from lightning_fed.messages import tensor_bytes
+from tests.backends.flower.halves import ALL_CASES, SIZES, Loses, in_process
+from tests.backends.flower.processes import Deployment
+from tests.backends.flower.test_flower_processes import (
+    Workers,
+    compare,
+    finish,
+    run,
+    sleeper,
+    start_node,
+    wait_until,
+    write_app,
+)
+from tests.backends.links import Link
+
+__all__ = ["sleeper"]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.timeout(900),
+    pytest.mark.slow,
+]
+
+CASE, ROUNDS, SECONDS = ALL_CASES["wide"], 3, 8.0
+
+
+@pytest.mark.parametrize("phase", ["download", "training", "upload"])
+def test_the_link_is_back_within_the_time_limit(phase, federated_trainer, tmp_path, sleeper):
+    """The run ends with the weights of one process: nothing is lost, and nothing trains twice."""
+    asleep = sleeper("bob", 2 * SECONDS if phase == "training" else 0)
+    here, _ = in_process(federated_trainer, CASE.module, CASE.data(SIZES), CASE.federation(), ROUNDS)
+    asleep.unlink(missing_ok=True)
+    size = tensor_bytes(here.state_dict())
+    with (
+        Deployment(tmp_path) as deployment, Workers(tmp_path, "wide"), Link(deployment.address) as link,
+    ):  # fmt: skip
+        deployment.configure()
+        start_node(deployment, 0)
+        start_node(deployment, 1, address=link.address)
+        if phase != "training":  # in the middle of the second round's
+            link.cut_after("down" if phase == "download" else "up", int(1.5 * size), SECONDS)
+        process = run(deployment, write_app(tmp_path), tmp_path / "run", "wide", rounds=ROUNDS)
+        if phase == "training":
+            wait_until(asleep.exists)
+            link.cut(SECONDS)
+        finish(deployment, process)
+        assert link.cuts == 1
+        assert "is left out" not in deployment.log("run")
+    compare(tmp_path / "run", here)
+
+
+def test_the_link_is_back_after_the_time_limit(federated_trainer, tmp_path, sleeper):
+    """The round goes on without the client, whose answer is dropped with a line when it comes; then it takes part."""
+    asleep, rounds = sleeper("bob", 1), 5
+    with (
+        Deployment(tmp_path) as deployment, Workers(tmp_path, "wide"), Link(deployment.address) as link,
+    ):  # fmt: skip
+        deployment.configure()
+        start_node(deployment, 0)
+        start_node(deployment, 1, address=link.address)
+        process = run(deployment, write_app(tmp_path), tmp_path / "run", "wide", rounds=rounds, limit=40.0)
+        wait_until(asleep.exists)
+        link.cut(50)
+        finish(deployment, process)
+        log = deployment.log("run")
+    assert "The answer of client 'bob' to round 2 came too late, and is dropped." in log
+    left_out = [
+        (client, int(round) - 1) for round, client in re.findall(r"Round (\d+): client '(\w+)' is left out", log)
+    ]
+    assert ("bob", 1) in left_out
+    losses = [Loses(client, (round,)) for client, round in left_out]
+    here, _ = in_process(federated_trainer, CASE.module, CASE.data(SIZES), CASE.federation(), rounds, losses)
+    compare(tmp_path / "run", here)
