@@ -30,9 +30,21 @@ from lightning_fed.messages import Client
 _log = logging.getLogger(__name__)
 
 _STYPE = "lightning-fed"
+_ARRAY = 20 * 2**20  # bytes of an array
 _RETRY_SECONDS = 10.0  # seconds
 _HELLO_SECONDS = 20.0  # seconds in which a node that has just come says who its clients are, if it is well
 _COLLECTION = 3600.0  # seconds after the time limit for which answers that came in time are kept until they are read
+
+
+def split_bytes(data: bytes) -> list[memoryview]:
+    """The parts of a packet's bytes that are arrays of their own: of one, Flower makes four copies to put it together.
+
+    Example:
+        >>> [len(part) for part in split_bytes(bytes(30 * 2**20))], [len(part) for part in split_bytes(b"")]
+        ([20971520, 10485760], [0])
+
+    """
+    return [memoryview(data)[start : start + _ARRAY] for start in range(0, max(len(data), 1), _ARRAY)]
 
 
 def to_records(packet: Packet) -> RecordDict:
@@ -43,8 +55,11 @@ def to_records(packet: Packet) -> RecordDict:
         Packet(text='text', data=b'1234')
 
     """
-    array = Array(dtype="uint8", shape=(len(packet.data),), stype=_STYPE, data=packet.data)
-    return RecordDict({"packet": ConfigRecord({"text": packet.text}), "tensors": ArrayRecord({"data": array})})
+    arrays = {
+        str(i): Array(dtype="uint8", shape=(len(part),), stype=_STYPE, data=bytes(part))
+        for i, part in enumerate(split_bytes(packet.data))
+    }
+    return RecordDict({"packet": ConfigRecord({"text": packet.text}), "tensors": ArrayRecord(arrays)})
 
 
 def from_records(content: RecordDict) -> Packet:
@@ -55,12 +70,14 @@ def from_records(content: RecordDict) -> Packet:
 
     """
     try:
-        text, array = content["packet"]["text"], content["tensors"]["data"]
+        text, record = content["packet"]["text"], content["tensors"]
+        arrays = [record[str(i)] for i in range(len(record))]
     except (KeyError, TypeError) as error:
         raise PacketError("it is no message of lightning-fed") from error
-    if not isinstance(text, str) or not isinstance(array, Array) or array.stype != _STYPE:
+    parts = [array.data for array in arrays if isinstance(array, Array) and array.stype == _STYPE]
+    if not isinstance(text, str) or not parts or len(parts) < len(arrays):
         raise PacketError("it is no message of lightning-fed")
-    return Packet(text, array.data)
+    return Packet(text, parts[0] if len(parts) == 1 else b"".join(parts))
 
 
 class FlowerTransport(Transport):

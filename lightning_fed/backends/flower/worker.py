@@ -17,6 +17,7 @@ from socket import socket as connect_to
 from flwr.clientapp import ClientApp
 
 from lightning_fed.backends.flower.client import LightningClientApp
+from lightning_fed.backends.flower.transport import split_bytes
 from lightning_fed.backends.wire.packets import Packet, PacketError
 from lightning_fed.backends.wire.runner import ClientRunner
 
@@ -80,7 +81,8 @@ def _is_served(path: Path) -> bool:
 
 def _answer(runner: ClientRunner, connection: Connection) -> None:
     head = json.loads(connection.recv_bytes())
-    packet = Packet(connection.recv_bytes().decode(), connection.recv_bytes())
+    text = connection.recv_bytes().decode()
+    packet = Packet(text, b"".join([connection.recv_bytes() for _ in range(head["parts"])]))
     kind, node = head["kind"], head["node"]
     try:
         reply = runner.answer(kind, packet, node)
@@ -92,6 +94,8 @@ def _answer(runner: ClientRunner, connection: Connection) -> None:
         )
         connection.send_bytes(json.dumps({"error": reason}).encode())
         return
-    connection.send_bytes(b"{}")
+    parts = split_bytes(reply.data)
+    connection.send_bytes(json.dumps({"parts": len(parts)}).encode())
     connection.send_bytes(reply.text.encode())
-    connection.send_bytes(reply.data)
+    for part in parts:
+        connection.send_bytes(part)

@@ -15,6 +15,7 @@ pytest.importorskip("flwr")
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+import lightning_fed.backends.flower.transport as flower_transport
 from lightning_fed import Federation
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records, to_records
@@ -113,12 +114,13 @@ def light_app():
     return scope["app"]
 
 
-def test_visits_in_workers(federated_trainer, tmp_path):
+def test_visits_in_workers(federated_trainer, tmp_path, monkeypatch):
     """The file that SuperNodes start takes messages to the worker and brings its answers, bit for bit."""
 
     def module():
         return models.Module(models.dropout_mlp(), models.momentum)
 
+    monkeypatch.setattr(flower_transport, "_ARRAY", 500)  # a message is in several parts
     data = models.vectors(SIZES)
     here, _ = in_process(federated_trainer, module, data, Federation(), 2)
     whole = client_app(Federation(), module, clients_of(data), OPTIONS, store=tmp_path / "clients")
