@@ -1,17 +1,19 @@
 """Values over all clients are those of one process on the pooled data."""
 
+import csv
 import logging
+import math
 
 import pytest
 import torch
-from torchmetrics import MetricCollection
+from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.callbacks import ClientEvaluation
 from lightning_fed.callbacks.evaluation import EvaluationReport
 from lightning_fed.errors import BadUpdate, ClientFault
-from lightning_fed.messages import ClientUpdate
+from lightning_fed.messages import ClientUpdate, tensor_bytes
 from tests import evaluations, models
 
 
@@ -191,3 +193,45 @@ def test_who_is_evaluated(clients, count, federated_trainer):
     assert trainer.callback_metrics["evaluation/clients"] == count
     with pytest.raises(ValueError, match="Expected `clients` to be 'all', 'round'"):
         ClientEvaluation(clients=0)
+
+
+def test_a_client_with_few_examples_reports_nothing(federated_trainer, caplog):
+    module, trainer, _ = fitted(federated_trainer, "labels", ClientEvaluation(min_examples=6), rounds=1)
+    values = trainer.callback_metrics
+    assert "Client 'bob' does not answer: it has fewer validation examples than its min_examples=6." in caplog.text
+    assert (values["evaluation/clients"], values["evaluation/failed"]) == (2, 1)
+    assert values["evaluation/num_samples"] == evaluations.HELD_OUT["ann"] + evaluations.HELD_OUT["cid"]
+    assert values["evaluation/down_bytes"] == 3 * tensor_bytes(module.state_dict())
+    assert "client/ann/val_f1" in values
+    assert not any(name.startswith("client/bob/val") for name in values)
+
+
+class OfLastClass(models.Module):
+    """Accuracy of the last class: of those who lack it there is none."""
+
+    def __init__(self):
+        super().__init__(models.mlp())
+        self.accuracy = MeanMetric()
+
+    def validation_step(self, batch, batch_idx):
+        is_last = batch[1] == models.CLASSES - 1
+        self.accuracy.update((self(batch[0]).argmax(1) == batch[1])[is_last].float())
+        self.log("val_acc", self.accuracy)
+
+
+def test_a_class_that_a_client_lacks_is_missing(federated_trainer, tmp_path):
+    clients = models.as_datasets(models.vectors(evaluations.TRAIN))
+    held_out = models.vectors(evaluations.HELD_OUT)
+    inputs, targets = held_out["ann"]
+    held_out["ann"] = [values[targets != models.CLASSES - 1] for values in (inputs, targets)]
+    trainer = federated_trainer(max_rounds=2, callbacks=[ClientEvaluation(folder=tmp_path)])
+    trainer.fit(OfLastClass(), datamodule=FederatedDataModule(clients, models.as_datasets(held_out)))
+    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    others = [values["client/bob/val_acc"], values["client/cid/val_acc"]]
+    assert math.isnan(values["client/ann/val_acc"])
+    assert values["fed/val_acc/mean"] == pytest.approx(sum(others) / 2)
+    assert values["fed/val_acc/min"] == min(others)
+    assert values["fed/val_acc/pooled"] == pytest.approx(values["val_acc"])
+    with (tmp_path / "clients.csv").open() as file:
+        cells = {row["client"]: row["val_acc"] for row in csv.DictReader(file)}
+    assert [name for name in cells if not cells[name]] == ["ann"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torchmetrics.classification import MulticlassConfusionMatrix
 
@@ -124,6 +124,24 @@ def test_clients_that_do_not_answer_are_named(min_clients, tmp_path, caplog):
     assert ("val_loss" in trainer.callback_metrics) == (min_clients == 1)
     counts = numbers_of(trainer, "evaluation/")
     assert (counts["evaluation/clients"], counts["evaluation/failed"]) == (1, 2)
+
+
+def test_who_is_silent_in_an_evaluation_is_left_out_of_it(tmp_path, caplog):
+    grids = []
+
+    class Silences(Callback):
+        def on_validation_start(self, trainer, pl_module):
+            grids[0].silent.add(12)
+
+    _, trainer, *_ = on_flower(
+        tmp_path, evaluations.Classifier, models.vectors(TRAIN), Federation, 1, lambda: [ClientEvaluation()],
+        held_out=evaluations.held_out(models.vectors, 1), server_callbacks=[Silences()], grids=grids, limit=0.2,
+    )  # fmt: skip
+    assert "Client 'bob' does not answer: it did not answer within 0 s." in caplog.text
+    assert trainer.callback_metrics["fed/clients"] == 3
+    assert trainer.callback_metrics["evaluation/clients"] == 2
+    assert "val_loss" in trainer.progress_bar_metrics
+    assert "val_f1" not in trainer.progress_bar_metrics
 
 
 def test_a_half_without_the_callback_says_so(tmp_path, caplog):
