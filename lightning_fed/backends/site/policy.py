@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import stat
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lightning_fed.backends.site.signatures import is_signed, read_public_key, split_signature
-from lightning_fed.backends.wire.packets import is_client
+from lightning_fed.backends.wire.packets import find_bad_place
 from lightning_fed.backends.wire.secure_sum_packets import Stage
 from lightning_fed.messages import Client
 from lightning_fed.privacy.secure_sum import SecureSum
@@ -402,8 +401,7 @@ def read_order(kind: str, text: str, data: bytes) -> Order | None:
         elif stage == "unmask":
             size = sum(map(bool, header["survivors"]))
         client, run, round = place["client"], header["run"], place["round"]
-        is_order = is_client(client) and re.fullmatch("[0-9a-f]{1,64}", run) and type(round) is int
-        if not is_order or stage not in ("", *get_args(Stage)) or not 0 <= round < 2**53:
+        if find_bad_place(run, client, round) is not None or stage not in ("", *get_args(Stage)):
             return None  # nor would the visit begin; the record has nothing of it
         return Order(ANSWERS[kind], text, data, signature, client, run, round, stage, size)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

@@ -265,6 +265,21 @@ def is_client(key: object) -> bool:
     return abs(key) < 2**63 if type(key) is int else _is_name(key)
 
 
+def find_bad_place(run: object, client: object, round: object) -> str | None:
+    """Describes what is wrong with the run, the client and the round of a message; ``None`` if nothing is.
+
+    Example:
+        >>> find_bad_place("0a", "ann", 3), find_bad_place("../0a", "ann", 3)
+        (None, "the run is '../0a'")
+
+    """
+    if not isinstance(run, str) or not re.fullmatch("[0-9a-f]{1,64}", run):  # a folder
+        return f"the run is {run!r:.100}"
+    if not is_client(client):
+        return f"the client is {client!r:.100}"
+    return None if type(round) is int and 0 <= round < _MANY else f"the round is {round!r:.100}"
+
+
 def _is_name(name: object) -> bool:
     if not isinstance(name, str) or len(name) > _LONGEST_NAME:
         return False
@@ -313,17 +328,16 @@ def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadca
 
 def _check_train_request(train_request: TrainRequest) -> None:
     visit, sent = train_request.visit, train_request.hyperparameters
-    if not isinstance(train_request.run, str) or not re.fullmatch("[0-9a-f]{1,64}", train_request.run):  # a folder
-        raise TypeError(f"the run is {train_request.run!r}")
-    if not is_client(visit.client):
-        raise TypeError(f"the client is {visit.client!r}")
-    lowest = {"kept": -1, "needed": 0, "round": 0, "visit's seed": 0, "epochs": 1, "steps": 1, "seed": 0}
-    numbers = {
-        "kept": train_request.kept, "needed": train_request.needed, "round": visit.round, "visit's seed": visit.seed,
-        "epochs": visit.epochs, "steps": 1 if visit.steps is None else visit.steps, "seed": train_request.seed,
-    }  # fmt: skip
-    for name, number in numbers.items():
-        if type(number) is not int or not lowest[name] <= number < _MANY:
+    bad_place = find_bad_place(train_request.run, visit.client, visit.round)
+    if bad_place is not None:
+        raise TypeError(bad_place)
+    numbers = (
+        ("kept", train_request.kept, -1), ("needed", train_request.needed, 0), ("seed", train_request.seed, 0),
+        ("visit's seed", visit.seed, 0), ("epochs", visit.epochs, 1),
+        ("steps", 1 if visit.steps is None else visit.steps, 1),
+    )  # fmt: skip
+    for name, number, lowest in numbers:
+        if type(number) is not int or not lowest <= number < _MANY:
             raise TypeError(f"{name} is {number!r}")
     if visit.seed >= 2**32:
         raise TypeError(f"visit's seed is {visit.seed}")
@@ -397,15 +411,7 @@ def write_request(request: Request) -> Packet:
 
 def write_update(update: ClientUpdate, answer: Answer) -> Packet:
     """Makes the packet of a client's update."""
-    header = {
-        "client": update.client,
-        "num_samples": update.num_samples,
-        "metrics": update.metrics,
-        "steps": answer.steps,
-        "after": answer.after,
-        "keeps": answer.keeps,
-        "unsent": len(update.unsent),
-    }
+    header = {name: getattr(update, name) for name in ("client", "num_samples", "metrics")} | asdict(answer)
     return write_packet("update", header, state=update.sent, extras=update.extras)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -14,6 +13,7 @@ from lightning_fed.backends.wire.packets import (
     Fault,
     Packet,
     PacketError,
+    find_bad_place,
     is_client,
     one_line,
     read_packet,
@@ -75,15 +75,7 @@ opened; shares."""
 
 def write_sum_request(request: SumRequest) -> Packet:
     """Makes the packet of a request."""
-    header = {
-        "stage": request.stage,
-        "run": request.run,
-        "round": request.round,
-        "client": request.client,
-        "least": request.least,
-        "peers": list(request.peers),
-        "survivors": list(request.survivors),
-    }
+    header = {name: value for name, value in vars(request).items() if name != "rows"}
     return write_packet("sum", header, rows={"rows": _to_tensor(request.rows, ROW_BYTES[request.stage])})
 
 
@@ -100,13 +92,11 @@ def read_sum_request(packet: Packet) -> SumRequest:
     stage, peers, survivors = header["stage"], header["peers"], header["survivors"]
     if stage not in get_args(Stage):
         raise PacketError(f"the step is {stage!r:.100}")
-    if not isinstance(header["run"], str) or not re.fullmatch("[0-9a-f]{1,64}", header["run"]):  # a folder
-        raise PacketError(f"the run is {header['run']!r:.100}")
-    for name in ("round", "least"):
-        if type(header[name]) is not int or not 0 <= header[name] < _MANY:
-            raise PacketError(f"{name} is {header[name]!r:.100}")
-    if not is_client(header["client"]):
-        raise PacketError(f"the client is {header['client']!r:.100}")
+    bad_place = find_bad_place(header["run"], header["client"], header["round"])
+    if bad_place is not None:
+        raise PacketError(bad_place)
+    if type(header["least"]) is not int or not 0 <= header["least"] < _MANY:
+        raise PacketError(f"least is {header['least']!r:.100}")
     if not isinstance(peers, list) or len(peers) > _MOST_CLIENTS or not all(map(is_client, peers)):
         raise PacketError("its clients are none")
     if len(set(peers)) < len(peers) or bool(peers) != (stage != "keys"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,9 @@ class ServerRunner:
             check_count("clients", clients)
         if not patience >= 0:
             raise ValueError(f"Expected a `patience` that is not negative, but got {patience}.")
-        self._federation, self._model, self._val_data = federation, model, val_data
-        self._options, self._callbacks = options, callbacks
         self._clients = list(clients) if isinstance(clients, Mapping) else clients
         self._folder, self._patience = Path(folder), patience
+        self._run = partial(run_server, federation, model, val_data, options, folder=self._folder, callbacks=callbacks)
 
     def run(self, transport: Transport, stage: str = "fit", ckpt_path: str = "") -> L.Trainer:
         """Waits for the clients, and trains; no other server may train in the folder.
@@ -83,18 +83,7 @@ class ServerRunner:
         with lock_folder(self._folder):
             clients = transport.meet(read_clients(self._clients, self._folder), self._patience)
             write_clients(clients, self._folder)
-            return run_server(
-                self._federation,
-                self._model,
-                self._val_data,
-                self._options,
-                transport,
-                clients,
-                self._folder,
-                self._callbacks,
-                stage,
-                ckpt_path,
-            )
+            return self._run(transport=transport, clients=clients, stage=stage, ckpt_path=ckpt_path)
 
 
 def run_server(
