@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import lightning as L
 import numpy as np
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
@@ -391,7 +392,7 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
     if is_one_client(partition) and not is_one:  # there is nothing to split
         several = isinstance(data, Mapping | list | tuple)
         clients = LoaderClients({0: CombinedLoader(data, "max_size_cycle") if several else data}, is_plain=True)
-        clients.split_loader = data if isinstance(data, DataLoader) else None
+        clients.split_loader = data if isinstance(data, DataLoader) and sized_len(data) is not None else None
         return clients
     if isinstance(data, CombinedLoader) or (isinstance(data, Mapping | list | tuple) and has_loader(data)):
         return _split_loaders(data, partition, seed)

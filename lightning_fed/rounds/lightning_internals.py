@@ -207,8 +207,9 @@ def loader_to_overfit(trainer: L.Trainer, loader: Any) -> Any:
 
 
 def advise_workers(trainer: L.Trainer, loader: Any) -> None:
-    """Has Lightning say it if a training loader has few workers, as it does of loaders that it trains on itself."""
-    _worker_check(trainer, loader, "train_dataloader")
+    """Has Lightning say it if training loaders have few workers, as it does of loaders that it trains on itself."""
+    for part in (loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader)).flattened:
+        _worker_check(trainer, part, "train_dataloader")
 
 
 def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:

@@ -151,7 +151,6 @@ class RoundLoop:
         self._averages = RoundAverages(fit)
         if not is_one_client(partition):  # a visit that fails is padded with `None` batches, and the log says why
             fit.ignore_warning("train_dataloader yielded None")
-        fit.ignore_warning("Your `IterableDataset` has `__len__` defined")  # a round has one, also of a stream
         # Lightning 2.6 with torch 2.13, about itself, and again whenever a library has changed the filters.
         fit.ignore_warning(
             r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"(lightning\.pytorch|pytorch_lightning)\."

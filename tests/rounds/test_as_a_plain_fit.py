@@ -32,6 +32,15 @@ def momentum_module(**options):
     return models.Module(models.mlp(), models.momentum, **options)
 
 
+class Combines(models.Module):
+    """Trains on a batch of every loader."""
+
+    def training_step(self, batch, batch_idx):
+        batches = batch.values() if isinstance(batch, dict) else batch
+        losses = [super(Combines, self).training_step(each, batch_idx) for each in batches if each is not None]
+        return sum(losses)
+
+
 # --- one client trains as a plain fit ---------------------------------------------------------------------------------
 
 PLAIN = {  # arguments of the Trainer, callbacks
@@ -288,11 +297,13 @@ def test_the_training_loader_has_the_attributes_of_the_users(plain_trainer):
     assert own.seen == (40, 8, RandomSampler, 0)
 
 
-def test_lightning_advises_on_workers(plain_trainer, monkeypatch):
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
+@pytest.mark.parametrize(("data", "kind"), [(loader, models.Module), (lambda: {"a": loader()}, Combines)])
+def test_lightning_advises_on_workers(data, kind, plain_trainer, monkeypatch):
     monkeypatch.setattr(f"{CONNECTOR}.suggested_max_num_workers", lambda devices: 8)
     trainer = plain_trainer(max_epochs=1, callbacks=[Federation(partition=IID(2))])
     with pytest.warns(UserWarning, match="'train_dataloader' does not have many workers"):
-        trainer.fit(models.Module(models.mlp()), datamodule=LoaderDataModule(loader()))
+        trainer.fit(kind(models.mlp()), datamodule=LoaderDataModule(data()))
 
 
 def test_a_clients_sampler_is_told_the_pass(federated_trainer):
@@ -378,15 +389,6 @@ class Backwards(DataLoader):
 
     def __iter__(self):
         return reversed(list(super().__iter__()))
-
-
-class Combines(models.Module):
-    """Trains on a batch of every loader."""
-
-    def training_step(self, batch, batch_idx):
-        batches = batch.values() if isinstance(batch, dict) else batch
-        losses = [super(Combines, self).training_step(each, batch_idx) for each in batches if each is not None]
-        return sum(losses)
 
 
 def several(mode):
