@@ -1,4 +1,4 @@
-"""Compressed updates: the score and the bytes that clients send, for a CNN, a DeepLab and adapters of low rank."""
+"""Compressed updates: the score and the bytes that travel, for a CNN, a DeepLab and adapters of low rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import lightning as L
 from common import PAIRED, QUIET, Curve, machine, paired, parser, prepare, run_all, spread, table, write_section
 
 from lightning_fed import FederatedTrainer
-from lightning_fed.compression import Float16, Quantized, TopK
+from lightning_fed.compression import Downlink, Float16, Quantized, TopK
 from lightning_fed.data import Dirichlet
 from lightning_fed.datasets import CIFAR10, CamVid
 from lightning_fed.steps import UpdateStep
@@ -27,6 +27,7 @@ FORMS: dict[str, Callable[[], list[UpdateStep]]] = {
     "Quantized(4)": lambda: [Quantized(4)],
     "TopK(0.1)": lambda: [TopK(0.1)],
     "TopK(0.01)": lambda: [TopK(0.01)],
+    "Quantized(8), Downlink(Quantized(8))": lambda: [Quantized(8), Downlink(Quantized(8))],
 }
 
 
@@ -36,7 +37,7 @@ class Study:
 
     Args:
         words: The setting; ``monitor``, in %, is the score.
-        train: Trains with a form, a seed and rounds; returns the score and ``comm/up_bytes`` by round.
+        train: Trains with a form, a seed and rounds; returns the score and the bytes by round.
 
     """
 
@@ -83,7 +84,8 @@ def fit(
     )  # fmt: skip
     trainer.fit(task, datamodule=data)
     return {
-        name: [values.get(name, 0.0) for values in curve.rounds] for name in ("val_acc", "val_miou", "comm/up_bytes")
+        name: [values.get(name, 0.0) for values in curve.rounds]
+        for name in ("val_acc", "val_miou", "comm/up_bytes", "comm/down_bytes")
     }
 
 
@@ -115,16 +117,18 @@ STUDIES = {
 def section(name: str, found: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> str:
     study, last = STUDIES[name], 3
     scores = {form: [100 * fmean(run[study.monitor][-last:]) for run in runs] for form, runs in found.items()}
-    sent = {form: sum(runs[0]["comm/up_bytes"]) for form, runs in found.items()}
+    up, down = (
+        {form: sum(runs[0][f"comm/{way}_bytes"]) for form, runs in found.items()} for way in ("up", "down")
+    )
     rows = []
     for form, values in scores.items():
         pairs = zip(values, scores.get(PLAIN, []), strict=False)
         apart = "" if form == PLAIN else paired([value - plain for value, plain in pairs], 1)
         rows.append([
-            f"`{form}`", f"{sent[form] / 1e6:.2f}", f"{sent[PLAIN] / sent[form]:.1f}", spread(values, 1), apart,
-            len(values),
+            f"`{form}`", *(f"{sent[form] / 1e6:.2f} ({sent[PLAIN] / sent[form]:.1f})" for sent in (up, down)),
+            spread(values, 1), apart, len(values),
         ])  # fmt: skip
-    header = ["form", "MB sent by clients", "times less", f"score, last {last} rounds (%)", f"to `{PLAIN}`", "seeds"]
+    header = ["form", "MB up (times less)", "MB down (times less)", f"score, last {last} rounds (%)", f"to `{PLAIN}`", "seeds"]
     return (
         f"`python benchmarks/compression.py --data DATA --studies {name} --out benchmarks/results/compression.md`."
         f" {study.words} in %, {len(found[PLAIN][0][study.monitor])} rounds, mean ± standard deviation over seeds."
