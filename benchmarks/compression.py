@@ -117,9 +117,7 @@ STUDIES = {
 def section(name: str, found: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> str:
     study, last = STUDIES[name], 3
     scores = {form: [100 * fmean(run[study.monitor][-last:]) for run in runs] for form, runs in found.items()}
-    up, down = (
-        {form: sum(runs[0][f"comm/{way}_bytes"]) for form, runs in found.items()} for way in ("up", "down")
-    )
+    up, down = ({form: sum(runs[0][f"comm/{way}_bytes"]) for form, runs in found.items()} for way in ("up", "down"))
     rows = []
     for form, values in scores.items():
         pairs = zip(values, scores.get(PLAIN, []), strict=False)
@@ -128,7 +126,8 @@ def section(name: str, found: dict[str, list[dict[str, Any]]], arguments: argpar
             f"`{form}`", *(f"{sent[form] / 1e6:.2f} ({sent[PLAIN] / sent[form]:.1f})" for sent in (up, down)),
             spread(values, 1), apart, len(values),
         ])  # fmt: skip
-    header = ["form", "MB up (times less)", "MB down (times less)", f"score, last {last} rounds (%)", f"to `{PLAIN}`", "seeds"]
+    header = ["form", "MB up (times less)", "MB down (times less)", f"score, last {last} rounds (%)"]
+    header += [f"to `{PLAIN}`", "seeds"]
     return (
         f"`python benchmarks/compression.py --data DATA --studies {name} --out benchmarks/results/compression.md`."
         f" {study.words} in %, {len(found[PLAIN][0][study.monitor])} rounds, mean ± standard deviation over seeds."
