@@ -35,7 +35,7 @@ class Deployment:
         self.environment = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{ROOT}",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "FLWR_HOME": str(folder / "flower"),
             "TMPDIR": self.temporary.name,
             "FLWR_TELEMETRY_ENABLED": "0",
