@@ -138,7 +138,7 @@ def test_killed_with_sigkill_and_resumed_in_another_process(run, killed, whole):
 # Others keep the same in the same place.
 OF_A_KIND = (
     "personal-in-memory", "personal-batch-norm-in-folder", "batch-norm-average", "margins-in-folder",
-    "corrected-gradients", "regularizers", "server-moments",
+    "corrected-gradients", "server-moments",
 )  # fmt: skip
 
 
