@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.backends.flower.processes import ROOT, free_port
+from tests.backends.links import Link
 
 poc = pytest.importorskip("nvflare.tool.poc.poc_commands", reason="`pip install lightning-fed[nvflare]`")
 
@@ -28,6 +29,7 @@ def environment(folder, case, **deadline):
         "FEDJOB": case,
         "FEDJOB_FOLDER": str(folder),
         "FEDJOB_DEADLINE": json.dumps({"seconds": 120, **deadline}),
+        "NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "5",  # for sites that are dead, when the job is over: else 15 minutes
     }
 
 
@@ -48,11 +50,15 @@ class Poc:
     Args:
         folder: Where everything is.
         case: The federation.
+        has_link: Whether the second site reaches the server by a link that can be cut.
         deadline: Options of its rounds' deadline.
+
+    Attributes:
+        link: The link.
 
     """
 
-    def __init__(self, folder, case, **deadline):
+    def __init__(self, folder, case, has_link=False, **deadline):
         self.folder, self.environment, self.processes = folder, environment(folder, case, **deadline), {}
         home, os.environ["HOME"] = os.environ.get("HOME", ""), str(folder)
         try:
@@ -64,12 +70,12 @@ class Poc:
             os.environ["HOME"] = home
         self.kits = folder / "poc" / "example_project" / "prod_00"
         port = free_port()
+        self.link = Link(f"localhost:{port}") if has_link else None
         for path in self.kits.glob("*/startup/fed_*.json"):
-            text = (
-                path.read_text()
-                .replace("server:8002", f"localhost:{port}")
-                .replace("localhost:8002", f"localhost:{port}")
-            )
+            address = f"localhost:{port}"
+            if self.link is not None and "site-2" in path.parts:
+                address = self.link.address.replace("127.0.0.1", "localhost")
+            text = path.read_text().replace("server:8002", address).replace("localhost:8002", address)
             content = json.loads(text)
             if "admin" in content:
                 content["admin"]["port"] = port
@@ -135,6 +141,8 @@ class Poc:
         for name in self.processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.kill(name)
+        if self.link is not None:
+            self.link.close()
 
     def __enter__(self):
         return self

@@ -92,6 +92,20 @@ def test_a_site_that_is_killed_is_left_out(federated_trainer, tmp_path):
     assert_same(weights_of(tmp_path), reference(federated_trainer, "fedavg", [Loses("site-2", rounds=(1, 2))]))
 
 
+@pytest.mark.slow
+def test_a_link_that_is_cut_while_a_site_trains(federated_trainer, tmp_path):
+    """The site hands its answer over when the link is back: nothing is lost."""
+    with Poc(tmp_path, "fedavg", has_link=True) as poc:
+        (tmp_path / "site-2-waits").touch()
+        job = poc.submit()
+        poc.wait_for(tmp_path / "site-2-1")
+        poc.link.cut(8)
+        (tmp_path / "site-2-waits").unlink()
+        assert poc.wait(job) == "FINISHED:COMPLETED"
+        assert poc.link.cuts == 1
+    assert_same(weights_of(tmp_path), reference(federated_trainer, "fedavg"))
+
+
 @pytest.mark.parametrize("content", [{}, {"text": 3, "data": b""}, {"text": "{}", "data": [1]}])
 def test_what_is_no_message(content):
     with pytest.raises(PacketError, match="no message of lightning-fed"):
