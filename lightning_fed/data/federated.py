@@ -388,8 +388,8 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
             clients each.
 
     """
-    is_one = type(data) is DataLoader and _is_splittable(data) and data.batch_size is not None
-    if is_one_client(partition) and not is_one:  # there is nothing to split
+    is_ordinary = type(data) is DataLoader and _is_splittable(data) and data.batch_size is not None
+    if is_one_client(partition) and not is_ordinary:  # there is nothing to split
         several = isinstance(data, Mapping | list | tuple)
         clients = LoaderClients({0: CombinedLoader(data, "max_size_cycle") if several else data}, is_plain=True)
         clients.split_loader = data if isinstance(data, DataLoader) and sized_len(data) is not None else None

@@ -158,6 +158,8 @@ class RoundLoader:
                 if numbers is None:
                     is_given_up = group[0].fault is not None or group[0].is_over
                     batch = None if is_given_up else self._fetch(stream, positions[0])
+                    if group[0].is_counted and batch is not None:
+                        _count(group[0], batch, group[0].num_batches - 1 - batches_left)
                     if group[0].is_stream and (is_given_up or self._has_ended):
                         group[0].num_batches, batches_left = group[0].num_batches - batches_left, 0
                         if self.on_end is not None:
@@ -347,8 +349,6 @@ class RoundLoader:
             item = VisitBatch.failed(position, self.clock.timeout())
         planned = self.visits[position]
         self._has_ended = item.is_last or item.error is not None
-        if planned.is_counted and item.batch is not None:
-            planned.num_samples += _count(item.batch)
         if item.error is not None:
             self._is_stuck = isinstance(item.error, VisitTimeout)
             planned.fault, planned.error = self._failure_reason(planned.visit.client, item), item.error
@@ -407,9 +407,10 @@ class RoundLoader:
         self.visits = visits
 
 
-def _count(batch: Any) -> int:
-    """Examples in a batch, which counts as one where there is no tensor in it."""
-    try:
-        return batch_length(batch)
-    except ValueError:
-        return 1
+def _count(planned: PlannedVisit, batch: Any, number: int) -> None:
+    """Counts the examples of a batch of the first pass; it counts as one where there is no tensor in it."""
+    if planned.epoch_batches is None or number < planned.epoch_batches:
+        try:
+            planned.num_samples += batch_length(batch)
+        except ValueError:
+            planned.num_samples += 1

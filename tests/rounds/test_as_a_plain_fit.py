@@ -431,6 +431,14 @@ def test_one_client_takes_whatever_a_plain_trainer_takes(case, visits, plain_tra
     assert_same(ends[0][3], ends[1][3])
 
 
+@pytest.mark.parametrize(("data", "options"), [(Batches, {"local_epochs": 2}), (Stream, {})])
+def test_examples_are_counted_as_they_come(data, options, plain_trainer):
+    """Each once, whatever the number of passes."""
+    trainer = plain_trainer(max_epochs=2, callbacks=[Federation(partition=IID(1), **options)])
+    trainer.fit(models.Module(models.mlp()), data())
+    assert trainer.callback_metrics["fed/num_samples"] == 40
+
+
 @pytest.mark.parametrize("name", ["limit_train_batches", "val_check_interval"])
 def test_a_stream_has_no_share(name, plain_trainer):
     trainer = plain_trainer(max_epochs=1, callbacks=[Federation(partition=IID(1))], **{name: 0.5})
