@@ -28,6 +28,7 @@ FORMS: dict[str, Callable[[], list[UpdateStep]]] = {
     "TopK(0.1)": lambda: [TopK(0.1)],
     "TopK(0.01)": lambda: [TopK(0.01)],
     "Quantized(8), Downlink(Quantized(8))": lambda: [Quantized(8), Downlink(Quantized(8))],
+    "Quantized(4), Downlink(Quantized(4))": lambda: [Quantized(4), Downlink(Quantized(4))],
 }
 
 
