@@ -17,7 +17,7 @@ INSTALL_LOWEST := $(INSTALL) uv==0.12.24 && $(BIN)/uv pip install -q --python $(
 # files in their order, so that what the tests of a file share is made once; who is done first helps the other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 10
 
-.PHONY: help venv demo test test-slow test-gpu test-oldest test-master test-networks test-projects test-portable lint types docs tutorials dist clean
+.PHONY: help venv demo test test-pages test-slow test-gpu test-oldest test-master test-networks test-projects test-portable lint types docs tutorials dist clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,8 +34,11 @@ $(STAMP): pyproject.toml
 demo: $(STAMP) ## DeepLabV3+ on 24 clients, about two minutes; on CamVid with DATA=folder
 	$(BIN)/lightning-fed demo $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-test: $(STAMP) ## the tests but for the slow ones, and for those of the pages
+test: $(STAMP) ## the tests but for the slow ones, and those of the pages
 	$(PYTEST) -m "not slow and not prose" $(ARGS)
+
+test-pages: $(STAMP) ## the tests of what the pages say: links, numbers, names, code
+	$(PYTEST) -m "prose and not slow" tests/test_pages.py tests/test_results_pages.py tests/test_tutorials.py $(ARGS)
 
 test-slow: $(STAMP) ## the slow tests: reproductions that take minutes
 	$(PYTEST) -m slow $(ARGS)
@@ -72,9 +75,8 @@ lint: $(STAMP) ## style
 types: $(STAMP) ## types
 	$(BIN)/mypy
 
-docs: $(STAMP) ## the tests of what the pages say, and the documentation as HTML, in site/
+docs: test-pages ## those tests, and the documentation as HTML, in site/
 	$(INSTALL) -e ".[docs]"
-	$(PYTEST) -m "prose and not slow" tests
 	$(BIN)/zensical build --strict --config-file mkdocs.yml
 	$(BIN)/python docs/_ext/equations.py site
 
