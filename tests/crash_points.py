@@ -5,8 +5,8 @@ counts its points; then it is started once for each, kills itself there with SIG
 from what lies on the disk. What it ends with is compared, bit for bit, with what the fit ended with that nobody killed.
 
 `python -m tests.crash_points FILE` does the jobs of a JSON file, each fit in a forked child, so that the libraries are
-imported once. `python -m tests.crash_points --table docs/guides/faults.md` kills every method at every point, and
-writes the table.
+imported once. `python -m tests.crash_points --table benchmarks/results/crash_points.md` kills every method at every
+point, and writes the table.
 """
 
 import argparse
@@ -356,7 +356,7 @@ def one_of_each_write(error):
 
 
 def make_table(runs, path, only=None):
-    """Kills every run at every point, or those that `only` takes, and prints the rows or puts them into a guide."""
+    """Kills every run at every point, or those that `only` takes, and prints the rows or puts them into a page."""
     for run in runs:
         with tempfile.TemporaryDirectory() as folder:
             points, found = (kill_a_process if run in PROCESSES else kill_everywhere)(run, Path(folder), only)
@@ -403,7 +403,7 @@ def main():
         "--runs", nargs="*", default=[*RUNS, *ON_FLOWER, *PROCESSES], help="names of fits for the table"
     )
     parser.add_argument("--one-of-each", action="store_true", help="one point of each kind instead of all")
-    parser.add_argument("--table", type=Path, help="the guide that gets the table")
+    parser.add_argument("--table", type=Path, help="the page that gets the table")
     arguments = parser.parse_args()
     import_once()
     if arguments.jobs is None:
