@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from common import machine, parser, prepare, table, write_section
 
+from lightning_fed.backends.flower.start import SERVER_ENVIRONMENT
+
 TEMPLATE = Path(__file__).parents[1] / "lightning_fed" / "backends" / "flower" / "template"
 CLIENTS, SAMPLES, BATCH = 2, 300, 20
 
@@ -172,16 +174,22 @@ def run_app(folder: Path, app: Path, rounds: int, has_workers: bool, limit: floa
     (folder / "flower").mkdir()
     (folder / "flower" / "config.toml").write_text(f'[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
 
-    def start(*command: str) -> subprocess.Popen[bytes]:
+    def start(*command: str, **more: str) -> subprocess.Popen[bytes]:
         with (folder / "log").open("ab") as log:
             process = subprocess.Popen(
-                command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env={**environment, **more},
+                cwd=folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         started.append(process)
         return process
 
     try:
-        start("flower-superlink", "--insecure", "--disable-runtime-dependency-installation", "--port", str(port))
+        superlink = "flower-superlink", "--insecure", "--disable-runtime-dependency-installation"
+        start(*superlink, "--port", str(port), **SERVER_ENVIRONMENT)
         time.sleep(5)
         for node in range(CLIENTS):
             config = f"partition-id={node} num-partitions={CLIENTS}"

@@ -27,19 +27,14 @@ WIDTH = 256
 
 
 class Net(L.LightningModule):
-    """Two large layers, BatchNorm, and a head.
+    """Two large layers, BatchNorm, and a head."""
 
-    Args:
-        width: Width of the larger layer.
-
-    """
-
-    def __init__(self, width):
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(
-            nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, width), nn.ReLU()
+            nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU()
         )
-        self.head = nn.Linear(width, 3)
+        self.head = nn.Linear(4 * WIDTH, 3)
 
     def forward(self, x):
         return self.head(self.body(x))

@@ -30,7 +30,7 @@ from lightning_fed.messages import Client
 _log = logging.getLogger(__name__)
 
 _STYPE = "lightning-fed"
-_ARRAY = 20 * 2**20  # bytes of an array
+_ARRAY = 40 * 2**20  # bytes of an array
 _RETRY_SECONDS = 10.0  # seconds
 _HELLO_SECONDS = 20.0  # seconds in which a node that has just come says who its clients are, if it is well
 _COLLECTION = 3600.0  # seconds after the time limit for which answers that came in time are kept until they are read
@@ -40,8 +40,8 @@ def split_bytes(data: bytes) -> list[memoryview]:
     """The parts of a packet's bytes that are arrays of their own: of one, Flower makes four copies to put it together.
 
     Example:
-        >>> [len(part) for part in split_bytes(bytes(30 * 2**20))], [len(part) for part in split_bytes(b"")]
-        ([20971520, 10485760], [0])
+        >>> [len(part) for part in split_bytes(bytes(60 * 2**20))], [len(part) for part in split_bytes(b"")]
+        ([41943040, 20971520], [0])
 
     """
     return [memoryview(data)[start : start + _ARRAY] for start in range(0, max(len(data), 1), _ARRAY)]
