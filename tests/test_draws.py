@@ -78,21 +78,12 @@ def test_a_fit_does_not_depend_on_what_was_drawn_before_it(job, monkeypatch):
         assert_same(first, other, sorted(first))
 
 
-# The server's noise, requests, sums of two kinds, attackers, tables of classes, fused features. The client-parallel
-# tests have other methods in two processes; `make test-slow` has all jobs.
-OF_EACH_KIND = ["private", "feddane", "fednova", "attacks", "fedaws", "fedfusion"]
-
-
-@pytest.mark.parametrize(
-    ("size", "names"),
-    quick([(2, OF_EACH_KIND), (2, list(JOBS)), (4, list(JOBS))], [(2, OF_EACH_KIND)]),
-    ids=["2-some", "2-all", "4-all"],
-)
-def test_a_fit_does_not_depend_on_the_number_of_processes(size, names, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_fit_does_not_depend_on_the_number_of_processes(size, tmp_path):
     """Nor on what each has drawn, nor on the seed that Lightning's strategy sets: to rounding of the sums."""
-    names = [name for name in names if name in JOBS]  # "private" needs an extra
-    warm_process.run("tests.draws_script", tmp_path, size, *names)
-    for job in names:
+    warm_process.run("tests.draws_script", tmp_path, size, *JOBS)
+    for job in JOBS:
         one = JOBS[job]({"devices": 1})
         one["drawn"] = torch.zeros(())  # every process validates other batches
         found = [torch.load(tmp_path / f"{job}-{rank}.pt") for rank in range(size)]

@@ -280,6 +280,7 @@ def test_a_fit_ends_as_one_without():
     assert len(ends[0][3]) == 3
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(tmp_path):
     def run(name, folder, stop=(), ckpt_path=None):
         logger = TensorBoardLogger(tmp_path, name=name)

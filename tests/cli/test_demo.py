@@ -112,6 +112,7 @@ def test_the_picture_shows_clients_curves_and_predictions(small):
     assert len(seen) > 1
 
 
+@pytest.mark.slow
 def test_it_takes_camvid(tmp_path, monkeypatch, capsys):
     """Frames in the format of the real ones, of two clients, a quarter of the size."""
     write_camvid_npz(tmp_path / "camvid", {"train": {"A1": 24}, "val": {"A1": 9}}, plain_masks=True)

@@ -197,8 +197,8 @@ def test_fedavg_is_the_recipe_itself(stragglers, tmp_path):
     assert [{name: v for name, v in values.items() if "seconds" not in name} for values in rounds] == logged
 
 
-@pytest.mark.parametrize("count", quick([3, None], [3]))
-def test_the_recipes_other_options_are_every_methods(count, tmp_path):
+@pytest.mark.slow
+def test_the_recipes_other_options_are_every_methods():
     """Also where one client in a round (1) equals all of them (1.0), the default."""
     arguments = [
         "--trainer.clients_per_round",
@@ -209,7 +209,7 @@ def test_the_recipes_other_options_are_every_methods(count, tmp_path):
         "0",
     ]
     refuse = ("fedma", "pfnm", "fednova")  # to keep the state; FedNova that of momentum
-    methods = [name for name in METHODS if name not in refuse][:count]
+    methods = [name for name in METHODS if name not in refuse]
     compare("own.yaml", "--methods", *methods, "--out", "out", "--", *arguments, "--trainer.max_rounds", "2")
     assert [len(fit["visits"]) for fit in Notes.fits] == [2] * len(methods)
 
@@ -264,7 +264,8 @@ def test_schedulers_of_central_count_rounds(epochs, share, tmp_path):
     assert len(result(tmp_path / "out", "central_0")["rounds"]) == 5
 
 
-@pytest.mark.parametrize("partitioned", quick([False, True], [True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("partitioned", [False, True])
 def test_data_that_ask_for_their_trainer(partitioned, tmp_path):
     partition = "{class_path: IID, init_args: {num_clients: 6}}"
     source = "tests.compare.compare_script.Attached"
@@ -280,7 +281,7 @@ def test_data_that_ask_for_their_trainer(partitioned, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("passes", quick([1 / 3, 2.5], [2.5]))
+@pytest.mark.parametrize("passes", [1 / 3, 2.5])
 def test_central_goes_on_in_the_middle_of_a_pass(passes, tmp_path):
     arguments = ("--", *WORK[passes], *ALIKE)
     compare("own.yaml", "--methods", "central", "--out", "whole", *arguments)
@@ -715,6 +716,7 @@ def test_test_data_are_asked_for_afterwards(trained, tmp_path):
     assert first["fedper"] != second["fedper"]
 
 
+@pytest.mark.slow
 def test_models_of_groups_on_the_test_data(tmp_path):
     """All centres on all test data, weighted by their clients' examples."""
     arguments = ("clients.yaml", "--methods", "fesem:num_centers=2", "--out", "out", "--test")
@@ -970,6 +972,7 @@ def test_without_matplotlib(pictures, tmp_path, monkeypatch, caplog):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rounds.csv", "summary.csv", "summary.md"]
 
 
+@pytest.mark.slow
 def test_without_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_fed.compare.run.find_spec", lambda name: None)
     compare("own.yaml", "--methods", "fedavg", "--out", "out", "--", "--trainer.max_rounds", "1")

@@ -234,6 +234,7 @@ def test_clients_of_one_start_whose_neurons_are_in_other_places(make, epochs):
     assert min(scores["permute"], scores["grow"]) > 0.97
 
 
+@pytest.mark.slow
 def test_independent_starts_and_what_the_statistics_do():
     """With averaged statistics the matched network can do little, and the plain average next to nothing."""
     images, labels = digits()

@@ -47,6 +47,7 @@ def test_permuted_copies_are_one_network(name, order):
     torch.testing.assert_close(outputs(module, example), before, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_permuted_copies_of_residual_networks_are_only_ordered():
     """A stage of blocks is one group, with the groups of its GroupNorms as blocks; nothing can grow."""
     module, example = build(lambda: (resnet18(norm_layer=group_norm(8), weights=None), images(32)))

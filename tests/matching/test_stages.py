@@ -49,6 +49,7 @@ def test_a_chain_has_a_stage_for_each_layer():
     assert all(len(stage.entries) == 2 for stage in stages)
 
 
+@pytest.mark.slow
 def test_a_residual_network_has_a_stage_for_each_width():
     """The stem's channels are those of the first blocks; what is inside a block goes with it."""
     net, groups = resnet18_groups()

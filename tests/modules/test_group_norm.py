@@ -229,6 +229,7 @@ def test_smp_models(name):
     assert torch.allclose(model(x)[:1], together, rtol=0, atol=1e-4 * scale)
 
 
+@pytest.mark.slow
 def test_a_converted_classifier_is_as_good_in_evaluation_as_in_training():
     """After 20 steps BatchNorm's running statistics still lag behind: right in training, at chance in evaluation."""
     x, y = torch.randn(8, 1, 32, 32, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2

@@ -322,6 +322,7 @@ def test_a_delta_that_says_little(plain_trainer, caplog):
     assert "delta=0.1 is not less than one over the number of examples (30)" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "steps"),
     [({"local_epochs": 2}, {"a": 8, "b": 12, "c": 2}), slow(({"local_steps": 5}, 5))],

@@ -449,6 +449,7 @@ def test_checkpoints_load_safely_and_rebuild_the_task(tmp_path):
 
 
 # LightningCLI 2.6 uses what jsonargparse 4.53 calls deprecated (`add_instantiator`)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_everything_can_be_said_in_yaml(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["lightning-fed"])  # the CLI warns of arguments that are pytest's

@@ -98,6 +98,7 @@ def test_the_map_with_axes(run):
     assert np.abs(scale.T - 255 * colormaps["viridis"](heights)[:, :3]).max() <= 12
 
 
+@pytest.mark.slow
 def test_labels(monkeypatch, tmp_path):
     """Every client by its name where there is room, else every so many; rounds are whole numbers."""
     given = []

@@ -227,6 +227,7 @@ def two_processes(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", ["exact", "online"])
 def test_two_processes(passes, two_processes):
     """The prototypes are those of all the data, in both processes; so is what is logged."""

@@ -253,6 +253,7 @@ def test_pictures_of_a_plain_trainer(tmp_path):
     assert not list(tmp_path.rglob("*.tsv"))  # the projector gets nothing unless asked
 
 
+@pytest.mark.slow
 def test_the_title_says_what_share_of_the_spread_is_seen(tmp_path, monkeypatch):
     titles = []
     from matplotlib.axes import Axes

@@ -331,6 +331,7 @@ def fit_opposed(federated_trainer, aggregator, rounds=8, net=models.mlp, **optio
     return trainer, module
 
 
+@pytest.mark.slow
 def test_clients_are_evaluated_with_their_own_centre(federated_trainer):
     """Two models can serve all where no single one can; single clients' models are their centres."""
     single, _ = fit_opposed(federated_trainer, "fedavg")

@@ -229,6 +229,7 @@ def check_sum_reply(packet):
         assert reply is None or isinstance(reply, Fault) or all(type(row) is bytes for row in reply)
 
 
+@pytest.mark.slow
 def test_requests_of_secure_sums():
     search(check_sum_request, st.one_of(changed([write_sum_request(request) for request in SUMS]), anything))
 
