@@ -1,7 +1,7 @@
 """A long fit of a small model in a process of its own, for `test_soak.py`: what the process holds after every round.
 
-`python -m tests.soak_script FOLDER ROUNDS` writes a line of JSON: bytes of resident memory, open descriptors, threads
-and files of the folder, each a list with one number per round.
+`python -m tests.soak_script FOLDER ROUNDS METHOD` writes a line of JSON: bytes of resident memory, open descriptors,
+threads and files of the folder, each a list with one number per round.
 """
 
 import gc
@@ -20,13 +20,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed.algorithms import FedMA
 
 WIDTH = 256
 """Width of the model: a megabyte in float32, most of it the second layer's."""
 
 
 class Net(L.LightningModule):
-    """Two large layers, BatchNorm, and a head that stays with its client."""
+    """Two large layers, BatchNorm, and a head."""
 
     def __init__(self):
         super().__init__()
@@ -35,13 +36,16 @@ class Net(L.LightningModule):
         )
         self.head = nn.Linear(4 * WIDTH, 3)
 
+    def forward(self, x):
+        return self.head(self.body(x))
+
     def training_step(self, batch, batch_idx):
-        loss = nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
         self.log("train_loss", loss, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1]))
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
@@ -63,8 +67,16 @@ class Watch(L.Callback):
         self.seen["files"].append(sum(path.is_file() for path in self.folder.rglob("*")))
 
 
+OPTIONS = {
+    "fedavgm": lambda folder: {
+        "method": "fedavgm", "personal": ["head.*"], "optimizer_state": "keep", "store": folder / "clients",
+    },
+    "fedma": lambda folder: {"method": FedMA("permute")},  # its widths stay
+}  # fmt: skip
+
+
 def main():
-    folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
+    folder, rounds, method = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_fed"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -73,12 +85,9 @@ def main():
     data = {f"client-{index}": TensorDataset(torch.randn(8, 8), torch.arange(8) % 3) for index in range(6)}
     watch = Watch(folder)
     trainer = FederatedTrainer(
-        "fedavgm",
+        **OPTIONS[method](folder),
         max_rounds=rounds,
         clients_per_round=3,
-        personal=["head.*"],
-        optimizer_state="keep",
-        store=folder / "clients",
         seed=1,
         callbacks=[watch, ModelCheckpoint(folder / "checkpoints", save_last=True)],
         logger=CSVLogger(folder, name="", version="log"),

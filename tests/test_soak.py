@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 
 ROUNDS = 300
-MODEL = 4 * (8 * 256 + 256 * 1024)  # bytes of the layers that travel
+MODEL = 4 * (8 * 256 + 256 * 1024)  # bytes of the large layers
 MOST = MODEL // 20  # a round, which a copy of one model in every twentieth round would exceed
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc, which Linux has")
-def test_what_a_process_holds_does_not_grow(tmp_path):
-    command = [sys.executable, "-m", "tests.soak_script", str(tmp_path), str(ROUNDS)]
+@pytest.mark.parametrize("method", ["fedavgm", "fedma"])
+def test_what_a_process_holds_does_not_grow(method, tmp_path):
+    command = [sys.executable, "-m", "tests.soak_script", str(tmp_path), str(ROUNDS), method]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
     seen = json.loads(done.stdout.splitlines()[-1])
     third = ROUNDS // 3
