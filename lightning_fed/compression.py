@@ -301,18 +301,20 @@ class Downlink(UpdateStep):
         super().start(info, state)
         self.step.start(info, state)
         changed = [name for name, known in self._digests.items() if digest({name: state[name]}) != known]
-        if changed:
-            last = {key: code for key, code in self._codes[-1].items() if key.partition(":")[2] not in changed}
-            self._codes = [*self._codes[:-1], last]
+        newest = [
+            {key: code for key, code in codes.items() if key.partition(":")[2] not in changed}
+            for codes in self._codes[-1:]
+        ]
+        self._codes = [*self._codes[:-1], *newest]
 
     def on_send(self, broadcast: Broadcast) -> None:
         """Names the model."""
         broadcast.extras[VERSION] = torch.tensor(self._version)
 
-    def shorten(self, client: Client, broadcast: Broadcast) -> None:
-        """Replaces entries of a message by the short forms since the model that its client holds."""
+    def on_sent(self, client: Client, broadcast: Broadcast) -> None:
+        """Replaces entries of a visit's message by the short forms since the model that its client holds."""
         behind = self._version - self._held.get(client, -1)
-        if not 0 < behind <= len(self._codes):
+        if VERSION not in broadcast.extras or not 0 < behind <= len(self._codes):
             return
         codes = self._codes[-behind:]
         unsent = frozenset.intersection(*(frozenset(key.partition(":")[2] for key in code) for code in codes))
@@ -410,12 +412,6 @@ class HeldModels(FederatedCallback):
 
     def __init__(self, step: Downlink) -> None:
         self._step = step
-
-    def on_server_send(
-        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
-    ) -> None:
-        """Shortens the message."""
-        self._step.shorten(client, broadcast)
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
         """Notes the clients whose updates count."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fed import Federation
+from lightning_fed import FederatedCallback, Federation
 from lightning_fed.algorithms import FedAvg, FedSS, ServerOptimizer
 from lightning_fed.compression import VERSION, Downlink, Float16, Quantized, TopK
 from lightning_fed.messages import ClientUpdate
@@ -32,7 +32,6 @@ def train(server, cohorts, clients, start):
         messages.append({})
         for client in cohort:
             broadcast = server.prepare(client)
-            step.shorten(client, broadcast)
             server.sent(client, broadcast)
             messages[-1][client] = broadcast
             trained = {name: clients[client](value) for name, value in broadcast.state.items()}
@@ -87,15 +86,17 @@ def test_a_client_restores_the_model_to_the_bit(name):
     assert step.restore(ahead, messages[-1]["b"].extras) == {}
 
 
-def test_an_entry_that_something_else_has_changed_travels_as_it_is():
-    server = Server(Chain(FedAvg(), [Downlink(Quantized(8))]))
+@pytest.mark.parametrize(("step", "whole"), [(Quantized(8), {"b"}), (TopK(0.5), {"w", "b"})], ids=["short", "long"])
+def test_an_entry_that_something_else_has_changed_travels_as_it_is(step, whole):
+    """So does every entry where the step's form is no shorter than the model."""
+    server = Server(Chain(FedAvg(), [Downlink(step)]))
     start = {name: torch.linspace(-1, 1, SIZE) for name in ("w", "b")}
     states, _ = train(server, ["a"], pulls("a"), start)
     state = states[-1] | {"b": states[-1]["b"] + 1}
     _, (sent,) = train(server, ["ab"], pulls("ab"), state)
     broadcast = sent["a"]
-    assert broadcast.sent.keys() == {"b"}
-    assert broadcast.nbytes == 8 + SIZE * 4 + SIZE + 8
+    assert broadcast.sent.keys() == whole
+    assert broadcast.nbytes == 8 + SIZE * 4 * len(whole) + (SIZE + 8) * (2 - len(whole))
 
 
 def test_a_round_that_comes_to_nothing_changes_nothing():
@@ -151,6 +152,14 @@ FITS = {
 }
 
 
+class Replaces(FederatedCallback):
+    """Sends one client another model than the others, from the second round on."""
+
+    def on_server_send(self, trainer, module, client, broadcast):
+        if client == "bob" and trainer.current_epoch:
+            broadcast.state["net.0.weight"] = broadcast.state["net.0.weight"] / 2
+
+
 def down_bytes(trainer):
     return int(trainer.callback_metrics["comm/total_down_bytes"])
 
@@ -183,3 +192,15 @@ def test_remote_clients_get_the_same_model_with_the_same_bytes(name, federated_t
     there, remote, _, _ = on_flower(tmp_path / "lost", module, data, short, change=lose)
     assert_same(state_of(there), state_of(here))
     assert down_bytes(trainer) < down_bytes(remote)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+def test_a_client_gets_what_callbacks_make_of_its_message(federated_trainer, tmp_path):
+    def short():
+        return Federation(seed=1, steps=[Downlink(Quantized(8))])
+
+    data = models.vectors(SIZES)
+    here, trainer = in_process(federated_trainer, plain_module, data, short(), callbacks=[Replaces()])
+    there, remote, _, _ = on_flower(tmp_path, plain_module, data, short, server_callbacks=[Replaces()])
+    assert_same(state_of(there), state_of(here))
+    assert down_bytes(trainer) == down_bytes(remote)

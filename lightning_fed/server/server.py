@@ -114,6 +114,7 @@ class Server(ServerInterface):
         """Counts a message that goes to a client; of a whole model without what the client has already."""
         if broadcast.state.keys() == self._state.keys():
             broadcast.unsent |= self.held.held_by(client, broadcast.state, client in self.report.received)
+        self.chain.on_sent(client, broadcast)
         super().sent(client, broadcast)
 
     def count(self, update: ClientUpdate) -> bool:

@@ -127,6 +127,11 @@ class Chain:
         for step in self.steps:
             step.on_send(broadcast)
 
+    def on_sent(self, client: Client, broadcast: Broadcast) -> None:
+        """Has the steps leave out of a message what its client holds."""
+        for step in self.steps:
+            step.on_sent(client, broadcast)
+
     def receive(
         self,
         update: ClientUpdate,

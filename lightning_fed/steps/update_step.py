@@ -115,6 +115,9 @@ class UpdateStep:
     def on_send(self, broadcast: Broadcast) -> None:
         """Server side, from the inside out: may put extras into the message to a client."""
 
+    def on_sent(self, client: Client, broadcast: Broadcast) -> None:
+        """Server side, after callbacks: may name entries of the message as ``unsent`` that the client holds."""
+
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
         """Client side, before the update is sent: clips, encodes, masks.
 
