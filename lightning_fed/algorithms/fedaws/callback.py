@@ -6,7 +6,7 @@ https://arxiv.org/abs/2004.10342
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import lightning as L
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.algorithms.fedaws.spreadout import spreadout_margin, spreadout_top_k
-from lightning_fed.algorithms.training_trace import trained_layer_names
+from lightning_fed.algorithms.training_trace import optimized_parameters, trained_layer_names
 from lightning_fed.argument_checks import check_count, check_option, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import OptionError
@@ -108,11 +108,13 @@ class SpreadOut(FederatedCallback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the layer."""
         if self.entry == "auto":
-            self._name = _find_weight(trainer, pl_module)
+            self._name = _find_weight(pl_module, trained_layer_names(trainer, pl_module))
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Checks the layer, and finds its learning rate in this round."""
         self._rows = {}
+        if self.entry == "auto" and find_federation(trainer).is_remote:  # no data here to follow a training step with
+            self._name = _find_weight(module, _optimized_layers(trainer, module))
         weight = live_entries(module).get(self._name)
         if weight is None or weight.ndim < 2:
             raise OptionError(
@@ -179,9 +181,19 @@ def _with_lengths_of(new: Tensor, old: Tensor) -> Tensor:
     return torch.where(changed, new * (lengths[0] / lengths[1]), old)
 
 
-def _find_weight(trainer: L.Trainer, module: L.LightningModule) -> str:
-    """Name of the weight of the layer that makes the logits."""
-    name = find_classifier(module, trained_layer_names(trainer, module))
+def _optimized_layers(trainer: L.Trainer, module: nn.Module) -> list[str]:
+    """Names of the layers with parameters that an optimizer has."""
+    optimized = optimized_parameters(trainer)
+    return [
+        name
+        for name, layer in module.named_modules()
+        if any(id(parameter) in optimized for parameter in layer.parameters())
+    ]
+
+
+def _find_weight(module: nn.Module, trained: Collection[str] | None) -> str:
+    """Name of the weight of the layer that makes the logits, among those that train."""
+    name = find_classifier(module, trained)
     if name is None:
         raise OptionError(
             f"Expected {type(module).__name__} to have a linear layer or a convolution that makes the logits: name the"

@@ -4,11 +4,13 @@ import pytest
 
 pytest.importorskip("flwr")
 
+import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import Federation
-from lightning_fed.callbacks import CommunicationReport
+from lightning_fed.callbacks import CommunicationReport, SpreadOut
 from tests import models
+from tests.algorithms.test_training_trace import Distilled
 from tests.backends.flower.halves import CASES, LOST, ROUND, SIZES, in_process, is_lost, on_flower
 from tests.breadth import quick
 from tests.recorders import assert_same, state_of
@@ -46,6 +48,22 @@ def test_methods(name, federated_trainer, tmp_path):
     assert numbers == expected
     assert (server_log.total_up_bytes, server_log.total_down_bytes) == (transport.received, transport.sent)
     assert server.global_step == trainer.global_step
+
+
+def test_a_server_without_data_spreads_out_the_students_class_vectors(federated_trainer, tmp_path):
+    """Where no training step can be followed, and the teacher's parameters require gradients."""
+
+    def module():
+        torch.manual_seed(0)
+        return Distilled("no_grad")
+
+    def callbacks():
+        return [SpreadOut(strength=10.0, lr=1.0)]
+
+    data = models.vectors(SIZES)
+    here, _ = in_process(federated_trainer, module, data, Federation(seed=1), callbacks=callbacks())
+    there, *_ = on_flower(tmp_path, module, data, lambda: Federation(seed=1), callbacks=callbacks)
+    assert_same(state_of(there), state_of(here))
 
 
 @pytest.mark.parametrize("unseen", quick(["batch", "pooled"], ["pooled"]))
