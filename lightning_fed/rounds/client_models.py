@@ -48,7 +48,16 @@ class Answers:
 
     @classmethod
     def joined(cls, parts: Sequence[Answers], clients: Iterable[Client]) -> Answers:
-        """Joins those of several processes, in the order of the clients."""
+        """Joins those of several processes, in the order of the clients.
+
+        Example:
+            >>> one = Answers({"b": ClientUpdate("b", 3, {})}, down_bytes=8)
+            >>> other = Answers({"a": ClientUpdate("a", 1, {})}, {"c": "lost"}, down_bytes=4, up_bytes=2)
+            >>> joined = Answers.joined([one, other], "abc")
+            >>> list(joined.updates), joined.failed, joined.down_bytes, joined.up_bytes
+            (['a', 'b'], {'c': 'lost'}, 12, 2)
+
+        """
         updates = {client: update for part in parts for client, update in part.updates.items()}
         failed = {client: reason for part in parts for client, reason in part.failed.items()}
         return cls(
