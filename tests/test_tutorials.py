@@ -15,7 +15,7 @@ tutorials = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tutorials)
 
 PAGES = {page.stem: page for page in tutorials.PAGES}
-NEEDS = {"lora": "peft", "machines": "flwr", "privacy": "dp_accounting"}
+NEEDS = {"lora": "peft", "privacy": "dp_accounting"}
 
 pytestmark = [
     pytest.mark.prose,

@@ -28,11 +28,11 @@ An app of {recipe} is in {folder}. The next three steps, where nodes reach the s
        lightning-fed flower certificates {folder}/keys --name NAME
        {folder}/start_server.sh NAME:9092
   2. On each client's machine, with the app and the server's ca.crt in its folder keys, and the client's own data in
-     clients.py:
+     clients.py, make a key; on the server's machine register its public half; then start the node:
        lightning-fed flower certificates {folder}/keys --node CLIENT
-       {folder}/start_node.sh NAME:9092 CLIENT
-  3. On the server's machine, with each node's CLIENT.key.pub:
        flwr supernode register CLIENT.key.pub here
+       {folder}/start_node.sh NAME:9092 CLIENT
+  3. On the server's machine:
        flwr run {folder} here --stream
 What `here` is in Flower's configuration, and a trial on one machine without keys:
 https://lightning-fed.github.io/lightning-fed/guides/deploy/
