@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 
 from common import machine, parser, prepare, table, write_section
-from flower_latency import run_app, write_app
+from network_latency import run_flower, write_flower_app
 
 WIDTH, ROUNDS = 4096, 3
 KINDS = {
@@ -61,19 +61,13 @@ class Clock(L.Callback):
 """
 
 SERVER = """
-from flwr.serverapp import ServerApp
 from flowermemory.common import *
-from lightning_fed.backends.flower import server
+from lightning_fed.backends.flower import server_app
 
-app = ServerApp()
-
-@app.main()
-def main(grid, context):
-    config = context.run_config
-    server.server_app(
-        federation(), model, None, {**OPTIONS, "max_epochs": config["rounds"]}, callbacks=[Clock()],
-        clients=2, folder=config["folder"], time_limit=600,
-    )(grid, context)
+app = server_app(
+    federation(), model, None, {**OPTIONS, "max_epochs": int(os.environ["FLOWER_ROUNDS"])}, callbacks=[Clock()],
+    clients=2, folder=os.environ["FLOWER_FOLDER"], time_limit=600,
+)
 """
 
 CLIENTS = """
@@ -128,11 +122,12 @@ def run(width: int, layers: int) -> tuple[dict[str, int], float]:
     folder = Path(tempfile.mkdtemp(prefix="flower-"))
     environment = {
         "FLOWER_WIDTH": str(width), "FLOWER_LAYERS": str(layers), "FLOWER_CLOCK": str(folder / "clock"),
+        "FLOWER_ROUNDS": str(ROUNDS), "FLOWER_FOLDER": str(folder / "run"),
     }  # fmt: skip
     try:
-        app = write_app(folder, "flowermemory", COMMON, SERVER, CLIENTS)
+        app = write_flower_app(folder, "flowermemory", common=COMMON, server=SERVER, clients=CLIENTS)
         with Peaks(folder) as peaks:
-            run_app(folder, app, ROUNDS, has_workers=True, limit=1500, environment=environment)
+            run_flower(folder, app, has_workers=True, seconds=1500, environment=environment)
         times = [float(line) for line in (folder / "clock").read_text().split()]
         plain = subprocess.run(
             [sys.executable, "-c", PLAIN], cwd=app, env={**os.environ, **environment}, capture_output=True, text=True,
@@ -140,7 +135,7 @@ def run(width: int, layers: int) -> tuple[dict[str, int], float]:
         )  # fmt: skip
         return {**peaks.bytes, "plain fit": 1024 * int(plain.stdout.split()[-1])}, (times[-1] - times[0]) / (ROUNDS - 1)
     except FileNotFoundError as error:
-        raise SystemExit(f"{error}\n{(folder / 'log').read_text()[-3000:]}") from error
+        raise SystemExit(f"{error}\n{(folder / 'run.log').read_text()[-3000:]}") from error
     finally:
         shutil.rmtree(folder)
 

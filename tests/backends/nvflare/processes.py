@@ -118,9 +118,9 @@ class Poc:
         )  # fmt: skip
         return done.stdout.rpartition("answer ")[2].strip()
 
-    def submit(self):
-        """Submits the job; NVFLARE writes signatures into its folder."""
-        job = shutil.copytree(JOB, self.folder / "job", dirs_exist_ok=True)
+    def submit(self, job=JOB):
+        """Submits a job; NVFLARE writes signatures into its folder."""
+        job = shutil.copytree(job, self.folder / "job", dirs_exist_ok=True)
         return self.ask(2, "submit", str(job))
 
     def wait(self, job, seconds=180):
