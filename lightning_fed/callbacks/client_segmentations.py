@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.atomic_files import atomic_write, write_text_atomically
+from lightning_fed.callbacks.evaluation.client_evaluation import NO_CLIENTS
 from lightning_fed.callbacks.evaluation.data_pass import limited_batches
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.pictures import figure_pixels, has_matplotlib, paint_numbers, tensorboards
@@ -187,10 +188,7 @@ class ClientSegmentations(L.Callback):
         loaders = datamodule.val_clients() if isinstance(datamodule, EvaluationData) else {}
         if not loaders and not self._has_warned:
             self._has_warned = True
-            _log.warning(
-                "`ClientSegmentations` has nothing to evaluate: the validation data are not those of clients. Give them"
-                " as a mapping of clients, or split the data with `PartitionedData`."
-            )
+            _log.warning("`ClientSegmentations` %s", NO_CLIENTS)
         return {client: ChainedLoaders(split_loaders(data)) for client, data in loaders.items()}
 
     def _folder(self, trainer: L.Trainer) -> Path:

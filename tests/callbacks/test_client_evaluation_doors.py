@@ -197,3 +197,15 @@ def test_privacy_says_that_clients_are_not_evaluated(steps, is_of_clients, feder
     line = "Clients are not evaluated: no noise covers their scores."
     assert caplog.text.count(line) == (bool(steps) and is_of_clients)
     assert ("client/ann/val_loss" in trainer.callback_metrics) == (not steps and is_of_clients)
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_validation_data_that_are_not_the_clients_are_named_where_a_table_is_asked_for(
+    has_folder, federated_trainer, tmp_path, caplog
+):
+    pooled = models.as_datasets({"all": CLIENTS["ann"]})["all"]
+    evaluation = ClientEvaluation(folder=tmp_path if has_folder else None)
+    trainer = federated_trainer(max_rounds=1, partition=IID(2), callbacks=[evaluation])
+    with caplog.at_level(logging.WARNING):
+        trainer.fit(Both(), DataLoader(pooled, 8), DataLoader(pooled, 8))
+    assert ("`ClientEvaluation` has nothing to evaluate: the validation data are not" in caplog.text) is has_folder

@@ -37,6 +37,11 @@ from lightning_fed.rule import ClusteredAggregator
 
 _log = logging.getLogger(__name__)
 
+NO_CLIENTS = (
+    "has nothing to evaluate: the validation data are not those of clients. Give them as a mapping of clients, or split"
+    " the data with `PartitionedData`."
+)
+
 _MAX_CLIENTS_BY_NAME = 20
 _SAMPLE = 40  # a stream of random numbers of its own
 _MOST_NAMES = 256
@@ -127,11 +132,14 @@ class ClientEvaluation(FederatedCallback):
         callbacks.insert(callbacks.index(find_federation(trainer)) + 1, self)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Says it if clients are not evaluated, for the sake of their privacy."""
+        """Says it if clients are not evaluated: for the sake of their privacy, or for want of validation data."""
         federation = find_federation(trainer)
-        is_asked = self.every_n_rounds and federation.has_server and trainer.is_global_zero
-        if is_asked and (federation.is_remote or has_clients(trainer, "validation")):
+        if not (self.every_n_rounds and federation.has_server and trainer.is_global_zero):
+            return
+        if federation.is_remote or has_clients(trainer, "validation"):
             self._is_private(federation)
+        elif self.folder is not None:
+            _log.warning("`ClientEvaluation` %s", NO_CLIENTS)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Takes the place of the module's step and hooks, where the only batch stands for the clients."""
