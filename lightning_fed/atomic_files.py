@@ -56,6 +56,17 @@ def write_text_atomically(path: Path, text: str) -> None:
         partial.write_text(text)
 
 
+def write_private(path: Path, content: bytes) -> None:
+    """Writes a new file that only this user can read.
+
+    Raises:
+        FileExistsError: If it is there already.
+
+    """
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
 class RoundCheckpoint(Checkpoint):
     """Checkpoint callback that overwrites one file after every round, atomically, after all other callbacks.
 

@@ -42,6 +42,17 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(value.numel() * value.element_size() for value in tensors.values())
 
 
+def file_name(client: Client) -> str:
+    """A client's name as that of a file, whatever characters it has.
+
+    Example:
+        >>> len(file_name("ward 3/north"))
+        32
+
+    """
+    return hashlib.sha256(json.dumps(client).encode()).hexdigest()[:32]
+
+
 def digest(state: Mapping[str, Tensor]) -> str:
     """Digest of a state's names, types, shapes and values.
 

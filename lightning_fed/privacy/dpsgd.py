@@ -6,7 +6,6 @@ https://arxiv.org/abs/1607.00133
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -29,7 +28,7 @@ from lightning_fed.client.client_store import FolderStore
 from lightning_fed.console import round_number
 from lightning_fed.data.poisson import PoissonSampling, check_poisson_loader, poisson_loader
 from lightning_fed.errors import ClientFault, OptionError
-from lightning_fed.messages import Broadcast, Client, ClientUpdate
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, file_name
 from lightning_fed.numerics.seeds import client_key
 from lightning_fed.privacy.accounting import Accountant, Budget, calibrate
 from lightning_fed.privacy.dpsgd_checks import check_federation, check_trainer, loader_owner
@@ -761,8 +760,7 @@ def _account_path(trainer: L.Trainer, client: Client) -> Path | None:
     if federation is None or federation.has_server:
         return None
     assert isinstance(federation.store, FolderStore)
-    name = hashlib.sha256(json.dumps(client).encode()).hexdigest()[:32]
-    return federation.store.folder.parent / "dpsgd" / f"{name}.json"
+    return federation.store.folder.parent / "dpsgd" / f"{file_name(client)}.json"
 
 
 def _optimized(trainer: L.Trainer) -> set[nn.Parameter]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from lightning_fed.atomic_files import write_private
 
 _HERE = ("localhost", "127.0.0.1", "::1")
 """Names by which the SuperLink's own processes, the gateway and `flwr` reach it on the server's machine."""
@@ -83,7 +84,7 @@ def write_node_key(folder: Path, name: str) -> list[Path]:
     if private.exists():
         raise FileExistsError(f"There is a key already: {str(private)!r}.")
     key = ec.generate_private_key(ec.SECP384R1())
-    _write_private(
+    write_private(
         private,
         key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
@@ -127,15 +128,10 @@ def _general_name(name: str) -> x509.GeneralName:
 
 
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> Path:
-    return _write_private(
+    write_private(
         path,
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
     )
-
-
-def _write_private(path: Path, content: bytes) -> Path:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
     return path
 
 

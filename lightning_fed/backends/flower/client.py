@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,12 +13,9 @@ from flwr.clientapp import ClientApp
 from lightning_fed.backends.flower.start import flower_home
 from lightning_fed.backends.flower.transport import from_records, to_records
 from lightning_fed.backends.wire.bounds import OrderBounds
-from lightning_fed.backends.wire.packets import PacketError
 from lightning_fed.backends.wire.runner import ClientRunner, ClientsData
 from lightning_fed.backends.wire.server import Model
 from lightning_fed.callbacks.federation import Federation
-
-_log = logging.getLogger(__name__)
 
 
 def client_app(
@@ -103,11 +99,4 @@ class LightningClientApp(ClientApp):
 
     def _answer(self, message: Message, context: Context) -> Message:
         kind, packet = message.metadata.message_type, from_records(message.content)
-        try:
-            answer = self.runner.answer(kind, packet, context.node_config)
-        except PacketError:
-            raise
-        except Exception as error:  # Flower sends the text of what is raised
-            _log.exception("A message of type %r could not be answered.", kind)
-            raise RuntimeError(f"{type(error).__name__}: the client's log says where") from None
-        return Message(to_records(answer), reply_to=message)
+        return Message(to_records(self.runner.answer(kind, packet, context.node_config)), reply_to=message)

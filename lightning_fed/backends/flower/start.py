@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from lightning_fed.atomic_files import write_private
 from lightning_fed.errors import OptionError
 
 _log = logging.getLogger(__name__)
@@ -151,8 +152,7 @@ def _write_secret(folder: Path) -> str:
     """A new secret for the processes of this start, which only this user can read."""
     path = folder / "secret"
     path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_hex(32))
+    write_private(path, secrets.token_hex(32).encode())
     return str(path)
 
 

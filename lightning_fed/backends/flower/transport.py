@@ -20,6 +20,7 @@ from lightning_fed.backends.wire.packets import (
     is_client,
     one_line,
     read_packet,
+    unreadable,
     write_packet,
 )
 from lightning_fed.backends.wire.transport import Answer, Deadline, Transport
@@ -144,19 +145,19 @@ class FlowerTransport(Transport):
 
     def pull(self, name: str) -> Answer | None:
         """The answer to a message, whatever Flower makes of what came; ``None`` as long as it has not come."""
-        answers = self._pull([name])
-        if isinstance(answers, str):
-            return answers
-        for message in answers:
-            if message.metadata.reply_to_message_id != name:
-                continue
-            if message.has_error():
-                return one_line(f"Flower reports: {message.error.reason or f'error {message.error.code}'}")
-            try:
-                return from_records(message.content)
-            except Exception as error:
-                return f"its answer cannot be read: {error if isinstance(error, PacketError) else describe(error)}"
-        return None
+        try:
+            message = next(iter(self._grid.pull_messages([name])), None)
+        except Exception as error:  # Flower puts it together from what a node has sent
+            self._grid.get_node_ids()  # raises as well where it is the connection that is at fault
+            return unreadable(error)
+        if message is None:
+            return None
+        if message.has_error():
+            return one_line(f"Flower reports: {message.error.reason or f'error {message.error.code}'}")
+        try:
+            return from_records(message.content)
+        except Exception as error:
+            return unreadable(error)
 
     def connection(self, client: Client) -> int | None:
         """The client's node; ``None`` if it is not there."""
@@ -169,17 +170,6 @@ class FlowerTransport(Transport):
         if node is not None:
             del self._nodes[node]
             self.discover()
-
-    def _pull(self, sent: Sequence[str]) -> list[Message] | str:
-        """The answers to messages that are there; in words, why what came cannot be read.
-
-        Flower puts an answer together from what a node has sent, and raises whatever comes of it.
-        """
-        try:
-            return list(self._grid.pull_messages(sent))
-        except Exception as error:
-            self._grid.get_node_ids()  # raises as well where it is the connection that is at fault
-            return one_line(f"its answer cannot be read: {describe(error)}")
 
     def _push(self, node: int, kind: str, packet: Packet, group: str, ttl: float) -> str | None:
         message = Message(to_records(packet), node, kind, ttl=ttl, group_id=group)
@@ -210,10 +200,10 @@ class FlowerTransport(Transport):
             if sent is not None:
                 self._asked[node] = sent, now + min(_HELLO_SECONDS, self._deadline.seconds)
         for node, (sent, _) in list(self._asked.items()):
-            answers = self._pull([sent])
-            if answers:
+            answer = self.pull(sent)
+            if answer is not None:
                 del self._asked[node]
-                self._register(node, answers if isinstance(answers, str) else answers[0])
+                self._register(node, answer)
             elif node not in there:
                 del self._asked[node]
 
@@ -227,13 +217,11 @@ class FlowerTransport(Transport):
         self._bound = {client: numbers.get(who) for client, who in self._keys.items()}
         return {node for node in self._bound.values() if node is not None}
 
-    def _register(self, node: int, answer: Message | str) -> None:
+    def _register(self, node: int, answer: Answer) -> None:
         try:
             if isinstance(answer, str):
                 raise PacketError(answer)
-            if answer.has_error():
-                raise PacketError(answer.error.reason or "it failed")
-            header, _ = read_packet(from_records(answer.content), "hello")
+            header, _ = read_packet(answer, "hello")
             clients = header.get("clients")
             # Of what can be printed: the log has them.
             if not isinstance(clients, list) or not all(is_client(key) and str(key).isprintable() for key in clients):

@@ -83,16 +83,10 @@ def _answer(runner: ClientRunner, connection: Connection) -> None:
     head = json.loads(connection.recv_bytes())
     text = connection.recv_bytes().decode()
     packet = Packet(text, b"".join([connection.recv_bytes() for _ in range(head["parts"])]))
-    kind, node = head["kind"], head["node"]
     try:
-        reply = runner.answer(kind, packet, node)
-    except Exception as error:  # one message's, or one node's: the worker answers the others
-        if not isinstance(error, PacketError):
-            _log.exception("A message of type %r for the node %s could not be answered.", kind, node)
-        reason = (
-            str(error) if isinstance(error, PacketError) else f"{type(error).__name__}: the worker's log says where"
-        )
-        connection.send_bytes(json.dumps({"error": reason}).encode())
+        reply = runner.answer(head["kind"], packet, head["node"])
+    except PacketError as error:
+        connection.send_bytes(json.dumps({"error": str(error)}).encode())
         return
     parts = split_bytes(reply.data)
     connection.send_bytes(json.dumps({"parts": len(parts)}).encode())

@@ -90,6 +90,3 @@ class FederationExecutor(Executor):  # type: ignore[misc]
         except PacketError as error:
             _log.warning("A task %r could not be answered: %s.", task_name, error)
             return make_reply(ReturnCode.BAD_TASK_DATA)
-        except Exception:  # one task's: the site answers the others
-            _log.exception("A task %r could not be answered.", task_name)
-            return make_reply(ReturnCode.EXECUTION_EXCEPTION)

@@ -13,7 +13,7 @@ from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
-from lightning_fed.backends.wire.packets import Packet, PacketError, one_line
+from lightning_fed.backends.wire.packets import Packet, PacketError, one_line, unreadable
 from lightning_fed.backends.wire.transport import Answer, Deadline, Transport, put_aside
 from lightning_fed.messages import Client
 
@@ -130,7 +130,7 @@ class FlareTransport(Transport):
         try:
             answer: Answer = from_shareable(result) if code == ReturnCode.OK else one_line(f"NVFLARE reports: {code}")
         except PacketError as error:
-            answer = f"its answer cannot be read: {error}"
+            answer = unreadable(error)
         self._answers[name] = put_aside(answer)
 
     def _connected(self) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 from dataclasses import replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from lightning_fed.atomic_files import atomic_write
 from lightning_fed.backends.wire.packets import Packet, TrainRequest
 from lightning_fed.errors import describe
+from lightning_fed.messages import file_name
 
 _log = logging.getLogger(__name__)
 
@@ -27,8 +27,7 @@ class AnswerFile:
     """
 
     def __init__(self, folder: Path, train_request: TrainRequest, data: bytes) -> None:
-        name = hashlib.sha256(json.dumps(train_request.visit.client).encode()).hexdigest()[:32]
-        self._path = folder / "answers" / name
+        self._path = folder / "answers" / file_name(train_request.visit.client)
         # A server that was started again says of the same order that older versions are not needed any more.
         order = hashlib.sha256(repr(replace(train_request, needed=0)).encode())
         order.update(data)

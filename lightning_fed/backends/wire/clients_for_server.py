@@ -27,10 +27,10 @@ from lightning_fed.backends.wire.packets import (
     Answer,
     Fault,
     Packet,
-    PacketError,
     TrainRequest,
     find_bad_size,
     read_reply,
+    unreadable,
     write_train_request,
 )
 from lightning_fed.backends.wire.remote_client_store import RemoteClientStore
@@ -511,7 +511,5 @@ def read_answer(
     try:
         bad_size = find_bad_size(reply, model)
         return read_reply(reply, client, round) if bad_size is None else _Unreadable(client, bad_size)
-    except PacketError as error:
-        return _Unreadable(client, f"its answer cannot be read: {error}")
-    except Exception as error:  # whatever a reader of ours does not expect
-        return _Unreadable(client, f"its answer cannot be read: {describe(error)}")
+    except Exception as error:  # also what a reader of ours does not expect
+        return _Unreadable(client, unreadable(error))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fed.errors import describe
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, distinct
 from lightning_fed.server.schedule import Visit
 
@@ -449,6 +450,11 @@ def read_reply(packet: Packet, client: Client, round: int) -> Request | tuple[Cl
         return update, Answer(steps, header["after"], header["keeps"] is True, unsent)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise (error if isinstance(error, PacketError) else PacketError(f"it has no good header: {error!r}")) from error
+
+
+def unreadable(error: Exception) -> str:
+    """Words on an answer that cannot be read, whatever was raised."""
+    return one_line(f"its answer cannot be read: {error if isinstance(error, PacketError) else describe(error)}")
 
 
 def one_line(text: str) -> str:

@@ -40,13 +40,13 @@ from lightning_fed.backends.wire.packets import (
 from lightning_fed.backends.wire.secure_sum_client import NOT_MASKED, NOT_SUMMED, ClientSum
 from lightning_fed.backends.wire.secure_sum_packets import SUM, SumRequest, read_sum_request
 from lightning_fed.backends.wire.server import Model
-from lightning_fed.backends.wire.server_for_client import HalvesMismatch, RemoteServerSide
+from lightning_fed.backends.wire.server_for_client import RemoteServerSide, find_public_reason
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.client.client_store import FolderStore
 from lightning_fed.console import round_number
 from lightning_fed.data.population import Population
 from lightning_fed.errors import ClientFault
-from lightning_fed.messages import Client, ClientUpdate
+from lightning_fed.messages import Broadcast, Client
 from lightning_fed.model.entries import live_entries
 from lightning_fed.privacy.secure_sum import SecureSum
 from lightning_fed.rounds.lightning_internals import start_at_epoch
@@ -112,11 +112,16 @@ class ClientRunner:
             node: The configuration of the node that it came to.
 
         Raises:
-            PacketError: If the packet is none of ours.
+            PacketError: If the packet is none of ours, or cannot be answered; a network may send the reason.
 
         """
         try:
             return self._gate.guard(kind, packet, lambda bare: self._answer(kind, bare, node))
+        except PacketError:
+            raise
+        except Exception as error:  # one message's, or one node's: the others are answered
+            _log.exception("A message of type %r for the node %s could not be answered.", kind, dict(node))
+            raise PacketError(find_public_reason(error)) from None
         finally:
             _free(len(packet.data))
 
@@ -132,80 +137,93 @@ class ClientRunner:
         if kind == SUM:
             return self._answer_sum(read_sum_request(packet), clients, summed)
         train_request, broadcast = read_train_request(packet, kind)
-        client = train_request.visit.client
-        refusal = self._find_refusal(kind, train_request, clients, population, summed)
-        if refusal is not None:
-            return write_fault(Fault(client, refusal))
-        is_kept = kind == VISIT and summed is None  # keys of a sum are used once
-        finished = AnswerFile(self._store / train_request.run, train_request, packet.data) if is_kept else None
-        last = None if finished is None else finished.read()
-        if last is not None:
-            _log.info(
-                "Round %d: client %r hands its answer over again.", round_number(train_request.visit.round), client
-            )
-            return last
-        held = HeldFile(self._store / train_request.run)
-        remote = RemoteServerSide(kind, train_request, broadcast, population, held)
         try:
-            if train_request.run != self._run:
-                L.seed_everything(train_request.seed, verbose=False)
-                self._module = self._model if isinstance(self._model, L.LightningModule) else self._model()
-                self._run = train_request.run
-            steps = self._fit(remote, train_request.run, train_request.visit.round, datamodule)
-        except ClientFault as fault:
-            return write_fault(Fault(client, str(fault)))
-        except Exception as error:
-            _log.exception(
-                "Round %d: the program of client %r failed.", round_number(train_request.visit.round), client
-            )
-            self._run = ""  # whatever it has done to the module
-            return write_fault(Fault(client, find_public_reason(error)))
-        server = remote.server
-        if remote.request is not None:
-            return self._bounded(write_request(remote.request), client)
-        if remote.measured is not None:
-            num_samples = population.num_samples(client)
-            return self._bounded(write_update(ClientUpdate(client, num_samples, {}, remote.measured), Answer()), client)
-        if remote.answer is not None:
-            return self._bounded(write_update(remote.answer, Answer()), client)
-        if server.update is not None:
-            store = FolderStore(self._store / train_request.run, keep_all=True)
-            if train_request.needed:
-                store.prune(client, train_request.needed)
-            keeps = store.newest(client) == train_request.visit.round
-            if summed is not None:
-                assert train_request.peers is not None
-                try:
-                    self._sum_of(train_request.run, client, summed).mask(
-                        server.update, broadcast.state, train_request.peers, train_request.visit.round
-                    )
-                except ClientFault as fault:
-                    return write_fault(Fault(client, str(fault)))
-            answer = Answer(steps, remote.left, keeps, len(server.update.unsent))
-            reply = self._bounded(write_update(server.update, answer), client)
+            self._check_order(kind, train_request, clients, population, summed)
+            is_kept = kind == VISIT and summed is None  # keys of a sum are used once
+            finished = AnswerFile(self._store / train_request.run, train_request, packet.data) if is_kept else None
+            last = None if finished is None else finished.read()
+            if last is not None:
+                number = round_number(train_request.visit.round)
+                _log.info("Round %d: client %r hands its answer over again.", number, train_request.visit.client)
+                return last
+            reply = self._carry_out(kind, train_request, broadcast, population, datamodule, summed)
+            excess = find_bad_size(reply, live_entries(self._module))
+            if excess is not None:  # the server does not read it: it does not travel
+                raise ClientFault(excess)
             if finished is not None:
                 finished.keep(reply)
             return reply
-        return write_fault(Fault(client, server.fault or "it has no answer"))
+        except ClientFault as fault:
+            return write_fault(Fault(train_request.visit.client, str(fault)))
 
-    def _find_refusal(
+    def _carry_out(
+        self,
+        kind: str,
+        train_request: TrainRequest,
+        broadcast: Broadcast,
+        population: Population,
+        datamodule: HalfData,
+        summed: SecureSum | None,
+    ) -> Packet:
+        """Does what is ordered.
+
+        Raises:
+            ClientFault: If there is no answer.
+
+        """
+        run, round, client = train_request.run, train_request.visit.round, train_request.visit.client
+        remote = RemoteServerSide(kind, train_request, broadcast, population, HeldFile(self._store / run))
+        try:
+            if run != self._run:
+                L.seed_everything(train_request.seed, verbose=False)
+                self._module = self._model if isinstance(self._model, L.LightningModule) else self._model()
+                self._run = run
+            steps = self._fit(remote, run, round, datamodule)
+        except ClientFault:
+            raise
+        except Exception as error:
+            _log.exception("Round %d: the program of client %r failed.", round_number(round), client)
+            self._run = ""  # whatever it has done to the module
+            raise ClientFault(find_public_reason(error)) from error
+        if remote.request is not None:
+            return write_request(remote.request)
+        if remote.answer is not None:
+            return write_update(remote.answer, Answer())
+        update = remote.server.update
+        if update is None:
+            raise ClientFault(remote.server.fault or "it has no answer")
+        store = FolderStore(self._store / run, keep_all=True)
+        if train_request.needed:
+            store.prune(client, train_request.needed)
+        keeps = store.newest(client) == round
+        if summed is not None:
+            assert train_request.peers is not None
+            self._sum_of(run, client, summed).mask(update, broadcast.state, train_request.peers, round)
+        return write_update(update, Answer(steps, remote.left, keeps, len(update.unsent)))
+
+    def _check_order(
         self,
         kind: str,
         train_request: TrainRequest,
         clients: Sequence[Client],
         population: Population,
         summed: SecureSum | None,
-    ) -> str | None:
-        """Reason why an order is not begun; ``None`` if it is."""
+    ) -> None:
+        """Checks an order before anything is done.
+
+        Raises:
+            ClientFault: If it is not begun.
+
+        """
         visit, seed = train_request.visit, self._federation.schedule.seed
         if visit.client not in clients:
-            return NOT_HERE
+            raise ClientFault(NOT_HERE)
         if kind == VISIT and (train_request.peers is None) != (summed is None):
-            return NOT_SUMMED if summed is None else NOT_MASKED
+            raise ClientFault(NOT_SUMMED if summed is None else NOT_MASKED)
         if train_request.seed != seed:
-            return f"its federation has seed {seed}, and the server's {train_request.seed}"
+            raise ClientFault(f"its federation has seed {seed}, and the server's {train_request.seed}")
         if kind != VISIT:
-            return None
+            return
         try:
             per_epoch = population.batches_per_epoch(visit.client)
         except Exception:  # the visit says why
@@ -213,12 +231,7 @@ class ClientRunner:
         excess = self._bounds.find_excess(train_request, per_epoch)
         if excess is not None:
             _log.warning("Round %d: client %r does not train: %s.", round_number(visit.round), visit.client, excess)
-        return excess
-
-    def _bounded(self, reply: Packet, client: Client) -> Packet:
-        """The reply, or the fault in its place that it is too large for the server to read: it does not travel then."""
-        excess = find_bad_size(reply, live_entries(self._module))
-        return reply if excess is None else write_fault(Fault(client, excess))
+            raise ClientFault(excess)
 
     def _answer_sum(self, request: SumRequest, clients: Sequence[Client], summed: SecureSum | None) -> Packet:
         """Answers a request of a secure sum."""
@@ -266,13 +279,6 @@ class ClientRunner:
         if key not in self._found:
             self._found[key] = read_data(self._federation, self._data(node) if callable(self._data) else self._data)
         return self._found[key]
-
-
-def find_public_reason(error: Exception) -> str:
-    """Words for the server on an exception of the client's program: what is in it may name the client's files."""
-    if isinstance(error, HalvesMismatch):
-        return str(error)
-    return f"its program raised {type(error).__name__}; the client's log says where"
 
 
 def _clients_at(node: Mapping[str, Any], population: Population) -> list[Client]:

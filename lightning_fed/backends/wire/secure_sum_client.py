@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_fed.atomic_files import write_text_atomically
+from lightning_fed.atomic_files import write_private, write_text_atomically
 from lightning_fed.backends.wire.packets import Fault, Packet, write_fault
 from lightning_fed.backends.wire.secure_sum_packets import (
     NOT_OPENED,
@@ -36,7 +36,7 @@ from lightning_fed.backends.wire.secure_sum_protocol import (
 )
 from lightning_fed.console import round_number
 from lightning_fed.errors import ClientFault
-from lightning_fed.messages import Client, ClientUpdate, State
+from lightning_fed.messages import Client, ClientUpdate, State, file_name
 
 _log = logging.getLogger(__name__)
 
@@ -66,8 +66,7 @@ class ClientSum:
     """
 
     def __init__(self, folder: Path, run: str, client: Client, share: float, min_clients: int) -> None:
-        name = hashlib.sha256(json.dumps(client).encode()).hexdigest()[:32]
-        self._folder, self._run = folder / run / "sums" / name, run
+        self._folder, self._run = folder / run / "sums" / file_name(client), run
         self._client, self._share, self._min_clients = client, share, min_clients
 
     def answer(self, request: SumRequest) -> Packet:
@@ -207,8 +206,7 @@ class ClientSum:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._folder / f"{round}-{stage}.json"
         path.unlink(missing_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(values, file)
+        write_private(path, json.dumps(values).encode())
 
     def _take(self, round: int, stage: str) -> dict[str, Any]:
         """Returns an earlier step's values and deletes them: of two processes that ask one has them.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from lightning_fed.backends.wire.packets import NOT_HERE, Fault, PacketError
+from lightning_fed.backends.wire.packets import NOT_HERE, Fault, unreadable
 from lightning_fed.backends.wire.secure_sum_packets import (
     OPENED,
     SUM,
@@ -212,24 +212,18 @@ class ServerSum:
         packets = {client: write_sum_request(request) for client, request in requests.items()}
         report.down_bytes += sum(len(packet.data) for packet in packets.values())
         for client, reply in self._transport.ask(SUM, packets.items(), report.round):
-            fault = reply if isinstance(reply, str) else ""
-            if not isinstance(reply, str):
-                report.up_bytes += len(reply.data)
-                try:
-                    answer = read_sum_reply(reply, requests[client])
-                    if not isinstance(answer, Fault):
-                        yield requests[client], answer
-                        continue
-                    fault = answer.reason
-                except PacketError as error:
-                    fault = f"its answer cannot be read: {error}"
-                except Exception as error:  # whatever a reader of ours does not expect
-                    fault = f"its answer cannot be read: {describe(error)}"
-            if fault == NOT_HERE:
+            report.up_bytes += 0 if isinstance(reply, str) else len(reply.data)
+            try:
+                answer = Fault(client, reply) if isinstance(reply, str) else read_sum_reply(reply, requests[client])
+            except Exception as error:  # also what a reader of ours does not expect
+                answer = Fault(client, unreadable(error))
+            if not isinstance(answer, Fault):
+                yield requests[client], answer
+                continue
+            if answer.reason == NOT_HERE:
                 self._transport.forget(client)
             if counts:
-                self._server.fail(client, fault)
+                self._server.fail(client, answer.reason)
             else:
-                _log.warning(
-                    "Round %d: client %r does not help to read the sum: %s.", round_number(report.round), client, fault
-                )
+                words = "Round %d: client %r does not help to read the sum: %s."
+                _log.warning(words, round_number(report.round), client, answer.reason)

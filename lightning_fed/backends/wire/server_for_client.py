@@ -47,6 +47,13 @@ class HalvesMismatch(ValueError):
     """A difference between the two halves of a federation, in our own words: the server may read them."""
 
 
+def find_public_reason(error: Exception) -> str:
+    """Words for the server on an exception of the client's program: what is in it may name the client's files."""
+    if isinstance(error, HalvesMismatch):
+        return str(error)
+    return f"its program raised {type(error).__name__}; the client's log says where"
+
+
 class RemoteServer(ServerInterface):
     """A client's connection to its server: there is one broadcast, and one update in answer.
 
@@ -135,8 +142,7 @@ class RemoteServerSide(RemoteSide):
 
     Attributes:
         request: The client's request, if it was asked for that.
-        measured: Statistics of the inputs of BatchNorm layers, likewise.
-        answer: The answer of a callback that was asked, likewise.
+        answer: The answer of a callback, or statistics of the inputs of BatchNorm layers, likewise.
         left: How far the visit took per-step schedulers and the loss scale; ``None`` where nothing goes on from it.
 
     """
@@ -155,7 +161,6 @@ class RemoteServerSide(RemoteSide):
         self._kind, self._train_request, self._broadcast = kind, train_request, broadcast
         self.server: RemoteServer
         self.request: Request | None = None
-        self.measured: State | None = None
         self.answer: ClientUpdate | None = None
         self.left: dict[str, Any] | None = None
 
@@ -288,7 +293,8 @@ class RemoteServerSide(RemoteSide):
             if step is None:
                 raise ClientFault("its module has no step to run")
             round.local.load_client(visit.client, round.visits.send(visit.client).state)
-            self.measured = client_statistics(trainer, module, fit.population, visit, layers_in_training(module), step)
+            measured = client_statistics(trainer, module, fit.population, visit, layers_in_training(module), step)
+            self.answer = ClientUpdate(visit.client, fit.population.num_samples(visit.client), {}, measured)
         except Exception as error:
             self.server.fail(visit.client, describe(error), error)
 
@@ -312,7 +318,7 @@ class RemoteServerSide(RemoteSide):
             self.server.fault = str(fault)
         except Exception as error:
             _log.exception("Client %r cannot answer.", visit.client)
-            self.server.fault = f"its program raised {type(error).__name__}; the client's log says where"
+            self.server.fault = find_public_reason(error)
 
     def ask(
         self,

@@ -26,7 +26,7 @@ from lightning_fed.backends.flower.server import server_app
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records, to_records
 from lightning_fed.backends.wire import answer_file
 from lightning_fed.backends.wire import transport as wire_transport
-from lightning_fed.backends.wire.packets import Packet, write_packet
+from lightning_fed.backends.wire.packets import Packet, PacketError, write_packet
 from lightning_fed.backends.wire.server import run_server
 from lightning_fed.backends.wire.transport import Deadline
 from lightning_fed.callbacks import ClassPrototypes, OwnClassConfusion
@@ -568,9 +568,10 @@ def test_arguments_of_the_server(arguments, message):
         server_app(Federation(), make_module, **given)
 
 
-def test_arguments_of_the_client(tmp_path):
+def test_arguments_of_the_client(tmp_path, caplog):
     with pytest.raises(ValueError, match=r"but got \['max_epochs'\]"):
         client_app(Federation(), make_module, {}, {"max_epochs": 3})
     app = client_app(Federation(), make_module, lambda node: [1], store=tmp_path)
-    with pytest.raises(MisconfigurationException, match="Expected `data` to be clients"):
+    with pytest.raises(PacketError, match="its program raised MisconfigurationException"):
         app.runner.answer("query", write_packet("hello", {}), {})
+    assert "Expected `data` to be clients" in caplog.text

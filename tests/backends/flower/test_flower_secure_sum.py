@@ -242,7 +242,7 @@ def test_one_whose_disk_is_full_is_not_in_the_sum(federated_trainer, tmp_path, m
     (plain, _, _), (masked, _, there), _, _ = both(federated_trainer, tmp_path, federation, "", ["bob"])
     assert_same(state_of(masked), state_of(plain))
     assert [row["fed/failed"] for row in there.logged] == [0, 1, 0]
-    assert "Round 2: client 'bob' is left out: Flower reports: <class 'RuntimeError'>:<'OSError: the" in caplog.text
+    assert "Round 2: client 'bob' is left out: Flower reports: <class " in caplog.text
 
 
 @needs_accountant

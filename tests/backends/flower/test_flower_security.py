@@ -18,9 +18,8 @@ from lightning_fed.backends.flower.server import server_app
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records
 from lightning_fed.backends.wire.bounds import OrderBounds
 from lightning_fed.backends.wire.packets import TrainRequest
-from lightning_fed.backends.wire.runner import find_public_reason
 from lightning_fed.backends.wire.server import run_server
-from lightning_fed.backends.wire.server_for_client import HalvesMismatch
+from lightning_fed.backends.wire.server_for_client import HalvesMismatch, find_public_reason
 from lightning_fed.server.schedule import Visit
 from tests import models
 from tests.backends.flower.grids import FakeGrid
@@ -247,7 +246,7 @@ def test_data_that_cannot_be_read_tell_nothing(tmp_path, caplog):
     grid = FakeGrid({11: app})
     list(FlowerTransport(grid, 1).ask("query", [], 0))
     (error,) = grid.errors
-    assert str(error) == "OSError: the client's log says where"
+    assert str(error) == "its program raised OSError; the client's log says where"
     assert error.__cause__ is None
     assert error.__suppress_context__
     (warning,) = (text for text in caplog.messages if "does not say who its clients are" in text)
