@@ -113,7 +113,7 @@ def test_scores_of_the_first_page_are_in_tables_of_the_pages_it_names():
 def test_what_is_not_rerun_is_in_the_sections_that_say_so():
     rows = (FOLDER / "index.md").read_text().partition("## Not rerun")[2].partition("\n## ")[0].splitlines()
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if "](" in row and row[0] == "|"]
-    assert len(rows) > 3
+    assert rows
     for _, found, _, page in rows:
         numbers = tables_of(FOLDER / re.search(r"\((\w+\.md)\)", page)[1], reported=True)
         values = re.findall(r"\d+\.\d+", found)
