@@ -30,7 +30,7 @@ class FailedRounds:
         >>> failed.end_round(RoundReport(1, failed={"a": "it has no examples"}), has_come=False)
         ... # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        RuntimeError: No new model has come of 2 rounds in a row, up to round 1, in which 1 of 1 clients failed: ...
+        RuntimeError: No new model has come of 2 rounds in a row, up to round 2, in which 1 of 1 clients failed: ...
 
     """
 
