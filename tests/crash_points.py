@@ -106,7 +106,7 @@ if find_spec("flwr"):
 
     SEAMS["file written"][0].append((held_file, "save_file"))
     SEAMS["message sent"] = [(FlowerTransport, "_push")], AROUND
-    SEAMS["message awaited"] = [(FlowerTransport, "_pull")], AROUND
+    SEAMS["message awaited"] = [(FlowerTransport, "pull")], AROUND
 
 LATE_ROW = "train_loss"
 """What Lightning writes of an epoch after the epoch's checkpoint: a kill in between loses it, in any fit."""

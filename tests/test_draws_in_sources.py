@@ -61,7 +61,7 @@ ALLOWED = {
     "_Rounds._passes": "centralised training, likewise",
     # Programs of their own, which seed themselves.
     "cli/merge.py: run": "the command line",
-    "ClientRunner._answer": "the app of a client",
+    "ClientRunner._carry_out": "the app of a client",
     "RemoteServerSide._answer": "likewise, before it evaluates",
     "run_server": "the app of the server",
     "seed_everything": "the function itself",
