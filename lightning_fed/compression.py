@@ -41,10 +41,10 @@ VERSION = "model:version"
 
 
 class Compression(UpdateStep, ABC):
-    """Base of steps that send a short form of every entry that trains.
+    """Base of steps that send a code in the place of every entry that trains.
 
-    What the short form lacks of a client's step is kept by the client, and added to its next step (error feedback), so
-    that in the end it arrives. Of entries of which a client holds some rows only nothing is kept: the rows change.
+    What the code loses of a client's step is kept by the client, and added to its next step (error feedback), so that
+    in the end it arrives. Of entries of which a client holds some rows only nothing is kept: the rows change.
     """
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
@@ -58,16 +58,16 @@ class Compression(UpdateStep, ABC):
             )
 
     @abstractmethod
-    def short(self, value: Tensor) -> Tensor:
-        """Form of an entry on the wire; values do not matter."""
+    def code_like(self, value: Tensor) -> Tensor:
+        """An empty code of an entry: its shape and dtype on the wire."""
 
     @abstractmethod
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """The short form of a step, float64, and what belongs to it: a scale, positions."""
+        """The code of a step, float64, and what belongs to it: a scale, positions."""
 
     @abstractmethod
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
-        """The step that a short form stands for, float64.
+        """The step that a code stands for, float64.
 
         Raises:
             BadUpdate: If the extra is not one of :meth:`encode`.
@@ -75,12 +75,12 @@ class Compression(UpdateStep, ABC):
         """
 
     def form(self, state: State) -> State:
-        """Short forms in the place of entries that train."""
-        return state | {name: self.short(state[name]) for name in self.names(state)}
+        """Codes in the place of entries that train."""
+        return state | {name: self.code_like(state[name]) for name in self.names(state)}
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Shortens the step, and what is left of the steps before."""
+        """Encodes the step, with what was lost of the steps before."""
         seed = derive_seed(self.info.seed, sent.round, client_key(update.client), _STREAM)
         generator = torch.Generator().manual_seed(seed)
         for name in self.names(sent.state):
@@ -104,13 +104,13 @@ class Compression(UpdateStep, ABC):
         for name in self.names(sent):
             extra = update.extras.pop(_PREFIX + name, None)
             if extra is None:
-                raise BadUpdate(f"it sends a short form of {name!r} that cannot be read")
+                raise BadUpdate(f"it sends a code of {name!r} that cannot be read")
             start = to_float64(sent[name])
             update.state[name] = cast_back(start + self.decode(update.state[name], extra, start), sent[name])
         return update
 
     def names(self, state: State) -> list[str]:
-        """Names of the entries that are sent in a short form: those that train."""
+        """Names of the entries that are sent as a code: those that train."""
         untrained = self.info.untrained
         trainable = self.info.trainable
         return [
@@ -147,7 +147,7 @@ class Quantized(Compression):
             raise ValueError(f"Expected `bits` to be 8 or 4, but got {bits!r}.")
         self.bits = bits
 
-    def short(self, value: Tensor) -> Tensor:
+    def code_like(self, value: Tensor) -> Tensor:
         """Bytes: one for each number, or for two."""
         size = math.ceil(value.numel() * self.bits / 8)
         return torch.empty(size, dtype=torch.uint8, device="meta")
@@ -186,7 +186,7 @@ class Float16(Compression):
 
     """
 
-    def short(self, value: Tensor) -> Tensor:
+    def code_like(self, value: Tensor) -> Tensor:
         """The same shape as float16."""
         return torch.empty(value.shape, dtype=torch.float16, device="meta")
 
@@ -223,7 +223,7 @@ class TopK(Compression):
             raise ValueError(f"Expected `share` to be in (0, 1], but got {share}.")
         self.share = float(share)
 
-    def short(self, value: Tensor) -> Tensor:
+    def code_like(self, value: Tensor) -> Tensor:
         """The numbers, in a row."""
         return torch.empty(self._count(value), dtype=torch.float32, device="meta")
 
@@ -246,23 +246,23 @@ class TopK(Compression):
 
 
 class Downlink(UpdateStep):
-    r"""Sends a client the differences of the model to the one that it holds, in the short form of another step.
+    r"""Sends a client the codes of what has changed in the model since the one that it holds.
 
-    The server makes a short form of what a round changes, and what that lacks is added to the next change (error
-    feedback). The short form makes the global model, so that it is the same for everybody:
+    The server encodes what a round changes, and adds what the code loses to the next change (error feedback). The new
+    global model is what the code makes of the old one, so that it is the same for everybody:
 
     .. math:: u = \text{new} - w_t + e_t, \qquad w_{t+1} = w_t + C(u), \qquad e_{t+1} = u - C(u)
 
-    A client that holds an earlier model is sent the short forms since then, as long as they are together smaller than
-    the model; any other client is sent the model. On other machines the clients of a node share one file with the
+    A client that holds an earlier model is sent the codes since then, as long as they are together smaller than the
+    model; any other client is sent the model. On other machines the clients of a node share one file with the
     model, and a digest shows that it is the server's, to the bit: otherwise they are sent all of it. Entries of which a
     client holds some rows, statistics of BatchNorm, what a method sends beside the model, and models that are sent
     outside of visits travel as they are.
 
-    State: the error, and short forms of the last rounds: together two models at most.
+    State: what was lost, and the codes of the last rounds: together two models at most.
 
     Args:
-        step: The short form. It is next to the wire: after all steps that change the new model.
+        step: The compression. ``Downlink`` comes after all steps that change the new model.
 
     Raises:
         ValueError: For rules with several models or models of any shape, and inside of a step that changes the model.
@@ -301,18 +301,16 @@ class Downlink(UpdateStep):
         super().start(info, state)
         self.step.start(info, state)
         changed = [name for name, known in self._digests.items() if digest({name: state[name]}) != known]
-        newest = [
-            {key: code for key, code in codes.items() if key.partition(":")[2] not in changed}
-            for codes in self._codes[-1:]
-        ]
-        self._codes = [*self._codes[:-1], *newest]
+        if changed and self._codes:
+            newest = {key: code for key, code in self._codes[-1].items() if key.partition(":")[2] not in changed}
+            self._codes = [*self._codes[:-1], newest]
 
     def on_send(self, broadcast: Broadcast) -> None:
         """Names the model."""
         broadcast.extras[VERSION] = torch.tensor(self._version)
 
     def on_sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Replaces entries of a visit's message by the short forms since the model that its client holds."""
+        """Replaces entries of a visit's message by the codes since the model that its client holds."""
         behind = self._version - self._held.get(client, -1)
         if VERSION not in broadcast.extras or not 0 < behind <= len(self._codes):
             return
@@ -330,7 +328,7 @@ class Downlink(UpdateStep):
 
     @torch.no_grad()
     def restore(self, kept: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> State:
-        """Client side: the entries of which there are short forms in a message.
+        """Client side: the entries of which there are codes in a message.
 
         Args:
             kept: The model that the client holds.
@@ -351,7 +349,7 @@ class Downlink(UpdateStep):
 
     @torch.no_grad()
     def on_aggregate(self, new: State, start: State) -> State:
-        """Makes the new model of the short form of what has changed."""
+        """Makes the new model of the code of what has changed."""
         seed = derive_seed(self.info.seed, self.info.round, _DOWN_STREAM)
         generator, codes = torch.Generator().manual_seed(seed), State()
         errors, names = self._errors, [name for name in self.step.names(new) if name not in self.info.sliced]

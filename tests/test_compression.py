@@ -86,7 +86,7 @@ def test_bytes_on_the_wire(step, size):
 
 
 BAD = {
-    "no scale": (Quantized(8), lambda update: update.extras.clear(), "a short form of 'w'"),
+    "no scale": (Quantized(8), lambda update: update.extras.clear(), "a code of 'w'"),
     "a scale below 0": (Quantized(8), lambda update: update.extras["short:w"].neg_(), "a scale that is none"),
     "a list of scales": (
         Quantized(4), lambda update: update.extras.update({"short:w": torch.ones(3).double()}), "a scale that is none",

@@ -1,4 +1,4 @@
-"""Models that are sent in a short form: everybody trains the same model, and the bytes are those of what is sent."""
+"""Models that are sent as codes of their changes: all train the same model, and the bytes are those of what is sent."""
 
 import copy
 
@@ -51,7 +51,7 @@ def pulls(names, seed=0):
 
 
 def test_the_model_is_what_the_paper_makes_of_it():
-    """So are the clients' short forms: of as many rounds as a client has missed, while they are less than the model."""
+    """So are the clients' codes: of as many rounds as a client has missed, while they are less than the model."""
     clients = pulls("abc")
     cohorts = ["ab", "bc", "ab", "a", "a", "a", "a", "ac", "b"]
     server = Server(Chain(FedAvg(), [Downlink(TopK(0.1))]))

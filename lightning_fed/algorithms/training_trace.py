@@ -74,16 +74,23 @@ def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTra
 
 
 def trained_layer_names(trainer: L.Trainer, module: L.LightningModule) -> Collection[str] | None:
-    """Layers that take part in the training, for a module of several networks; ``None`` where it has one, or no trace.
+    """Layers that take part in the training, for a module of several networks; ``None`` where it has one.
+
+    Where no training step can be followed, as on a server without data, they are those with parameters that an
+    optimizer has; ``None`` before there are any.
 
     Args:
         trainer: The Trainer.
         module: The module.
 
     """
-    networks = [child for child in module.children() if any(True for _ in child.parameters())]
-    trace = trace_training(trainer, module) if len(networks) > 1 else None
-    return None if trace is None else trace.trained
+    if sum(any(True for _ in child.parameters()) for child in module.children()) < 2:
+        return None
+    trace = trace_training(trainer, module)
+    if trace is not None:
+        return trace.trained
+    optimized, layers = optimized_parameters(trainer), module.named_modules()
+    return [name for name, layer in layers if any(id(one) in optimized for one in layer.parameters())] or None
 
 
 def optimized_parameters(trainer: L.Trainer) -> set[int]:

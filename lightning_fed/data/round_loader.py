@@ -260,8 +260,8 @@ class RoundLoader:
         try:
             with self.clock.visit():
                 is_counted = self.population.is_counted(visit.client)
-                num_samples = 1 if is_counted else self.population.num_samples(visit.client)
-                fault = find_bad_count(num_samples)
+                num_samples = 0 if is_counted else self.population.num_samples(visit.client)
+                fault = None if is_counted else find_bad_count(num_samples)
                 if fault is not None:
                     return "it has no examples" if num_samples == 0 else fault
                 per_epoch = self.population.batches_per_epoch(visit.client)
@@ -280,7 +280,7 @@ class RoundLoader:
             num_batches = visit.num_batches((visit.steps or 0) if per_epoch is None else per_epoch)
         planned = PlannedVisit(
             visit,
-            0 if is_counted else num_samples,
+            num_samples,
             num_batches,
             epoch_batches=per_epoch,
             is_stream=is_stream,

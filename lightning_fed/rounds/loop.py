@@ -426,8 +426,9 @@ class RoundLoop:
     def _is_stream_over(self) -> bool:
         """True if the round ends with this batch, of a stream of which Lightning does not know it."""
         loader = self._loader
-        planned = None if loader is None else loader.current
-        return planned is not None and planned.is_stream and loader is not None and loader.is_over
+        if loader is None or loader.current is None:
+            return False
+        return loader.current.is_stream and loader.is_over
 
     def _after_round(self, callback: L.Callback) -> OverriddenMethod:
         """Has a callback that saves checkpoints see a round's last batch when the round is over: with its model."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.algorithms.fedaws.spreadout import spreadout_margin, spreadout_top_k
-from lightning_fed.algorithms.training_trace import optimized_parameters, trained_layer_names
+from lightning_fed.algorithms.training_trace import trained_layer_names
 from lightning_fed.argument_checks import check_count, check_option, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import OptionError
@@ -113,8 +113,6 @@ class SpreadOut(FederatedCallback):
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Checks the layer, and finds its learning rate in this round."""
         self._rows = {}
-        if self.entry == "auto" and find_federation(trainer).is_remote:  # no data here to follow a training step with
-            self._name = _find_weight(module, _optimized_layers(trainer, module))
         weight = live_entries(module).get(self._name)
         if weight is None or weight.ndim < 2:
             raise OptionError(
@@ -179,16 +177,6 @@ def _with_lengths_of(new: Tensor, old: Tensor) -> Tensor:
     lengths = [torch.linalg.vector_norm(rows, dim=1, keepdim=True) for rows in (old, new)]
     changed = (new != old).any(1, keepdim=True)
     return torch.where(changed, new * (lengths[0] / lengths[1]), old)
-
-
-def _optimized_layers(trainer: L.Trainer, module: nn.Module) -> list[str]:
-    """Names of the layers with parameters that an optimizer has."""
-    optimized = optimized_parameters(trainer)
-    return [
-        name
-        for name, layer in module.named_modules()
-        if any(id(parameter) in optimized for parameter in layer.parameters())
-    ]
 
 
 def _find_weight(module: nn.Module, trained: Collection[str] | None) -> str:

@@ -1,6 +1,7 @@
 """The connection of a node is cut in the middle of a download, of training and of an upload, on Flower's processes."""
 
 import re
+from contextlib import contextmanager
 
 import pytest
 
@@ -32,6 +33,16 @@ pytestmark = [
 CASE, ROUNDS, SECONDS = ALL_CASES["wide"], 3, 8.0
 
 
+@contextmanager
+def two_nodes(folder):
+    """A deployment, and the link by which the second of its two nodes is connected."""
+    with Deployment(folder) as deployment, Workers(folder, "wide"), Link(deployment.address) as link:
+        deployment.configure()
+        start_node(deployment, 0)
+        start_node(deployment, 1, address=link.address)
+        yield deployment, link
+
+
 @pytest.mark.parametrize("phase", ["download", "training", "upload"])
 def test_the_link_is_back_within_the_time_limit(phase, federated_trainer, tmp_path, sleeper):
     """The run ends with the weights of one process: nothing is lost, and nothing trains twice."""
@@ -39,12 +50,7 @@ def test_the_link_is_back_within_the_time_limit(phase, federated_trainer, tmp_pa
     here, _ = in_process(federated_trainer, CASE.module, CASE.data(SIZES), CASE.federation(), ROUNDS)
     asleep.unlink(missing_ok=True)
     size = tensor_bytes(here.state_dict())
-    with (
-        Deployment(tmp_path) as deployment, Workers(tmp_path, "wide"), Link(deployment.address) as link,
-    ):  # fmt: skip
-        deployment.configure()
-        start_node(deployment, 0)
-        start_node(deployment, 1, address=link.address)
+    with two_nodes(tmp_path) as (deployment, link):
         if phase != "training":  # in the middle of the second round's
             link.cut_after("down" if phase == "download" else "up", int(1.5 * size), SECONDS)
         process = run(deployment, write_app(tmp_path), tmp_path / "run", "wide", rounds=ROUNDS)
@@ -60,12 +66,7 @@ def test_the_link_is_back_within_the_time_limit(phase, federated_trainer, tmp_pa
 def test_the_link_is_back_after_the_time_limit(federated_trainer, tmp_path, sleeper):
     """The round goes on without the client, whose answer is dropped with a line when it comes; then it takes part."""
     asleep, rounds = sleeper("bob", 1), 5
-    with (
-        Deployment(tmp_path) as deployment, Workers(tmp_path, "wide"), Link(deployment.address) as link,
-    ):  # fmt: skip
-        deployment.configure()
-        start_node(deployment, 0)
-        start_node(deployment, 1, address=link.address)
+    with two_nodes(tmp_path) as (deployment, link):
         process = run(deployment, write_app(tmp_path), tmp_path / "run", "wide", rounds=rounds, limit=40.0)
         wait_until(asleep.exists)
         link.cut(50)
