@@ -51,7 +51,7 @@ test-oldest: ## the tests on the oldest Python and dependencies allowed, in .ven
 
 test-master: $(STAMP) ## what leans on Lightning's own parts, on its master branch, in an environment made for it alone
 	$(INSTALL) "lightning @ git+https://github.com/Lightning-AI/pytorch-lightning@master"
-	$(BIN)/pytest tests/rounds/test_lightning_internals.py tests/rounds/test_fused_visits.py tests/test_invariants.py \
+	$(BIN)/pytest tests/lightning/test_internals.py tests/rounds/test_fused_visits.py tests/test_invariants.py \
 		-m "not slow" $(ARGS)
 
 test-networks: $(STAMP) ## the tests on Flower (FLOWER=1.42, or its newest) and NVFLARE, in an environment made for it alone

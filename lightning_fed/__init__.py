@@ -12,13 +12,13 @@ from lightning_fed.client.client_store import MemoryStore as MemoryStore
 from lightning_fed.data.federated import FederatedDataModule as FederatedDataModule
 from lightning_fed.errors import BadUpdate as BadUpdate
 from lightning_fed.errors import ClientFault as ClientFault
+from lightning_fed.federated_callback import FederatedCallback as FederatedCallback
+from lightning_fed.fit.options import Faults as Faults
+from lightning_fed.fit.options import FixedStatistics as FixedStatistics
+from lightning_fed.fit.options import LocalStatistics as LocalStatistics
 from lightning_fed.messages import Broadcast as Broadcast
 from lightning_fed.messages import ClientUpdate as ClientUpdate
 from lightning_fed.method import Method as Method
-from lightning_fed.rounds.federated_callback import FederatedCallback as FederatedCallback
-from lightning_fed.rounds.options import Faults as Faults
-from lightning_fed.rounds.options import FixedStatistics as FixedStatistics
-from lightning_fed.rounds.options import LocalStatistics as LocalStatistics
 from lightning_fed.rule import Aggregator as Aggregator
 from lightning_fed.server.schedule import Availability as Availability
 from lightning_fed.trainer import FederatedTrainer as FederatedTrainer

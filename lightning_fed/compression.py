@@ -22,10 +22,10 @@ from torch import Tensor
 from lightning_fed.argument_checks import check_number
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import BadUpdate, OptionError
+from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, digest, tensor_bytes
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.seeds import client_key, derive_seed
-from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rule import Aggregator, ClusteredAggregator, ResizingAggregator, RoundInfo
 from lightning_fed.steps.bounds import refuse_rule
 from lightning_fed.steps.update_step import UpdateStep

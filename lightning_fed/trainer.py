@@ -14,8 +14,8 @@ from lightning_fed.aliases import refuse_foreign
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.callbacks.progress_bar import FederatedProgressBar
+from lightning_fed.fit.trainer_checks import check_processes
 from lightning_fed.method import Method
-from lightning_fed.rounds.trainer_checks import check_processes
 from lightning_fed.rule import Aggregator
 
 

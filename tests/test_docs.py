@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fed import FederatedTrainer
-from lightning_fed.rounds.round_log import RoundLog
+from lightning_fed.fit.round_log import RoundLog
 from tests import models
 
 ROOT = Path(__file__).parents[1]

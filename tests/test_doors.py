@@ -47,7 +47,7 @@ from lightning_fed import (
 from lightning_fed.algorithms import FairAvg, FedAvg, FedBN, FedPer
 from lightning_fed.data import IID, ByGroup, Dirichlet, LazyClients
 from lightning_fed.errors import OptionError
-from lightning_fed.rounds.trainer_checks import check_trainer
+from lightning_fed.fit.trainer_checks import check_trainer
 from tests import models
 from tests.conftest import QUIET
 from tests.recorders import MemoryLogger, Recorder, assert_same, state_of

@@ -52,7 +52,7 @@ ALLOWED = {
     "Round.__init__": "the seed of the server's part of the round",
     "Round.close": "the seed of the server's part of the round",
     "ProcessSynchronisation.join": "the seed of the server's part of the round",
-    "one_pass": "a seed derived from the visit's; who asks for the pass puts the states back",
+    "Population.one_pass": "a seed derived from the visit's; who asks for the pass puts the states back",
     "ClientSource._fetch": "the batch's seed, in a worker process",
     "ClientGenerators.switch_to": "the visit's seed",
     "_first_batch": "a seed of the schedule; the trial puts the states back",

@@ -33,7 +33,7 @@ from lightning_fed.callbacks import find_federation
 from lightning_fed.data import LazyClients
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.errors import VisitTimeout
-from lightning_fed.rounds.failed_rounds import FailedRounds
+from lightning_fed.fit.failed_rounds import FailedRounds
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.interface import RoundReport
 from lightning_fed.server.server import Server

@@ -13,8 +13,8 @@ import pytest
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.callbacks import CommunicationReport
+from lightning_fed.fit.round_log import RoundLog
 from lightning_fed.method import METHODS
-from lightning_fed.rounds.round_log import RoundLog
 from tests.test_docs import DOCS, PAGES, README, ROOT, blocks, logged_names, page_id
 
 pytestmark = pytest.mark.prose

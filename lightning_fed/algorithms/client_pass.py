@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
 from lightning_fed.errors import describe
+from lightning_fed.lightning.isolated_pass import run_step, until_fault
 from lightning_fed.rounds.client_errors import client_fault
-from lightning_fed.rounds.isolated_pass import one_pass, run_step, until_fault
 
 _Result = TypeVar("_Result")
 
@@ -35,7 +35,7 @@ def pass_over_data(
 
     """
     faults: list[Exception] = []
-    with seeded_generators(), closing(until_fault(one_pass(population, planned.visit, isolated=True), faults)) as data:
+    with seeded_generators(), closing(until_fault(population.one_pass(planned.visit, isolated=True), faults)) as data:
         try:
             result = function(data)
         except Exception as error:

@@ -19,11 +19,11 @@ from lightning_fed.algorithms.visit_tensors import refuse_rows
 from lightning_fed.argument_checks import check_count, check_number
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.client.local_model import OWN_MODEL
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.lightning.internals import gradient_scale
 from lightning_fed.messages import Broadcast, Client, State
 from lightning_fed.method import Method, register
 from lightning_fed.model.entries import copy_state, find_non_finite, live_entries
-from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.rounds.lightning_internals import gradient_scale
 from lightning_fed.rounds.visits import VisitModel
 from lightning_fed.rule import Aggregator
 

@@ -21,11 +21,11 @@ from lightning_fed.algorithms.visit_tensors import refuse_rows
 from lightning_fed.argument_checks import check_count, check_number
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.client.local_model import OWN_MODEL
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.lightning.internals import loss_scale
+from lightning_fed.lightning.isolated_pass import isolated_pass
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.method import Method, register
-from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.rounds.isolated_pass import isolated_pass
-from lightning_fed.rounds.lightning_internals import loss_scale
 from lightning_fed.rule import Aggregator
 
 _PREFIX = "ala:"

@@ -17,13 +17,13 @@ from lightning_fed.algorithms.proximal_term import add_to_gradient
 from lightning_fed.algorithms.visit_tensors import VisitTensors
 from lightning_fed.argument_checks import check_number
 from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.lightning.internals import gradient_scale
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.method import register
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import at_least_float32
 from lightning_fed.numerics.trees import move_beside
-from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.rounds.lightning_internals import gradient_scale
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
 

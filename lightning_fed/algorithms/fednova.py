@@ -19,11 +19,11 @@ from lightning_fed.algorithms.proximal_term import ProximalTerm
 from lightning_fed.argument_checks import check_number
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import BadUpdate
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.lightning.internals import callbacks_of, is_step_left_out
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.method import register
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.rounds.lightning_internals import callbacks_of, is_step_left_out
 from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from lightning_fed.algorithms.training_trace import trained_layer_names
 from lightning_fed.errors import OptionError
+from lightning_fed.lightning.internals import is_fitting
 from lightning_fed.method import Method, register
 from lightning_fed.model.entries import Selector, live_entries
 from lightning_fed.model.features import find_classifier
-from lightning_fed.rounds.lightning_internals import is_fitting
 from lightning_fed.rule import Aggregator
 
 

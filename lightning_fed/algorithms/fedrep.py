@@ -16,10 +16,10 @@ from torch import nn
 from lightning_fed.algorithms.fedper import head_selectors
 from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.method import Method, register
 from lightning_fed.model.entries import Selector
-from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.rule import Aggregator
 
 

@@ -6,8 +6,8 @@ https://arxiv.org/abs/2303.06530
 
 from __future__ import annotations
 
+from lightning_fed.fit.options import FixedStatistics
 from lightning_fed.method import Method, register
-from lightning_fed.rounds.options import FixedStatistics
 from lightning_fed.rule import Aggregator
 
 

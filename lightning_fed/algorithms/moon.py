@@ -19,12 +19,12 @@ from lightning_fed.algorithms.fedfusion.frozen_extractor import FrozenExtractor
 from lightning_fed.algorithms.visit_tensors import refuse_rows
 from lightning_fed.argument_checks import check_number
 from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.lightning.internals import is_compiled, loss_scale
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.method import Method, register
 from lightning_fed.model.features import FeatureLayer, has_channels_last
 from lightning_fed.numerics.precision import at_least_float32
-from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.rounds.lightning_internals import is_compiled, loss_scale
 from lightning_fed.rule import Aggregator
 
 _PREFIX = "previous:"

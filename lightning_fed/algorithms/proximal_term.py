@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.lightning.internals import gradient_scale
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
-from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.rounds.lightning_internals import gradient_scale
 
 
 class ProximalTerm(FederatedCallback):

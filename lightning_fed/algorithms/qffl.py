@@ -18,12 +18,12 @@ from lightning_fed.argument_checks import check_number
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.data.population import batch_length
 from lightning_fed.errors import BadUpdate
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.lightning.isolated_pass import isolated_pass
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.method import register
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.rounds.isolated_pass import isolated_pass
 from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
 

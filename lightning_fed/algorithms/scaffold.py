@@ -18,13 +18,13 @@ from lightning_fed.algorithms.visit_tensors import VisitTensors, row_of
 from lightning_fed.argument_checks import check_option
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import BadUpdate
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.lightning.internals import gradient_scale, is_step_left_out
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.method import register
 from lightning_fed.numerics.precision import at_least_float32, cast_back, to_float64
 from lightning_fed.numerics.trees import move_beside
 from lightning_fed.numerics.weighted_mean import WeightedMean
-from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.rounds.lightning_internals import gradient_scale, is_step_left_out
 from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
 

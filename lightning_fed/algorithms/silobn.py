@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from lightning_fed.fit.options import LocalStatistics
 from lightning_fed.method import Method, register
-from lightning_fed.rounds.options import LocalStatistics
 from lightning_fed.rule import Aggregator
 
 

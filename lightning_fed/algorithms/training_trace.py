@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from lightning_fed.algorithms.example_input import first_batch
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.data.population import seeded_generators
+from lightning_fed.lightning.internals import is_overridden
+from lightning_fed.lightning.isolated_pass import isolated_pass, prepare_batch, run_prepared
 from lightning_fed.model.features import without_compiled_code
 from lightning_fed.numerics.trees import map_leaves, tree_leaves
-from lightning_fed.rounds.isolated_pass import isolated_pass, prepare_batch, run_prepared
-from lightning_fed.rounds.lightning_internals import is_overridden
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments."""

@@ -12,9 +12,9 @@ import numpy as np
 from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import OptionError
+from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import is_running_statistic
-from lightning_fed.rounds.federated_callback import FederatedCallback
 from lightning_fed.steps.update_step import UpdateStep
 
 

@@ -32,7 +32,7 @@ from lightning_fed.callbacks.federation import find_federation as find_federatio
 from lightning_fed.callbacks.progress_bar import FederatedProgressBar as FederatedProgressBar
 from lightning_fed.callbacks.segmentation_grid import segmentation_grid as segmentation_grid
 from lightning_fed.callbacks.segmentation_images import SegmentationImages as SegmentationImages
-from lightning_fed.rounds.federated_callback import FederatedCallback as FederatedCallback
+from lightning_fed.federated_callback import FederatedCallback as FederatedCallback
 
 __all__ = [
     "AdaptiveAggregation",

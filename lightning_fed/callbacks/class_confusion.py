@@ -24,11 +24,11 @@ from lightning_fed.callbacks.pictures import (
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError, describe
+from lightning_fed.federated_callback import tell_of_model
+from lightning_fed.lightning.isolated_pass import isolated_pass, prepare_batch
 from lightning_fed.messages import Client
 from lightning_fed.model.batches import as_classes, find_inputs, find_target
 from lightning_fed.numerics.seeds import client_key, derive_seed
-from lightning_fed.rounds.federated_callback import tell_of_model
-from lightning_fed.rounds.isolated_pass import isolated_pass, one_pass, prepare_batch
 from lightning_fed.rule import model_of
 from lightning_fed.server.schedule import Visit
 
@@ -194,7 +194,7 @@ class OwnClassConfusion(L.Callback):
             seed = derive_seed(federation.schedule.seed, client_key(client))  # the same batches in every picture
             visit = Visit(client, 0, seed, steps=federation.schedule.local_steps)
             try:
-                yield from one_pass(federation.population, visit, isolated=True)
+                yield from federation.population.one_pass(visit, isolated=True)
             except Exception as error:  # its data's: what fails in the module is raised there
                 faults.append(error)
 

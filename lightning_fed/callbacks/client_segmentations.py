@@ -28,13 +28,13 @@ from lightning_fed.callbacks.segmentation_images import segmentation_logits, wit
 from lightning_fed.console import round_number
 from lightning_fed.data.federated import ChainedLoaders, EvaluationData, split_loaders
 from lightning_fed.data.population import seeded_generators
+from lightning_fed.federated_callback import tell_of_model
+from lightning_fed.lightning.internals import datamodule_of
+from lightning_fed.lightning.isolated_pass import isolated_pass, prepare_batch
 from lightning_fed.messages import Client
 from lightning_fed.metrics.functional.entropy import softmax_entropy
 from lightning_fed.metrics.segmentation import SegmentationScores
 from lightning_fed.model.batches import TARGET_KEYS, BatchKey, find_inputs, find_target
-from lightning_fed.rounds.federated_callback import tell_of_model
-from lightning_fed.rounds.isolated_pass import isolated_pass, prepare_batch
-from lightning_fed.rounds.lightning_internals import datamodule_of
 from lightning_fed.rule import model_of
 
 _log = logging.getLogger(__name__)

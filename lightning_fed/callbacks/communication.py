@@ -15,9 +15,9 @@ from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.console import round_number
 from lightning_fed.errors import OptionError
+from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, distinct, tensor_bytes
 from lightning_fed.model.entries import live_entries
-from lightning_fed.rounds.federated_callback import FederatedCallback
 
 _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
 

@@ -23,25 +23,25 @@ from lightning_fed.client.client_store import ClientStore, build_store
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.fit.checkpoint_checks import check_file, check_method, check_model, count_of, describe_clients
+from lightning_fed.fit.entry_policies import check_sliced
+from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.fit.fit_summary import describe_end, describe_start, files_of, last_checkpoint
+from lightning_fed.fit.options import BatchNormOption, Faults, FitOptions, LocalStatistics, VisitsOption
+from lightning_fed.fit.round_log import RoundLog
+from lightning_fed.fit.synchronisation import process_group_of, sharing_strategy
+from lightning_fed.fit.trainer_checks import add_callbacks, check_schedulers, put_first
+from lightning_fed.lightning.internals import callbacks_of, ends_after_batch, is_fitting, is_validating
 from lightning_fed.messages import Client, State
 from lightning_fed.method import Method, build_method
 from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.entries import Policy, Selector, live_entries
-from lightning_fed.rounds.checkpoint_checks import check_file, check_method, check_model, count_of, describe_clients
 from lightning_fed.rounds.client_errors import describe_visit
 from lightning_fed.rounds.client_models import Answers, ClientModels
-from lightning_fed.rounds.entry_policies import check_sliced
-from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.rounds.federated_fit import FederatedFit
-from lightning_fed.rounds.fit_summary import describe_end, describe_start, files_of, last_checkpoint
-from lightning_fed.rounds.lightning_internals import callbacks_of, ends_after_batch, is_fitting, is_validating
 from lightning_fed.rounds.loop import RoundLoop
-from lightning_fed.rounds.options import BatchNormOption, Faults, FitOptions, LocalStatistics, VisitsOption
 from lightning_fed.rounds.remote import RemoteSide
-from lightning_fed.rounds.round_log import RoundLog
 from lightning_fed.rounds.scheduler_steps import check_estimate, count_scheduler_steps
-from lightning_fed.rounds.synchronisation import process_group_of, sharing_strategy
-from lightning_fed.rounds.trainer_checks import add_callbacks, check_schedulers, put_first
 from lightning_fed.rounds.visits import VisitModel
 from lightning_fed.rule import Aggregator
 from lightning_fed.server.held_entries import HeldEntries

@@ -16,11 +16,11 @@ from lightning_fed.callbacks.pictures import report_other_loggers, tensorboards
 from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors, segmentation_grid
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError
+from lightning_fed.lightning.internals import is_fitting
 from lightning_fed.metrics.functional.entropy import Activation, feature_entropy, softmax_entropy
 from lightning_fed.model.batches import TARGET_KEYS, BatchKey, find_inputs, find_target
 from lightning_fed.model.feature_extraction import evaluating
 from lightning_fed.model.features import FeatureLayer, find_feature_layer, tap_features, without_compiled_code
-from lightning_fed.rounds.lightning_internals import is_fitting
 
 EntropyMap = Literal["softmax_entropy", "feature_entropy"]
 

@@ -7,11 +7,11 @@ from typing import Any
 import lightning as L
 
 from lightning_fed.client.client_store import ClientStore
+from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Broadcast, Client
 from lightning_fed.model.entries import batch_norm_statistics
 from lightning_fed.model.unseen_statistics import UnseenStatistics
 from lightning_fed.rounds.batch_norm import layers_in_training
-from lightning_fed.rounds.federated_callback import FederatedCallback
 
 
 class UnseenData(FederatedCallback):

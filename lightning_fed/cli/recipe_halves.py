@@ -21,8 +21,8 @@ from lightning_fed.backends.wire.data import read_data
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.data.federated import FederatedDataModule
 from lightning_fed.errors import OptionError
+from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Client
-from lightning_fed.rounds.federated_callback import FederatedCallback
 
 _log = logging.getLogger(__name__)
 

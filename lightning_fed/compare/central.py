@@ -22,12 +22,12 @@ from lightning_fed.callbacks.federation import Federation
 from lightning_fed.compare.method_options import CENTRAL
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_training_data
 from lightning_fed.data.population import seed_everything
+from lightning_fed.fit.entry_policies import freeze_parameters
+from lightning_fed.fit.trainer_checks import find_loader_owner
+from lightning_fed.lightning.internals import OverriddenMethod
 from lightning_fed.model.entries import entry_policies
 from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.recipe import FederatedCLI
-from lightning_fed.rounds.entry_policies import freeze_parameters
-from lightning_fed.rounds.lightning_internals import OverriddenMethod
-from lightning_fed.rounds.trainer_checks import find_loader_owner
 
 
 def check_central(cli: FederatedCLI) -> None:

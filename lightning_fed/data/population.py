@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_fed.data.poisson import PoissonSampling
 from lightning_fed.errors import OptionError, without_frames
 from lightning_fed.messages import Client
+from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.server.schedule import Visit
 
 LONGEST_NAME = 1000
@@ -158,6 +159,27 @@ class Population(ABC):
                 that together are all visits, in order. By default one visit follows another.
 
         """
+
+    def one_pass(self, visit: Visit, isolated: bool = False) -> Iterator[Any]:
+        """One pass over a client's data, in an order of its own that depends on the visit; raises what the data raise.
+
+        Args:
+            visit: The visit whose client's data are asked for.
+            isolated: Whether a visit is under way, whose batches go on afterwards. The pass is then over all the data
+                where their length is known, also over what ``drop_last`` leaves out of training (but a loader of the
+                client's own gives what it gives); else over as many batches as a visit has, where visits count steps.
+
+        """
+        seed = derive_seed(visit.seed, 1)
+        per_epoch = self.batches_per_epoch(visit.client, isolated)
+        again = Visit(visit.client, visit.round, seed, steps=None if isolated and per_epoch else visit.steps)
+        planned = PlannedVisit(again, self.num_samples(visit.client), again.num_batches(per_epoch or 1))
+        seed_everything(seed)
+        for item in self.stream([planned], isolated):
+            if item.error is not None:
+                raise item.error
+            if item.batch is not None:
+                yield item.batch
 
     def is_counted(self, client: Client) -> bool:
         """True if batches and examples are counted as they come: of the only client, where nothing tells their number.

@@ -10,10 +10,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_fed.callbacks.federation import Federation
+from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
+from lightning_fed.fit.synchronisation import process_group_of
+from lightning_fed.lightning.internals import callbacks_of, datamodule_of, is_compiled, is_overridden
 from lightning_fed.privacy.gradients import find_unsupported
-from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
-from lightning_fed.rounds.lightning_internals import callbacks_of, datamodule_of, is_compiled, is_overridden
-from lightning_fed.rounds.synchronisation import process_group_of
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 _CLIENT_HOOKS = (

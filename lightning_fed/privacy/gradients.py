@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from lightning_fed.console import root_logger_as_it_was
 from lightning_fed.data.interleave import batch_tensors, rebuild_batch
 from lightning_fed.data.population import batch_length, seeded_generators
+from lightning_fed.lightning.internals import OverriddenMethod
+from lightning_fed.lightning.isolated_pass import isolated_pass
 from lightning_fed.model.entries import BatchNorm
-from lightning_fed.rounds.isolated_pass import isolated_pass
-from lightning_fed.rounds.lightning_internals import OverriddenMethod
 
 _TRIED = 8  # examples beside each other: enough for a loss that mixes some of them, and little beside a visit
 

@@ -18,6 +18,8 @@ from lightning_fed.algorithms.fedavg import FedAvg
 from lightning_fed.argument_checks import check_number, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import BadUpdate, BadUpdates, ClientFault, OptionError
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.lightning.internals import is_overridden
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.numerics.seeds import client_key, derive_seed
@@ -30,8 +32,6 @@ from lightning_fed.privacy.central import (
     step_length,
 )
 from lightning_fed.privacy.ring import CLIENTS, SCALE, Ring, in_ring, ring_form
-from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.rounds.lightning_internals import is_overridden
 from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.steps.update_step import Arrived, Held, UpdateStep
 from lightning_fed.steps.weights import MOST_SAMPLES, counted_samples

@@ -1,6 +1,6 @@
 """Lightning's loop over batches once more, without the parts that nobody looks at.
 
-Beside :mod:`lightning_fed.rounds.lightning_internals` this is what leans on Lightning's own loop: on the order of the
+Beside :mod:`lightning_fed.lightning.internals` this is what leans on Lightning's own loop: on the order of the
 calls in its ``advance``, on its counters, its fetcher and its logger connector. ``tests/rounds/test_fused_visits.py``
 compares the two, call by call.
 """
@@ -21,8 +21,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fed.rounds.lightning_internals import callbacks_of, datamodule_of, is_overridden
-from lightning_fed.rounds.synchronisation import ClientSharing
+from lightning_fed.fit.synchronisation import ClientSharing
+from lightning_fed.lightning.internals import callbacks_of, datamodule_of, is_overridden
 
 KNOWN_VERSIONS = ("2.5.", "2.6.")
 """Versions of Lightning whose loop this is."""

@@ -19,17 +19,17 @@ from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.data.visit_costs import balance_loads
 from lightning_fed.errors import describe
+from lightning_fed.federated_callback import tell_of_model
+from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.fit.options import FixedStatistics, LocalStatistics
+from lightning_fed.fit.synchronisation import process_group_of
+from lightning_fed.lightning.isolated_pass import forward_step, isolated_pass, run_step
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.batch_norm import InputStatistics as InputStatistics
 from lightning_fed.model.batch_norm import batch_norm_layers as batch_norm_layers
 from lightning_fed.model.batch_norm import find_bad_statistics, limit_counts, shift_between
 from lightning_fed.model.batch_norm import pool_statistics as pool_statistics
 from lightning_fed.model.entries import BatchNorm
-from lightning_fed.rounds.federated_callback import tell_of_model
-from lightning_fed.rounds.federated_fit import FederatedFit
-from lightning_fed.rounds.isolated_pass import forward_step, isolated_pass, one_pass, run_step
-from lightning_fed.rounds.options import FixedStatistics, LocalStatistics
-from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.rule import Aggregator, TolerantAggregator, model_of
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Visit
@@ -198,7 +198,7 @@ def client_statistics(
         population: The clients' data.
         visit: The client's visit.
         layers: The layers by name. They normalise with each batch's own statistics.
-        step: Which step of the module to run, of :func:`~lightning_fed.rounds.isolated_pass.forward_step`.
+        step: Which step of the module to run, of :func:`~lightning_fed.lightning.isolated_pass.forward_step`.
 
     Returns:
         :meth:`InputStatistics.as_extras`.
@@ -208,7 +208,7 @@ def client_statistics(
     with isolated_pass(module, is_reloaded=True), statistics.watching():
         for layer in layers.values():
             layer.train()
-        for number, batch in enumerate(one_pass(population, visit)):
+        for number, batch in enumerate(population.one_pass(visit)):
             run_step(trainer, module, step, batch, number)
     return statistics.as_extras()
 

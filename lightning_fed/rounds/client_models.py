@@ -17,12 +17,12 @@ from lightning_fed.client.local_model import LocalModel
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seed_everything, seeded_generators
 from lightning_fed.errors import ClientFault, VisitTimeout
+from lightning_fed.federated_callback import FederatedCallback, tell_of_model
+from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.seeds import client_key, derive_seed
-from lightning_fed.rounds.federated_callback import FederatedCallback, tell_of_model
-from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.remote import RemoteSide
-from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.rule import ResizingAggregator, model_of
 from lightning_fed.server.schedule import Visit
 

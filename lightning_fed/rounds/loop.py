@@ -27,13 +27,18 @@ from lightning_fed.data.federated import (
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population, in_one_thread, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
-from lightning_fed.messages import Client
-from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle
-from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
-from lightning_fed.rounds.entry_policies import freeze_parameters
-from lightning_fed.rounds.failed_rounds import FailedRounds
-from lightning_fed.rounds.federated_fit import FederatedFit
-from lightning_fed.rounds.lightning_internals import (
+from lightning_fed.fit.entry_policies import freeze_parameters
+from lightning_fed.fit.failed_rounds import FailedRounds
+from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.fit.synchronisation import process_group_of, sharing_strategy
+from lightning_fed.fit.trainer_checks import (
+    check_optimizers,
+    check_overfitting,
+    check_round,
+    check_trainer,
+    find_loader_owner,
+)
+from lightning_fed.lightning.internals import (
     HandedDataModule,
     OverriddenMethod,
     advise_workers,
@@ -51,18 +56,13 @@ from lightning_fed.rounds.lightning_internals import (
     log_position,
     move_log_position,
 )
+from lightning_fed.messages import Client
+from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle
+from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.round_averages import RoundAverages
 from lightning_fed.rounds.simultaneous_visits import SimultaneousVisits
-from lightning_fed.rounds.synchronisation import process_group_of, sharing_strategy
-from lightning_fed.rounds.trainer_checks import (
-    check_optimizers,
-    check_overfitting,
-    check_round,
-    check_trainer,
-    find_loader_owner,
-)
 from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_fed.data.population import Population
+from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
-from lightning_fed.rounds.federated_fit import FederatedFit
 from lightning_fed.rounds.round import Round
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Visit

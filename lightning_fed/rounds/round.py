@@ -22,6 +22,12 @@ from lightning_fed.client.local_model import LocalModel
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seed_everything, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.fit.round_start import RoundStart
+from lightning_fed.fit.synchronisation import process_group_of
+from lightning_fed.lightning.carried_attributes import note_attributes, warn_of_carried
+from lightning_fed.lightning.internals import is_overridden, tensor_version
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import (
     find_fault,
@@ -31,13 +37,7 @@ from lightning_fed.model.entries import (
     untrained_entries,
 )
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, recalibrate, warn_of_batch_norm
-from lightning_fed.rounds.carried_attributes import note_attributes, warn_of_carried
-from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.rounds.federated_fit import FederatedFit
-from lightning_fed.rounds.lightning_internals import is_overridden, tensor_version
-from lightning_fed.rounds.round_start import RoundStart
 from lightning_fed.rounds.simultaneous_visits import SimultaneousVisits
-from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.rounds.visits import Visits
 from lightning_fed.rule import ResizingAggregator, RoundInfo
 from lightning_fed.server.schedule import Cohort

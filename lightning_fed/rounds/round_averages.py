@@ -10,8 +10,8 @@ from typing import Any
 import lightning.pytorch.callbacks as lightning_callbacks
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed.rounds.federated_fit import FederatedFit
-from lightning_fed.rounds.lightning_internals import OverriddenMethod, callbacks_of
+from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.lightning.internals import OverriddenMethod, callbacks_of
 from lightning_fed.rule import ResizingAggregator
 
 _log = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ import logging
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.messages import Client
-from lightning_fed.rounds.federated_fit import FederatedFit
 
 _log = logging.getLogger(__name__)
 _COUNTED_CLIENTS = 1000

@@ -30,14 +30,14 @@ from lightning_fed.client.local_optimizers import OPTIMIZER
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import ClientFault, VisitTimeout, describe, without_frames
+from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
+from lightning_fed.fit.entry_policies import warn_of_filled
+from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.fit.round_start import RoundStart
+from lightning_fed.lightning.internals import is_overridden
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import identical_entries
 from lightning_fed.rounds.client_errors import client_fault
-from lightning_fed.rounds.entry_policies import warn_of_filled
-from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
-from lightning_fed.rounds.federated_fit import FederatedFit
-from lightning_fed.rounds.lightning_internals import is_overridden
-from lightning_fed.rounds.round_start import RoundStart
 from lightning_fed.rounds.simultaneous_visits import SimultaneousVisits
 
 _log = logging.getLogger(__name__)

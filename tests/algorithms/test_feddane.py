@@ -15,9 +15,9 @@ from lightning_fed.server.schedule import Schedule
 from tests import models
 from tests.algorithms.test_fedavg import aggregated, equal, updates
 from tests.breadth import quick
+from tests.fit.test_round_start import Watch
 from tests.recorders import MemoryLogger, Recorder, SavesOnException, assert_same, bytes_of, state_of
 from tests.references_baselines import feddane_reference, second_draw_reference
-from tests.rounds.test_round_start import Watch
 from tests.test_invariants import held_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")

@@ -19,11 +19,11 @@ from lightning_fed.algorithms.training_trace import trained_layer_names
 from lightning_fed.argument_checks import check_count, check_option, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import OptionError
+from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.entries import live_entries
 from lightning_fed.model.features import find_classifier
 from lightning_fed.numerics.precision import at_least_float32
-from lightning_fed.rounds.federated_callback import FederatedCallback
 
 Variant: TypeAlias = Literal["top_k", "margin"]
 

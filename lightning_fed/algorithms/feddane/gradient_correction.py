@@ -22,6 +22,10 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, batch_length, seeded_generators
 from lightning_fed.errors import describe
+from lightning_fed.federated_callback import FederatedCallback, tell_of_model
+from lightning_fed.fit.synchronisation import process_group_of
+from lightning_fed.lightning.internals import gradient_scale
+from lightning_fed.lightning.isolated_pass import isolated_pass, run_step, until_fault
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.method import register
 from lightning_fed.model.entries import find_non_finite
@@ -29,10 +33,6 @@ from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.numerics.weighted_mean import WeightedMean
 from lightning_fed.rounds.batch_norm import batch_norm_layers
 from lightning_fed.rounds.client_errors import client_fault
-from lightning_fed.rounds.federated_callback import FederatedCallback, tell_of_model
-from lightning_fed.rounds.isolated_pass import isolated_pass, one_pass, run_step, until_fault
-from lightning_fed.rounds.lightning_internals import gradient_scale
-from lightning_fed.rounds.synchronisation import process_group_of
 from lightning_fed.server.schedule import Visit
 
 _log = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class GradientCorrection(FederatedCallback):
             for name, parameter in module.named_parameters()
             if name in state and parameter.requires_grad
         }
-        batches = until_fault(one_pass(population, visit, isolated=True), faults)
+        batches = until_fault(population.one_pass(visit, isolated=True), faults)
         with seeded_generators(), closing(batches):
             try:
                 gradients = full_gradient(trainer, module, parameters, batches, is_reloaded)

@@ -37,11 +37,11 @@ from lightning_fed.argument_checks import check_option, check_share
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.lightning.internals import is_fitting
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.features import FeatureLayer
 from lightning_fed.numerics.seeds import derive_seed
-from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.rounds.lightning_internals import is_fitting
 from lightning_fed.rule import ClusteredAggregator
 from lightning_fed.server.schedule import default_seed
 

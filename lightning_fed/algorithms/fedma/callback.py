@@ -32,6 +32,8 @@ from lightning_fed.algorithms.training_trace import forward_of_training, has_for
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.client.local_model import forget_memory
 from lightning_fed.errors import ClientFault
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.lightning.internals import OverriddenMethod
 from lightning_fed.matching.permutation import PermutationGroup, resize_groups
 from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.matching.stages import find_stages
@@ -44,8 +46,6 @@ from lightning_fed.model.resize import match_widths, named_tensors
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.numerics.trees import move_tensors
 from lightning_fed.rounds.batch_norm import batch_norm_layers, measure_statistics, pool_statistics
-from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.rounds.lightning_internals import OverriddenMethod
 from lightning_fed.server.schedule import Visit
 
 _MODEL = f"{MEMORY}model:"

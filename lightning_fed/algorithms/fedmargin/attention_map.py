@@ -21,8 +21,8 @@ from lightning_fed.callbacks.pictures import (
     report_other_loggers,
     tensorboards,
 )
+from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Client, State
-from lightning_fed.rounds.federated_callback import FederatedCallback
 
 _MAX_LABELS = 50
 

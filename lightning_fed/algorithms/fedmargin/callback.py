@@ -34,12 +34,12 @@ from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.data.loader_clients import isolated_generators
 from lightning_fed.data.population import PlannedVisit, seed_everything, seeded_generators
 from lightning_fed.errors import OptionError, describe
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.lightning.isolated_pass import forward_step, until_fault
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.method import register
 from lightning_fed.model.features import FeatureLayer, count_classes, find_feature_layer, tap_features
 from lightning_fed.model.label_maps import VoidLabel
-from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.rounds.isolated_pass import forward_step, one_pass, until_fault
 
 _log = logging.getLogger(__name__)
 
@@ -282,7 +282,7 @@ class ClassPrototypes(FederatedCallback):
     ) -> Prototypes | None:
         """Prototypes of the client; ``None`` where its data fail, which does not cost it its update."""
         faults = list[Exception]()
-        batches = until_fault(one_pass(find_federation(trainer).population, planned.visit, isolated=True), faults)
+        batches = until_fault(find_federation(trainer).population.one_pass(planned.visit, isolated=True), faults)
         with seeded_generators(), closing(batches):
             prototypes = self._measure(trainer, module, batches)
         if faults:

@@ -26,8 +26,8 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.pictures import Color, figure_pixels, has_matplotlib, report_other_loggers, tensorboards
 from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors
 from lightning_fed.console import round_number
+from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Client, ClientUpdate, State
-from lightning_fed.rounds.federated_callback import FederatedCallback
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -24,10 +24,9 @@ from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import ClientFault, OptionError, describe
+from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request
 from lightning_fed.model.batches import find_target
-from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.rounds.isolated_pass import one_pass
 
 ClientClasses: TypeAlias = Mapping[Client, Sequence[int]] | Callable[[Client], Sequence[int]]
 
@@ -253,7 +252,7 @@ class SampledSoftmax(FederatedCallback):
             )
         labels_of_batches = []
         with seeded_generators():
-            batches = one_pass(population, planned.visit, isolated=True)
+            batches = population.one_pass(planned.visit, isolated=True)
             while True:
                 try:
                     batch = next(batches)

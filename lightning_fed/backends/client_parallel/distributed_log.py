@@ -17,14 +17,14 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fed.data.federated import ChainedLoaders
-from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
-from lightning_fed.rounds.lightning_internals import (
+from lightning_fed.fit.synchronisation import process_group_of
+from lightning_fed.lightning.internals import (
     IgnoredWarning,
     OverriddenMethod,
     callbacks_with_log,
 )
-from lightning_fed.rounds.logged_values import LogCall, LoggedValue, intercepted
-from lightning_fed.rounds.synchronisation import process_group_of
+from lightning_fed.lightning.logged_values import LogCall, LoggedValue, intercepted
+from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 
 _IRRELEVANT_WARNINGS = (
     r"It is recommended to use `self\.log\(.*, sync_dist=True",  # values are joint already

@@ -21,10 +21,10 @@ from lightning_fed.argument_checks import check_option
 from lightning_fed.backends.client_parallel.distributed_log import DistributedLog
 from lightning_fed.backends.client_parallel.synchronisation import ProcessSynchronisation, check_processes
 from lightning_fed.client.client_store import ClientStore
+from lightning_fed.fit.synchronisation import ClientSharing, RoundSynchronisation
+from lightning_fed.lightning.internals import callbacks_of
+from lightning_fed.lightning.trainer_progress import RoundProgress
 from lightning_fed.process_group import ProcessGroup, TorchProcessGroup
-from lightning_fed.rounds.lightning_internals import callbacks_of
-from lightning_fed.rounds.synchronisation import ClientSharing, RoundSynchronisation
-from lightning_fed.rounds.trainer_progress import RoundProgress
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Schedule
 

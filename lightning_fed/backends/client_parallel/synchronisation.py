@@ -18,15 +18,15 @@ from lightning_fed.client.local_model import LocalModel
 from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, seed_everything
 from lightning_fed.data.visit_costs import VisitCosts
+from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
+from lightning_fed.fit.round_start import RoundStart
+from lightning_fed.fit.synchronisation import RoundSynchronisation
+from lightning_fed.lightning.internals import add_optimizer_steps, callbacks_of, is_overridden
+from lightning_fed.lightning.isolated_pass import find_metrics, unsynchronized
+from lightning_fed.lightning.trainer_progress import RoundProgress
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import norm
 from lightning_fed.process_group import ProcessGroup
-from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
-from lightning_fed.rounds.isolated_pass import find_metrics, unsynchronized
-from lightning_fed.rounds.lightning_internals import add_optimizer_steps, callbacks_of, is_overridden
-from lightning_fed.rounds.round_start import RoundStart
-from lightning_fed.rounds.synchronisation import RoundSynchronisation
-from lightning_fed.rounds.trainer_progress import RoundProgress
 from lightning_fed.server.interface import RoundReport, ServerInterface
 from lightning_fed.server.schedule import Cohort, Schedule
 

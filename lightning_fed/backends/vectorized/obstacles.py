@@ -9,9 +9,9 @@ import lightning as L
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
-from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.rounds.federated_fit import FederatedFit
-from lightning_fed.rounds.lightning_internals import (
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.lightning.internals import (
     callbacks_of,
     datamodule_of,
     has_gradient_hooks,

@@ -16,8 +16,8 @@ from lightning_fed.data.interleave import detect_draws
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything, seeded_generators
 from lightning_fed.data.round_loader import VisitGroups
 from lightning_fed.errors import describe
-from lightning_fed.rounds.federated_fit import FederatedFit
-from lightning_fed.rounds.options import VisitsAtOnce
+from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.fit.options import VisitsAtOnce
 from lightning_fed.server.schedule import Schedule
 
 _log = logging.getLogger(__name__)

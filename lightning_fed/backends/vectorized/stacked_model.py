@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from lightning_fed.backends.vectorized.client_random import PerClientRandom
 from lightning_fed.data.interleave import ClientGenerators, StackedBatch, batch_tensors, rebuild_batch
+from lightning_fed.lightning.logged_values import LogCall, intercepted
 from lightning_fed.model.entries import copy_state
 from lightning_fed.model.resize import set_tensor_data
 from lightning_fed.numerics.precision import at_least_float32
-from lightning_fed.rounds.logged_values import LogCall, intercepted
 
 
 class StackedModel:

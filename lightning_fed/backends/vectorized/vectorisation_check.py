@@ -25,10 +25,10 @@ from lightning_fed.backends.vectorized.stacked_model import (
 from lightning_fed.data.interleave import ClientGenerators, detect_draws, stack_batches
 from lightning_fed.data.population import seed_everything
 from lightning_fed.errors import describe
+from lightning_fed.lightning.internals import is_vmap_tensor, tensor_version
+from lightning_fed.lightning.isolated_pass import is_same, isolated_pass, noted_attributes, prepare_batch
+from lightning_fed.lightning.logged_values import LogCall, intercepted
 from lightning_fed.model.entries import copy_state
-from lightning_fed.rounds.isolated_pass import is_same, isolated_pass, noted_attributes, prepare_batch
-from lightning_fed.rounds.lightning_internals import is_vmap_tensor, tensor_version
-from lightning_fed.rounds.logged_values import LogCall, intercepted
 
 _WRITES = "`training_step` writes the attribute {!r}, which would be all clients'"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)

@@ -46,10 +46,10 @@ from lightning_fed.client.client_store import FolderStore
 from lightning_fed.console import round_number
 from lightning_fed.data.population import Population
 from lightning_fed.errors import ClientFault
+from lightning_fed.lightning.internals import start_at_epoch
 from lightning_fed.messages import Broadcast, Client
 from lightning_fed.model.entries import live_entries
 from lightning_fed.privacy.secure_sum import SecureSum
-from lightning_fed.rounds.lightning_internals import start_at_epoch
 
 _log = logging.getLogger(__name__)
 

@@ -27,13 +27,13 @@ from lightning_fed.console import round_number
 from lightning_fed.data.population import Population, seed_everything
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import ClientFault, VisitTimeout, describe
+from lightning_fed.federated_callback import federated_callbacks, tell_of_model
+from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.lightning.internals import keep_schedulers, loss_scaler
+from lightning_fed.lightning.isolated_pass import forward_step
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
 from lightning_fed.model.entries import copy_state, find_non_finite, live_entries
 from lightning_fed.rounds.batch_norm import client_statistics, layers_in_training
-from lightning_fed.rounds.federated_callback import federated_callbacks, tell_of_model
-from lightning_fed.rounds.federated_fit import FederatedFit
-from lightning_fed.rounds.isolated_pass import forward_step
-from lightning_fed.rounds.lightning_internals import keep_schedulers, loss_scaler
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
 from lightning_fed.rule import RoundInfo

@@ -24,15 +24,15 @@ from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.console import round_number
 from lightning_fed.data.federated import EvaluationData
 from lightning_fed.errors import BadUpdate, ClientFault, OptionError
-from lightning_fed.messages import Client, ClientUpdate
-from lightning_fed.rounds.client_models import Answers
-from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
-from lightning_fed.rounds.lightning_internals import (
+from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
+from lightning_fed.lightning.internals import (
     OverriddenMethod,
     callbacks_of,
     datamodule_of,
     is_fitting,
 )
+from lightning_fed.messages import Client, ClientUpdate
+from lightning_fed.rounds.client_models import Answers
 from lightning_fed.rule import ClusteredAggregator
 
 _log = logging.getLogger(__name__)

@@ -26,10 +26,10 @@ from lightning_fed.callbacks.evaluation.report import EvaluationReport, known_na
 from lightning_fed.callbacks.evaluation.results import monitored_name
 from lightning_fed.data.federated import split_loaders
 from lightning_fed.errors import describe
+from lightning_fed.lightning.internals import batch_size_of, callbacks_of, exchange_stage, is_overridden
+from lightning_fed.lightning.isolated_pass import find_metrics, isolated_pass, prepare_batch, run_prepared
+from lightning_fed.lightning.logged_values import LogCall, LoggedValue, LoggedValues, intercepted
 from lightning_fed.process_group import ProcessGroup
-from lightning_fed.rounds.isolated_pass import find_metrics, isolated_pass, prepare_batch, run_prepared
-from lightning_fed.rounds.lightning_internals import batch_size_of, callbacks_of, exchange_stage, is_overridden
-from lightning_fed.rounds.logged_values import LogCall, LoggedValue, LoggedValues, intercepted
 
 _log = logging.getLogger(__name__)
 

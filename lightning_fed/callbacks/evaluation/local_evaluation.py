@@ -10,8 +10,8 @@ from lightning_fed.callbacks.evaluation.client_evaluation import has_clients, lo
 from lightning_fed.callbacks.evaluation.data_pass import evaluate_data
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.data.population import seeded_generators
+from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Client, ClientUpdate
-from lightning_fed.rounds.federated_callback import FederatedCallback
 
 
 class LocalEvaluation(FederatedCallback):

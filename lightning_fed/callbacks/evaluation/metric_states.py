@@ -13,9 +13,9 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from lightning_fed.errors import BadUpdate
+from lightning_fed.lightning.isolated_pass import find_metrics
 from lightning_fed.messages import State
 from lightning_fed.numerics.precision import at_least_float32
-from lightning_fed.rounds.isolated_pass import find_metrics
 
 REASONS = "it is withheld", "its state is a list of predictions or targets, which are data"
 """Reasons why a state stays with its client."""

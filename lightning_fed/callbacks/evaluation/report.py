@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_fed.callbacks.evaluation.metric_states import MetricState
 from lightning_fed.errors import BadUpdate
+from lightning_fed.lightning.logged_values import LoggedValue
 from lightning_fed.messages import Client, ClientUpdate, State
-from lightning_fed.rounds.logged_values import LoggedValue
 
 _REDUCTIONS = ("mean", "sum", "max", "min")
 _LONGEST_NAME = 200

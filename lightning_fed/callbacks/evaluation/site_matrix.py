@@ -14,10 +14,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation
 from lightning_fed.callbacks.evaluation.tables import GLOBAL, Table, row_name
 from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.lightning.internals import callbacks_of
 from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.model.entries import copy_state, live_entries, load_entries
-from lightning_fed.rounds.federated_callback import FederatedCallback
-from lightning_fed.rounds.lightning_internals import callbacks_of
 
 _log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from lightning_fed.backends.site.record import read_lines
 from lightning_fed.backends.site.signatures import read_private_key, sign
 from lightning_fed.backends.wire.packets import Answer, PacketError, write_packet, write_update
 from lightning_fed.callbacks.evaluation.report import EvaluationReport
+from lightning_fed.lightning.logged_values import LoggedValue
 from lightning_fed.privacy import SecureSum
-from lightning_fed.rounds.logged_values import LoggedValue
 from lightning_fed.steps import MaxNorm, MaxSamples, UniformWeights
 from tests import models
 from tests.backends.flower.halves import OPTIONS, SIZES, clients_of, norm_module, on_flower

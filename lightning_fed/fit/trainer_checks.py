@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import (
 from torch.optim import LBFGS, Optimizer
 
 from lightning_fed.data.population import PlannedVisit
-from lightning_fed.rounds.lightning_internals import callbacks_of, datamodule_of, is_overridden
-from lightning_fed.rounds.synchronisation import ClientSharing
+from lightning_fed.fit.synchronisation import ClientSharing
+from lightning_fed.lightning.internals import callbacks_of, datamodule_of, is_overridden
 
 _TUNES = "it trains some steps before the fit, which would be visits: tune with a plain `L.Trainer` first"
 

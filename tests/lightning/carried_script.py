@@ -1,6 +1,6 @@
 """Two processes that share clients whose visits leave something in attributes: run by `test_carried_attributes.py`.
 
-`python -m tests.rounds.carried_script FOLDER` trains; `<folder>/<rank>.txt` has what each process has logged.
+`python -m tests.lightning.carried_script FOLDER` trains; `<folder>/<rank>.txt` has what each process has logged.
 """
 
 import logging
@@ -34,7 +34,7 @@ def main():
     trainer = FederatedTrainer(
         max_rounds=2, seed=0, strategy="client_parallel", devices=2, default_root_dir=folder, **QUIET
     )
-    logger = logging.getLogger("lightning_fed.rounds.carried_attributes")
+    logger = logging.getLogger("lightning_fed.lightning.carried_attributes")
     logger.addHandler(logging.FileHandler(folder / f"{trainer.global_rank}.txt"))
     trainer.fit(Counting(), models.as_datasets(models.vectors()))
 

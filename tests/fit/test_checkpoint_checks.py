@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.atomic_files import RoundCheckpoint
-from lightning_fed.rounds.checkpoint_checks import check_file, check_method, describe_clients
+from lightning_fed.fit.checkpoint_checks import check_file, check_method, describe_clients
 from tests.models import Module, as_datasets, mlp, vectors
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")

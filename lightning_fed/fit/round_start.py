@@ -10,9 +10,9 @@ import torch
 
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.client.local_optimizers import LocalOptimizers
+from lightning_fed.lightning.internals import loss_scaler, loss_scaler_key
 from lightning_fed.messages import State
 from lightning_fed.model.entries import tied_names
-from lightning_fed.rounds.lightning_internals import loss_scaler, loss_scaler_key
 
 
 class RoundStart:

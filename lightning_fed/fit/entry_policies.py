@@ -9,6 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_fed.errors import OptionError
+from lightning_fed.fit.options import BatchNormOption, FitOptions, LocalStatistics
 from lightning_fed.model.entries import (
     BatchNorm,
     Policy,
@@ -19,7 +20,6 @@ from lightning_fed.model.entries import (
     is_running_statistic,
     live_entries,
 )
-from lightning_fed.rounds.options import BatchNormOption, FitOptions, LocalStatistics
 from lightning_fed.rule import Aggregator, RowAggregator
 
 _log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Everything that leans on what Lightning and torch do not promise, each a function that says what it leans on.
 
 The strategy (:mod:`lightning_fed.backends.client_parallel.strategy`) is the one other place. Each function has a test
-in ``tests/rounds/test_lightning_internals.py``, which says what has changed in Lightning or torch when it fails.
+in ``tests/lightning/test_internals.py``, which says what has changed in Lightning or torch when it fails.
 """
 
 from __future__ import annotations

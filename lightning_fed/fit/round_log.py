@@ -13,9 +13,9 @@ import lightning as L
 import torch
 
 from lightning_fed.console import round_number
+from lightning_fed.lightning.internals import hide_metrics, log_position, show_metrics
 from lightning_fed.messages import State
 from lightning_fed.model.entries import norm
-from lightning_fed.rounds.lightning_internals import hide_metrics, log_position, show_metrics
 from lightning_fed.server.schedule import Cohort
 from lightning_fed.server.server import RoundReport
 

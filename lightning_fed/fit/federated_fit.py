@@ -11,15 +11,15 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.data.population import Population
 from lightning_fed.data.visit_clock import VisitClock
+from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
+from lightning_fed.fit.entry_policies import decide_policies, freeze_unset, unset_buffers
+from lightning_fed.fit.options import FitOptions, LocalStatistics
+from lightning_fed.fit.round_log import RoundLog
+from lightning_fed.fit.synchronisation import RoundSynchronisation
+from lightning_fed.lightning.internals import IgnoredWarning
+from lightning_fed.lightning.trainer_progress import RoundProgress
 from lightning_fed.messages import Broadcast, Client, State
 from lightning_fed.model.entries import Policy, batch_norm_statistics, copy_state, live_entries
-from lightning_fed.rounds.entry_policies import decide_policies, freeze_unset, unset_buffers
-from lightning_fed.rounds.federated_callback import FederatedCallback, federated_callbacks
-from lightning_fed.rounds.lightning_internals import IgnoredWarning
-from lightning_fed.rounds.options import FitOptions, LocalStatistics
-from lightning_fed.rounds.round_log import RoundLog
-from lightning_fed.rounds.synchronisation import RoundSynchronisation
-from lightning_fed.rounds.trainer_progress import RoundProgress
 from lightning_fed.rule import PlanningAggregator, RoundPlan
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Schedule, Visit

@@ -12,8 +12,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_fed.lightning.internals import batch_size_of
 from lightning_fed.numerics.precision import at_least_float32
-from lightning_fed.rounds.lightning_internals import batch_size_of
 
 _REDUCTIONS: dict[Any, str] = {
     **{torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min", sum: "sum", max: "max", min: "min"},

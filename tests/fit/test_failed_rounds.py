@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_fed.rounds.failed_rounds import FailedRounds
+from lightning_fed.fit.failed_rounds import FailedRounds
 from lightning_fed.server.interface import RoundReport
 
 CAUSE = "it has no examples"

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_fed.console import round_number
+from lightning_fed.lightning.internals import lightning_attributes
 from lightning_fed.model.layer_widths import layer_numbers
-from lightning_fed.rounds.lightning_internals import lightning_attributes
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_fed.rounds.lightning_internals import (
+from lightning_fed.lightning.internals import (
     await_validation,
     complete_epoch,
     fit_progress,

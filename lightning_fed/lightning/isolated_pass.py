@@ -14,16 +14,13 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
-from lightning_fed.data.population import PlannedVisit, Population, seed_everything
-from lightning_fed.model.feature_extraction import evaluating
-from lightning_fed.numerics.seeds import derive_seed
-from lightning_fed.rounds.lightning_internals import (
+from lightning_fed.lightning.internals import (
     OverriddenMethod,
     datamodule_of,
     is_overridden,
     lightning_attributes,
 )
-from lightning_fed.server.schedule import Visit
+from lightning_fed.model.feature_extraction import evaluating
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (*_MAPPINGS, list, tuple, set, deque)  # not their subclasses, which may be anything
@@ -197,29 +194,6 @@ def forward_step(module: L.LightningModule) -> str | None:
     if module.automatic_optimization:
         return "training_step"
     return "validation_step" if is_overridden("validation_step", module) else None
-
-
-def one_pass(population: Population, visit: Visit, isolated: bool = False) -> Iterator[Any]:
-    """One pass over a client's data, in an order of its own that depends on the visit; raises what the data raise.
-
-    Args:
-        population: The clients' data.
-        visit: The visit whose client's data are asked for.
-        isolated: Whether a visit is under way, whose batches go on afterwards. The pass is then over all the data where
-            their length is known, also over what ``drop_last`` leaves out of training (but a loader of the client's own
-            gives what it gives); else over as many batches as a visit has, where visits count steps.
-
-    """
-    seed = derive_seed(visit.seed, 1)
-    per_epoch = population.batches_per_epoch(visit.client, isolated)
-    again = Visit(visit.client, visit.round, seed, steps=None if isolated and per_epoch else visit.steps)
-    planned = PlannedVisit(again, population.num_samples(visit.client), again.num_batches(per_epoch or 1))
-    seed_everything(seed)
-    for item in population.stream([planned], isolated):
-        if item.error is not None:
-            raise item.error
-        if item.batch is not None:
-            yield item.batch
 
 
 def until_fault(batches: Iterable[Any], faults: list[Exception]) -> Generator[Any]:

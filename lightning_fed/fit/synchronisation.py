@@ -11,9 +11,9 @@ from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.visit_costs import VisitCosts
+from lightning_fed.fit.round_start import RoundStart
+from lightning_fed.lightning.trainer_progress import RoundProgress
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
-from lightning_fed.rounds.round_start import RoundStart
-from lightning_fed.rounds.trainer_progress import RoundProgress
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Schedule
 

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 from lightning_fed import FederatedDataModule, Federation
 from lightning_fed.algorithms import FedFusion, FedMA
 from lightning_fed.data.dataset_clients import count_batches
-from lightning_fed.rounds.carried_attributes import changed_attributes, note_attributes, warn_of_carried
+from lightning_fed.lightning.carried_attributes import changed_attributes, note_attributes, warn_of_carried
 from tests import models, warm_process
 from tests.backends.flower.halves import on_flower
 
@@ -223,7 +223,7 @@ def test_on_flower_each_is_named_once_as_well(tmp_path, caplog):
 
 @pytest.mark.slow
 def test_each_of_several_processes_names_what_its_visits_leave(tmp_path):
-    warm_process.run("tests.rounds.carried_script", tmp_path)
+    warm_process.run("tests.lightning.carried_script", tmp_path)
     for rank in range(2):
         (message,) = (tmp_path / f"{rank}.txt").read_text().splitlines()
         assert "these attributes of Counting changed in the visits: `count`." in message

@@ -8,8 +8,8 @@ from typing import Any
 import lightning as L
 
 from lightning_fed.errors import ClientFault
+from lightning_fed.lightning.internals import callbacks_of
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
-from lightning_fed.rounds.lightning_internals import callbacks_of
 
 
 class FederatedCallback(L.Callback):
