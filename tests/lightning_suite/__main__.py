@@ -5,12 +5,12 @@ repository::
 
     git clone --depth 1 --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning /tmp/lightning
 
-Every file of tests runs in a process of its own, first as it is, then with a ``Federation`` of one client in every
+Every folder of tests runs in a process of its own, first as it is, then with a ``Federation`` of one client in every
 Trainer, then with ``FederatedTrainer`` in its place; only tests that pass plain run federated. Tests that differ run
 once more without the rounds' own numbers (``fed/...``, ``comm/...``), which many of Lightning's tests do not expect.
 The results are lines of JSON in OUT, on which a run that was broken off goes on; ``table.md`` counts them. Hours on two
 cores. Files of tests that import ``cloudpickle``, ``scikit-learn``, ``pandas`` or ``onnx``, or need the plugin
-``pytest-rerunfailures``, are left out without these.
+``pytest-rerunfailures``, are left out without these, and so are tests that start processes.
 """
 
 import argparse
@@ -38,16 +38,15 @@ def main():
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     tests = arguments.checkout / "tests" / "tests_pytorch"
-    for door in arguments.doors:
-        if arguments.again and door != "plain":
+    if arguments.again:
+        for door in set(arguments.doors) - {"plain"}:
             forget_failures(results_of(arguments.out, door))
-        for folder in arguments.folders:
-            path = tests / folder
-            for file in [path] if path.is_file() else sorted(path.rglob("test_*.py")):
-                run(door, file, arguments)
-                if door != "plain":
-                    run(f"{door}-hidden", file, arguments)
-                (arguments.out / "table.md").write_text(table(arguments.out))
+    for folder in arguments.folders:
+        for door in arguments.doors:
+            run(door, tests / folder, arguments)
+            if door != "plain":
+                run(f"{door}-hidden", tests / folder, arguments)
+            (arguments.out / "table.md").write_text(table(arguments.out))
     print((arguments.out / "table.md").read_text())
 
 
@@ -63,7 +62,7 @@ def forget_failures(path):
 
 
 def wanted_tests(out, door, path):
-    """The tests of a file that are to run and have no result yet; ``None`` for all that there are."""
+    """The tests of a folder or file that are to run and have no result yet; ``None`` for all that there are."""
     if door == "plain":
         return None
     source, is_wanted = door.removesuffix("-hidden"), differs
@@ -71,13 +70,14 @@ def wanted_tests(out, door, path):
         source, is_wanted = "plain", lambda result: result["outcome"] == "passed"
     known = read(results_of(out, door))
     results = read(results_of(out, source)).items()
-    return [test for test, each in results if test.startswith(f"{path}::") and is_wanted(each) and test not in known]
+    here = (f"{path}/", f"{path}::")
+    return [test for test, each in results if test.startswith(here) and is_wanted(each) and test not in known]
 
 
-def run(door, file, arguments):
-    """Runs the tests of a file; again where one has ended the process, which is left out from then on."""
+def run(door, path, arguments):
+    """Runs the tests of a folder or file; again where one has ended the process, which is left out from then on."""
     checkout = arguments.checkout.resolve()
-    wanted = wanted_tests(arguments.out, door, file.resolve().relative_to(checkout).as_posix())
+    wanted = wanted_tests(arguments.out, door, path.resolve().relative_to(checkout).as_posix())
     if wanted == []:
         return
     listed = (arguments.out / "wanted.json").resolve()
@@ -93,15 +93,16 @@ def run(door, file, arguments):
     }
     plugins = ["-p", "tests.lightning_suite.plugin", "-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command = [sys.executable, "-m", "pytest", "-c", str(checkout / "pyproject.toml"), "--rootdir", str(checkout)]
-    options = ["-q", "--timeout", "120", str(file.resolve())]
-    for _ in range(10):
+    options = ["-q", "--color", "no", "--timeout", "120", "--continue-on-collection-errors", str(path.resolve())]
+    num_results = -1
+    while num_results < len(read(results_of(arguments.out, door))):
+        num_results = len(read(results_of(arguments.out, door)))
         ended = subprocess.run(
             [*command, *plugins, *options], cwd=checkout / "tests", env=environment, capture_output=True, text=True
         )
-        if ended.returncode in (0, 1, 2, 5):
-            break
-    if ended.returncode not in (0, 1, 5):
-        print(f"{door}: {file.name} ended with {ended.returncode}\n{ended.stdout[-2000:]}", file=sys.stderr)
+        if ended.returncode in (0, 1, 5):
+            return
+    print(f"{door}: {path.name} ended with {ended.returncode}\n{ended.stdout[-2000:]}", file=sys.stderr)
 
 
 if __name__ == "__main__":
