@@ -140,7 +140,6 @@ REFUSED = {  # name: (arguments of the Trainer, options of the federation, makes
         {"accumulate_grad_batches": 2}, {"local_steps": 4, "availability": Availability(stragglers=0.5)}, module,
         "without stragglers",
     ),
-    "overfitting": ({"overfit_batches": 2}, {}, module, "`overfit_batches` takes .* set `local_steps=n` .*, but got"),
     "batches that the step fetches": ({}, {}, fetching, "when the visit of their client should have begun"),
     "batch size finder": ({"callbacks": [BatchSizeFinder()]}, {}, module, "`BatchSizeFinder` does not work .* plain"),
     "rate finder": ({"callbacks": [LearningRateFinder()]}, {}, module, "`LearningRateFinder` does not work .* plain"),

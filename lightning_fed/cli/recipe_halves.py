@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 _ON_CLIENTS = (
     "accelerator", "devices", "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches",
-    "limit_train_batches", "deterministic", "benchmark", "detect_anomaly",
+    "limit_train_batches", "overfit_batches", "deterministic", "benchmark", "detect_anomaly",
 )  # fmt: skip
 _NOT_ON_SERVER = (
     "strategy",

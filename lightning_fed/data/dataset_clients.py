@@ -89,7 +89,8 @@ class DatasetClients(Population):
 
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int:
         """Batches in one pass over the client's data."""
-        return count_batches(self.num_samples(client), self.batch_size, self.drop_last and not isolated)
+        count = count_batches(self.num_samples(client), self.batch_size, self.drop_last and not isolated)
+        return count if isolated else self.batches_to_overfit(count) or 0
 
     def close(self) -> None:
         """Replaces the loader, and so ends its workers."""
@@ -330,13 +331,16 @@ class _RoundSampler:
                 )
         epoch = 0
         while True:
-            if population.weights is not None and not self._isolated:
+            if population.overfit_batches and not self._isolated:
+                order = np.arange(planned.num_samples)
+            elif population.weights is not None and not self._isolated:
                 order = _draw(population.weights(visit.client), np.random.default_rng([visit.seed, epoch]))
             elif population.shuffle:
                 order = np.random.default_rng([planned.visit.seed, epoch]).permutation(planned.num_samples)
             else:
                 order = np.arange(planned.num_samples)
-            for start, end in cut_batches(planned.num_samples, population.batch_size, self._drop_last):
+            batches = cut_batches(planned.num_samples, population.batch_size, self._drop_last)
+            for start, end in itertools.islice(batches, planned.epoch_batches):
                 yield order[start:end]
             epoch += 1
 

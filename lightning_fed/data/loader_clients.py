@@ -17,6 +17,7 @@ from lightning_fed.data.interleave import interleave, sequential_groups
 from lightning_fed.data.poisson import check_poisson_loader, poisson_loader
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, batch_length, client_keys
 from lightning_fed.errors import OptionError
+from lightning_fed.lightning.internals import loader_to_overfit
 from lightning_fed.messages import Client
 
 _END = object()
@@ -37,6 +38,7 @@ class LoaderClients(Population):
         self.loaders, self.is_plain = loaders, is_plain
         self._counted: dict[Client, int] = {}  # by one pass over a client's batches
         self._opened: dict[int, Any] = {}  # loaders whose workers live on, by their identity
+        self._in_order: dict[Client, Any] = {}  # loaders that do not shuffle any more
 
     def num_samples(self, client: Client) -> int:
         """Length of the loader's data set or of its sampler, or else the examples in one pass over its batches.
@@ -79,6 +81,10 @@ class LoaderClients(Population):
         check_client_loader(loader)
         if isinstance(loader, Mapping | list | tuple) and has_loader(loader):
             loader = CombinedLoader(loader, "max_size_cycle")  # as Lightning takes them
+        if self.overfit_batches:
+            if client not in self._in_order:
+                self._in_order[client] = loader_to_overfit(loader)
+            loader = self._in_order[client]
         return _Streams(loader) if isinstance(loader, CombinedLoader) else loader
 
     def _note_workers(self, loader: Any) -> None:
@@ -104,8 +110,9 @@ class LoaderClients(Population):
         return batch_size
 
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Length of the client's loader; an isolated pass is no different."""
-        return sized_len(self._loader(client))
+        """Length of the client's loader; an isolated pass is no different, but where batches are overfitted."""
+        length = sized_len(self._loader(client))
+        return length if isolated else self.batches_to_overfit(length)
 
     def is_counted(self, client: Client) -> bool:
         """True of the only client, where neither a data set nor a length tells the number of examples."""
@@ -169,7 +176,7 @@ class LoaderClients(Population):
         for number in itertools.count() if visit.steps is not None else range(visit.epochs):
             _set_epoch(loader, visit.round * in_visit + number)
             has_batches = False
-            for batch in loader:
+            for batch in itertools.islice(loader, planned.epoch_batches):
                 has_batches = True
                 yield batch
             if not has_batches:

@@ -100,6 +100,8 @@ class Population(ABC):
         sampling: Draw of the examples of every batch that trains; ``None`` for passes over all of them.
         local_steps: Batches of a visit, by which streams without a length are counted; ``None`` where visits are
             counted in passes.
+        overfit_batches: Batches of each client, or share of them, on which it trains in every pass, in the order of its
+            data: the Trainer's; 0 for all.
         split_loader: The user's own loader, whose data set a partition splits into the clients; ``None`` where each has
             data of its own.
 
@@ -112,6 +114,7 @@ class Population(ABC):
     has_raised = False
     sampling: PoissonSampling | None = None
     local_steps: int | None = None
+    overfit_batches: int | float = 0
     split_loader: DataLoader[Any] | None = None
 
     def __init__(self, clients: Sequence[Client]) -> None:
@@ -180,6 +183,14 @@ class Population(ABC):
                 raise item.error
             if item.batch is not None:
                 yield item.batch
+
+    def batches_to_overfit(self, per_epoch: int | None) -> int | None:
+        """Number of batches of a pass that trains, of ``per_epoch`` that there are; ``None`` for no length."""
+        if not self.overfit_batches:
+            return per_epoch
+        if isinstance(self.overfit_batches, int):
+            return self.overfit_batches if per_epoch is None else min(per_epoch, self.overfit_batches)
+        return per_epoch and max(1, int(per_epoch * self.overfit_batches))
 
     def is_counted(self, client: Client) -> bool:
         """True if batches and examples are counted as they come: of the only client, where nothing tells their number.

@@ -151,6 +151,7 @@ class FederatedFit:
             self._population.close()
         self._population = population
         population.local_steps = self.schedule.local_steps
+        population.overfit_batches = self.trainer.overfit_batches  # type: ignore[attr-defined]
         most, who = self.schedule.cohort_size(len(population.clients)), "of a round"
         if self.options.availability.partial_work == "drop" and self.options.availability.stragglers:
             most, who = self.schedule.active_size(most), "of a round that do all their work"

@@ -107,9 +107,11 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
         MisconfigurationException: With what to do instead.
 
     """
+    if any(planned.epoch_batches is None for planned in visits):
+        _check_shares(trainer, "overfit_batches")
     if num_clients == 1:
         if any(planned.is_stream for planned in visits):
-            _check_stream(trainer)
+            _check_shares(trainer, "limit_train_batches", "val_check_interval")
         return
     _check_validation(trainer, sum(planned.num_batches for planned in visits))
     schedules = [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulationScheduler)]
@@ -125,27 +127,10 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
             )
 
 
-def check_overfitting(trainer: L.Trainer) -> None:
-    """Refuses to overfit on some batches of several loaders.
-
-    Raises:
-        MisconfigurationException: With what to do instead.
-
-    """
-    overfit = trainer.overfit_batches  # type: ignore[attr-defined]
-    if overfit:
-        raise MisconfigurationException(
-            "`overfit_batches` takes the batches of one loader, and here every client has its own. To train on the"
-            " first n batches of each client in every round, set `local_steps=n` and give a loader that does not"
-            " shuffle (`limit_val_batches` is for validation). Leave `overfit_batches` at 0, but got"
-            f" overfit_batches={overfit!r}."
-        )
-
-
-def _check_stream(trainer: L.Trainer) -> None:
-    for name in ("limit_train_batches", "val_check_interval"):
+def _check_shares(trainer: L.Trainer, *names: str) -> None:
+    for name in names:
         share = getattr(trainer, name, None)
-        if isinstance(share, float) and share != 1.0:
+        if isinstance(share, float) and share not in (0.0, 1.0):
             raise MisconfigurationException(
                 f"The training data have no length of which there is a share: set `{name}` to 1.0 or to a number of"
                 f" batches, but got {share}."

@@ -197,13 +197,12 @@ def exchange_validation_time(trainer: L.Trainer, seconds: float | None) -> float
     return before
 
 
-def loader_to_overfit(trainer: L.Trainer, loader: Any) -> Any:
-    """A training loader as Lightning takes it with ``overfit_batches``: without shuffling."""
-    if not trainer.overfit_batches:  # type: ignore[attr-defined]
-        return loader
-    combined = CombinedLoader(loader)
+def loader_to_overfit(loader: Any) -> Any:
+    """A training loader, or several, as Lightning takes them with ``overfit_batches``: without shuffling."""
+    is_combined = isinstance(loader, CombinedLoader)
+    combined = copy.copy(loader) if is_combined else CombinedLoader(loader)
     _resolve_overfit_batches(combined, RunningStage.TRAINING)
-    return combined.iterables
+    return combined if is_combined else combined.iterables
 
 
 def advise_workers(trainer: L.Trainer, loader: Any) -> None:

@@ -33,7 +33,6 @@ from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of, sharing_strategy
 from lightning_fed.fit.trainer_checks import (
     check_optimizers,
-    check_overfitting,
     check_round,
     check_trainer,
     find_loader_owner,
@@ -132,8 +131,6 @@ class RoundLoop:
         fit, self._partition = self.fit, partition
         fit.attach(trainer)
         check_trainer(trainer)
-        if self.remote is not None or not is_one_client(partition):
-            check_overfitting(trainer)
         strategy = sharing_strategy(trainer)
         if strategy is not None:
             fit.synchronise(strategy.synchronise(trainer, fit.server, fit.store, fit.schedule, fit.progress))
@@ -156,6 +153,8 @@ class RoundLoop:
             r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"(lightning\.pytorch|pytorch_lightning)\."
         )
         self._reload_interval = exchange_reload_interval(trainer, 1)
+        if trainer.overfit_batches:  # type: ignore[attr-defined]
+            trainer.limit_train_batches = 1.0  # the batches are those of every client, not of the round
         self._train_dataloader = OverriddenMethod(loader_owner, "train_dataloader", self._plan_round)
         self._save_checkpoint = OverriddenMethod(module, "on_save_checkpoint", self._on_save_checkpoint)
         self._has_batch_end = is_overridden("on_train_batch_end", module)
@@ -251,6 +250,8 @@ class RoundLoop:
             self._averages = None
         if self._reload_interval is not None:
             exchange_reload_interval(self.fit.trainer, self._reload_interval)
+            if self.fit.trainer.overfit_batches:  # type: ignore[attr-defined]
+                self.fit.trainer.limit_train_batches = self.fit.trainer.overfit_batches  # type: ignore[attr-defined]
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         self._overridden, self._reload_interval, self._frozen = [], None, []
@@ -281,7 +282,8 @@ class RoundLoop:
                 interval = exchange_reload_interval(fit.trainer, self._reload_interval or 0)  # which it looks at, too
                 advise_workers(fit.trainer, loader)
                 exchange_reload_interval(fit.trainer, interval)
-            loader = loader_to_overfit(fit.trainer, loader)
+            if fit.trainer.overfit_batches:  # type: ignore[attr-defined]
+                loader = loader_to_overfit(loader)
             fit.meet(split_training_data(loader, self._partition, fit.schedule.seed))
 
     def ask_for_round(self) -> None:

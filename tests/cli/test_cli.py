@@ -672,7 +672,6 @@ MISTAKES_OF_THE_SAME_KINDS = [
     (["--trainer.faults.min_clients", "0"], 2, "Expected `min_clients` to be at least 1, but got 0"),
     (["--trainer.availability.straglers", "0.5"], 2, "Option 'straglers' is not accepted"),
     (["--trainer.faults.min_clients", "5"], 1, "Expected `min_clients` to be at most the clients of a round (4), but"),
-    (["--trainer.overfit_batches", "2"], 1, "`overfit_batches` takes the batches of one loader"),
 ]
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.func import vmap
 from torch.utils.data import DataLoader
@@ -202,13 +203,15 @@ def test_a_validation_has_a_time(plain_trainer):
     assert internals.exchange_validation_time(trainer, None) == 7.0
 
 
-def test_a_loader_to_overfit_does_not_shuffle(plain_trainer):
+def test_loaders_to_overfit_do_not_shuffle():
     loader = DataLoader(torch.ones(3), shuffle=True)
-    assert internals.loader_to_overfit(plain_trainer(), loader) is loader
+    several = CombinedLoader([loader, loader])
     with pytest.warns(UserWarning, match="requested to overfit"):
-        changed = internals.loader_to_overfit(plain_trainer(overfit_batches=2), loader)
+        changed, combined = internals.loader_to_overfit(loader), internals.loader_to_overfit(several)
     assert isinstance(changed, DataLoader), "Lightning gives another kind of loader than before"
-    assert isinstance(changed.sampler, torch.utils.data.SequentialSampler)
+    samplers = [each.sampler for each in (changed, *combined.flattened)]
+    assert all(isinstance(sampler, torch.utils.data.SequentialSampler) for sampler in samplers)
+    assert several.flattened == [loader, loader], "the user's own are changed"
 
 
 def test_lightning_advises_on_workers(plain_trainer, monkeypatch):

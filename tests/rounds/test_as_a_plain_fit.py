@@ -10,7 +10,15 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from lightning_fed import FederatedDataModule, Federation
 from lightning_fed.data import IID, LoaderDataModule
@@ -126,20 +134,6 @@ def test_the_only_client_may_have_nothing_to_train(plain_trainer):
     assert_same(ends[0][1], ends[1][1])
 
 
-def test_local_steps_overfit_as_a_plain_fit(plain_trainer):
-    """What the refusal of `overfit_batches` advises."""
-    ends = []
-    for federation, options in (
-        ([], {"overfit_batches": 2}),
-        ([Federation(partition=IID(1), local_steps=2, **KEEP)], {"limit_val_batches": 2}),
-    ):
-        own = momentum_module()
-        trainer = plain_trainer(max_epochs=3, callbacks=federation, **options)
-        trainer.fit(own, datamodule=LoaderDataModule(loader(), loader()))
-        ends.append(state_of(own))
-    torch.testing.assert_close(*ends)
-
-
 def test_a_second_fit_begins_with_new_optimizers(plain_trainer):
     ends = []
     for federation in ([], [Federation(partition=IID(1), **KEEP)]):
@@ -252,6 +246,46 @@ def test_what_falls_on_the_ends_of_visits_or_rounds_is_taken(options, plain_trai
     trainer.fit(models.Module(models.mlp()), datamodule=FederatedDataModule(clients, loader().dataset, batch_size=8))
     assert trainer.global_step == 2 * 10 // options.get("accumulate_grad_batches", 1)
     assert len(watch.seen) == 2
+
+
+class Reads(models.Module):
+    """Notes the first number of every example that it trains on."""
+
+    def training_step(self, batch, batch_idx):
+        self.read = [*getattr(self, "read", []), *batch[0][:, 0].tolist()]
+        return super().training_step(batch, batch_idx)
+
+
+SIZES = {"a": 40, "b": 10, "c": 4}
+SHUFFLED = {  # the loader of a data set, in batches of 4
+    "data set": lambda data: data,
+    "loader": lambda data: DataLoader(data, 4, shuffle=True),
+    "weighted loader": lambda data: DataLoader(data, 4, sampler=WeightedRandomSampler([1.0] * len(data), 9)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+@pytest.mark.parametrize("kind", SHUFFLED)
+@pytest.mark.parametrize(("overfit", "counts"), [(2, (8, 8, 4)), (0.5, (20, 4, 4))])
+def test_every_client_overfits_on_its_first_batches(kind, overfit, counts, plain_trainer):
+    """In every pass, whatever the order of its data was."""
+    data = {name: TensorDataset(*part) for name, part in models.vectors(SIZES).items()}
+    own = Reads(models.mlp())
+    trainer = plain_trainer(max_epochs=2, overfit_batches=overfit, callbacks=[Federation(local_epochs=2)])
+    clients = {name: SHUFFLED[kind](part) for name, part in data.items()}
+    trainer.fit(own, datamodule=FederatedDataModule(clients, batch_size=4))
+    firsts = [data[name].tensors[0][:count, 0].tolist() for name, count in zip(SIZES, counts, strict=True)]
+    assert own.read == 2 * [number for first in firsts for number in 2 * first]
+    assert trainer.limit_train_batches == overfit
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+def test_every_part_of_a_split_loader_overfits(plain_trainer):
+    own = Reads(models.mlp())
+    trainer = plain_trainer(max_epochs=3, overfit_batches=1, callbacks=[Federation(partition=IID(4))])
+    trainer.fit(own, loader(shuffle=True))
+    assert len(own.read) == 3 * 4 * 8
+    assert own.read[32:] == 2 * own.read[:32]
 
 
 # --- the Trainer afterwards -------------------------------------------------------------------------------------------
@@ -405,6 +439,8 @@ WHOLE = {  # training data, class of the module, arguments of the Trainer
     "longest": (lambda: several("max_size"), Combines, {}),
     "stream, limit": (Stream, models.Module, {"limit_train_batches": 3}),
     "stream, limit behind its end": (Stream, models.Module, {"limit_train_batches": 7}),
+    "stream, overfitting": (Stream, models.Module, {"overfit_batches": 3}),
+    "list, overfitting": (lambda: [loader(), Batches()], Combines, {"overfit_batches": 2}),
     "stream": (Stream, models.Module, {}),
     "stream of examples": (lambda: DataLoader(Streamed(), 8), models.Module, {}),
     "stream, accumulation": (Stream, models.Module, {"accumulate_grad_batches": 3}),
@@ -439,7 +475,7 @@ def test_examples_are_counted_as_they_come(data, options, plain_trainer):
     assert trainer.callback_metrics["fed/num_samples"] == 40
 
 
-@pytest.mark.parametrize("name", ["limit_train_batches", "val_check_interval"])
+@pytest.mark.parametrize("name", ["limit_train_batches", "val_check_interval", "overfit_batches"])
 def test_a_stream_has_no_share(name, plain_trainer):
     trainer = plain_trainer(max_epochs=1, callbacks=[Federation(partition=IID(1))], **{name: 0.5})
     with pytest.raises(MisconfigurationException, match=f"no length of which there is a share: set `{name}`"):

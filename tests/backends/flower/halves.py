@@ -264,6 +264,7 @@ CASES = {
     "a schedule of steps": Case(Federation, lambda: models.Module(models.mlp(), models.adam, warm_up)),
     "two optimizers": Case(Federation, models.TwoOptimizers),
     "bf16": Case(Federation, options={"precision": "bf16-mixed"}),
+    "overfitting": Case(lambda: Federation(local_epochs=2, seed=3), options={"overfit_batches": 1}),
 }  # fmt: skip
 
 ALL_CASES = {
