@@ -277,19 +277,24 @@ def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mappin
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
-def complete_epoch(checkpoint: dict[str, Any], is_validated: bool = False) -> None:
-    """Makes a checkpoint that is taken behind the batch with which an epoch ends one of the epoch's end.
+def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
+    """Makes a checkpoint that is taken behind the batch with which an epoch ends one of between two epochs.
+
+    Of an epoch that has ended early, a Trainer that counts steps would train the rest; one that has ``max_steps``
+    without a validation would go on inside every epoch.
 
     Args:
         checkpoint: What Lightning saves.
-        is_validated: Whether validation has begun, by which time Lightning counts the batch as completed.
+        is_counted: Whether Lightning has counted the batch on the log's axis, which it does after validation.
 
     """
     loop = checkpoint["loops"]["fit_loop"]
-    if not is_validated:
-        _advance(loop["epoch_loop.batch_progress"], "completed")
-    _advance(loop["epoch_progress"], "processed")
-    loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1  # Lightning counts it on the log's axis later
+    epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
+    for counts in (epochs["total"], epochs["current"], batches["total"]):
+        counts |= dict.fromkeys(counts, counts["ready"])
+    batches["current"] = dict.fromkeys(batches["current"], 0)
+    batches["is_last_batch"] = False
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] += not is_counted
 
 
 def validates_after_batch(trainer: L.Trainer) -> bool:

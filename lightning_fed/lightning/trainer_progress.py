@@ -47,16 +47,17 @@ class RoundProgress:
     def end_round(self, trainer: L.Trainer, is_cut: bool = False) -> None:
         """The round is complete, and the epoch not yet; of a round that was cut short Lightning does not know it."""
         self._first_step, self._is_cut = None, is_cut
-        self._correct = await_validation if not is_cut and validates_after_batch(trainer) else complete_epoch
+        is_awaited = not is_cut and validates_after_batch(trainer)
+        self._correct = await_validation if is_awaited else partial(complete_epoch, is_counted=False)
 
     def validate(self) -> None:
         """Validation has begun."""
         if self._first_step is None:
-            self._correct = partial(complete_epoch, is_validated=True) if self._is_cut else None
+            self._correct = partial(complete_epoch, is_counted=False) if self._is_cut else None
 
     def end_epoch(self) -> None:
         """The epoch is complete, whatever became of the round."""
-        self._first_step, self._correct, self._is_cut = None, None, False
+        self._first_step, self._correct, self._is_cut = None, complete_epoch, False
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
         """Corrects a checkpoint."""

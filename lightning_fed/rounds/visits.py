@@ -168,7 +168,7 @@ class Visits:
             kept = {}
         rows = [(self.local.sliced[name], rows) for name, rows in request.rows.items()]
         self.start.optimizers.start_visit(kept, rows)
-        self._module.zero_grad()
+        self._forget_gradients()
         for callback in self._callbacks:
             callback.on_client_start(self._trainer, self._module, client, broadcast)
 
@@ -364,6 +364,10 @@ class Visits:
             callback.on_client_visit_end(self._trainer, self._module, self.current.visit.client)
         self.current = None
 
+    def _forget_gradients(self) -> None:
+        for parameter in self._module.parameters():  # the module's `zero_grad` is the user's, and not a visit's hook
+            parameter.grad = None
+
     def exchange_model(self, model: VisitModel) -> VisitModel:
         """Makes the module another model in the middle of a visit; returns the one that it was."""
         optimizers = self.start.optimizers
@@ -374,7 +378,7 @@ class Visits:
             optimizers.start_visit()
         else:
             optimizers.resume(model.optimizers)
-        self._module.zero_grad()
+        self._forget_gradients()
         return before
 
     def suspend_visit(self) -> None:

@@ -41,6 +41,7 @@ def main():
     if arguments.again:
         for door in set(arguments.doors) - {"plain"}:
             forget_failures(results_of(arguments.out, door))
+            results_of(arguments.out, f"{door}-hidden").unlink(missing_ok=True)
     for folder in arguments.folders:
         for door in arguments.doors:
             run(door, tests / folder, arguments)

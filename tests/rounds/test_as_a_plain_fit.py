@@ -146,6 +146,25 @@ def test_a_second_fit_begins_with_new_optimizers(plain_trainer):
     torch.testing.assert_close(*ends)
 
 
+class Clears(models.Module):
+    """Counts what clears its gradients."""
+
+    cleared = 0
+
+    def zero_grad(self, set_to_none=True):
+        self.cleared += 1
+        super().zero_grad(set_to_none)
+
+
+def test_a_visit_clears_gradients_without_the_modules_own_method(plain_trainer):
+    counts = []
+    for federation in ([], [Federation(partition=IID(1), **KEEP)]):
+        own = Clears(models.mlp(), models.momentum)
+        plain_trainer(max_epochs=3, callbacks=federation).fit(own, datamodule=LoaderDataModule(loader()))
+        counts.append(own.cleared)
+    assert counts[0] == counts[1]
+
+
 class Fails(models.Module):
     """Cannot train on the third batch."""
 

@@ -85,6 +85,26 @@ def test_a_fit_goes_on_behind_a_round_that_was_cut(plain_trainer, tmp_path):
     assert {step for step, line in logger.lines if line["epoch"] == 2} == {11}
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("taken", ["at the epoch's end", "after the fit"])
+@pytest.mark.parametrize("limit_val_batches", [0, 1])
+@pytest.mark.parametrize("steps", [5, 7])
+def test_more_steps_begin_with_a_whole_round(steps, limit_val_batches, taken, plain_trainer, tmp_path):
+    """Rounds have five batches: the checkpoint is one of a round's end, or of a round that was cut."""
+    options = {"max_epochs": -1, "limit_val_batches": limit_val_batches}
+    save = ModelCheckpoint(tmp_path, "end", save_on_train_epoch_end=True)
+    callbacks = [Federation(partition=IID(1)), save]
+    trainer = plain_trainer(max_steps=steps, callbacks=callbacks, enable_checkpointing=True, **options)
+    trainer.fit(models.Module(models.mlp()), datamodule=data())
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    recorder = Recorder()
+    trainer = plain_trainer(max_steps=steps + 10, callbacks=[Federation(partition=IID(1)), recorder], **options)
+    path = tmp_path / ("end.ckpt" if taken == "at the epoch's end" else "after.ckpt")
+    trainer.fit(models.Module(models.mlp()), datamodule=data(), ckpt_path=path)
+    assert [len(visit.batches) for visit in recorder.visits] == [5, 5]
+    assert trainer.current_epoch == -(-steps // 5) + 2
+
+
 def test_schedules_go_by_the_visits_that_were_served(federated_trainer):
     """Stragglers are dropped; a per-step schedule makes the steps of a visit in each round."""
     clients = models.as_datasets(models.vectors(dict.fromkeys("abc", 40)))
