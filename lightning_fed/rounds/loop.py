@@ -157,7 +157,7 @@ class RoundLoop:
             trainer.limit_train_batches = 1.0  # the batches are those of every client, not of the round
         self._train_dataloader = OverriddenMethod(loader_owner, "train_dataloader", self._plan_round)
         self._save_checkpoint = OverriddenMethod(module, "on_save_checkpoint", self._on_save_checkpoint)
-        self._has_batch_end = is_overridden("on_train_batch_end", module)
+        self._has_batch_end = _has_own(module, "on_train_batch_end")
         self._batch_end = OverriddenMethod(module, "on_train_batch_end", self._on_train_batch_end)
         self._step = OverriddenMethod(module, "training_step", self._training_step)
         self._backward = OverriddenMethod(module, "backward", self._on_backward)
@@ -168,7 +168,7 @@ class RoundLoop:
             self._batch_end,
             self._step,
         ]
-        self._has_batch_start = is_overridden("on_train_batch_start", module)
+        self._has_batch_start = _has_own(module, "on_train_batch_start")
         if self._has_batch_start:
             self._batch_start = OverriddenMethod(module, "on_train_batch_start", self._on_train_batch_start)
             self._overridden.append(self._batch_start)
@@ -569,6 +569,11 @@ class RoundLoop:
         if self.round is not None:
             self.round.start.patch(checkpoint)
         self._save_checkpoint.original(checkpoint)
+
+
+def _has_own(module: L.LightningModule, hook: str) -> bool:
+    """True if a hook is not Lightning's empty one: also if something has wrapped that in the module."""
+    return is_overridden(hook, module) or hook in vars(module)
 
 
 def _without_none(owner: Any, name: str) -> OverriddenMethod:

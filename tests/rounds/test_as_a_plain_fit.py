@@ -3,6 +3,7 @@
 import copy
 import pickle
 from datetime import timedelta
+from functools import wraps
 
 import lightning as L
 import pytest
@@ -144,6 +145,16 @@ def test_a_second_fit_begins_with_new_optimizers(plain_trainer):
             trainer.fit(own, datamodule=LoaderDataModule(loader()))
         ends.append(state_of(own))
     torch.testing.assert_close(*ends)
+
+
+@pytest.mark.parametrize("visits", ["fused", "lightning"])
+def test_a_hook_that_something_has_wrapped_is_called(visits, plain_trainer):
+    """It may be one that the module leaves empty."""
+    called, own = [], models.Module(models.mlp())
+    own.on_train_batch_end = wraps(own.on_train_batch_end)(lambda *args: called.append(args))
+    trainer = plain_trainer(max_epochs=2, callbacks=[Federation(partition=IID(1), visits=visits)])
+    trainer.fit(own, datamodule=LoaderDataModule(loader()))
+    assert len(called) == 10
 
 
 class Clears(models.Module):
