@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +66,7 @@ STUDIES = {
     "niid_cifar10": Study(
         "compare_niid_cifar10.yaml",
         "CIFAR-10, 10 clients, all in every round, NIID-Bench's CNN, batches of 64, SGD of 0.01 with momentum 0.9. In"
-        " small: 10,000 images for 45,000, 20 rounds for 50, 2 local epochs for 10",
+        " small: 10,000 images for 45,000, {rounds} rounds for 50, 2 local epochs for 10",
         "Flower's baseline `niid_bench` (50 rounds of 10 epochs, 3 seeds)",
         "--data.data_dir",
         NIID_METHODS,
@@ -166,9 +167,12 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
     """The tables of a study, of all runs that are there."""
     study = STUDIES[name]
     command = f"python benchmarks/drift.py --data DATA --studies {name}{' --full' if arguments.full else ''}"
+    given = {key: getattr(arguments, key) for key in ("variants", "methods", "seeds")}
+    command += "".join(f" --{key} {shlex.join(map(str, values))}" for key, values in given.items() if values)
     command += f" --rounds {arguments.rounds}" if arguments.rounds else ""
+    words = study.words.format(rounds=arguments.rounds or 20)
     parts = [
-        f"`{command} --out benchmarks/results/drift.md`. {study.words}; `recipes/{study.recipe}`."
+        f"`{command} --out benchmarks/results/drift.md`. {words}; `recipes/{study.recipe}`."
         f" Published: {study.source}. `{study.monitor}` in percent, mean over the last {arguments.last} rounds, ±"
         " standard deviation over seeds."
         f" With equal bytes: the last {arguments.last} rounds that the bytes of the cheapest method pay, both ways."

@@ -296,8 +296,9 @@ def report(study_name: str, found: Found, arguments: argparse.Namespace) -> str:
         )
     header = ["", "classes held", "of the layer", "of the model", "top-1", "MAP@10", "training top-1"]
     header += ["top-1, difference to PosOnly", "to FullSoftmax", "seeds"]
+    length = f" --rounds {arguments.rounds}" if arguments.rounds != ROUNDS else ""
     words = (
-        f"`python benchmarks/fedss.py --data DATA --studies {study_name} --out benchmarks/results/fedss.md"
+        f"`python benchmarks/fedss.py --data DATA --studies {study_name}{length} --out benchmarks/results/fedss.md"
         f" --figures docs/assets`. Omniglot's {CLASSES} background classes: {CLIENTS} clients with {own} classes each"
         f" and {14 * CLASSES // CLIENTS} images on average (14 drawers), {COHORT} in a round, {arguments.rounds} rounds"
         f" of one epoch, batches of {BATCH},"

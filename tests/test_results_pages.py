@@ -1,4 +1,4 @@
-"""Numbers in the sentences of the results stand in a table that a script has written, or are said not to be rerun."""
+"""Numbers in the sentences of the results stand in a table that a script has written."""
 
 import re
 from importlib import import_module
@@ -13,7 +13,6 @@ FOLDER = ROOT / "docs" / "results"
 PAGES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index")
 
 SECTION = re.compile(r"<!-- (?P<name>[^/].*?) -->.*?<!-- /(?P=name) -->", re.S)
-REPORTED = "**Not rerun.**"  # begins a section that was typed in by hand
 SCORE = re.compile(r"(?<![\w.,])\d+\.\d+(?![\w.]*\d)")
 # what is computed from two numbers of a table, and what is another's
 DERIVED = re.compile(r"\s*(?:±\s*[\d.]+\s*)?(?:(?:and|to)\s+[\d.]+\s*)?(?:%|points?\b|times\b|seconds\b)")
@@ -49,17 +48,17 @@ ON_GITHUB = re.compile(r"blob/main/([\w./-]+\.md)")  # pages beside the site
 CODE = re.compile(r"```.*?```|`[^`]*`", re.S)
 
 
-def written(text, reported=False):
-    """The numbers in the tables of the sections that scripts write, or of those that were typed in, as numbers."""
-    sections = [match.group() for match in SECTION.finditer(text) if (REPORTED in match.group()) == reported]
+def written(text):
+    """The numbers in the tables of the sections that scripts write, as numbers."""
+    sections = [match.group() for match in SECTION.finditer(text)]
     rows = [line for section in sections for line in section.splitlines() if line.startswith("|")]
     return [float(number) for row in rows for number in re.findall(r"\d+\.\d+", row)]
 
 
-def tables_of(path, reported=False):
+def tables_of(path):
     """The numbers of a page's tables, with those that its scripts write beside themselves."""
     pages = [path, ROOT / "benchmarks" / "results" / path.name] if path.parent == FOLDER else [path]
-    return [number for page in pages if page.exists() for number in written(page.read_text(), reported)]
+    return [number for page in pages if page.exists() for number in written(page.read_text())]
 
 
 def is_among(number, numbers):
@@ -84,11 +83,10 @@ def test_what_is_a_score():
 @pytest.mark.parametrize("page", PAGES)
 def test_scores_in_sentences_are_in_a_table_of_the_page(page):
     path = FOLDER / f"{page}.md"
-    numbers, reported = tables_of(path), tables_of(path, reported=True)
+    numbers = tables_of(path)
     assert numbers
     for part in re.split(r"\n\n|\n(?=- )", SECTION.sub("", path.read_text())):
-        known = numbers + (reported if "not rerun" in part else [])
-        assert [score for score in scores(part) if not is_among(score, known)] == [], part
+        assert [score for score in scores(part) if not is_among(score, numbers)] == [], part
 
 
 def test_scores_of_the_first_page_are_in_tables_of_the_pages_it_names():
@@ -110,23 +108,13 @@ def test_scores_of_the_first_page_are_in_tables_of_the_pages_it_names():
     assert count > 20
 
 
-def test_what_is_not_rerun_is_in_the_sections_that_say_so():
-    rows = (FOLDER / "index.md").read_text().partition("## Not rerun")[2].partition("\n## ")[0].splitlines()
-    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if "](" in row and row[0] == "|"]
-    assert rows
-    for _, found, _, page in rows:
-        numbers = tables_of(FOLDER / re.search(r"\((\w+\.md)\)", page)[1], reported=True)
-        values = re.findall(r"\d+\.\d+", found)
-        assert [value for value in values if not is_among(value, numbers)] == []
-
-
 def test_verdicts_are_those_of_the_rule():
     """What stands in the last column begins with, or says after a colon, one of the words that the page explains."""
     text = (FOLDER / "index.md").read_text()
     words = re.findall(r"\*\*([a-z ]+)\*\*", text.partition("## Which method")[0])
     claims = text.partition("## Published claims")[2].partition("\n## ")[0].splitlines()
     claims = [line for line in claims if line.startswith("| ")][1:]
-    assert len(words) == 7
+    assert len(words) == 6
     assert len(claims) > 15
     for claim in claims:
         assert any(word in claim.rpartition("|")[0].rpartition("|")[2] for word in words), claim
