@@ -34,7 +34,7 @@ class OneClientTrainer(FederatedTrainer):
     """``FederatedTrainer`` with one client, under the name of ``Trainer``."""
 
     def __init__(self, *args, **kwargs):
-        super().__init__(partition=IID(1), **OPTIONS, **kwargs)
+        super().__init__(**{"partition": IID(1), **OPTIONS, **kwargs})
 
 
 def use_callback():
