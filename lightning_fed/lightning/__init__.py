@@ -1,4 +1,4 @@
-"""What leans on Lightning's own parts, and knows nothing of a federation."""
+"""Adapters to Lightning's own parts, which know nothing of a federation."""
 
 from lightning_fed.lightning.internals import IgnoredWarning as IgnoredWarning
 from lightning_fed.lightning.internals import OverriddenMethod as OverriddenMethod
