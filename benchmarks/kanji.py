@@ -96,7 +96,7 @@ def report(found: Mapping[tuple[str, int], list[dict[str, Any]]], clients: int, 
     header += ["top-1, to PosOnly", "to FullSoftmax", "seeds"]
     return (
         f"`python benchmarks/kanji.py --data DATA --own {own} --rounds {arguments.rounds} --out"
-        f" benchmarks/results/kanji.md`. {CLASSES:,} kanji in {42 - VALIDATION - TEST} typefaces for training:"
+        f" benchmarks/results/fedss.md`. {CLASSES:,} kanji in {42 - VALIDATION - TEST} typefaces for training:"
         f" {clients:,} clients, each with {own} characters of one typeface, one image of each; {COHORT} in a round,"
         f" {arguments.rounds} rounds of one epoch, batches of {BATCH}, server momentum 0.9, client learning rate"
         f" {arguments.lr:g} (centralised: {arguments.central_lr:g} with momentum 0.9, as many examples); the network of"
