@@ -5,9 +5,7 @@ It is `recipes/camvid_sites.yaml` with fewer and smaller frames and less patienc
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from lightning_fed.callbacks.evaluation.tables import client_table
 from lightning_fed.recipe import FederatedCLI
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "camvid_sites.yaml"
-TUTORIALS = Path(__file__).parents[1] / "docs" / "_ext"
 SMALLER = ("--data.source.image_size", "[64,96]", "--data.source.train_size", "120")
 PATIENCE = 3
 
@@ -80,11 +77,6 @@ def main() -> None:
     write_section(arguments.out, "sites", report(result, arguments.threads, rounds))
     if arguments.figure is not None:
         shutil.copy(folder / "runs" / "camvid_sites" / "sites.png", arguments.figure)
-    if arguments.out is not None and arguments.out.with_suffix(".ipynb").exists():
-        sys.path.append(os.fspath(TUTORIALS))
-        import tutorials
-
-        arguments.out.with_suffix(".ipynb").write_text(tutorials.as_notebook(arguments.out.read_text()))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ ELSEWHERE = {
     "benchmarks/results/method_costs.md": (),
     "docs/performance.md": (),
     "docs/dev/design/backends.md": ("5.2", "2.6", "1.7"),
-    "docs/guides/baselines.md": ("1.2", "0.1"),
+    "docs/guides/baselines.md": ("0.1",),
     "docs/guides/segmentation.md": (),
     "docs/guides/merging.md": (),
     "benchmarks/results/merging.md": (),
@@ -39,7 +39,7 @@ ELSEWHERE = {
     "docs/guides/robust.md": (),
     "docs/guides/speed.md": ("2.7",),
     "benchmarks/results/projects.md": ("2.7", "4.46"),
-    "docs/tutorials/evaluation.md": ("0.024",),
+    "benchmarks/results/sites.md": ("0.024",),
     "docs/dev/testing.md": ("2.11", "3.14", "3.15", "4.39", "9.2", "4.48"),
 }
 PAIR = re.compile(r"(\d+\.\d+) ± (\d+\.\d+)")
