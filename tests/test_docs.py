@@ -98,8 +98,9 @@ def test_every_export_is_importable_and_documented(room):
     module = importlib.import_module(room)
     page = (DOCS / "api" / ROOMS[room]).read_text()
     objects = list(documented().values())
-    for name in module.__all__:
-        value = getattr(module, name)
+    for name, value in ((name, getattr(module, name)) for name in module.__all__):
+        if inspect.ismodule(value):
+            continue
         assert any(value is known for known in objects), f"{room}.{name} is not in docs/api"
         assert re.search(rf"\b{name}\b", page), f"{room}.{name} is not on its room's page"
 

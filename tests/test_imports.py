@@ -1,4 +1,4 @@
-"""What `import lightning_fed` loads: no more than Lightning does, but for itself."""
+"""What the package loads: with its Trainer no more than Lightning does, and for its own lists and help no torch."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def noting(name, globals=None, locals=None, fromlist=(), level=0):
     return original(name, globals, locals, fromlist, level)
 
 builtins.__import__ = noting
-import lightning_fed
+from lightning_fed import FederatedTrainer
 builtins.__import__ = original
 added = {name.partition(".")[0] for name in set(sys.modules) - before}
 command_line = sorted({"lightning_fed.cli.main", "lightning_fed.cli.demo"} & set(sys.modules))
@@ -48,3 +48,22 @@ def test_nothing_slow_is_loaded_that_lightning_does_not_load(imports):
 
 def test_the_command_line_is_not_loaded(imports):
     assert not imports[2]
+
+
+WITHOUT_TORCH = "import sys; sys.modules.update(torch=None, lightning=None); from lightning_fed.cli.main import main; main()"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["--help"], 0, "usage: lightning-fed"),
+        (["recipes"], 0, "shapes_deeplab"),
+        (["fitt"], 2, "Did you mean 'fit'?"),
+        (["doctor"], 0, "torch cannot be imported: ModuleNotFoundError"),
+    ],
+)
+def test_commands_that_train_nothing_do_without_torch(arguments, status, says):
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *arguments], capture_output=True, text=True)
+    assert says in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == status

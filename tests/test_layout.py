@@ -68,6 +68,7 @@ def name_of(path):
 
 
 DOORS = {name_of(path): path for path in PACKAGE.rglob("__init__.py")}
+DOORS[""] = PACKAGE / "__init__.pyi"  # whose names `__init__.py` imports when they are asked for
 FILES = {name_of(path): path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
 
 
@@ -254,7 +255,7 @@ def test_the_architecture_page_has_the_kernels_size():
 def is_of_a_door(statement):
     if isinstance(statement, ast.Assign):
         return {ast.unparse(target) for target in statement.targets} <= {"__all__", "__version__"}
-    return isinstance(statement, ast.Import | ast.ImportFrom)
+    return isinstance(statement, ast.Import | ast.ImportFrom | ast.AnnAssign)
 
 
 def test_doors_only_reexport():

@@ -18,6 +18,7 @@ from lightning_fed.algorithms.moon import ContrastiveTerm as ContrastiveTerm
 from lightning_fed.algorithms.proximal_term import ProximalTerm as ProximalTerm
 from lightning_fed.algorithms.qffl import LossReport as LossReport
 from lightning_fed.algorithms.scaffold import ControlVariates as ControlVariates
+from lightning_fed.backends.client_parallel import strategy as _strategy  # noqa: F401 - gives it its name in Lightning
 from lightning_fed.callbacks.class_confusion import Confusion as Confusion
 from lightning_fed.callbacks.class_confusion import OwnClassConfusion as OwnClassConfusion
 from lightning_fed.callbacks.client_segmentations import ClientSegmentations as ClientSegmentations

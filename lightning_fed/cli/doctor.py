@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-import torch
 from packaging.requirements import Requirement
 
 from lightning_fed import __version__
+from lightning_fed.errors import describe
 
 PACKAGE = "lightning-fed"
 FEATURES = {
@@ -149,7 +149,11 @@ def installed_version(name: str) -> str | None:
 
 
 def devices() -> list[str]:
-    """The devices that Lightning's ``accelerator`` can be, in words."""
+    """The devices that Lightning's ``accelerator`` can be, in words; what went wrong where torch cannot be imported."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return [f"torch cannot be imported: {describe(error)}"]
     count = os.cpu_count() or 1
     found = [f"cpu: {count} cores, threads for PyTorch: {torch.get_num_threads()}"]
     for index in range(torch.cuda.device_count()):

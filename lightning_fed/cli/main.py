@@ -8,19 +8,15 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-
 from lightning_fed import __version__
 from lightning_fed.argument_checks import check_option
 from lightning_fed.cli.recipes import absent_recipe
-from lightning_fed.data.sample_assignment import PartitionError
 from lightning_fed.errors import OptionError
-from lightning_fed.recipe import COMMANDS, FederatedCLI
 
 _PROGRAMS = (  # a module each
     "demo", "compare", "data", "methods", "privacy", "merge", "flower", "nvflare", "audit", "recipes", "doctor",
 )  # fmt: skip
-_MISTAKES = (FileNotFoundError, MisconfigurationException, OptionError, PartitionError)
+_RECIPE_COMMANDS = ("fit", "validate", "test", "predict")  # those of Lightning's command line
 
 _HELP = """\
 usage: lightning-fed COMMAND [options]
@@ -87,21 +83,29 @@ def _dispatch(given: Sequence[str], is_process: bool) -> None:
         sys.stdout.write(f"lightning-fed {__version__}\n")
         return
     _find_own_modules()
-    if command in COMMANDS:
-        try:
-            FederatedCLI(None if is_process else list(given))
-        except _MISTAKES as error:
-            _stop(error)
-        return
     try:
-        check_option("COMMAND", command, [*_PROGRAMS, *COMMANDS])
+        check_option("COMMAND", command, [*_PROGRAMS, *_RECIPE_COMMANDS])
     except ValueError as error:
         sys.stderr.write(f"{_HELP}\nerror: {error}\n")
         raise SystemExit(2) from error
     try:
-        import_module(f"lightning_fed.cli.{command}").run(given[1:])  # not for those who do not want it
-    except (*_MISTAKES, OSError, ModuleNotFoundError) as error:
+        if command in _RECIPE_COMMANDS:
+            recipe = import_module("lightning_fed.recipe")  # here, not above: some commands do without torch
+            recipe.FederatedCLI(None if is_process else list(given))
+        else:
+            import_module(f"lightning_fed.cli.{command}").run(given[1:])
+    except Exception as error:
+        if not isinstance(error, _mistakes(command)):
+            raise
         _stop(error)
+
+
+def _mistakes(command: str) -> tuple[type[Exception], ...]:
+    """Errors that the user can mend, which are shown without a traceback."""
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    of_any = (FileNotFoundError, MisconfigurationException, OptionError)
+    return of_any if command in _RECIPE_COMMANDS else (*of_any, OSError, ModuleNotFoundError)
 
 
 def _find_own_modules() -> None:

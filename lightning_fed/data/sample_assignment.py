@@ -11,6 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from lightning_fed.errors import OptionError
+
 IndexArray = npt.NDArray[np.int64]
 
 MAX_TRIES = 1000
@@ -23,7 +25,7 @@ _SIZES = (10, 5, 2, 1)  # of a client, from the one that is wanted to the least
 _ALPHA_OF_MEAN, _ALPHA_OF_ONE = 1e15, 1e-15
 
 
-class PartitionError(ValueError):
+class PartitionError(OptionError):
     """An argument that no split of these data can fulfil; the command line shows it without a traceback."""
 
 

@@ -13,8 +13,7 @@ from lightning_fed.cli import doctor
 from lightning_fed.cli.main import main
 
 PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
-MODULES = {"pillow": "PIL", "lightning-utilities": "lightning_utilities"}
-MODULES |= {"segmentation-models-pytorch": "segmentation_models_pytorch"}
+MODULES = {"pillow": "PIL"}  # of packages whose module is not called as they are
 
 
 def test_every_extra_for_users_has_a_feature():
@@ -31,7 +30,7 @@ def test_versions_are_those_of_the_packages():
     assert list(listed) == names
     for name, version in listed.items():
         # Builds of torch for one device call themselves 2.14.1+cpu, in both places or in one.
-        assert import_module(MODULES.get(name, name)).__version__.partition("+")[0] == version.partition("+")[0], name
+        assert import_module(MODULES.get(name, name.replace("-", "_"))).__version__.partition("+")[0] == version.partition("+")[0], name
 
 
 def test_a_missing_extra_is_named_with_its_feature_and_command():
