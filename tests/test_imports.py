@@ -1,10 +1,14 @@
 """What the package loads: with its Trainer no more than Lightning does, and for its own lists and help no torch."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import lightning_fed
 
 SLOW = ("torchvision", "segmentation_models_pytorch", "timm", "matplotlib", "scipy", "flwr", "tensorboard")
 
@@ -67,3 +71,26 @@ def test_commands_that_train_nothing_do_without_torch(arguments, status, says):
     assert says in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert done.returncode == status
+
+
+ALONE = """
+import os, sys
+import lightning, torchmetrics
+for name in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        __import__(name)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print(name)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that are forked")
+def test_every_room_can_be_imported_first():
+    """Whatever a program imports before the others: rooms re-export each other's names."""
+    folder = Path(lightning_fed.__file__).parent
+    rooms = [f"lightning_fed.{path.parent.name}" for path in folder.glob("*/__init__.py")]
+    single = [f"lightning_fed.{path.stem}" for path in folder.glob("[!_]*.py")]
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE, *rooms, *single], capture_output=True, text=True)
+    assert done.stdout == "", done.stderr
