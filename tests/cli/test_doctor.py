@@ -30,7 +30,8 @@ def test_versions_are_those_of_the_packages():
     assert list(listed) == names
     for name, version in listed.items():
         # Builds of torch for one device call themselves 2.14.1+cpu, in both places or in one.
-        assert import_module(MODULES.get(name, name.replace("-", "_"))).__version__.partition("+")[0] == version.partition("+")[0], name
+        module = import_module(MODULES.get(name, name.replace("-", "_")))
+        assert module.__version__.partition("+")[0] == version.partition("+")[0], name
 
 
 def test_a_missing_extra_is_named_with_its_feature_and_command():
