@@ -108,14 +108,6 @@ class RemoteClientSide(RemoteSide):
         self._train_request: dict[str, Any] = {}
         self._server_entries: State = {}
 
-    def connect(self, server: ServerInterface) -> ServerInterface:
-        """Returns the server itself."""
-        return server
-
-    def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
-        """Draws the clients from the schedule."""
-        return drawn()
-
     def visits_here(self, cohort: Cohort) -> Cohort:
         """Returns no visits: Lightning is given an empty batch, at whose end the answers are waited for."""
         self._cohort = cohort
@@ -187,7 +179,7 @@ class RemoteClientSide(RemoteSide):
     def _receive(self, round: Round, visit: Visit, reply: Packet | str, broadcast: Broadcast) -> _Steps | None:
         """Takes a client's answer; returns its word on the steps of its visit, if the update is used."""
         fit, server, client = round.fit, round.fit.server, visit.client
-        answer = self._open(reply, client, server.report.round, round.start.state)
+        answer = self._open(reply, client, round.start.state)
         if not isinstance(answer, tuple):
             _leave_out(server, client, answer, "it asks, and does not answer")
             return None
@@ -247,11 +239,7 @@ class RemoteClientSide(RemoteSide):
         self._train_request = self._common(frozen) | {"hyperparameters": {}, "question": dict(question)}
         messages = ((visit, send(visit), "") for visit in visits)
         for client, reply in self._ask(fit.server, QUESTION, messages):
-            answer = self._open(reply, client, fit.trainer.current_epoch, entries)
-            if isinstance(answer, tuple):
-                yield client, answer[0]
-            else:
-                yield client, answer.reason if isinstance(answer, Fault) else "it does not answer what it was asked"
+            yield client, self._read_answer(reply, client, entries)
 
     def _common(self, frozen: State) -> dict[str, Any]:
         """Fields that all requests of a fit have."""
@@ -290,19 +278,18 @@ class RemoteClientSide(RemoteSide):
                 yield visit, broadcast, ""
 
         for client, reply in self._ask(server, STATISTICS, messages()):
-            answer = self._open(reply, client, server.report.round, models[client])
-            fault = answer.reason if isinstance(answer, Fault) else "it does not answer what it was asked"
-            if isinstance(answer, tuple):
-                server.report.up_bytes += answer[0].nbytes
-                extras = answer[0].extras
+            answer = self._read_answer(reply, client, models[client])
+            if isinstance(answer, str):
+                fault: str | None = answer
+            else:
+                server.report.up_bytes += answer.nbytes
                 try:
-                    bad_statistics = find_bad_statistics(extras, models[client])
+                    fault = find_bad_statistics(answer.extras, models[client])
                 except Exception as error:
-                    bad_statistics = describe(error)
-                if bad_statistics is None:
-                    reports.append((client, extras))
+                    fault = describe(error)
+                if fault is None:
+                    reports.append((client, answer.extras))
                     continue
-                fault = bad_statistics
             _log.warning("Client %r's BatchNorm statistics are left out: %s.", client, fault)
         return reports
 
@@ -372,7 +359,7 @@ class RemoteClientSide(RemoteSide):
             for visit in self._cohort.visits
         )
         for client, reply in self._transport.ask(REQUEST, packets, number):
-            answer = self._open(reply, client, number, model)
+            answer = self._open(reply, client, model)
             if not isinstance(answer, Request):
                 _leave_out(fit.server, client, answer, "it does not ask")
                 continue
@@ -383,11 +370,16 @@ class RemoteClientSide(RemoteSide):
                 fit.server.refuse(client, fault)
         return requests
 
-    def _open(
-        self, reply: Packet | str, client: Client, round: int, model: State
-    ) -> Request | tuple[ClientUpdate, Answer] | Fault:
+    def _read_answer(self, reply: Packet | str, client: Client, model: State) -> ClientUpdate | str:
+        """Reads the answer to a question, or the reason why there is none."""
+        answer = self._open(reply, client, model)
+        if isinstance(answer, tuple):
+            return answer[0]
+        return answer.reason if isinstance(answer, Fault) else "it does not answer what it was asked"
+
+    def _open(self, reply: Packet | str, client: Client, model: State) -> Request | tuple[ClientUpdate, Answer] | Fault:
         """Reads a reply; a client that is not at the node that was asked is looked for anew."""
-        answer = read_answer(reply, client, round, model)
+        answer = read_answer(reply, client, model)
         if isinstance(answer, Fault) and answer.reason == NOT_HERE:
             self._transport.forget(client)
         return answer
@@ -459,11 +451,10 @@ def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
     after: Any = said.after
     if after is None:
         return _Steps(said.steps)
-    steps = after.get("steps") if isinstance(after, dict) else None
+    steps: Any = after.get("steps") if isinstance(after, dict) else None
     is_list = isinstance(steps, list) and len(steps) == len(optimizers.step_schedulers)
-    if not is_list or not all(type(step) is int and 0 <= step <= most for step in steps or ()):
+    if not is_list or not all(type(step) is int and 0 <= step <= most for step in steps):
         raise BadUpdate(f"where it left its schedulers cannot be used: {steps!r:.100} steps, of 0 to {most} each")
-    assert isinstance(steps, list)
     start, scaler = pack_numbers(optimizers.start["scaler"]), after.get("scaler")
     if not start or not scaler:
         return _Steps(said.steps, steps)
@@ -471,11 +462,8 @@ def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
         fitted = fit_numbers(scaler, start)
     except ValueError as error:
         raise BadUpdate(f"its loss scale cannot be used: {error}") from error
-    constants = {name for name in start if name not in ("scale", "_growth_tracker")}
-    if (
-        any(fitted[name] != start[name] for name in constants)
-        or not _LOSS_SCALES[0] <= fitted["scale"] <= _LOSS_SCALES[1]
-    ):
+    moved = {name for name in start if fitted[name] != start[name]} - {"scale", "_growth_tracker"}
+    if moved or not _LOSS_SCALES[0] <= fitted["scale"] <= _LOSS_SCALES[1]:
         raise BadUpdate(f"its loss scale cannot be used: {fitted}")
     return _Steps(said.steps, steps, fitted)
 
@@ -502,14 +490,12 @@ def _leave_out(
         server.refuse(client, answer.reason if isinstance(answer, Fault) else otherwise)
 
 
-def read_answer(
-    reply: Packet | str, client: Client, round: int, model: State
-) -> Request | tuple[ClientUpdate, Answer] | Fault:
+def read_answer(reply: Packet | str, client: Client, model: State) -> Request | tuple[ClientUpdate, Answer] | Fault:
     """Reads a reply, whatever it is: what cannot be read is its client's fault."""
     if isinstance(reply, str):
         return Fault(client, reply)
     try:
         bad_size = find_bad_size(reply, model)
-        return read_reply(reply, client, round) if bad_size is None else _Unreadable(client, bad_size)
+        return read_reply(reply, client) if bad_size is None else _Unreadable(client, bad_size)
     except Exception as error:  # also what a reader of ours does not expect
         return _Unreadable(client, unreadable(error))

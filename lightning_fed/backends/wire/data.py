@@ -13,7 +13,6 @@ from lightning_fed.callbacks.federation import Federation
 from lightning_fed.data.federated import EvaluationData, FederatedDataModule, split_training_data
 from lightning_fed.data.partitioned import FORWARDED
 from lightning_fed.data.population import Population
-from lightning_fed.messages import Client
 
 
 class HalfData(EvaluationData):
@@ -26,23 +25,18 @@ class HalfData(EvaluationData):
     """
 
     def __init__(self, data: Any = None) -> None:
-        self._source = data if isinstance(data, L.LightningDataModule) else None
-        super().__init__(None if self._source is not None else data, data if isinstance(data, ClientsBatch) else None)
-        if self._source is not None:
-            for hook in (*FORWARDED, "val_dataloader", "test_dataloader"):
-                setattr(self, hook, getattr(self._source, hook))
+        source = data if isinstance(data, L.LightningDataModule) else None
+        super().__init__(None if source is not None else data, data if isinstance(data, ClientsBatch) else None)
+        if source is not None:
+            hooks = [*FORWARDED, "val_dataloader", "test_dataloader"]
+            if isinstance(source, EvaluationData):  # where this half has them
+                hooks += ["val_clients", "test_clients", "has_clients"]
+            for hook in hooks:
+                setattr(self, hook, getattr(source, hook))
 
     def train_dataloader(self) -> Any:
         """An empty loader, which a federation replaces."""
         return []
-
-    def val_clients(self) -> dict[Client, Any]:
-        """Every client's validation loader, where this half has them."""
-        return self._source.val_clients() if isinstance(self._source, EvaluationData) else super().val_clients()
-
-    def test_clients(self) -> dict[Client, Any]:
-        """Every client's test loader, likewise."""
-        return self._source.test_clients() if isinstance(self._source, EvaluationData) else super().test_clients()
 
 
 def read_data(federation: Federation, data: Any) -> tuple[Population, HalfData]:

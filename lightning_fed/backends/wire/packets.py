@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -185,11 +185,11 @@ def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Pack
     return Packet(text, b"".join(parts))
 
 
-def read_packet(packet: Packet, *kinds: str) -> tuple[dict[str, Any], dict[str, State]]:
+def read_packet(packet: Packet, *kinds: str, client: Client | None = None) -> tuple[dict[str, Any], dict[str, State]]:
     """Header and tensors of a packet of one of some kinds; with several, the header says which as ``"kind"``.
 
     Raises:
-        PacketError: If it is none, is of another version, or its table does not fit its bytes.
+        PacketError: If it is none, is of another version or not of the client, or its table does not fit its bytes.
 
     """
     try:
@@ -201,6 +201,8 @@ def read_packet(packet: Packet, *kinds: str) -> tuple[dict[str, Any], dict[str, 
         raise PacketError(f"it is of version {version!r} instead of {VERSION}: install the same release everywhere")
     if kind not in kinds or not isinstance(header, dict) or not isinstance(table, dict):
         raise PacketError(f"it is {kind!r} instead of {' or '.join(map(repr, kinds))}")
+    if client is not None and (header.get("client") != client or isinstance(header.get("client"), bool)):
+        raise PacketError(f"it answers for client {header.get('client')!r:.100}")
     start, tensors = 0, {}
     for group, rows in table.items():
         tensors[group] = state = dict[str, Tensor]()
@@ -302,12 +304,8 @@ def _is_shape(shape: object) -> bool:
 
 def write_train_request(kind: str, train_request: TrainRequest, broadcast: Broadcast | None = None) -> Packet:
     """Makes the packet of a train request, with the broadcast if there is one."""
-    header = {item.name: getattr(train_request, item.name) for item in fields(TrainRequest)} | {
-        "visit": asdict(train_request.visit)
-    }
-    if broadcast is None:
-        return write_packet(kind, header)
-    return write_packet(kind, header, state=broadcast.sent, extras=broadcast.extras)
+    tensors = {} if broadcast is None else {"state": broadcast.sent, "extras": broadcast.extras}
+    return write_packet(kind, vars(train_request) | {"visit": asdict(train_request.visit)}, **tensors)
 
 
 def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadcast]:
@@ -327,8 +325,14 @@ def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadca
     return train_request, Broadcast(visit.round, tensors.get("state", {}), tensors.get("extras", {}))
 
 
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("frozen", "asked", "held"), str),
+    **{"keeps": bool, "hyperparameters": dict, "peers": list | None, "question": dict | None},
+}  # of a train request's fields
+
+
 def _check_train_request(train_request: TrainRequest) -> None:
-    visit, sent = train_request.visit, train_request.hyperparameters
+    visit = train_request.visit
     bad_place = find_bad_place(train_request.run, visit.client, visit.round)
     if bad_place is not None:
         raise TypeError(bad_place)
@@ -344,19 +348,12 @@ def _check_train_request(train_request: TrainRequest) -> None:
         raise TypeError(f"visit's seed is {visit.seed}")
     if visit.portion is not None and not (isinstance(visit.portion, int | float) and 0 <= visit.portion < 1):
         raise TypeError(f"portion is {visit.portion!r}")
-    digests = train_request.frozen, train_request.asked, train_request.held
-    if not all(isinstance(text, str) for text in digests):
-        raise TypeError("a digest is no text")
-    if type(train_request.keeps) is not bool:
-        raise TypeError(f"keeps is {train_request.keeps!r}")
-    peers = train_request.peers
-    if peers is not None and not (isinstance(peers, list) and all(map(is_client, peers))):
-        raise TypeError(f"the clients of its sum are {peers!r:.100}")
-    if not isinstance(sent, dict):
-        raise TypeError(f"the hyperparameters are {sent!r}")
-    if not isinstance(train_request.question, dict | None):
-        raise TypeError(f"the question is {train_request.question!r:.100}")
-    bad_rate = find_bad_rate(sent)
+    for name, kind in _TYPES.items():
+        if not isinstance(getattr(train_request, name), kind):
+            raise TypeError(f"{name} is {getattr(train_request, name)!r:.100}")
+    if not all(map(is_client, train_request.peers or ())):
+        raise TypeError(f"peers is {train_request.peers!r:.100}")
+    bad_rate = find_bad_rate(train_request.hyperparameters)
     if bad_rate is not None:
         raise TypeError(bad_rate)
 
@@ -421,21 +418,18 @@ def write_fault(fault: Fault) -> Packet:
     return write_packet("fault", asdict(fault))
 
 
-def read_reply(packet: Packet, client: Client, round: int) -> Request | tuple[ClientUpdate, Answer] | Fault:
+def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, Answer] | Fault:
     """Reads a client's answer: a request, an update, or a fault.
 
     Args:
         packet: The packet.
         client: The client that was asked.
-        round: The round in which it was asked.
 
     Raises:
         PacketError: If it is none of them, or another client's.
 
     """
-    header, tensors = read_packet(packet, "request", "update", "fault")
-    if header.get("client") != client or isinstance(header.get("client"), bool):
-        raise PacketError(f"it answers for client {header.get('client')!r}")
+    header, tensors = read_packet(packet, "request", "update", "fault", client=client)
     try:
         if header["kind"] == "fault":
             return Fault(client, one_line(str(header["reason"])))

@@ -97,6 +97,7 @@ class ClientRunner:
         self._found: dict[str, tuple[Population, HalfData]] = {}  # by node
         chain = federation.server.chain
         of_steps = [callback for step in chain.steps for callback in step.callbacks()]
+        self._summed = next((step for step in chain.steps if isinstance(step, SecureSum)), None)
         self._gate = SiteGate(
             self._store / POLICY_FILE if policy is None else Path(policy),
             policy is not None,
@@ -133,20 +134,19 @@ class ClientRunner:
         if kind == HELLO:
             read_packet(packet, "hello")
             return write_packet("hello", {"clients": clients})
-        summed = next((step for step in self._federation.server.chain.steps if isinstance(step, SecureSum)), None)
         if kind == SUM:
-            return self._answer_sum(read_sum_request(packet), clients, summed)
+            return self._answer_sum(read_sum_request(packet), clients)
         train_request, broadcast = read_train_request(packet, kind)
         try:
-            self._check_order(kind, train_request, clients, population, summed)
-            is_kept = kind == VISIT and summed is None  # keys of a sum are used once
+            self._check_order(kind, train_request, clients, population)
+            is_kept = kind == VISIT and self._summed is None  # keys of a sum are used once
             finished = AnswerFile(self._store / train_request.run, train_request, packet.data) if is_kept else None
             last = None if finished is None else finished.read()
             if last is not None:
                 number = round_number(train_request.visit.round)
                 _log.info("Round %d: client %r hands its answer over again.", number, train_request.visit.client)
                 return last
-            reply = self._carry_out(kind, train_request, broadcast, population, datamodule, summed)
+            reply = self._carry_out(kind, train_request, broadcast, population, datamodule)
             excess = find_bad_size(reply, live_entries(self._module))
             if excess is not None:  # the server does not read it: it does not travel
                 raise ClientFault(excess)
@@ -163,7 +163,6 @@ class ClientRunner:
         broadcast: Broadcast,
         population: Population,
         datamodule: HalfData,
-        summed: SecureSum | None,
     ) -> Packet:
         """Does what is ordered.
 
@@ -196,18 +195,13 @@ class ClientRunner:
         if train_request.needed:
             store.prune(client, train_request.needed)
         keeps = store.newest(client) == round
-        if summed is not None:
+        if self._summed is not None:
             assert train_request.peers is not None
-            self._sum_of(run, client, summed).mask(update, broadcast.state, train_request.peers, round)
+            self._sum_of(run, client, self._summed).mask(update, broadcast.state, train_request.peers, round)
         return write_update(update, Answer(steps, remote.left, keeps, len(update.unsent)))
 
     def _check_order(
-        self,
-        kind: str,
-        train_request: TrainRequest,
-        clients: Sequence[Client],
-        population: Population,
-        summed: SecureSum | None,
+        self, kind: str, train_request: TrainRequest, clients: Sequence[Client], population: Population
     ) -> None:
         """Checks an order before anything is done.
 
@@ -218,8 +212,8 @@ class ClientRunner:
         visit, seed = train_request.visit, self._federation.schedule.seed
         if visit.client not in clients:
             raise ClientFault(NOT_HERE)
-        if kind == VISIT and (train_request.peers is None) != (summed is None):
-            raise ClientFault(NOT_SUMMED if summed is None else NOT_MASKED)
+        if kind == VISIT and (train_request.peers is None) != (self._summed is None):
+            raise ClientFault(NOT_SUMMED if self._summed is None else NOT_MASKED)
         if train_request.seed != seed:
             raise ClientFault(f"its federation has seed {seed}, and the server's {train_request.seed}")
         if kind != VISIT:
@@ -233,13 +227,11 @@ class ClientRunner:
             _log.warning("Round %d: client %r does not train: %s.", round_number(visit.round), visit.client, excess)
             raise ClientFault(excess)
 
-    def _answer_sum(self, request: SumRequest, clients: Sequence[Client], summed: SecureSum | None) -> Packet:
+    def _answer_sum(self, request: SumRequest, clients: Sequence[Client]) -> Packet:
         """Answers a request of a secure sum."""
-        if request.client not in clients:
-            return write_fault(Fault(request.client, NOT_HERE))
-        if summed is None:
-            return write_fault(Fault(request.client, NOT_SUMMED))
-        return self._sum_of(request.run, request.client, summed).answer(request)
+        if request.client not in clients or self._summed is None:
+            return write_fault(Fault(request.client, NOT_SUMMED if request.client in clients else NOT_HERE))
+        return self._sum_of(request.run, request.client, self._summed).answer(request)
 
     def _sum_of(self, run: str, client: Client, summed: SecureSum) -> ClientSum:
         return ClientSum(self._store, run, client, summed.threshold, self._bounds.min_clients)

@@ -98,42 +98,30 @@ class ClientSum:
             ClientFault: If the update has something that no mask would cover, or it has no keys, or too few peers.
 
         """
-        numbers = maskable(update, sent)
+        numbers = dict(sorted(maskable(update, sent).items()))
         known = self._take(round, "opened")
         keys, shares, least = _keys_of(known), dict(known["shares"]), int(known["least"])
         try:
             self._check_count(len(set(peers)), least)
             if self._client not in peers or not set(peers) <= shares.keys():
                 raise SumError("it is to be masked with clients that it has shared nothing with")
-            vector = np.concatenate(
-                [numbers[name].reshape(-1).cpu().numpy().view(np.uint32) for name in sorted(numbers)]
-            )
+            vector = torch.cat([value.reshape(-1).cpu() for value in numbers.values()]).numpy().view(np.uint32)
             others = [keys[peer] for peer in peers if peer != self._client]
             add_masks(vector, _secrets_of(known), others, self._context(round))
         except SumError as error:
             raise ClientFault(str(error)) from error
         # The secrets that hide this vector are not needed any more, but by those who have shares of them.
-        self._put(
-            round,
-            "masked",
-            {
-                "least": least,
-                "shares": [[peer, shares[peer]] for peer in peers],
-            },
-        )
-        start = 0
-        for name in sorted(numbers):
-            count, shape = numbers[name].numel(), numbers[name].shape
-            masked = torch.from_numpy(vector[start : start + count].view(np.int32)).reshape(shape)
-            (update.state if name in update.state else update.extras)[name] = masked
-            start += count
+        self._put(round, "masked", {"least": least, "shares": [[peer, shares[peer]] for peer in peers]})
+        masked = torch.split(torch.from_numpy(vector.view(np.int32)), [value.numel() for value in numbers.values()])
+        for (name, value), part in zip(numbers.items(), masked, strict=True):
+            (update.state if name in update.state else update.extras)[name] = part.reshape(value.shape)
 
     def _publish(self, request: SumRequest) -> tuple[bytes, ...]:
         if self._folder.exists():
             for path in self._folder.glob("*-*"):  # of sums that came to nothing, and of processes that were killed
                 path.unlink(missing_ok=True)
         secrets = make_secrets()
-        self._put(request.round, "keys", _written(secrets))
+        self._put(request.round, "keys", {name: value.hex() for name, value in vars(secrets).items()})
         return (secrets.public,)
 
     def _shares(self, request: SumRequest) -> tuple[bytes, ...]:
@@ -157,20 +145,18 @@ class ClientSum:
         if self._client not in request.peers or not set(request.peers) <= keys.keys():
             raise SumError("it is sent shares of clients that it has shared nothing with")
         self._check_count(len(request.peers), int(known["least"]))
-        context, shares = self._context(request.round), dict[Client, list[str]]()
+        context, missing = self._context(request.round), _hex(Share(NO_SHARE, NO_SHARE))
+        shares = {self._client: known["own"]}
         for peer, sealed in zip(request.peers, request.rows, strict=True):
+            if peer == self._client:
+                continue
             try:
-                shares[peer] = (
-                    known["own"]
-                    if peer == self._client
-                    else _hex(open_share(sealing, keys[peer], keys[self._client], sealed, context))
-                )
+                shares[peer] = _hex(open_share(sealing, keys[peer], keys[self._client], sealed, context))
             except SumError as error:
                 number = round_number(request.round)
                 _log.warning("Round %d: client %r: %s, by %r.", number, self._client, error, peer)
-                shares[peer] = _hex(Share(NO_SHARE, NO_SHARE))  # the others' may be enough
+                shares[peer] = missing  # the others' may be enough
         self._put(request.round, "opened", {**known, "shares": list(shares.items())})
-        missing = _hex(Share(NO_SHARE, NO_SHARE))
         return tuple(NOT_OPENED if shares[peer] == missing else OPENED for peer in request.peers)
 
     def _unmask(self, request: SumRequest) -> tuple[bytes, ...]:
@@ -250,10 +236,6 @@ def maskable(update: ClientUpdate, sent: State) -> State:
     if bare or update.metrics:
         raise ClientFault(f"it would send {(bare or sorted(update.metrics))[0]!r} without a mask")
     return numbers
-
-
-def _written(secrets: Secrets) -> dict[str, str]:
-    return {"sealing": secrets.sealing.hex(), "pairing": secrets.pairing.hex(), "seed": secrets.seed.hex()}
 
 
 def _secrets_of(known: dict[str, Any]) -> Secrets:

@@ -105,9 +105,7 @@ def read_sum_request(packet: Packet) -> SumRequest:
     if not isinstance(survivors, list) or len(survivors) != expected or {*map(type, survivors)} - {bool}:
         raise PacketError("its survivors are not some of its clients")
     rows = _to_rows(tensors, len(peers) if ROW_BYTES[stage] else 0, ROW_BYTES[stage])
-    return SumRequest(
-        stage, header["run"], header["round"], header["client"], header["least"], tuple(peers), tuple(survivors), rows
-    )
+    return SumRequest(**{**header, "peers": tuple(peers), "survivors": tuple(survivors), "rows": rows})
 
 
 def write_sum_reply(request: SumRequest, rows: tuple[bytes, ...]) -> Packet:
@@ -126,9 +124,7 @@ def read_sum_reply(packet: Packet, request: SumRequest) -> tuple[bytes, ...] | F
     count, size = (1 if request.stage == "keys" else len(request.peers)), REPLY_BYTES[request.stage]
     if len(packet.data) > count * size or len(packet.text) > _TEXT[0] + _TEXT[1] * count:
         raise PacketError(f"it has {len(packet.text)} characters and {len(packet.data)} bytes")
-    header, tensors = read_packet(packet, "sum", "fault")
-    if header.get("client") != request.client or isinstance(header.get("client"), bool):
-        raise PacketError(f"it answers for client {header.get('client')!r:.100}")
+    header, tensors = read_packet(packet, "sum", "fault", client=request.client)
     if header["kind"] == "fault":
         return Fault(request.client, one_line(str(header.get("reason"))))
     if header.get("stage") != request.stage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,35 +85,31 @@ class ServerSum:
     def _publish(self, clients: Sequence[Client]) -> dict[Client, bytes]:
         """Asks clients for keys, and returns those that an exchange can be made with."""
         published: dict[Client, bytes] = {}
-        for request, (public,) in self._ask("keys", clients, lambda client: self._request("keys", client)):
+        for client, (public,) in self._ask("keys", clients):
             try:
                 check_public(public)
                 if any(public[:32] == other[:32] or public[32:64] == other[32:64] for other in published.values()):
                     raise SumError("another client has published one of its keys")
             except SumError as error:
-                self._server.fail(request.client, str(error))
+                self._server.fail(client, str(error))
                 continue
-            published[request.client] = public
+            published[client] = public
         return published
 
     def _share(self, published: Mapping[Client, bytes]) -> None:
         """Has clients share their secrets with all that have published keys."""
         peers, keys = tuple(published), tuple(published.values())
-        self._sealed = {
-            request.client: dict(zip(peers, rows, strict=True))
-            for request, rows in self._ask(
-                "shares", peers, lambda client: self._request("shares", client, peers=peers, rows=keys)
-            )
-        }
+        answers = self._ask("shares", peers, lambda client: {"peers": peers, "rows": keys})
+        self._sealed = {client: dict(zip(peers, rows, strict=True)) for client, rows in answers}
 
     def _open(self) -> dict[Client, dict[Client, bytes]]:
         """Hands the shares over; returns, by receiver and sender, whether they could be opened."""
         peers = tuple(self._sealed)
 
-        def request(client: Client) -> SumRequest:
-            return self._request("open", client, peers=peers, rows=tuple(self._sealed[peer][client] for peer in peers))
+        def fields(client: Client) -> dict[str, Any]:
+            return {"peers": peers, "rows": tuple(self._sealed[peer][client] for peer in peers)}
 
-        return {asked.client: dict(zip(peers, rows, strict=True)) for asked, rows in self._ask("open", peers, request)}
+        return {client: dict(zip(peers, rows, strict=True)) for client, rows in self._ask("open", peers, fields)}
 
     def _is_at_fault(self, client: Client, opened: Mapping[Client, Mapping[Client, bytes]]) -> bool:
         """True if too few can open a client's shares; it is left out then, of all sums of the run."""
@@ -138,13 +135,9 @@ class ServerSum:
         if len(survivors) < self._sum.least:
             return  # it is not read
         peers, is_there = tuple(self.peers), tuple(peer in survivors for peer in self.peers)
-
-        def request(client: Client) -> SumRequest:
-            return self._request("unmask", client, peers=peers, survivors=is_there)
-
-        shares: dict[Client, dict[Client, bytes]] = {}
-        for asked, rows in self._ask("unmask", survivors, request, counts=False):
-            shares[asked.client] = dict(zip(peers, rows, strict=True))
+        fields = {"peers": peers, "survivors": is_there}
+        answers = self._ask("unmask", survivors, lambda client: fields, counts=False)
+        shares = {client: dict(zip(peers, rows, strict=True)) for client, rows in answers}
         names = sorted(self._sum.total)
         sizes = [self._sum.total[name].numel() for name in names]
         context = context_of(self._run, self._server.report.round)
@@ -180,35 +173,27 @@ class ServerSum:
             self._server.fail(client, reason)
         return False
 
-    def _request(
-        self,
-        stage: Stage,
-        client: Client,
-        peers: tuple[Client, ...] = (),
-        survivors: tuple[bool, ...] = (),
-        rows: tuple[bytes, ...] = (),
-    ) -> SumRequest:
-        number = self._server.report.round
-        return SumRequest(stage, self._run, number, client, self._sum.least, peers, survivors, rows)
-
     def _ask(
         self,
         stage: Stage,
         clients: Sequence[Client],
-        make: Callable[[Client], SumRequest],
+        fields: Callable[[Client], Mapping[str, Any]] = lambda client: {},
         counts: bool = True,
-    ) -> Iterator[tuple[SumRequest, tuple[bytes, ...]]]:
+    ) -> Iterator[tuple[Client, tuple[bytes, ...]]]:
         """Asks clients, and gives the rows of good answers, in the clients' order.
 
         Args:
             stage: The step.
             clients: The clients.
-            make: Makes the request to a client.
+            fields: What the request to a client has beside the stage and the round.
             counts: Whether a client that does not answer is left out; after its vector is in the sum it is not.
 
         """
         report = self._server.report
-        requests = {client: make(client) for client in clients}
+        requests = {
+            client: SumRequest(stage, self._run, report.round, client, self._sum.least, **fields(client))
+            for client in clients
+        }
         packets = {client: write_sum_request(request) for client, request in requests.items()}
         report.down_bytes += sum(len(packet.data) for packet in packets.values())
         for client, reply in self._transport.ask(SUM, packets.items(), report.round):
@@ -218,7 +203,7 @@ class ServerSum:
             except Exception as error:  # also what a reader of ours does not expect
                 answer = Fault(client, unreadable(error))
             if not isinstance(answer, Fault):
-                yield requests[client], answer
+                yield client, answer
                 continue
             if answer.reason == NOT_HERE:
                 self._transport.forget(client)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -266,10 +266,7 @@ class RemoteServerSide(RemoteSide):
                         "Expected per-step schedulers with `last_epoch` in their state, by which the server steps its"
                         f" own, but got {[sorted(state) for state in optimizers.start['schedulers']]}."
                     )
-                self.left = {
-                    "steps": steps,
-                    "scaler": pack_numbers(end["scaler"]),
-                }
+                self.left = {"steps": steps, "scaler": pack_numbers(end["scaler"])}
             return
         loader = RoundLoader(fit.population, Cohort((visit,)), trainer.limit_train_batches)
         if loader.failed:
@@ -319,22 +316,6 @@ class RemoteServerSide(RemoteSide):
         except Exception as error:
             _log.exception("Client %r cannot answer.", visit.client)
             self.server.fault = find_public_reason(error)
-
-    def ask(
-        self,
-        fit: FederatedFit,
-        question: Mapping[str, Any],
-        visits: Sequence[Visit],
-        send: Callable[[Visit], Broadcast],
-    ) -> Iterator[tuple[Client, ClientUpdate | str]]:
-        """Returns nothing: only a server asks."""
-        return iter(())
-
-    def measure(
-        self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
-    ) -> list[tuple[Client, State]]:
-        """Returns nothing: only a server asks."""
-        return []
 
 
 def _is_stepwise(trainer: L.Trainer, config: Any) -> bool:

@@ -180,10 +180,10 @@ def read(reader, packet, *arguments):
 
 def check_reply(packet):
     """As the server reads a reply, checks it and aggregates it: the round ends, and its model is finite."""
-    reply = read(read_reply, packet, "a", 0)
+    reply = read(read_reply, packet, "a")
     if reply is None:
         return
-    assert isinstance(read_answer(packet, "a", 0, MODEL), type(reply))
+    assert isinstance(read_answer(packet, "a", MODEL), type(reply))
     if isinstance(reply, Fault | Request):
         return
     update, _ = reply
