@@ -13,6 +13,8 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # `privacy`, whose libraries need newer versions than the package itself.
 comma := ,
 INSTALL_LOWEST := $(INSTALL) uv==0.12.24 && $(BIN)/uv pip install -q --python $(BIN)/python --resolution lowest-direct
+# Files that Python and pytest have compiled stay, also where the environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 # One thread for each of pytest's two workers: more would take turns on the same cores. Each worker takes one half of the
 # files in their order, so that what the tests of a file share is made once; who is done first helps the other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 10

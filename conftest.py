@@ -5,7 +5,6 @@ import os
 from importlib.util import find_spec
 
 import pytest
-import torch
 
 from tests.generators import OUTSIDE, SEED_VARIABLES, same_random_numbers
 
@@ -16,8 +15,9 @@ collect_ignore_glob += [] if find_spec("flwr") else ["lightning_fed/backends/flo
 collect_ignore_glob += [] if find_spec("nvflare") else ["lightning_fed/backends/nvflare/*.py"]
 collect_ignore_glob += [] if find_spec("Crypto") else ["lightning_fed/backends/wire/*.py"]  # comes with both
 
-# One thread, or as many as the environment says: the processes that tests start read the same variable.
-torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+# One thread, or as many as the environment says: torch reads it when it is imported, here and in the processes that tests
+# start. No ``conftest.py`` imports it itself: the process that only hands tests to others needs none of it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser):
@@ -44,6 +44,10 @@ def pytest_fixture_setup(fixturedef):
 
 
 def pytest_collection_finish():
-    """Modules and tests stay to the end: no collection of garbage need look at them, which would take half a second."""
+    """Modules and tests stay to the end: no collection of garbage need look at them, which would take half a second.
+
+    A fit makes many objects at once: with the usual threshold of 700 it would be interrupted some hundred times.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)

@@ -1,4 +1,7 @@
-"""What every test gets beside what examples get too: nothing left behind, and trainers that only train."""
+"""What every test gets beside what examples get too: nothing left behind, and trainers that only train.
+
+Imports are in the functions, as in the ``conftest.py`` above.
+"""
 
 import functools
 import gc
@@ -7,14 +10,7 @@ import logging
 import os
 import threading
 
-import lightning as L
 import pytest
-import torch
-from lightning.fabric.utilities import registry
-from torch.utils.data import BatchSampler, DataLoader
-
-from lightning_fed import FederatedTrainer, Federation
-from lightning_fed.callbacks import ClientEvaluation
 
 QUIET = {
     "accelerator": "cpu",
@@ -30,6 +26,8 @@ def pytest_configure(config):
     """On a GPU, float32 is float32, and the same computation gives the same bits."""
     QUIET["accelerator"] = config.getoption("accelerator")
     if QUIET["accelerator"] != "cpu":
+        import torch
+
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.deterministic = True
 
@@ -51,13 +49,18 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a GPU that torch can use")
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU that torch can use")
 
 
 @pytest.fixture(autouse=True)
 def no_leaks():
     """A test leaves no thread behind, and the switches of torch as they were."""
+    import torch
+
     before, num_threads = set(threading.enumerate()), torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)
@@ -75,6 +78,8 @@ def no_leaks():
 @pytest.fixture(autouse=True)
 def loaders_as_they_were():
     """Where asking for loaders raises, Lightning leaves ``DataLoader`` and ``BatchSampler`` patched for good."""
+    from torch.utils.data import BatchSampler, DataLoader
+
     names = ("__init__", "__setattr__", "__delattr__")
     before = {(cls, name): vars(cls).get(name) for cls in (DataLoader, BatchSampler) for name in names}
     yield
@@ -98,6 +103,8 @@ def no_waiting_for_the_disk():
 @pytest.fixture(autouse=True, scope="session")
 def one_look_at_installed_plugins():
     """Each ``Trainer`` asks all installed packages for callbacks, which takes as long as a small fit."""
+    from lightning.fabric.utilities import registry
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", functools.cache(registry.entry_points))
         yield
@@ -114,6 +121,7 @@ def quiet_lightning():
 @pytest.fixture
 def plain_trainer(tmp_path):
     """Makes an ``L.Trainer`` without logger, bar and checkpoints; any argument can be given."""
+    import lightning as L
 
     def make(**arguments):
         return L.Trainer(**{**QUIET, "default_root_dir": tmp_path, **arguments})
@@ -124,6 +132,7 @@ def plain_trainer(tmp_path):
 @pytest.fixture
 def federated_trainer(tmp_path):
     """Makes a ``FederatedTrainer``, likewise."""
+    from lightning_fed import FederatedTrainer
 
     def make(**arguments):
         return FederatedTrainer(**{**QUIET, "default_root_dir": tmp_path, **arguments})
@@ -134,6 +143,8 @@ def federated_trainer(tmp_path):
 @pytest.fixture(params=["trainer", "callback"])
 def either_trainer(request, federated_trainer, plain_trainer):
     """Makes a ``FederatedTrainer``, or an ``L.Trainer`` with ``Federation``, from the same arguments."""
+    from lightning_fed import Federation
+    from lightning_fed.callbacks import ClientEvaluation
 
     def make(max_rounds, callbacks=(), **arguments):
         if request.param == "trainer":

@@ -4,9 +4,6 @@ import os
 import random
 from contextlib import contextmanager
 
-import numpy as np
-import torch
-
 SEED_VARIABLES = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")  # what `seed_everything` leaves in the environment
 OUTSIDE = {name: os.environ[name] for name in SEED_VARIABLES if name in os.environ}  # as a user's shell has set it
 
@@ -21,6 +18,9 @@ def forget_seeds():
 @contextmanager
 def same_random_numbers():
     """Inside, the global generators start from the same states, without Lightning's seeds; all is put back."""
+    import numpy as np
+    import torch
+
     before = {name: os.environ[name] for name in SEED_VARIABLES if name in os.environ}
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     forget_seeds()

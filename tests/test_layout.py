@@ -4,6 +4,7 @@ import ast
 import io
 import re
 import tokenize
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -72,6 +73,11 @@ DOORS[""] = PACKAGE / "__init__.pyi"  # whose names `__init__.py` imports when t
 FILES = {name_of(path): path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
 
 
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
 def imports_of(path):
     """Names, dotted as above, of what a file imports of the package: ``import x`` and ``from x import y`` apart.
 
@@ -79,7 +85,7 @@ def imports_of(path):
     ``from lightning_fed.data import arrays`` means a file does not make it one: it goes through the door.
     """
     loaded, taken = set(), set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             loaded |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -96,8 +102,18 @@ def imports_of(path):
     ]
 
 
-LOADED, TAKEN = ({name: imports_of(path)[kind] for name, path in FILES.items()} for kind in range(2))
-EDGES = {(name, module) for name in FILES for module in LOADED[name] | TAKEN[name] if module}
+@cache
+def imports():
+    """Of each file what :func:`imports_of` finds."""
+    return {name: imports_of(path) for name, path in FILES.items()}
+
+
+@cache
+def edges():
+    """Pairs of a file and a module that it imports, both dotted."""
+    return {(name, module) for name, both in imports().items() for modules in both for module in modules if module}
+
+
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 
 
@@ -111,7 +127,7 @@ def loaded_with(path):
 
     A rule may make the callback that it needs when it is asked for it, which loads no file.
     """
-    body = ast.parse(path.read_text()).body
+    body = tree_of(path).body
     statements = [*body, *(part for statement in body if isinstance(statement, ast.If) for part in statement.body)]
     return {
         node.module.removeprefix("lightning_fed.")
@@ -125,11 +141,11 @@ def test_every_room_has_its_place_in_the_order():
 
 
 def test_imports_are_of_files_that_there_are():
-    assert {module for _, module in EDGES} <= FILES.keys() | DOORS.keys()
+    assert {module for _, module in edges()} <= FILES.keys() | DOORS.keys()
 
 
 def test_imports_go_one_way():
-    assert {edge for edge in EDGES if is_against_the_order(*edge)} == set()
+    assert {edge for edge in edges() if is_against_the_order(*edge)} == set()
 
 
 def test_files_know_each_other_in_no_circle():
@@ -145,7 +161,7 @@ def writers_of_a_fit():
     for name, path in FILES.items():
         targets = [
             target
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in ast.walk(tree_of(path))
             if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
             for assigned in (node.targets if isinstance(node, ast.Assign) else [node.target])
             for target in (assigned.elts if isinstance(assigned, ast.Tuple) else [assigned])
@@ -162,8 +178,8 @@ def test_a_fit_is_changed_by_its_own_methods():
 
 
 def test_files_import_from_the_files_that_define():
-    assert {(name, module) for name in FILES for module in TAKEN[name] & DOORS.keys()} == set()
-    assert {name for name in FILES if LOADED[name] & DOORS.keys()} == {READS_RECIPES}
+    assert {(name, module) for name, (_, taken) in imports().items() for module in taken & DOORS.keys()} == set()
+    assert {name for name, (loaded, _) in imports().items() if loaded & DOORS.keys()} == {READS_RECIPES}
 
 
 @pytest.mark.parametrize("room", ["messages", "numerics", "model", "rule", "steps", "server", "client"])
@@ -171,7 +187,7 @@ def test_the_halves_import_no_lightning(room):
     """Directly: what a half does can be tried without a Trainer."""
     for name in FILES:
         if name.partition(".")[0] == room:
-            statements = list(ast.walk(ast.parse(FILES[name].read_text())))
+            statements = list(ast.walk(tree_of(FILES[name])))
             modules = [node.module for node in statements if isinstance(node, ast.ImportFrom)]
             modules += [alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names]
             assert "lightning" not in {module.partition(".")[0] for module in modules}, name
@@ -188,7 +204,7 @@ def is_in_kernel(name):
 def size_of(path):
     """Tokens of a file without docstrings, comments and imports, and lines that hold them."""
     source, left_out = path.read_text(), set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(path)):
         is_scope = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if isinstance(node, ast.Import | ast.ImportFrom):
             left_out.update(range(node.lineno, node.end_lineno + 1))
@@ -204,13 +220,13 @@ def size_of(path):
 
 
 def test_the_kernel_imports_nothing_from_below_the_line():
-    assert {edge for edge in EDGES if is_in_kernel(edge[0]) and not is_in_kernel(edge[1])} == set()
+    assert {edge for edge in edges() if is_in_kernel(edge[0]) and not is_in_kernel(edge[1])} == set()
 
 
 def test_below_the_line_only_exported_names_of_the_kernel_are_imported():
     """Of a room those of its ``__all__``; of a single file all that have no underscore."""
     exported = {
-        name: {alias.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)
+        name: {alias.name for node in tree_of(path).body if isinstance(node, ast.ImportFrom)
                for alias in node.names}
         for name, path in DOORS.items()
     }  # fmt: skip
@@ -218,7 +234,7 @@ def test_below_the_line_only_exported_names_of_the_kernel_are_imported():
     for name, path in FILES.items():
         if is_in_kernel(name):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("lightning_fed."):
                 continue
             module = node.module.removeprefix("lightning_fed.")
@@ -259,7 +275,7 @@ def is_of_a_door(statement):
 
 
 def test_doors_only_reexport():
-    bodies = {name: ast.parse(path.read_text()).body for name, path in DOORS.items()}
+    bodies = {name: tree_of(path).body for name, path in DOORS.items()}
     assert all(isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) for body in bodies.values())
     assert {name for name, body in bodies.items() if not all(map(is_of_a_door, body[1:]))} == set()
 
