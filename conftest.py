@@ -15,8 +15,8 @@ collect_ignore_glob += [] if find_spec("flwr") else ["lightning_fed/backends/flo
 collect_ignore_glob += [] if find_spec("nvflare") else ["lightning_fed/backends/nvflare/*.py"]
 collect_ignore_glob += [] if find_spec("Crypto") else ["lightning_fed/backends/wire/*.py"]  # comes with both
 
-# One thread, or as many as the environment says: torch reads it when it is imported, here and in the processes that tests
-# start. No ``conftest.py`` imports it itself: the process that only hands tests to others needs none of it.
+# One thread, or as many as the environment says: torch reads it when it is imported, here and in processes that tests
+# start. No ``conftest.py`` imports torch at once: the process that only hands tests to others does without.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

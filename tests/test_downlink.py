@@ -16,6 +16,7 @@ from lightning_fed.server.server import Server
 from lightning_fed.steps import Chain
 from tests import models
 from tests.backends.flower.halves import SIZES, head_module, in_process, is_lost, on_flower
+from tests.breadth import quick
 from tests.recorders import assert_same, state_of
 from tests.references_compression import double_squeeze
 
@@ -165,7 +166,7 @@ def down_bytes(trainer):
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-@pytest.mark.parametrize("name", FITS)
+@pytest.mark.parametrize("name", quick(FITS, FITS.keys() - {"scaffold"}))
 def test_remote_clients_get_the_same_model_with_the_same_bytes(name, federated_trainer, tmp_path):
     """Where a node has lost the model, it is sent all of it, in the same round."""
     module, method = FITS[name]

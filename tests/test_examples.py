@@ -78,7 +78,10 @@ def test_plain_example_trains(name, run, tmp_path):
     assert curves["train_loss"][1][-1] < 0.9 * curves["train_loss"][1][0]
 
 
-@pytest.mark.parametrize(("name", "score", "clients"), [("segmentation", "val_miou", 8), ("classifier", "val_acc", 5)])
+@pytest.mark.parametrize(
+    ("name", "score", "clients"),
+    quick([("segmentation", "val_miou", 8), ("classifier", "val_acc", 5)], [("classifier", "val_acc", 5)]),
+)
 def test_federated_example_trains_in_rounds(name, score, clients, run, tmp_path):
     run(f"{name}_federated", *SETTINGS[name])
     curves = read_curves(tmp_path)

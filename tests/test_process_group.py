@@ -110,7 +110,7 @@ def test_parts_that_are_sent_and_merged_are_one(rule, shares):
     """As the processes of a fit do it: every one starts the round anew, and joins all parts in the same order."""
     one, many = chain_of(RULES[rule]()), [chain_of(RULES[rule]()) for _ in shares]
     state, states = STATE, [STATE] * len(shares)
-    for round in range(3):
+    for round in range(2):
         round_updates = list(updates(round))
         one.start(RoundInfo(round), state)
         for update in round_updates:

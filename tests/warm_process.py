@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 CAN_FORK = "forkserver" in multiprocessing.get_all_start_methods()
 PROCESSES = multiprocessing.get_context("forkserver" if CAN_FORK else "spawn")
 if CAN_FORK:
-    PROCESSES.set_forkserver_preload(["lightning_fed"])
+    PROCESSES.set_forkserver_preload(["lightning_fed.trainer", "lightning_fed.callbacks"])
 
 
 @dataclass
@@ -85,7 +85,7 @@ def end(process):
 def _call(function, arguments, environment):
     if hasattr(os, "setsid"):
         os.setsid()
-    assert not CAN_FORK or "lightning.pytorch" in sys.modules, "the import of lightning_fed failed before the fork"
+    assert not CAN_FORK or "lightning.pytorch" in sys.modules, "the imports failed before the fork"
     multiprocessing.set_start_method(None, force=True)  # what a user's script has
     os.environ.clear()
     os.environ.update(environment)

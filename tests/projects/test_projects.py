@@ -252,7 +252,7 @@ def test_a_plain_project_trains(name, run):
 
 @pytest.mark.parametrize(
     "name",
-    quick_projects("cli", "gan", "lora", "graphs", "transfer", "few_shot", "dqn", "csv_plot", "table", "clustering"),
+    quick_projects("cli", "gan", "graphs", "transfer", "few_shot", "dqn", "csv_plot", "table", "clustering"),
 )
 def test_a_federated_project_trains_at_the_first_try(name, run, caplog, plain_trainer, monkeypatch):
     """By either door, with the same weights; visits are plain fits, and rounds are averages of them."""
