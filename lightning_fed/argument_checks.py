@@ -5,23 +5,24 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Sequence
+from typing import Any, get_args
 
 _MOST_LISTED = 16  # names in an error that has a better hint
 
 
-def check_option(name: str, value: object, known: Sequence[str]) -> None:
+def check_option(name: str, value: object, allowed: Any) -> None:
     """Checks that an argument is one of the allowed values.
 
     Args:
         name: Name of the argument.
         value: The argument.
-        known: The allowed values.
+        allowed: The allowed values, a sequence or a ``Literal``.
 
     Raises:
         ValueError: If the argument is none of these.
 
     """
+    known = get_args(allowed) or allowed
     if value not in known:
         near = difflib.get_close_matches(str(value), known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -90,6 +91,48 @@ def check_positive(name: str, value: object) -> float:
     number = check_number(name, value)
     if not 0 < number < math.inf:
         raise ValueError(f"Expected `{name}` to be greater than 0 and finite, but got {value}.")
+    return number
+
+
+def check_nonnegative(name: str, value: object) -> float:
+    """Checks that an argument is a finite number of at least 0, and returns it as a ``float``.
+
+    Args:
+        name: Name of the argument.
+        value: The argument.
+
+    Raises:
+        ValueError: If the argument is no such number.
+
+    Example:
+        >>> check_nonnegative("mu", 0)
+        0.0
+
+    """
+    number = check_number(name, value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"Expected `{name}` to be at least 0 and finite, but got {value}.")
+    return number
+
+
+def check_inside(name: str, value: object) -> float:
+    """Checks that an argument is a number in (0, 1), and returns it as a ``float``.
+
+    Args:
+        name: Name of the argument.
+        value: The argument.
+
+    Raises:
+        ValueError: If the argument is no such number.
+
+    Example:
+        >>> check_inside("delta", 1e-5)
+        1e-05
+
+    """
+    number = check_number(name, value)
+    if not 0 < number < 1:
+        raise ValueError(f"Expected `{name}` to be in (0, 1), but got {value}.")
     return number
 
 

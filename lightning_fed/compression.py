@@ -23,7 +23,7 @@ from lightning_fed.argument_checks import check_number
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import BadUpdate, OptionError
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, digest, tensor_bytes
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, digest, tensor_bytes, without_prefix
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.rule import Aggregator, ClusteredAggregator, ResizingAggregator, RoundInfo
@@ -337,8 +337,7 @@ class Downlink(UpdateStep):
         """
         state, number = dict[str, Tensor](), int(kept.get(VERSION, -1)) + 1
         while number and number <= int(extras.get(VERSION, -1)):
-            prefix = f"{CODES}{number}:code:"
-            codes = {key.removeprefix(prefix): code for key, code in extras.items() if key.startswith(prefix)}
+            codes = without_prefix(extras, f"{CODES}{number}:code:")
             if not codes.keys() <= kept.keys() or not codes:
                 return {}
             for name, code in codes.items():

@@ -87,6 +87,28 @@ def distinct(tensors: Mapping[str, Tensor]) -> State:
     return unique
 
 
+def with_prefix(state: Mapping[str, Tensor], prefix: str) -> State:
+    """The entries under names that begin with a prefix.
+
+    Example:
+        >>> list(with_prefix({"w": torch.ones(2)}, "control:"))
+        ['control:w']
+
+    """
+    return {f"{prefix}{name}": value for name, value in state.items()}
+
+
+def without_prefix(state: Mapping[str, Tensor], prefix: str) -> State:
+    """Those of the entries whose names begin with a prefix, under their names without it.
+
+    Example:
+        >>> list(without_prefix({"control:w": torch.ones(2), "rows": torch.ones(1)}, "control:"))
+        ['w']
+
+    """
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
 def _is_equal(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and left.device == right.device and torch.equal(left, right)
 

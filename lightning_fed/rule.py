@@ -103,8 +103,8 @@ class Aggregator(ABC):
         """
 
     @abstractmethod
-    def merge(self, other: Aggregator) -> None:
-        """Joins what ``other`` has received in the same round."""
+    def merge(self, other: Any) -> None:
+        """Joins what another rule of the same kind has received in the same round."""
 
     @abstractmethod
     def aggregate(self) -> State | None:

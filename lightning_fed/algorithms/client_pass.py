@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
 from lightning_fed.errors import describe
-from lightning_fed.lightning.isolated_pass import run_step, until_fault
+from lightning_fed.lightning.isolated_pass import loss_in, run_step, until_fault
 from lightning_fed.rounds.client_errors import client_fault
 
 _Result = TypeVar("_Result")
@@ -52,8 +52,7 @@ def pass_over_data(
 
 def loss_of(trainer: L.Trainer, module: L.LightningModule, batch: Any, number: int) -> Tensor | None:
     """The loss that ``training_step`` returns for a batch as the loader gave it; ``None`` where it skips the batch."""
-    output = run_step(trainer, module, "training_step", batch, number)
-    loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+    loss: Tensor | None = loss_in(run_step(trainer, module, "training_step", batch, number))
     return loss
 
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fed.algorithms.proximal_term import add_to_gradient
+from lightning_fed.algorithms.gradient_terms import add_to_gradients
 from lightning_fed.algorithms.visit_tensors import refuse_rows
-from lightning_fed.argument_checks import check_count, check_number
+from lightning_fed.argument_checks import check_count, check_nonnegative
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.client.local_model import OWN_MODEL
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.lightning.internals import gradient_scale
-from lightning_fed.messages import Broadcast, Client, State
+from lightning_fed.messages import Broadcast, Client, State, with_prefix, without_prefix
 from lightning_fed.method import Method, register
 from lightning_fed.model.entries import copy_state, find_non_finite, live_entries
 from lightning_fed.rounds.visits import VisitModel
@@ -72,9 +70,7 @@ class PersonalModel(FederatedCallback):
     has_own_models = True
 
     def __init__(self, lam: float, global_epochs: int = 1) -> None:
-        if not 0 <= check_number("lam", lam) < float("inf"):
-            raise ValueError(f"Expected `lam` to be finite and at least 0, but got {lam}.")
-        self.lam = lam
+        self.lam = check_nonnegative("lam", lam)
         self.global_epochs = check_count("global_epochs", global_epochs)
         self._forget()
 
@@ -126,10 +122,7 @@ class PersonalModel(FederatedCallback):
         self._batches += 1
         is_over = self._batches == planned.num_batches
         if self._global is None and self._batches == self._global_batches and not is_over:
-            memory = federation.client_memory
-            model = {
-                name.removeprefix(OWN_MODEL): value for name, value in memory.items() if name.startswith(OWN_MODEL)
-            }
+            model = without_prefix(federation.client_memory, OWN_MODEL)
             self._global = federation.exchange_model(VisitModel(model or self._first_model))
         elif self._global is not None and is_over:
             model = federation.exchange_model(self._global).state
@@ -138,30 +131,20 @@ class PersonalModel(FederatedCallback):
             if fault is not None:
                 planned.fault = f"of its own model, {fault}"
                 return
-            federation.client_memory.update({f"{OWN_MODEL}{name}": value for name, value in model.items()})
+            federation.client_memory.update(with_prefix(model, OWN_MODEL))
 
-    @torch.no_grad()
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Pulls the client's own model towards the global one."""
-        if self._global is None:
-            return
-        scale = gradient_scale(trainer, optimizer)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter in self._pulls:
-                    add_to_gradient(parameter.grad, parameter - self._pulls[parameter], self.lam * scale)
+        if self._global is not None:
+            add_to_gradients(trainer, optimizer, self._way, self.lam)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Forgets the visit."""
         self._forget()
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Forgets the visit, where the fit broke off inside it."""
-        self._forget()
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets the visit, where the fit ended inside it."""
-        self._forget()
+    def _way(self, parameter: nn.Parameter) -> Tensor | None:
+        """The way of a parameter from the global model."""
+        return parameter - self._pulls[parameter] if parameter in self._pulls else None
 
 
 @register

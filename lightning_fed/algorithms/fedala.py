@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 from lightning_fed.algorithms.client_pass import loss_of, pass_over_data, refuse_manual_optimization
 from lightning_fed.algorithms.visit_tensors import refuse_rows
-from lightning_fed.argument_checks import check_count, check_number
+from lightning_fed.argument_checks import check_count, check_number, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.client.local_model import OWN_MODEL
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.internals import loss_scale
 from lightning_fed.lightning.isolated_pass import isolated_pass
-from lightning_fed.messages import Broadcast, Client, ClientUpdate
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, with_prefix
 from lightning_fed.method import Method, register
+from lightning_fed.model.entries import copy_state
 from lightning_fed.rule import Aggregator
 
 _PREFIX = "ala:"
@@ -80,10 +81,8 @@ class AdaptiveAggregation(FederatedCallback):
         self.num_layers = check_count("num_layers", num_layers)
         if not 0 < check_number("share", share) <= 1:
             raise ValueError(f"Expected `share` to be in (0, 1], but got {share}.")
-        if not 0 < check_number("eta", eta) < float("inf"):
-            raise ValueError(f"Expected `eta` to be positive and finite, but got {eta}.")
         self.share = share
-        self.eta = eta
+        self.eta = check_positive("eta", eta)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuses modules without a loss."""
@@ -95,8 +94,7 @@ class AdaptiveAggregation(FederatedCallback):
         """Mixes the global model with the client's last one."""
         refuse_rows(broadcast, "FedALA")
         federation = find_federation(trainer)
-        planned, memory = federation.current_visit, federation.client_memory
-        assert planned is not None
+        planned, memory = federation.visit, federation.client_memory
         mixtures = []
         for name, parameter in last_parameters(module, self.num_layers, broadcast.state).items():
             last = memory.get(f"{OWN_MODEL}{name}")
@@ -155,7 +153,7 @@ class AdaptiveAggregation(FederatedCallback):
     ) -> None:
         """Keeps the client's model."""
         memory = find_federation(trainer).client_memory
-        memory.update({f"{OWN_MODEL}{name}": value.clone() for name, value in update.state.items()})
+        memory.update(with_prefix(copy_state(update.state), OWN_MODEL))
 
 
 class _Mixture(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_fed.argument_checks import check_positive
+from lightning_fed.argument_checks import check_count, check_nonnegative, check_positive
 from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
 from lightning_fed.method import register
 from lightning_fed.model.entries import is_running_statistic
@@ -66,14 +66,9 @@ class FedAtt(Aggregator):
     """
 
     def __init__(self, step_size: float = 1.2, noise: float = 0.0, seed: int = 0) -> None:
-        check_positive("step_size", step_size)
-        if not 0 <= noise < float("inf"):
-            raise ValueError(f"Expected `noise` to be finite and at least 0, but got {noise}.")
-        if seed < 0:
-            raise ValueError(f"Expected `seed` to be at least 0, but got {seed}.")
-        self.step_size = step_size
-        self.noise = noise
-        self.seed = seed
+        self.step_size = check_positive("step_size", step_size)
+        self.noise = check_nonnegative("noise", noise)
+        self.seed = check_count("seed", seed, 0)
         self.start(RoundInfo(-1), {})
 
     def start(self, info: RoundInfo, state: State) -> None:
@@ -98,15 +93,8 @@ class FedAtt(Aggregator):
         averaged = {name: value for name, value in update.state.items() if name not in layers}
         self.averaged_entries.add(averaged, update.num_samples, update.num_samples)
 
-    def merge(self, other: Aggregator) -> None:
-        """Joins what another FedAtt has received.
-
-        Raises:
-            TypeError: If ``other`` is of another kind.
-
-        """
-        if not isinstance(other, FedAtt):
-            raise TypeError(f"Expected `other` to be a FedAtt, but got {type(other).__name__}.")
+    def merge(self, other: FedAtt) -> None:
+        """Joins what another FedAtt has received."""
         self.layers.merge(other.layers)
         self.averaged_entries.merge(other.averaged_entries)
 

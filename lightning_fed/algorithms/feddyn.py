@@ -13,19 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fed.algorithms.proximal_term import add_to_gradient
+from lightning_fed.algorithms.gradient_terms import add_to_gradients
 from lightning_fed.algorithms.visit_tensors import VisitTensors
-from lightning_fed.argument_checks import check_number
+from lightning_fed.argument_checks import check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.lightning.internals import gradient_scale
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.method import register
-from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import at_least_float32
 from lightning_fed.numerics.trees import move_beside
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
+from lightning_fed.steps.bounds import trained_entries
 
 _PREFIX = "feddyn:"
 
@@ -60,7 +59,7 @@ class DynamicRegularizer(FederatedCallback):
     keeps_privacy = True
 
     def __init__(self, alpha: float) -> None:
-        self.alpha = _check_alpha(alpha)
+        self.alpha = check_positive("alpha", alpha)
         self._corrections = VisitTensors()  # g_i + alpha x
         self._broadcasts: dict[int, State] = {}  # by position of the visit
 
@@ -69,8 +68,7 @@ class DynamicRegularizer(FederatedCallback):
     ) -> None:
         """Looks up the client's own gradient."""
         federation = find_federation(trainer)
-        planned, memory = federation.current_visit, federation.client_memory
-        assert planned is not None
+        planned, memory = federation.visit, federation.client_memory
         corrections: dict[nn.Parameter, Tensor] = {}
         for name, parameter in module.named_parameters():
             if name in broadcast.state and parameter.requires_grad:
@@ -81,27 +79,25 @@ class DynamicRegularizer(FederatedCallback):
         self._corrections.put(planned, corrections)
         self._broadcasts[planned.position] = broadcast.state
 
-    @torch.no_grad()
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Adds the gradient of the regulariser."""
         visits = find_federation(trainer).current_visits
-        if not visits:
-            return
-        scale = gradient_scale(trainer, optimizer)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                correction = None if parameter.grad is None else self._corrections.of(parameter, visits)
-                if correction is not None:
-                    term = (self.alpha * at_least_float32(parameter) - correction).to(parameter.dtype)
-                    add_to_gradient(parameter.grad, term, scale)
+
+        def term(parameter: nn.Parameter) -> Tensor | None:
+            correction = self._corrections.of(parameter, visits)
+            if correction is None:
+                return None
+            return (self.alpha * at_least_float32(parameter) - correction).to(parameter.dtype)
+
+        if visits:
+            add_to_gradients(trainer, optimizer, term)
 
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
         """Updates the client's own gradient."""
         federation = find_federation(trainer)
-        planned, memory = federation.current_visit, federation.client_memory
-        assert planned is not None
+        planned, memory = federation.visit, federation.client_memory
         start = self._broadcasts[planned.position]
         for name, parameter in module.named_parameters():
             if name in start and parameter.requires_grad:
@@ -111,8 +107,7 @@ class DynamicRegularizer(FederatedCallback):
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Forgets the visit."""
-        planned = find_federation(trainer).current_visit
-        assert planned is not None
+        planned = find_federation(trainer).visit
         self._corrections.end(planned)
         self._broadcasts.pop(planned.position, None)
 
@@ -161,7 +156,7 @@ class FedDyn(AveragingAggregator):
 
     def __init__(self, alpha: float = 0.01) -> None:
         super().__init__()
-        self.alpha = _check_alpha(alpha)
+        self.alpha = check_positive("alpha", alpha)
         self._h: State = {}
 
     def weight(self, update: ClientUpdate) -> float:
@@ -178,18 +173,13 @@ class FedDyn(AveragingAggregator):
         """The mean of the models, less :math:`h` over alpha."""
         state, h = super().aggregate(), dict(self._h)
         share = self.running.count / (len(self._info.clients) or self.running.count)
-        for name, mean in state.items():
-            if self._trains(name, mean):
-                change = at_least_float32(mean) - at_least_float32(self._state[name])
-                h[name] = h.get(name, torch.zeros_like(change)) - self.alpha * share * change
-                state[name] = (at_least_float32(mean) - h[name] / self.alpha).to(mean.dtype)
+        for name in trained_entries(self._info, state):
+            mean = at_least_float32(state[name])
+            change = mean - at_least_float32(self._state[name])
+            h[name] = h.get(name, torch.zeros_like(change)) - self.alpha * share * change
+            state[name] = (mean - h[name] / self.alpha).to(state[name].dtype)
         self._h = h
         return state
-
-    def _trains(self, name: str, value: Tensor) -> bool:
-        if self._info.trainable is not None:
-            return name in self._info.trainable
-        return value.is_floating_point() and not is_running_statistic(name)
 
     def state_dict(self) -> dict[str, Any]:
         """The server's :math:`h`."""
@@ -198,9 +188,3 @@ class FedDyn(AveragingAggregator):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores it."""
         self._h = dict(state.get("h", {}))
-
-
-def _check_alpha(alpha: float) -> float:
-    if not 0 < check_number("alpha", alpha) < float("inf"):
-        raise ValueError(f"Expected `alpha` to be positive and finite, but got {alpha}.")
-    return alpha

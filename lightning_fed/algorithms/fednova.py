@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_fed.algorithms.proximal_term import ProximalTerm
-from lightning_fed.argument_checks import check_number
+from lightning_fed.argument_checks import check_nonnegative
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import BadUpdate
 from lightning_fed.federated_callback import FederatedCallback
@@ -24,7 +24,7 @@ from lightning_fed.lightning.internals import callbacks_of, is_step_left_out
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.method import register
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.rule import Aggregator, RoundInfo
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
 
 _PREFIX = "length:"
@@ -121,8 +121,7 @@ class StepLength(FederatedCallback):
     ) -> None:
         """Reports the lengths; 0 for a parameter that no step has moved."""
         federation = find_federation(trainer)
-        planned = federation.current_visit
-        assert planned is not None
+        planned = federation.visit
         steps = planned.num_batches // trainer.accumulate_grad_batches  # the group may have made more
         for name, parameter in module.named_parameters():
             if name in update.state and (parameter.requires_grad or parameter in self._lengths):
@@ -176,9 +175,7 @@ class FedNova(AveragingAggregator):
 
     def __init__(self, mu: float = 0.0) -> None:
         super().__init__()
-        if not 0 <= check_number("mu", mu) < float("inf"):
-            raise ValueError(f"Expected `mu` to be finite and at least 0, but got {mu}.")
-        self.mu = mu
+        self.mu = check_nonnegative("mu", mu)
         self.sums: dict[str, _NormalisedSum] = {}
         self.num_samples = 0
 
@@ -220,10 +217,9 @@ class FedNova(AveragingAggregator):
             if lengths.get(name):  # without a step there is no change
                 total.add(update.state[name], float(update.num_samples), lengths[name])
 
-    def merge(self, other: Aggregator) -> None:
+    def merge(self, other: FedNova) -> None:
         """Joins what another aggregator has received."""
         super().merge(other)
-        assert isinstance(other, FedNova)
         self.num_samples += other.num_samples
         for name, total in other.sums.items():
             self.sums.setdefault(name, _NormalisedSum()).merge(total)

@@ -7,7 +7,7 @@ Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar & McMahan, "Adaptive Fed
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class AdaptiveOptimizer(Optimizer):
             check_positive(name, value)
         for name, value in (("beta1", beta1), ("beta2", beta2)):
             check_share(name, value)
-        check_option("second_moment", second_moment, get_args(SecondMoment))
+        check_option("second_moment", second_moment, SecondMoment)
         options = {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau, "second_moment": second_moment}
         super().__init__(params, options)
         for group in self.param_groups:

@@ -105,12 +105,8 @@ class HeadThenBody(FederatedCallback):
         """Lets everything train again."""
         self._release()
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Lets everything train again, also where the fit ended inside a visit."""
-        self._release()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Lets everything train again, also where the fit is broken off."""
+    def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
+        """Lets everything train again, also where nothing came of the visit."""
         self._release()
 
     def _freeze(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -5,6 +5,7 @@ Li, He & Song, "Model-Contrastive Federated Learning", CVPR 2021, equations 3 an
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -17,12 +18,13 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fed.algorithms.fedfusion.extractors import find_extractor, named_features
 from lightning_fed.algorithms.fedfusion.frozen_extractor import FrozenExtractor
 from lightning_fed.algorithms.visit_tensors import refuse_rows
-from lightning_fed.argument_checks import check_number
+from lightning_fed.argument_checks import check_nonnegative, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.internals import is_compiled, loss_scale
-from lightning_fed.messages import Broadcast, Client, ClientUpdate
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, with_prefix, without_prefix
 from lightning_fed.method import Method, register
+from lightning_fed.model.entries import copy_state
 from lightning_fed.model.features import FeatureLayer, has_channels_last
 from lightning_fed.numerics.precision import at_least_float32
 from lightning_fed.rule import Aggregator
@@ -70,21 +72,15 @@ class ContrastiveTerm(FederatedCallback):
     """
 
     def __init__(self, mu: float = 1.0, temperature: float = 0.5, layer: str = "auto", network: str = "auto") -> None:
-        if not 0 <= check_number("mu", mu) < float("inf"):
-            raise ValueError(f"Expected `mu` to be finite and at least 0, but got {mu}.")
-        if not 0 < check_number("temperature", temperature) < float("inf"):
-            raise ValueError(f"Expected `temperature` to be positive and finite, but got {temperature}.")
-        self.mu = mu
-        self.temperature = temperature
+        self.mu = check_nonnegative("mu", mu)
+        self.temperature = check_positive("temperature", temperature)
         self.layer = layer
         self.network = network
         self._name = ""  # of the network
         self._layer = FeatureLayer("")
         self._channels_last = False
-        self._of_global: FrozenExtractor | None = None
-        self._of_last: FrozenExtractor | None = None
-        self._handles: list[RemovableHandle] = []
-        self._trainer: L.Trainer | None = None  # while there is a term
+        self._extractors: list[FrozenExtractor] = []  # of the global model, and of the client's last one
+        self._handles: list[RemovableHandle] = []  # while there is a term
         self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._has_run = False
 
@@ -92,7 +88,6 @@ class ContrastiveTerm(FederatedCallback):
         """Finds the features."""
         if stage != "fit" or not self.mu:
             return
-        self._release()
         extractor = find_extractor(pl_module, self.layer, self.network)
         self._name, self._layer = extractor.network, extractor.layer
         network = pl_module.get_submodule(self._name)
@@ -100,37 +95,31 @@ class ContrastiveTerm(FederatedCallback):
             raise MisconfigurationException(
                 "MOON reads features by hooks, which compiled code does not call: leave `torch.compile` out."
             )
-        self._of_global, self._of_last = (FrozenExtractor(network, self._layer) for _ in range(2))
-        tapped = network.get_submodule(self._layer.path)
-        self._channels_last = has_channels_last(tapped)
-        self._handles = [network.register_forward_pre_hook(self._note_inputs, with_kwargs=True)]
-        if self._layer.side == "input":
-            self._handles.append(tapped.register_forward_pre_hook(self._add_to_input, with_kwargs=True))
-        else:
-            self._handles.append(tapped.register_forward_hook(self._add_to_output))
+        self._extractors = [FrozenExtractor(network, self._layer) for _ in range(2)]
+        self._channels_last = has_channels_last(network.get_submodule(self._layer.path))
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
         """Makes the two models that the client compares with."""
-        self._trainer = None
         if not self.mu:
             return
         refuse_rows(broadcast, "MOON")
-        last = {
-            name.removeprefix(_PREFIX): value
-            for name, value in find_federation(trainer).client_memory.items()
-            if name.startswith(_PREFIX)
-        }
+        last = without_prefix(find_federation(trainer).client_memory, _PREFIX)
         if not last:
             return
-        assert self._of_global is not None
-        assert self._of_last is not None
         network = module.get_submodule(self._name)
-        self._of_global.refer(network)
-        self._of_last.refer(network)  # what stays at home, and is not among the client's last entries
-        self._of_last.refer(last)
-        self._trainer, self._has_run = trainer, False
+        for extractor in self._extractors:
+            extractor.refer(network)
+        self._extractors[1].refer(last)  # what stays at home is not among the client's last entries
+        self._has_run = False
+        tapped = network.get_submodule(self._layer.path)
+        self._handles = [
+            network.register_forward_pre_hook(self._note_inputs, with_kwargs=True),
+            tapped.register_forward_pre_hook(partial(self._add_to_input, trainer), with_kwargs=True)
+            if self._layer.side == "input"
+            else tapped.register_forward_hook(partial(self._add_to_output, trainer)),
+        ]
 
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
@@ -138,67 +127,53 @@ class ContrastiveTerm(FederatedCallback):
         """Keeps the client's network for its next visit."""
         if not self.mu:
             return
-        if self._trainer is not None and not self._has_run:
+        if self._handles and not self._has_run:
             raise MisconfigurationException(
                 f"Expected {type(module).__name__} to run its {self._name or 'forward'!r} up to {self._layer}, where"
                 " MOON compares features, but no batch did: name another layer in `layer`."
             )
         memory, prefix = find_federation(trainer).client_memory, f"{self._name}." if self._name else ""
-        memory.update(
-            {
-                f"{_PREFIX}{name.removeprefix(prefix)}": value.clone()
-                for name, value in update.state.items()
-                if name.startswith(prefix)
-            }
-        )
+        memory.update(with_prefix(copy_state(without_prefix(update.state, prefix)), _PREFIX))
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Ends the term."""
-        self._trainer = self._inputs = None
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Takes the hooks away."""
-        self._release()
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Takes the hooks away."""
-        self._release()
-
-    def _release(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
-        self._of_global = self._of_last = self._trainer = self._inputs = None
+        self._handles, self._inputs = [], None
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Frees the copies."""
+        self._extractors = []
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Frees the copies."""
+        self._extractors = []
 
     def _note_inputs(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._trainer is not None and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self._inputs = args, kwargs
 
-    def _add_to_input(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._add([*args, *kwargs.values()])
+    def _add_to_input(
+        self, trainer: L.Trainer, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._add(trainer, [*args, *kwargs.values()])
 
-    def _add_to_output(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._add(output)
+    def _add_to_output(self, trainer: L.Trainer, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._add(trainer, output)
 
-    def _add(self, features: Any) -> None:
+    def _add(self, trainer: L.Trainer, features: Any) -> None:
         """Has the backward pass add the term's gradient to that of the features."""
         maps = [value for _, value in named_features(features)]
-        if self._trainer is None or self._inputs is None or not maps or not maps[-1].requires_grad:
+        if self._inputs is None or not maps or not maps[-1].requires_grad:
             return
-        assert self._of_global is not None
-        assert self._of_last is not None
         args, kwargs = self._inputs
         self._inputs, self._has_run = None, True
-        others = []
-        for extractor in (self._of_global, self._of_last):
-            others.append([value for _, value in named_features(extractor(*args, **kwargs))][-1])
-        term = self._gradient(maps[-1], *others)
+        others = (named_features(extractor(*args, **kwargs)) for extractor in self._extractors)
+        term = self._gradient(trainer, maps[-1], *([value for _, value in features][-1] for features in others))
         maps[-1].register_hook(lambda gradient: gradient + term.to(gradient.dtype))  # type: ignore[no-untyped-call]
 
-    def _gradient(self, features: Tensor, of_global: Tensor, of_last: Tensor) -> Tensor:
+    def _gradient(self, trainer: L.Trainer, features: Tensor, of_global: Tensor, of_last: Tensor) -> Tensor:
         """The term's gradient by the features, in the scale of the loss that is differentiated."""
-        trainer = self._trainer
-        assert trainer is not None
         scale = loss_scale(trainer)
         if trainer.lightning_module.automatic_optimization:
             scale /= trainer.accumulate_grad_batches

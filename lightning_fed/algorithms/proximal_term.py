@@ -6,14 +6,14 @@ Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, equat
 from __future__ import annotations
 
 import lightning as L
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fed.algorithms.gradient_terms import add_to_gradients
+from lightning_fed.argument_checks import check_nonnegative
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.lightning.internals import gradient_scale
-from lightning_fed.messages import Broadcast, Client, ClientUpdate
+from lightning_fed.messages import Broadcast, Client
 
 
 class ProximalTerm(FederatedCallback):
@@ -52,9 +52,7 @@ class ProximalTerm(FederatedCallback):
     keeps_privacy = True
 
     def __init__(self, mu: float) -> None:
-        if not 0 <= mu < float("inf"):
-            raise ValueError(f"Expected `mu` to be finite and at least 0, but got {mu}.")
-        self.mu = mu
+        self.mu = check_nonnegative("mu", mu)
         self._starts: dict[nn.Parameter, Tensor] = {}
 
     def on_client_start(
@@ -67,47 +65,20 @@ class ProximalTerm(FederatedCallback):
             if self.mu and name in broadcast.state
         }
 
-    @torch.no_grad()
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Adds the gradient of the term."""
-        if not self._starts or not find_federation(trainer).current_visits:
-            return
-        mu = self.mu * gradient_scale(trainer, optimizer)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter in self._starts:
-                    if self._starts[parameter].shape != parameter.shape:  # the first step of several clients at once
-                        self._starts[parameter] = parameter.detach().clone()
-                    add_to_gradient(parameter.grad, parameter - self._starts[parameter], mu)
+        if self._starts and find_federation(trainer).current_visits:
+            add_to_gradients(trainer, optimizer, self._way, self.mu)
 
-    def on_client_end(
-        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
-    ) -> None:
+    def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Forgets it."""
         self._starts = {}
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Forgets it, where the fit broke off inside a visit."""
-        self._starts = {}
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets it, where the fit ended inside a visit."""
-        self._starts = {}
-
-
-def add_to_gradient(gradient: Tensor, term: Tensor, scale: float) -> None:
-    """Adds a multiple of a term to a gradient, in place; to a sparse one the rows in which the term is not 0.
-
-    Args:
-        gradient: The gradient, dense or sparse.
-        term: The term, dense, of its shape.
-        scale: Its factor.
-
-    Example:
-        >>> gradient = torch.tensor([[0.0, 0.0], [5.0, 5.0], [0.0, 0.0]]).to_sparse(1)
-        >>> add_to_gradient(gradient, torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]), scale=2.0)
-        >>> gradient.to_dense().tolist()
-        [[0.0, 2.0], [5.0, 5.0], [0.0, 0.0]]
-
-    """
-    gradient.add_(term.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else term, alpha=scale)
+    def _way(self, parameter: nn.Parameter) -> Tensor | None:
+        """The way of a parameter from where the visit started."""
+        start = self._starts.get(parameter)
+        if start is None:
+            return None
+        if start.shape != parameter.shape:  # the first step of several clients at once
+            start = self._starts[parameter] = parameter.detach().clone()
+        return parameter - start

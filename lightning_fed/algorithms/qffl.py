@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.algorithms.client_pass import loss_of, pass_over_data, refuse_manual_optimization
-from lightning_fed.argument_checks import check_number
+from lightning_fed.argument_checks import check_nonnegative, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.data.population import batch_length
 from lightning_fed.errors import BadUpdate
@@ -22,10 +22,10 @@ from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.isolated_pass import isolated_pass
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.method import register
-from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.rule import Aggregator, RoundInfo
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
+from lightning_fed.steps.bounds import trained_entries
 
 _LOSS, _LIPSCHITZ = "qffl:loss", "qffl:lipschitz"
 _SMALLEST = 1e-10  # added to losses, as the authors' program does, so that one of 0 has powers below 0
@@ -59,9 +59,7 @@ class LossReport(FederatedCallback):
     supports_vectorize = True
 
     def __init__(self, lipschitz: float | None = None) -> None:
-        if lipschitz is not None and not 0 < check_number("lipschitz", lipschitz) < float("inf"):
-            raise ValueError(f"Expected `lipschitz` to be positive and finite, but got {lipschitz}.")
-        self.lipschitz = lipschitz
+        self.lipschitz = None if lipschitz is None else check_positive("lipschitz", lipschitz)
         self._reports: dict[int, State] = {}  # by position of the visit
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -78,8 +76,7 @@ class LossReport(FederatedCallback):
     ) -> None:
         """Measures the loss."""
         federation = find_federation(trainer)
-        planned = federation.current_visit
-        assert planned is not None
+        planned = federation.visit
 
         def measure(batches: Iterator[Any]) -> float | None:
             total, count = torch.zeros((), dtype=torch.float64), 0
@@ -104,8 +101,7 @@ class LossReport(FederatedCallback):
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
         """Sends the loss along."""
-        planned = find_federation(trainer).current_visit
-        assert planned is not None
+        planned = find_federation(trainer).visit
         update.extras |= self._reports.pop(planned.position)
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
@@ -167,9 +163,7 @@ class QFFL(AveragingAggregator):
 
     def __init__(self, q: float = 1.0, lipschitz: float | None = None) -> None:
         super().__init__()
-        if not 0 <= check_number("q", q) < float("inf"):
-            raise ValueError(f"Expected `q` to be finite and at least 0, but got {q}.")
-        self.q = q
+        self.q = check_nonnegative("q", q)
         self.lipschitz = LossReport(lipschitz).lipschitz
         self.scale = 0.0  # sum of p_k h_k / L
 
@@ -196,9 +190,8 @@ class QFFL(AveragingAggregator):
         if loss < 0 or lipschitz <= 0:
             raise BadUpdate(f"q-FedAvg needs a loss that is not negative and L > 0, but got {loss} and {lipschitz}")
         distance = sum(
-            float((to_float64(value) - to_float64(self._state[name])).square().sum())
-            for name, value in update.state.items()
-            if self._trains(name, value)
+            float((to_float64(update.state[name]) - to_float64(self._state[name])).square().sum())
+            for name in trained_entries(self._info, update.state)
         )
         weight = self.weight(update)
         slope = self.q * (loss + _SMALLEST) ** (self.q - 1) if self.q else 0.0
@@ -207,22 +200,15 @@ class QFFL(AveragingAggregator):
         super().receive(update)
         self.scale += weight + update.num_samples * slope * lipschitz * distance
 
-    def merge(self, other: Aggregator) -> None:
+    def merge(self, other: QFFL) -> None:
         """Joins what another aggregator has received."""
         super().merge(other)
-        assert isinstance(other, QFFL)
         self.scale += other.scale
 
     def aggregate(self) -> State:
         """The global model, moved by the clients' scaled changes."""
         state, share = super().aggregate(), self.running.total / self.scale
-        for name, mean in state.items():
-            if self._trains(name, mean):
-                old = self._state[name]
-                state[name] = cast_back(share * to_float64(mean) + (1 - share) * to_float64(old), old)
+        for name in trained_entries(self._info, state):
+            old = self._state[name]
+            state[name] = cast_back(share * to_float64(state[name]) + (1 - share) * to_float64(old), old)
         return state
-
-    def _trains(self, name: str, value: Any) -> bool:
-        if self._info.trainable is not None:
-            return name in self._info.trainable
-        return bool(value.is_floating_point()) and not is_running_statistic(name)

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fed.algorithms.proximal_term import add_to_gradient
+from lightning_fed.algorithms.gradient_terms import add_to_gradient
 from lightning_fed.algorithms.visit_tensors import VisitTensors, row_of
 from lightning_fed.argument_checks import check_option
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import BadUpdate
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.internals import gradient_scale, is_step_left_out
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, with_prefix, without_prefix
 from lightning_fed.method import register
 from lightning_fed.numerics.precision import at_least_float32, cast_back, to_float64
 from lightning_fed.numerics.trees import move_beside
 from lightning_fed.numerics.weighted_mean import WeightedMean
-from lightning_fed.rule import Aggregator, RoundInfo
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
 
 _PREFIX = "control:"
@@ -73,7 +73,6 @@ class ControlVariates(FederatedCallback):
     ) -> None:
         """Looks up the two control variates."""
         federation = find_federation(trainer)
-        assert federation.current_visit is not None
         self._shared = {value: name for name, value in module.named_parameters() if name in broadcast.state}
         self._sums, self._steps = {}, {}
         corrections: dict[nn.Parameter, Tensor] = {}
@@ -85,7 +84,7 @@ class ControlVariates(FederatedCallback):
             if of_client is not None:
                 of_client = of_client.to(parameter.device)
                 corrections[parameter] = corrections.get(parameter, torch.zeros_like(of_client)) - of_client
-        self._corrections.put(federation.current_visit, corrections)
+        self._corrections.put(federation.visit, corrections)
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
@@ -111,8 +110,7 @@ class ControlVariates(FederatedCallback):
     ) -> None:
         """Makes the client's new control variate, and sends what has changed of it."""
         federation = find_federation(trainer)
-        planned, memory = federation.current_visit, federation.client_memory
-        assert planned is not None
+        planned, memory = federation.visit, federation.client_memory
         row = row_of(planned, federation.current_visits)
         for parameter, total in self._sums.items():
             key = f"{_PREFIX}{self._shared[parameter]}"
@@ -125,8 +123,7 @@ class ControlVariates(FederatedCallback):
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Forgets the visit."""
-        planned = find_federation(trainer).current_visit
-        assert planned is not None
+        planned = find_federation(trainer).visit
         self._corrections.end(planned)
         if not self._corrections:
             self._shared, self._sums, self._steps = {}, {}, {}
@@ -199,7 +196,7 @@ class SCAFFOLD(AveragingAggregator):
     def broadcast(self, request: Request) -> Broadcast:
         """The global state, and the server's control variate."""
         broadcast = super().broadcast(request)
-        broadcast.extras |= {f"{_PREFIX}{name}": value for name, value in self._control.items()}
+        broadcast.extras |= with_prefix(self._control, _PREFIX)
         return broadcast
 
     def receive(self, update: ClientUpdate) -> None:
@@ -209,27 +206,20 @@ class SCAFFOLD(AveragingAggregator):
             BadUpdate: If there is no change of a control variate, or one that does not fit the model.
 
         """
-        changes = {
-            name.removeprefix(_PREFIX): value for name, value in update.extras.items() if name.startswith(_PREFIX)
-        }
+        changes = without_prefix(update.extras, _PREFIX)
         if not changes:
             raise BadUpdate("it sent no control variate: no step was made, or its callback is missing")
         for name, value in changes.items():
             entry = self._state.get(name)
-            if (
-                entry is None
-                or value.shape != entry.shape
-                or value.dtype != torch.promote_types(entry.dtype, torch.float32)
-            ):
+            if entry is None or value.shape != entry.shape or value.dtype != at_least_float32(entry).dtype:
                 raise BadUpdate(f"its control variate does not fit the entry {name!r}")
         super().receive(update)
         # A client may not have trained every entry: what is not there has not changed.
         self.changes.add({name: to_float64(value) for name, value in changes.items()}, 1.0, update.num_samples)
 
-    def merge(self, other: Aggregator) -> None:
+    def merge(self, other: SCAFFOLD) -> None:
         """Joins what another aggregator has received."""
         super().merge(other)
-        assert isinstance(other, SCAFFOLD)
         self.changes.merge(other.changes)
 
     def aggregate(self) -> State:

@@ -16,7 +16,7 @@ from lightning_fed.algorithms.example_input import first_batch
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.lightning.internals import is_overridden
-from lightning_fed.lightning.isolated_pass import isolated_pass, prepare_batch, run_prepared
+from lightning_fed.lightning.isolated_pass import isolated_pass, loss_in, prepare_batch, run_prepared
 from lightning_fed.model.features import without_compiled_code
 from lightning_fed.numerics.trees import map_leaves, tree_leaves
 
@@ -63,7 +63,7 @@ def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTra
             with isolated_pass(module, gradients=True):
                 batch = move_data_to_device(prepare_batch(trainer, module, batch), module.device)
                 output = run_prepared(trainer, module, "training_step", batch, 0)
-                loss = output["loss"] if isinstance(output, Mapping) else output
+                loss = loss_in(output)
                 nodes = _training_nodes(
                     loss.grad_fn, optimized_parameters(trainer) or set(map(id, module.parameters()))
                 )

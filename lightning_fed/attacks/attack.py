@@ -74,7 +74,7 @@ class Attack:
 @lru_cache
 def _draw(size: int, count: int, seed: int) -> tuple[int, ...]:
     """Positions of the malicious clients; drawn once, though attacks on the data ask with every batch."""
-    generator = np.random.default_rng(np.random.SeedSequence([seed]))
+    generator = np.random.default_rng([seed])
     return tuple(int(position) for position in generator.choice(size, count, replace=False))
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_fed.argument_checks import check_number, check_option
+from lightning_fed.argument_checks import check_nonnegative, check_number, check_option
 from lightning_fed.attacks.attack import AttackStep, attacked_entries
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.seeds import client_key, derive_seed
@@ -115,9 +115,7 @@ class GaussianNoise(UpdateAttack):
 
     def __init__(self, clients: Sequence[Client] | int, std: float = 1.0, seed: int = 0) -> None:
         super().__init__(clients, seed)
-        self.std = check_number("std", std)
-        if self.std < 0:
-            raise ValueError(f"Expected `std` to be at least 0, but got {std}.")
+        self.std = check_nonnegative("std", std)
 
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
         """The model and the noise."""

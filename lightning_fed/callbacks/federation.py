@@ -221,6 +221,12 @@ class Federation(L.Callback):
         return None if self._loop.round is None else self._loop.round.visits.current
 
     @property
+    def visit(self) -> PlannedVisit:
+        """The visit that is under way, in a hook of a visit."""
+        assert self.current_visit is not None
+        return self.current_visit
+
+    @property
     def current_visits(self) -> Sequence[PlannedVisit]:
         """The visits that train now: one, or those that train at once, in the order of their rows in a stack.
 
@@ -577,10 +583,22 @@ def find_federation(trainer: L.Trainer) -> Federation:
         MisconfigurationException: If it has none.
 
     """
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, Federation):
-            return callback
-    raise MisconfigurationException("The Trainer has no `Federation` callback.")
+    federation = federation_of(trainer)
+    if federation is None:
+        raise MisconfigurationException("The Trainer has no `Federation` callback.")
+    return federation
+
+
+def federation_of(trainer: L.Trainer) -> Federation | None:
+    """The Trainer's federation; ``None`` where it has none."""
+    return next((callback for callback in callbacks_of(trainer) if isinstance(callback, Federation)), None)
+
+
+def move_behind_federation(callback: L.Callback, trainer: L.Trainer) -> None:
+    """Moves a callback right behind the federation, before all others."""
+    callbacks = callbacks_of(trainer)
+    callbacks.remove(callback)
+    callbacks.insert(callbacks.index(find_federation(trainer)) + 1, callback)
 
 
 def scheduler_steps(trainer: L.Trainer) -> int | float:
@@ -607,7 +625,7 @@ def scheduler_steps(trainer: L.Trainer) -> int | float:
         7
 
     """
-    federation = next((callback for callback in callbacks_of(trainer) if isinstance(callback, Federation)), None)
+    federation = federation_of(trainer)
     rounds = trainer.max_epochs
     if federation is None or rounds is None or rounds < 0:
         return trainer.estimated_stepping_batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import torch
@@ -99,8 +99,8 @@ class SegmentationImages(L.Callback):
         for argument, value in (("every_n_epochs", every_n_epochs), ("num_images", num_images)):
             check_count(argument, value)
         for name in maps:
-            check_option("maps", name, get_args(EntropyMap))
-        check_option("activation", activation, get_args(Activation))
+            check_option("maps", name, EntropyMap)
+        check_option("activation", activation, Activation)
         if images is not None and not (isinstance(images, Sequence) and len(images)):
             raise ValueError(f"Expected `images` to be a list of at least one position, but got {images!r}.")
         self.tag = "_".join([self.tag, *maps])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.local_optimizers import OPTIMIZER
-from lightning_fed.messages import Client, ClientUpdate, State
+from lightning_fed.messages import Client, ClientUpdate, State, without_prefix
 from lightning_fed.model.entries import Policy, copy_state, identical_entries, live_entries, load_entries
 from lightning_fed.model.resize import resize_module, set_tensor_data
 
@@ -141,12 +141,7 @@ class LocalModel:
         self._optimizer_state = {client: _part(client_state, OPTIMIZER)} if trains else {}
         personal = {name: value for name, value in client_state.items() if not name.startswith((OPTIMIZER, _MEMORY))}
         copies = {name: state[name].clone() for name in self.sliced if name in state} if trains else {}
-        prefix = f"{_MEMORY}{OWN_MODEL}"
-        own_model = {
-            name.removeprefix(prefix): value
-            for name, value in client_state.items()
-            if name.startswith(prefix) and not trains
-        }
+        own_model = {} if trains else without_prefix(client_state, f"{_MEMORY}{OWN_MODEL}")
         initial = self._initial if trains else {}
         self._load({**state, **copies, **self.server_entries, **initial, **personal, **own_model})
 
@@ -163,7 +158,7 @@ class LocalModel:
         """Loads ``memory`` of a client, before its request."""
         client_state = self.store.get(client) or {}
         self._recalled = {client: client_state}
-        self.memory = {name.removeprefix(_MEMORY): value for name, value in _part(client_state, _MEMORY).items()}
+        self.memory = without_prefix(client_state, _MEMORY)
 
     def keep(self, client: Client, round: int, optimizer_state: Mapping[str, Tensor]) -> None:
         """Stores the client's personal entries, optimizer state and memory, if there are any, until its next visit."""

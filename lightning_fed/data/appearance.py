@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_fed.argument_checks import check_nonnegative
 from lightning_fed.data.partition_base import Partition, PartitionOfPartition, change_input
 from lightning_fed.data.sample_assignment import generator_for
 from lightning_fed.messages import Client
@@ -83,8 +84,7 @@ class Look(PartitionOfPartition):
         super().__init__(partition, seed)
         strengths = {"contrast": contrast, "colour": colour, "stain": stain, "blur": blur, "noise": noise}
         for name, strength in strengths.items():
-            if not 0 <= strength < math.inf:
-                raise ValueError(f"Expected `{name}` to be at least 0 and finite, but got {strength}.")
+            check_nonnegative(name, strength)
         if not 0 <= polarity <= 1:
             raise ValueError(f"Expected `polarity` to be in [0, 1], but got {polarity}.")
         self.contrast, self.colour, self.stain = contrast, colour, stain

@@ -9,7 +9,7 @@ from typing import Any, Literal, final
 import numpy as np
 import numpy.typing as npt
 
-from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.argument_checks import check_count, check_nonnegative, check_option
 from lightning_fed.data.label_lookup import MapDataset, NoLabels, labels_of
 from lightning_fed.data.partition_base import NumberedPartition
 from lightning_fed.data.sample_assignment import (
@@ -318,8 +318,7 @@ class LabelsPerClient(LabelPartition):
         super().__init__(num_clients, label_fn, ignore_index, background, seed)
         self.labels_per_client = check_count("labels_per_client", labels_per_client)
         check_option("assignment", assignment, ("random", "even", "consecutive"))
-        if not 0 <= sigma < float("inf"):
-            raise ValueError(f"Expected `sigma` to be at least 0 and finite, but got {sigma}.")
+        check_nonnegative("sigma", sigma)
         self.assignment: Literal["random", "even", "consecutive"] = assignment
         self.sigma = sigma
         self.min_per_label = check_count("min_per_label", min_per_label, 0)

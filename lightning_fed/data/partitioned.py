@@ -8,6 +8,7 @@ import lightning as L
 import numpy as np
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
+from lightning_fed.argument_checks import check_inside
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.dataset_clients import DatasetClients, PartitionedSource, SampleTransform
 from lightning_fed.data.federated import FederatedDataModule, split_loader
@@ -68,8 +69,7 @@ class PartitionedData(FederatedDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__({}, val={}, test={})
-        if not 0 < val_fraction < 1:
-            raise ValueError(f"Expected `val_fraction` to be in (0, 1), but got {val_fraction}.")
+        check_inside("val_fraction", val_fraction)
         if not 0 <= test_fraction < 1 - val_fraction:
             raise ValueError(
                 f"Expected `test_fraction` to be in [0, 1 - val_fraction), but got {test_fraction} beside"
@@ -158,7 +158,7 @@ class PartitionedData(FederatedDataModule):
             indices = source.indices[client]
             num_val = _share(self.val_fraction, len(indices), len(indices) - 1)
             num_test = _share(self.test_fraction, len(indices), len(indices) - num_val - 1)
-            generator = np.random.default_rng(np.random.SeedSequence([seed, client_key(client)]))
+            generator = np.random.default_rng([seed, client_key(client)])
             order = generator.permutation(len(indices))
             parts = np.split(order, [num_val, num_val + num_test])
             val[client], test[client], train[client] = (indices[np.sort(part)] for part in parts)

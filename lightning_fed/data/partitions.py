@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.argument_checks import check_count, check_nonnegative, check_option
 from lightning_fed.data.label_lookup import MapDataset, groups_of, length_of
 from lightning_fed.data.label_partitions import Dirichlet as Dirichlet
 from lightning_fed.data.label_partitions import LabelsPerClient as LabelsPerClient
@@ -119,8 +119,7 @@ class QuantitySkew(NumberedPartition):
         check_option("distribution", distribution, ("dirichlet", "lognormal"))
         if not beta > 0:
             raise ValueError(f"Expected `beta` to be greater than 0, but got {beta}.")
-        if not 0 <= sigma < float("inf"):
-            raise ValueError(f"Expected `sigma` to be at least 0 and finite, but got {sigma}.")
+        check_nonnegative("sigma", sigma)
         self.beta = beta
         self.distribution: Literal["dirichlet", "lognormal"] = distribution
         self.sigma = sigma

@@ -46,7 +46,7 @@ class PoissonSampling:
 
         """
         keys = [self.key, 0 if client is None else client_key(client), round, number, _BATCH]
-        generator = np.random.default_rng(np.random.SeedSequence(keys))
+        generator = np.random.default_rng(keys)
         # Their number, and then which they are: as if each were drawn by itself.
         size = int(generator.binomial(num_samples, min(1.0, batch_size / num_samples)))
         return np.sort(generator.choice(num_samples, size, replace=False))

@@ -101,6 +101,6 @@ class FEMNIST(FileDataModule):
         is_held_out = np.zeros(len(writers), dtype=bool)
         for writer in np.unique(writers):
             samples = np.flatnonzero(writers == writer)
-            generator = np.random.default_rng(np.random.SeedSequence([self.seed, int(writer)]))
+            generator = np.random.default_rng([self.seed, int(writer)])
             is_held_out[generator.permutation(samples)[: int(self.val_fraction * len(samples))]] = True
         return is_held_out

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.argument_checks import check_count, check_inside, check_option
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.federated import ClientData, FederatedDataModule
 from lightning_fed.data.population import Population
@@ -96,14 +96,13 @@ class Shakespeare(FederatedDataModule):
         num_workers: int = 0,
         seed: int = 0,
     ) -> None:
-        check_option("vocabulary", vocabulary, get_args(Vocabulary))
+        check_option("vocabulary", vocabulary, Vocabulary)
         for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size), ("stride", stride),
                             ("max_clients", max_clients), ("seq_length", seq_length)):  # fmt: skip
             if value is not None:
                 check_count(name, value)
         check_count("seed", seed, 0)
-        if not 0 < val_fraction < 1:
-            raise ValueError(f"Expected `val_fraction` to be in (0, 1), but got {val_fraction}.")
+        check_inside("val_fraction", val_fraction)
         if min_samples * val_fraction < seq_length:
             raise ValueError(
                 f"Expected `min_samples` to be at least {seq_length} / {val_fraction}, so that windows that validate do"

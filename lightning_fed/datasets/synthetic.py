@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import TensorDataset
 
-from lightning_fed.argument_checks import check_count
+from lightning_fed.argument_checks import check_count, check_inside
 from lightning_fed.data.federated import ClientData, FederatedDataModule
 from lightning_fed.datasets.synthetic_generator import synthetic_clients
 from lightning_fed.messages import Client
@@ -64,8 +64,7 @@ class Synthetic(FederatedDataModule):
         seed: int = 0,
     ) -> None:
         for name, value in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
-            if not 0 < value < 1:
-                raise ValueError(f"Expected `{name}` to be in (0, 1), but got {value}.")
+            check_inside(name, value)
         check_count("batch_size", batch_size)
         drawn = synthetic_clients(
             alpha, beta, num_clients, seed, num_features=self.num_features, num_classes=self.num_classes

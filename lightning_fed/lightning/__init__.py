@@ -25,6 +25,7 @@ from lightning_fed.lightning.isolated_pass import find_metrics as find_metrics
 from lightning_fed.lightning.isolated_pass import forward_step as forward_step
 from lightning_fed.lightning.isolated_pass import is_same as is_same
 from lightning_fed.lightning.isolated_pass import isolated_pass as isolated_pass
+from lightning_fed.lightning.isolated_pass import loss_in as loss_in
 from lightning_fed.lightning.isolated_pass import noted_attributes as noted_attributes
 from lightning_fed.lightning.isolated_pass import prepare_batch as prepare_batch
 from lightning_fed.lightning.isolated_pass import run_prepared as run_prepared

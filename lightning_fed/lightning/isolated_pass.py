@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -187,6 +187,11 @@ def run_step(trainer: L.Trainer, module: L.LightningModule, name: str, batch: An
     with trainer.precision_plugin.forward_context():
         batch = prepare_batch(trainer, module, batch)
     return run_prepared(trainer, module, name, batch, batch_idx)
+
+
+def loss_in(output: Any) -> Any:
+    """The loss in what a ``training_step`` returns: ``None`` where it skips the batch."""
+    return output["loss"] if isinstance(output, Mapping) else output
 
 
 def forward_step(module: L.LightningModule) -> str | None:

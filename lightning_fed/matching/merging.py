@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import numpy as np
@@ -120,15 +120,15 @@ class MatchedAverage:
         inputs: BatchKey = None,
         seed: int = 0,
     ) -> None:
-        check_option("mode", mode, get_args(MatchMode))
-        check_option("order", order, get_args(MatchOrder))
-        check_option("score", score, get_args(MatchScore))
+        check_option("mode", mode, MatchMode)
+        check_option("order", order, MatchOrder)
+        check_option("score", score, MatchScore)
         check_option("batch_norm", batch_norm, ("recalibrate", "average"))
         if gamma is not None:
             check_positive("gamma", gamma)
-        self.mode: MatchMode = mode
-        self.order: MatchOrder = order
-        self.score: MatchScore = score
+        self.mode = mode
+        self.order = order
+        self.score = score
         self.gamma = gamma
         self.passes = check_count("passes", passes, 0)
         self.sweeps = check_count("sweeps", sweeps, 0)

@@ -18,7 +18,7 @@ global neurons of all others or with new ones, by the assignment with the larges
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -147,7 +147,7 @@ def match_neurons(
                 [-5.0000, -5.0000]])
 
     """
-    check_option("score", score, get_args(MatchScore))
+    check_option("score", score, MatchScore)
     neurons = _checked(clients)
     size = neurons[0].shape[1]
     gamma = (7.0 if score == "published" else 1.0) if gamma is None else gamma

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -137,8 +137,8 @@ def match_states(
         ({'0': tensor([2, 0, 1])}, True)
 
     """
-    check_option("order", order, get_args(MatchOrder))
-    check_option("mode", mode, get_args(MatchMode))
+    check_option("order", order, MatchOrder)
+    check_option("mode", mode, MatchMode)
     if not states:
         raise ValueError("Expected at least one of `states`, but got none.")
     check_width_limit("max_growth", max_growth)

@@ -62,7 +62,7 @@ def pool(tracer: Tracer, call: Call) -> Any:
     assert number is not None
     rank = len(activation.shape)
     ids = tracer.coupled(activation, range(rank - int(number[1]), rank)).ids
-    return call.results(*[None if shape is None else TracedActivation(ids, shape) for shape in call.shapes])
+    return call.alike(ids)
 
 
 def reduction(tracer: Tracer, call: Call) -> Any:
@@ -76,7 +76,7 @@ def reduction(tracer: Tracer, call: Call) -> Any:
     ids = tracer.reduced(activation, dims).ids
     if len(call.shape) < rank:
         ids = ids.reshape([length for index, length in enumerate(ids.shape) if index not in dims])
-    return call.results(*[None if shape is None else TracedActivation(ids, shape) for shape in call.shapes])
+    return call.alike(ids)
 
 
 def softmax(tracer: Tracer, call: Call) -> Any:

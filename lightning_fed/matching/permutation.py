@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ class PermutationGroup:
         """
         entries = {}
         for (name, axis), role in axes.items():
-            check_option("axes", role, get_args(Role))
+            check_option("axes", role, Role)
             if name not in state or not 0 <= axis < state[name].ndim:
                 raise ValueError(f"Expected `axes` to be axes of entries of the state, but got {axis} of {name!r}.")
             length = state[name].shape[axis]
@@ -300,7 +300,7 @@ def neuron_features(
 
     """
     for role in roles:
-        check_option("roles", role, get_args(Role))
+        check_option("roles", role, Role)
     names = [name for name, _ in group.entries]
     features = {}
     for (name, axis), entry in group.entries.items():

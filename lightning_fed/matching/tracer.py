@@ -60,6 +60,15 @@ class Call:
         leaves = tree_leaves((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, TracedActivation | ParameterView)]
 
+    def alike(self, ids: Tensor) -> Any:
+        """Results that all have these ids."""
+        return self.results(*[None if shape is None else TracedActivation(ids, shape) for shape in self.shapes])
+
+    def pinned(self) -> Any:
+        """Results that do not move."""
+        shapes = self.shapes
+        return self.results(*[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in shapes])
+
     def results(self, *activations: TracedActivation | None) -> Any:
         """Results in the form that the operation has them; those that are missing are not used."""
         filled = [*activations, *[None] * (len(self.shapes) - len(activations))]
@@ -247,9 +256,7 @@ class Tracer:
         self.unknown[call.name] += 1
         for value in call.tensors:
             self.pin(value)
-        return call.results(
-            *[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in call.shapes]
-        )
+        return call.pinned()
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -288,9 +295,7 @@ class Tracer:
         call = Call(name, node.target, args, kwargs, _bound(node.target, args, kwargs), shapes, has_many)
         rule = self._rule(node)
         if rule is None and not call.tensors:
-            return call.results(
-                *[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in shapes]
-            )
+            return call.pinned()
         if rule is None:
             return self.unknown_result(call)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class MaximumMeanDiscrepancy(PooledSamples):
         **kwargs: Any,
     ) -> None:
         super().__init__(("features", "reference"), ("labels", "reference_labels"), **kwargs)
-        check_option("estimator", estimator, get_args(Estimator))
+        check_option("estimator", estimator, Estimator)
         check_numbers(bandwidth, scales, chunk_size)
         if num_classes is not None:
             check_count("num_classes", num_classes)

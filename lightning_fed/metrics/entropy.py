@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -54,12 +54,12 @@ class MeanEntropy(Float64Mean):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        check_option("level", level, get_args(Level))
-        check_option("activation", activation, get_args(Activation))
-        self.level: Level = level
-        self.activation: Activation = activation
+        check_option("level", level, Level)
+        check_option("activation", activation, Activation)
+        self.level = level
+        self.activation = activation
         self.normalize = normalize
-        self.ignore_index: VoidLabel = ignore_index
+        self.ignore_index = ignore_index
 
     @torch.no_grad()
     def update(self, values: Tensor, labels: Tensor | None = None) -> None:

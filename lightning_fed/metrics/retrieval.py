@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -55,9 +55,9 @@ class MeanAveragePrecisionAtR(PooledSamples):
     ) -> None:
         super().__init__(("embeddings",), ("labels",), **kwargs)
         check_r(r)
-        check_option("metric", metric, get_args(RetrievalMetric))
-        self.r: int | Literal["relevant"] = r
-        self.metric: RetrievalMetric = metric
+        check_option("metric", metric, RetrievalMetric)
+        self.r = r
+        self.metric = metric
         self.chunk_size = check_count("chunk_size", chunk_size)
 
     @torch.no_grad()

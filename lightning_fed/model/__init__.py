@@ -28,6 +28,7 @@ from lightning_fed.model.features import find_classifier as find_classifier
 from lightning_fed.model.features import find_feature_layer as find_feature_layer
 from lightning_fed.model.features import has_channels_last as has_channels_last
 from lightning_fed.model.features import named_layers as named_layers
+from lightning_fed.model.features import replace_layer as replace_layer
 from lightning_fed.model.features import require_classifier as require_classifier
 from lightning_fed.model.features import tap_features as tap_features
 from lightning_fed.model.features import trained_layers as trained_layers

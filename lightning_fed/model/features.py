@@ -156,6 +156,15 @@ def count_classes(module: nn.Module, trained: Collection[str] | None = None) -> 
     return max(2, widths[-1]) if widths else None
 
 
+def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
+    """Puts a layer in the place of another; returns the module, or the layer if it was the module itself."""
+    if not name:
+        return layer
+    parent, _, last = name.rpartition(".")
+    module.get_submodule(parent).register_module(last, layer)
+    return module
+
+
 class FeatureTap:
     """Reads a layer's features whenever the model runs, from a forward hook.
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from scipy.optimize import brentq
 
-from lightning_fed.argument_checks import check_count, check_option, check_positive
+from lightning_fed.argument_checks import check_count, check_inside, check_option, check_positive
 from lightning_fed.console import root_logger_as_it_was
 from lightning_fed.errors import OptionError
 
@@ -71,8 +71,7 @@ class Budget:
         if self.cohort > self.population:
             raise ValueError(f"Expected `cohort` to be at most {self.population}, but got {self.cohort}.")
         check_positive("noise_multiplier", self.noise_multiplier)
-        if not 0 < self.delta < 1:
-            raise ValueError(f"Expected `delta` to be in (0, 1), but got {self.delta}.")
+        check_inside("delta", self.delta)
         if self.sampling == "fixed" and self.accountant == "pld":
             raise ValueError("Expected accountant='rdp' for sampling='fixed': the other has no bound for it.")
 

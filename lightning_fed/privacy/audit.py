@@ -84,7 +84,7 @@ def audit_mean(
     half = int(share * num_canaries / 2)
     if not 1 <= half <= num_canaries // 2:
         raise ValueError(f"Expected `share` to make from 2 to {num_canaries} guesses, but got {share}.")
-    is_there = np.random.default_rng(np.random.SeedSequence([seed])).random(num_canaries) < 0.5
+    is_there = np.random.default_rng([seed]).random(num_canaries) < 0.5
     dp = CentralDP(1.0, budget.delta, budget.noise_multiplier, sampling=budget.sampling, accountant=budget.accountant)
     key = dp.draw_key() if key_for_tests is None else key_for_tests
     dp.begin(budget, key)

@@ -22,7 +22,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_fed.algorithms.fedavg import FedAvg
-from lightning_fed.argument_checks import check_number, check_option, check_positive
+from lightning_fed.argument_checks import check_inside, check_option, check_positive
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.errors import BadUpdate, ClientFault, OptionError
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
@@ -145,8 +145,7 @@ class CentralDP(UpdateStep):
             if value is not None:
                 check_positive(name, value)
         for name, value in {"delta": delta, "quantile": quantile}.items():
-            if not 0 < check_number(name, value) < 1:
-                raise ValueError(f"Expected `{name}` to be in (0, 1), but got {value}.")
+            check_inside(name, value)
         check_option("sampling", sampling, ("poisson", "fixed"))
         check_option("accountant", accountant, ("rdp", "pld"))
         if sampling == "fixed" and accountant == "pld":
@@ -378,7 +377,7 @@ class CentralDP(UpdateStep):
         """
         assert self.key is not None
         entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
-        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([self.key, self.info.round, entry])))
+        generator = np.random.Generator(np.random.Philox([self.key, self.info.round, entry]))
         return torch.from_numpy(np.asarray(std * generator.standard_normal(tuple(shape))))
 
     def steps_of(self, update: ClientUpdate, sent: State) -> State:

@@ -11,7 +11,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,26 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_fed.argument_checks import check_count, check_number, check_option, check_positive
+from lightning_fed.algorithms.training_trace import optimized_parameters
+from lightning_fed.argument_checks import (
+    check_count,
+    check_inside,
+    check_nonnegative,
+    check_number,
+    check_option,
+    check_positive,
+)
 from lightning_fed.atomic_files import write_text_atomically
-from lightning_fed.callbacks.federation import Federation
+from lightning_fed.callbacks.federation import Federation, federation_of
 from lightning_fed.client.client_store import FolderStore
 from lightning_fed.console import round_number
 from lightning_fed.data.poisson import PoissonSampling, check_poisson_loader, poisson_loader
 from lightning_fed.errors import ClientFault, OptionError
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.fit.synchronisation import process_group_of
-from lightning_fed.lightning.internals import OverriddenMethod, callbacks_of
+from lightning_fed.lightning.internals import OverriddenMethod
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, file_name
 from lightning_fed.numerics.seeds import client_key
 from lightning_fed.privacy.accounting import Accountant, Budget, calibrate
@@ -65,9 +73,14 @@ class _Account:
         """Probability with which an example is drawn."""
         return min(1.0, self.batch_size / self.num_samples)
 
-    def again(self) -> _Account:
-        """The cost of another visit like the last one."""
-        return _Account(self.num_samples, self.batch_size, self.last, self.last)
+    @property
+    def expected(self) -> int:
+        """Expected number of examples in a batch."""
+        return min(self.batch_size, self.num_samples)
+
+    def with_steps(self, steps: int) -> _Account:
+        """The cost of one visit of so many steps."""
+        return _Account(self.num_samples, self.batch_size, steps, steps)
 
     def after(self, other: _Account) -> _Account:
         """The account after another visit; where the number of examples has changed the larger share counts for all."""
@@ -171,13 +184,11 @@ class DPSGD(FederatedCallback):
             )
             max_epsilon = epsilon if max_epsilon is None else max_epsilon
             noise_multiplier = math.nan  # until the fit is planned
-        assert noise_multiplier is not None
-        if epsilon is None and not 0 <= check_number("noise_multiplier", noise_multiplier) < math.inf:
-            raise ValueError(f"Expected `noise_multiplier` to be at least 0 and finite, but got {noise_multiplier}.")
+        else:
+            noise_multiplier = check_nonnegative("noise_multiplier", noise_multiplier)
         if noise_multiplier and max_grad_norm == math.inf:
             raise ValueError("Expected `max_grad_norm` to be finite where there is noise, but got inf.")
-        if not 0 < check_number("delta", delta) < 1:
-            raise ValueError(f"Expected `delta` to be in (0, 1), but got {delta}.")
+        check_inside("delta", delta)
         if max_epsilon is not None and not (noise_multiplier and check_number("max_epsilon", max_epsilon) > 0):
             raise ValueError(
                 f"Expected `max_epsilon` to be greater than 0, and noise, but got {max_epsilon} with"
@@ -219,7 +230,7 @@ class DPSGD(FederatedCallback):
         if self._trainer is not trainer or trainer.current_epoch == 0:  # else its `max_epochs` was raised
             self._reset()
         self._trainer = trainer
-        if _federation(trainer) is None:
+        if federation_of(trainer) is None:
             owner = loader_owner(trainer, pl_module)
             self._loader = OverriddenMethod(owner, "train_dataloader", self._poisson_batches)
 
@@ -232,7 +243,7 @@ class DPSGD(FederatedCallback):
 
         """
         check_trainer(trainer, pl_module, self.max_epsilon is not None)
-        federation = _federation(trainer)
+        federation = federation_of(trainer)
         if self.noise_multiplier and self.planned_epsilon is None:
             self._epsilon(_Account(2, 1, 1))  # an accountant that is not installed is missed now
         key = self._key if self._key is not None else self.key_for_tests
@@ -246,19 +257,15 @@ class DPSGD(FederatedCallback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Ends a fit that has nothing left of its budget; without a federation begins to look at the gradients."""
-        if _federation(trainer) is None:
+        if federation_of(trainer) is None:
             (account,) = self._accounts.values()
             steps = trainer.estimated_stepping_batches
             visit = _Account(account.num_samples, account.batch_size)
             self._plan_noise(int(steps) if steps < math.inf else None, lambda: [visit])
         self._stop_in_time(trainer, trainer.current_epoch)
-        if _federation(trainer) is None:
+        if federation_of(trainer) is None:
             (account,) = self._accounts.values()
             self._begin(_Visit(None, 0, account), trainer, pl_module)
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Takes the hooks off."""
-        self._end()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Takes back what the fit has changed."""
@@ -314,7 +321,7 @@ class DPSGD(FederatedCallback):
         """Takes the hooks off, and notes the visit's steps, also where nothing came of it."""
         visit = self._visit
         if visit is not None and visit.number >= 0:
-            self._of_round[client] = visit.account(visit.number + 1)
+            self._of_round[client] = visit.of_all.with_steps(visit.number + 1)
         self._end()
         if self._of_round and _account_path(trainer, client) is not None:
             self._read_account(trainer, client)  # a visit in another process may have ended since this one began
@@ -332,7 +339,7 @@ class DPSGD(FederatedCallback):
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
         """Enters the round's steps into the accounts, logs epsilon, and ends the fit where no budget is left."""
         self._enter_round()
-        federation = _federation(trainer)
+        federation = federation_of(trainer)
         assert federation is not None
         if not self._accounts:  # they are with clients on other machines
             return
@@ -372,7 +379,7 @@ class DPSGD(FederatedCallback):
                 asks for a second loss.
 
         """
-        visit, federation = self._visit, _federation(trainer)
+        visit, federation = self._visit, federation_of(trainer)
         if visit is None:
             return
         if federation is not None and federation.current_visit is not None and federation.current_visit.fault:
@@ -405,7 +412,7 @@ class DPSGD(FederatedCallback):
                 drawn = noise.standard_normal(tuple(parameter.shape), dtype=_numpy_type(parameter))
                 scaled = self.noise_multiplier * self.max_grad_norm * torch.from_numpy(np.asarray(drawn))
                 total = total + scaled.to(parameter)
-            parameter.grad = total / visit.expected
+            parameter.grad = total / visit.of_all.expected
         visit.has_step = True
         if visit.client is None:
             self._accounts[None].steps += 1
@@ -419,7 +426,7 @@ class DPSGD(FederatedCallback):
             MisconfigurationException: If none was.
 
         """
-        visit, federation = self._visit, _federation(trainer)
+        visit, federation = self._visit, federation_of(trainer)
         if visit is None:
             return
         has_failed = federation is not None and (federation.current_visit is None or federation.current_visit.fault)
@@ -453,10 +460,7 @@ class DPSGD(FederatedCallback):
         return {
             "key": "" if self._key is None else f"{self._key:032x}",
             "noise_multiplier": self.noise_multiplier,
-            "accounts": {
-                client: [account.num_samples, account.batch_size, account.steps, account.last]
-                for client, account in self._accounts.items()
-            },
+            "accounts": {client: list(astuple(account)) for client, account in self._accounts.items()},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -499,11 +503,10 @@ class DPSGD(FederatedCallback):
             )
         self.noise_multiplier = 0.0
         for visit in visits():
-            account = _Account(visit.num_samples, visit.batch_size, visit.last * times)
+            account = visit.with_steps(visit.last * times)
             if account.steps and self._epsilon(account) > epsilon:
-                size = min(account.batch_size, account.num_samples)
                 self.noise_multiplier = calibrate(
-                    epsilon, self.delta, account.num_samples, size, account.steps, "poisson", self.accountant
+                    epsilon, self.delta, visit.num_samples, visit.expected, account.steps, "poisson", self.accountant
                 ).noise_multiplier
         if not self.noise_multiplier:
             raise OptionError("Expected clients with examples to find the noise of an epsilon, but there are none.")
@@ -540,8 +543,8 @@ class DPSGD(FederatedCallback):
         path = _account_path(trainer, client)
         assert path is not None
         account = self._accounts[client]
-        counts = [account.num_samples, account.batch_size, account.steps, account.last]
-        write_text_atomically(path, json.dumps({"noise_multiplier": self.noise_multiplier, "account": counts}))
+        content = {"noise_multiplier": self.noise_multiplier, "account": astuple(account)}
+        write_text_atomically(path, json.dumps(content))
         _log.info(
             "Round %d: client %r has taken %d steps so far, epsilon %.4g at delta %g.",
             round_number(trainer.current_epoch), client, account.steps, self.epsilon(client), self.delta,
@@ -552,15 +555,14 @@ class DPSGD(FederatedCallback):
             return 0.0
         if not self.noise_multiplier:
             return math.inf
-        size = min(account.batch_size, account.num_samples)
-        budget = Budget(self.noise_multiplier, self.delta, account.num_samples, size, "poisson", self.accountant)
+        cohort = account.expected
+        budget = Budget(self.noise_multiplier, self.delta, account.num_samples, cohort, "poisson", self.accountant)
         return budget.epsilon(account.steps)
 
     def _planned(self, trainer: L.Trainer) -> _Visit:
-        federation = _federation(trainer)
+        federation = federation_of(trainer)
         assert federation is not None
-        planned = federation.current_visit
-        assert planned is not None
+        planned = federation.visit
         client = planned.visit.client
         batch_size = federation.population.examples_per_batch(client)
         steps = planned.num_batches
@@ -575,7 +577,7 @@ class DPSGD(FederatedCallback):
                 visit.of_all.num_samples,
             )
             self._has_warned = True
-        visit.watch(module, _optimized(trainer))
+        visit.watch(module, optimized_parameters(trainer))
         self._visit = visit
 
     def _end(self) -> None:
@@ -595,8 +597,7 @@ class DPSGD(FederatedCallback):
             return None
         assert self._key is not None
         client = 0 if visit.client is None else client_key(visit.client)
-        sequence = np.random.SeedSequence([self._key, client, visit.round, visit.number, _NOISE])
-        return np.random.Generator(np.random.Philox(sequence))
+        return np.random.Generator(np.random.Philox([self._key, client, visit.round, visit.number, _NOISE]))
 
     def _poisson_batches(self) -> _DrawnBatches:
         """Override of ``train_dataloader``."""
@@ -634,7 +635,7 @@ class DPSGD(FederatedCallback):
     def _stop_in_time(self, trainer: L.Trainer, epochs: int) -> None:
         if self.max_epsilon is None or trainer.should_stop:
             return
-        following = [account.after(account.again()) for account in self._accounts.values()]
+        following = [account.after(account.with_steps(account.last)) for account in self._accounts.values()]
         if all(account.steps <= self._safe_steps.get(account.share, 0) for account in following):
             return
         epsilon = self._largest_epsilon(following)
@@ -657,7 +658,7 @@ class DPSGD(FederatedCallback):
         assert self.max_epsilon is not None
         for account in accounts:
             for steps in (2 * account.steps, account.steps + account.steps // 16, account.steps):
-                if self._epsilon(_Account(account.num_samples, account.batch_size, steps)) <= self.max_epsilon:
+                if self._epsilon(account.with_steps(steps)) <= self.max_epsilon:
                     self._safe_steps[account.share] = steps
                     break
 
@@ -677,18 +678,9 @@ class _Visit:
         self.number, self.count = -1, 0
         self.was_tried = self.has_step = False
 
-    @property
-    def expected(self) -> float:
-        """Expected number of examples in a batch."""
-        return float(min(self.of_all.batch_size, self.of_all.num_samples))
-
-    def account(self, steps: int) -> _Account:
-        """The cost of so many steps."""
-        return _Account(self.of_all.num_samples, self.of_all.batch_size, steps, steps)
-
-    def watch(self, module: L.LightningModule, optimized: set[nn.Parameter]) -> None:
+    def watch(self, module: L.LightningModule, optimized: set[int]) -> None:
         """Begins to look at the gradients, and notes what is not to change."""
-        self.trained = {name: value for name, value in module.named_parameters() if value in optimized}
+        self.trained = {name: value for name, value in module.named_parameters() if id(value) in optimized}
         self.gradients = ExampleGradients(module, self.trained.values())
         self._module = module
         self._others = {name: value.detach().clone() for name, value in self._untrained().items()}
@@ -733,10 +725,6 @@ class _DrawnBatches:
         return self._callback.batches(self._loader)
 
 
-def _federation(trainer: L.Trainer) -> Federation | None:
-    return next((callback for callback in callbacks_of(trainer) if isinstance(callback, Federation)), None)
-
-
 def _visit_of(federation: Federation) -> Callable[[Client], _Account]:
     """Function from a client to the cost of a visit with all of its work."""
     population, schedule = federation.population, federation.schedule
@@ -756,15 +744,11 @@ def _visit_of(federation: Federation) -> Callable[[Client], _Account]:
 
 def _account_path(trainer: L.Trainer, client: Client) -> Path | None:
     """File of a client's account on its own machine, of all fits; ``None`` where the server is in this process."""
-    federation = _federation(trainer)
+    federation = federation_of(trainer)
     if federation is None or federation.has_server:
         return None
     assert isinstance(federation.store, FolderStore)
     return federation.store.folder.parent / "dpsgd" / f"{file_name(client)}.json"
-
-
-def _optimized(trainer: L.Trainer) -> set[nn.Parameter]:
-    return {value for optimizer in trainer.optimizers for group in optimizer.param_groups for value in group["params"]}
 
 
 def _numpy_type(parameter: Tensor) -> Any:

@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from lightning_fed.algorithms.training_trace import optimized_parameters
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.synchronisation import process_group_of
@@ -52,7 +53,7 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
     """
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     tied = set(names) - {name for name, _ in module.named_parameters()}
-    own = set(module.parameters())
+    own = set(map(id, module.parameters()))
     refused = {
         "automatic optimization: with a manual one the module steps as it likes": not module.automatic_optimization,
         f"accumulate_grad_batches=1, but got {trainer.accumulate_grad_batches}: take a larger batch size": (
@@ -71,11 +72,8 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
         "an optimizer that asks for one loss a step, which LBFGS does not": (
             any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers)
         ),
-        "optimizers of the module's parameters alone: others would be trained without noise": any(
-            parameter not in own
-            for optimizer in trainer.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+        "optimizers of the module's parameters alone: others would be trained without noise": (
+            not optimized_parameters(trainer) <= own
         ),
         "no `min_epochs` and `min_steps` with `max_epsilon`, which may end the fit earlier": (
             ends_early and bool(trainer.min_epochs or trainer.min_steps)

@@ -20,7 +20,7 @@ from lightning_fed.console import root_logger_as_it_was
 from lightning_fed.data.interleave import batch_tensors, rebuild_batch
 from lightning_fed.data.population import batch_length, seeded_generators
 from lightning_fed.lightning.internals import OverriddenMethod
-from lightning_fed.lightning.isolated_pass import isolated_pass
+from lightning_fed.lightning.isolated_pass import isolated_pass, loss_in
 from lightning_fed.model.entries import BatchNorm
 
 _TRIED = 8  # examples beside each other: enough for a loss that mixes some of them, and little beside a visit
@@ -212,7 +212,7 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
         gradients.values = {}
         with seeded_generators(seed), trainer.precision_plugin.forward_context():
             output = step(_some_of(batch, rows), *rest)
-        loss = output["loss"] if isinstance(output, Mapping) else output
+        loss = loss_in(output)
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
         whole = zip(parameters, found, strict=True)
         return _flat([torch.zeros_like(value) if one is None else one for value, one in whole])

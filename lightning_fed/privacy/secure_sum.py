@@ -189,7 +189,7 @@ class SecureSum(UpdateStep):
         longest = ring.longest(sum(step.numel() for step in steps.values())) if self.is_private else ring.clip
         factor = weight * clip_factor(length, longest)
         seed = derive_seed(self.info.seed, sent.round, client_key(update.client), _ROUNDING)
-        generator = np.random.default_rng(np.random.SeedSequence([seed]))
+        generator = np.random.default_rng([seed])
         update.state = {
             name: ring.encode(factor * steps[name], generator) if name in steps else sent.state[name]
             for name in update.state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 from lightning_fed.argument_checks import check_option
 from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
@@ -52,15 +53,8 @@ class AveragingAggregator(Aggregator):
         }
         self.running.add(moved, self.weight(update), update.num_samples, update.rows)
 
-    def merge(self, other: Aggregator) -> None:
-        """Joins the mean of another aggregator of the same kind.
-
-        Raises:
-            TypeError: If ``other`` is of another kind.
-
-        """
-        if not isinstance(other, type(self)):
-            raise TypeError(f"Expected `other` to be a {type(self).__name__}, but got {type(other).__name__}.")
+    def merge(self, other: Any) -> None:
+        """Joins the mean of another aggregator of the same kind."""
         self.running.merge(other.running)
 
     def aggregate(self) -> State:

@@ -266,7 +266,7 @@ class Schedule:
             return list(clients)
         generator = self._generator(purpose, round)
         if self.secret is not None:
-            generator = np.random.default_rng(np.random.SeedSequence([self.secret.key, round, purpose]))
+            generator = np.random.default_rng([self.secret.key, round, purpose])
             if self.secret.is_poisson:  # their number, and then who they are: as if each were drawn by itself
                 size = int(generator.binomial(len(clients), size / len(clients)))
         positions = generator.choice(len(clients), size, replace=False)
@@ -298,7 +298,7 @@ class Schedule:
         return Visit(client, round, seed, epochs, steps, portion, is_straggler)
 
     def _generator(self, purpose: int, round: int, *keys: int) -> np.random.Generator:
-        return np.random.default_rng(np.random.SeedSequence([self.seed, round, purpose, *keys]))
+        return np.random.default_rng([self.seed, round, purpose, *keys])
 
 
 def round_half_up(value: float) -> int:

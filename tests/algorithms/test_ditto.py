@@ -312,7 +312,7 @@ def test_what_it_costs(federated_trainer):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Ditto(-1.0), ValueError, "`lam` to be finite and at least 0"),
+        (lambda: Ditto(-1.0), ValueError, "`lam` to be at least 0 and finite"),
         (lambda: Ditto(0.1, 0), ValueError, "`local_epochs` to be at least 1, but got 0"),
         (lambda: Ditto(0.1, 1, 0), ValueError, "`personal_epochs` to be at least 1, but got 0"),
         (lambda: PersonalModel(0.1, 0), ValueError, "`global_epochs` to be at least 1, but got 0"),

@@ -141,7 +141,7 @@ def test_going_on(federated_trainer, tmp_path):
     [
         (lambda: FedALA(0), "`num_layers` to be at least 1"),
         (lambda: FedALA(share=0.0), r"`share` to be in \(0, 1\], but got 0.0"),
-        (lambda: AdaptiveAggregation(eta=0.0), "`eta` to be positive and finite"),
+        (lambda: AdaptiveAggregation(eta=0.0), "`eta` to be greater than 0 and finite"),
     ],
 )
 def test_options_that_cannot_be(make, message):

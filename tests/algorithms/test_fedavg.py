@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from lightning_fed.algorithms import QFFL, FairAvg, FedAvg
+from lightning_fed.algorithms import FairAvg, FedAvg
 from lightning_fed.messages import ClientUpdate, Request
 from lightning_fed.method import build_method
 from lightning_fed.rule import RoundInfo
@@ -91,11 +91,6 @@ def test_broadcasts():
     first.state["w"] = torch.zeros(2)  # what a callback does to one client's message
     assert torch.equal(second.state["w"], torch.ones(2))
     assert torch.equal(state["w"], torch.ones(2))
-
-
-def test_merging_other_kinds():
-    with pytest.raises(TypeError, match="`other` to be a FedAvg, but got QFFL"):
-        FedAvg().merge(QFFL())
 
 
 def test_nothing_received():

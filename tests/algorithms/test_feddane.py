@@ -477,7 +477,7 @@ def test_manual_optimization_is_refused(federated_trainer):
 
 @pytest.mark.parametrize("mu", [-1.0, float("inf")])
 def test_strengths_that_cannot_be(mu):
-    with pytest.raises(ValueError, match="`mu` to be finite and at least 0, but got"):
+    with pytest.raises(ValueError, match="`mu` to be at least 0 and finite, but got"):
         FedDANE(mu)
 
 

@@ -97,7 +97,7 @@ def test_messages_alone():
 @pytest.mark.parametrize("alpha", [0.0, -1.0, float("inf")])
 def test_strengths_that_cannot_be(alpha):
     for make in (FedDyn, DynamicRegularizer):
-        with pytest.raises(ValueError, match="`alpha` to be positive and finite, but got"):
+        with pytest.raises(ValueError, match="`alpha` to be greater than 0 and finite, but got"):
             make(alpha)
 
 

@@ -36,7 +36,7 @@ def test_it_brings_its_term_unless_there_is_one(federated_trainer):
 
 @pytest.mark.parametrize("mu", [-0.1, float("inf"), float("nan")])
 def test_strengths_that_cannot_be(mu):
-    with pytest.raises(ValueError, match="`mu` to be finite and at least 0, but got"):
+    with pytest.raises(ValueError, match="`mu` to be at least 0 and finite, but got"):
         FedProx(mu)
 
 

@@ -240,8 +240,8 @@ def test_going_on(federated_trainer, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mu": -1.0}, "`mu` to be finite and at least 0"),
-        ({"temperature": 0.0}, "`temperature` to be positive and finite"),
+        ({"mu": -1.0}, "`mu` to be at least 0 and finite"),
+        ({"temperature": 0.0}, "`temperature` to be greater than 0 and finite"),
     ],
 )
 def test_options_that_cannot_be(options, message):

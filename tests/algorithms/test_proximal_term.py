@@ -337,5 +337,5 @@ def test_on_a_plain_trainer_it_does_nothing(plain_trainer):
 
 @pytest.mark.parametrize("mu", [-1.0, float("nan"), float("inf")])
 def test_strengths_that_cannot_be(mu):
-    with pytest.raises(ValueError, match="`mu` to be finite and at least 0, but got"):
+    with pytest.raises(ValueError, match="`mu` to be at least 0 and finite, but got"):
         ProximalTerm(mu)

@@ -143,9 +143,9 @@ def test_modules_it_cannot_work_with(federated_trainer):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: QFFL(-1.0), "`q` to be finite and at least 0"),
-        (lambda: QFFL(1.0, 0.0), "`lipschitz` to be positive and finite"),
-        (lambda: LossReport(-1.0), "`lipschitz` to be positive and finite"),
+        (lambda: QFFL(-1.0), "`q` to be at least 0 and finite"),
+        (lambda: QFFL(1.0, 0.0), "`lipschitz` to be greater than 0 and finite"),
+        (lambda: LossReport(-1.0), "`lipschitz` to be greater than 0 and finite"),
     ],
 )
 def test_options_that_cannot_be(make, message):

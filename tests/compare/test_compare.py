@@ -442,7 +442,7 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         ("own.yaml --methods fedprox:mu", 2, "Expected options as `option=value`, but got 'mu' in 'fedprox:mu'"),
         ("own.yaml --methods fedprox:mu=", 2, "Expected options as `option=value`, but got 'mu='"),
         ("own.yaml --methods fedprox:mu=1:mu=2", 2, "Expected every option once, but got 'mu' again"),
-        ("own.yaml --methods fedprox:mu=-1", 2, "'fedprox:mu=-1' does not work: Expected `mu` to be finite and at le"),
+        ("own.yaml --methods fedprox:mu=-1", 2, "'fedprox:mu=-1' does not work: Expected `mu` to be at least 0 "),
         ("own.yaml --methods fedprox:mu=much", 2, "The method 'fedprox:mu=much' does not work: "),
         ("own.yaml --methods fedmargin:combine=lpn", 2, "Expected `combine` to be one of"),
         ("own.yaml --methods fedavg:availability.stragglers=0.5", 2, "Expected options of 'fedavg' to be of"),

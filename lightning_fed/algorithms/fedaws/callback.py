@@ -7,7 +7,7 @@ https://arxiv.org/abs/2004.10342
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import lightning as L
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_fed.algorithms.fedaws.spreadout import spreadout_margin, spreadout_top_k
 from lightning_fed.algorithms.training_trace import trained_layer_names
-from lightning_fed.argument_checks import check_count, check_option, check_positive
+from lightning_fed.argument_checks import check_count, check_nonnegative, check_option, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import OptionError
 from lightning_fed.federated_callback import FederatedCallback
@@ -89,16 +89,12 @@ class SpreadOut(FederatedCallback):
         normalize: bool = True,
         entry: str = "auto",
     ) -> None:
-        check_option("variant", variant, get_args(Variant))
-        self.variant: Variant = variant
+        check_option("variant", variant, Variant)
+        self.variant = variant
         self.k = check_count("k", k)
-        for name, value in (("strength", strength), ("lr", lr)):
-            if value is not None and not 0 <= value < float("inf"):
-                raise ValueError(f"Expected `{name}` to be finite and at least 0, but got {value}.")
-        check_positive("margin", margin)
-        self.strength = strength
-        self.margin = margin
-        self.lr = lr
+        self.strength = check_nonnegative("strength", strength)
+        self.margin = check_positive("margin", margin)
+        self.lr = None if lr is None else check_nonnegative("lr", lr)
         self.comparison = None if comparison is None else check_count("comparison", comparison)
         self.normalize = normalize
         self.entry = entry

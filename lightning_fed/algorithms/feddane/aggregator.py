@@ -6,6 +6,7 @@ https://arxiv.org/abs/2001.01920
 
 from __future__ import annotations
 
+from lightning_fed.argument_checks import check_nonnegative
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.server.averaging import AveragingAggregator
 
@@ -44,9 +45,7 @@ class FedDANE(AveragingAggregator):
 
     def __init__(self, mu: float = 0.0) -> None:
         super().__init__()
-        if not 0 <= mu < float("inf"):
-            raise ValueError(f"Expected `mu` to be finite and at least 0, but got {mu}.")
-        self.mu = mu
+        self.mu = check_nonnegative("mu", mu)
 
     def weight(self, update: ClientUpdate) -> float:
         """The client's number of examples."""

@@ -16,17 +16,18 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fed.algorithms.client_pass import loss_of, refuse_manual_optimization
 from lightning_fed.algorithms.feddane.aggregator import FedDANE
-from lightning_fed.algorithms.proximal_term import ProximalTerm, add_to_gradient
+from lightning_fed.algorithms.gradient_terms import add_to_gradients
+from lightning_fed.algorithms.proximal_term import ProximalTerm
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, batch_length, seeded_generators
 from lightning_fed.errors import describe
 from lightning_fed.federated_callback import FederatedCallback, tell_of_model
 from lightning_fed.fit.synchronisation import process_group_of
-from lightning_fed.lightning.internals import gradient_scale
-from lightning_fed.lightning.isolated_pass import isolated_pass, run_step, until_fault
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.lightning.isolated_pass import isolated_pass, until_fault
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, with_prefix, without_prefix
 from lightning_fed.method import register
 from lightning_fed.model.entries import find_non_finite
 from lightning_fed.numerics.seeds import derive_seed
@@ -83,11 +84,8 @@ class GradientCorrection(FederatedCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuses manual optimization."""
-        if stage == "fit" and not pl_module.automatic_optimization:
-            raise MisconfigurationException(
-                "FedDANE asks for the gradient of the loss that `training_step` returns: it needs automatic"
-                " optimization."
-            )
+        if stage == "fit":
+            refuse_manual_optimization(pl_module, "FedDANE")
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Asks the sample for its gradients."""
@@ -138,9 +136,8 @@ class GradientCorrection(FederatedCallback):
     ) -> None:
         """Computes the client's gradient and its difference to the mean."""
         self._corrections = {}
-        mean = {name: value for name, value in broadcast.extras.items() if name.startswith(_PREFIX)}
-        visit = find_federation(trainer).current_visit
-        assert visit is not None
+        mean = without_prefix(broadcast.extras, _PREFIX)
+        visit = find_federation(trainer).visit
         if not mean:
             reason = "no client of the sample could send its gradient"
             if visit.fault is None and self._step_error is not None:
@@ -155,34 +152,21 @@ class GradientCorrection(FederatedCallback):
             visit.fault = visit.fault or str(fault)
             return
         parameters = dict(module.named_parameters())
-        self._corrections = {
-            parameters[name.removeprefix(_PREFIX)]: mean[name] - gradient for name, gradient in gradients.items()
-        }
+        for name, gradient in without_prefix(gradients, _PREFIX).items():
+            self._corrections[parameters[name]] = mean[name] - gradient
 
-    @torch.no_grad()
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Adds the correction."""
-        if not self._corrections or not find_federation(trainer).current_visits:
-            return
-        scale = gradient_scale(trainer, optimizer)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter in self._corrections:
-                    add_to_gradient(parameter.grad, self._corrections[parameter], scale)
+        if self._corrections and find_federation(trainer).current_visits:
+            add_to_gradients(trainer, optimizer, self._corrections.get)
 
-    def on_client_end(
-        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
-    ) -> None:
+    def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Forgets the correction."""
         self._corrections = {}
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Forgets the corrections, where the fit broke off inside a visit."""
-        self._mean, self._corrections = {}, {}
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets the corrections, where the fit ended inside a visit."""
-        self._mean, self._corrections = {}, {}
+    def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
+        """Forgets the mean gradient."""
+        self._mean = {}
 
     def _measure(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, state: State, is_reloaded: bool = False
@@ -218,7 +202,7 @@ class GradientCorrection(FederatedCallback):
             raise _NoAnswerError(f"its data raised {describe(faults[0])}")
         if not gradients:
             raise _NoAnswerError("its data gave no batch with a loss")
-        return ClientUpdate(client, num_samples, {}, {f"{_PREFIX}{name}": value for name, value in gradients.items()})
+        return ClientUpdate(client, num_samples, {}, with_prefix(gradients, _PREFIX))
 
 
 def full_gradient(
@@ -250,8 +234,7 @@ def full_gradient(
         for layer in recurrent:
             layer.dropout = 0.0  # comes back with the other attributes
         for number, batch in enumerate(batches):
-            output = run_step(trainer, module, "training_step", batch, number)
-            loss = output["loss"] if isinstance(output, Mapping) else output
+            loss = loss_of(trainer, module, batch, number)
             if loss is None:
                 continue
             values = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)

@@ -34,11 +34,11 @@ from lightning_fed.algorithms.training_trace import (
     trained_layer_names,
 )
 from lightning_fed.argument_checks import check_option, check_share
-from lightning_fed.callbacks.federation import Federation, find_federation
+from lightning_fed.callbacks.federation import federation_of, find_federation, move_behind_federation
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.lightning.internals import is_fitting
+from lightning_fed.lightning.internals import callbacks_of, is_fitting
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.features import FeatureLayer
 from lightning_fed.numerics.seeds import derive_seed
@@ -130,14 +130,14 @@ class FeatureFusion(FederatedCallback):
         check_option("eval_reference", eval_reference, ("previous", "current"))
         check_share("ema", ema)
         self.at = at
-        self.operator: OperatorName = operator
-        self.levels: Sequence[int | str] | Literal["all"] = levels
-        self.channels: int | Sequence[int] | Literal["infer"] = channels
+        self.operator = operator
+        self.levels = levels
+        self.channels = channels
         self.network = network
         self.ema = ema
         self.eval_reference = eval_reference
         self.cache_global_features = cache_global_features
-        self.conv_init: ConvInit = conv_init
+        self.conv_init = conv_init
         self.conv_bias = conv_bias
         self.channel_axis = channel_axis
         self._fusion: FusionLayer | None = None
@@ -170,7 +170,9 @@ class FeatureFusion(FederatedCallback):
                     "Expected an aggregator that keeps neurons in their places, but got FedMA: channels that are fused"
                     " with those of another extractor cannot be matched."
                 )
-            _move_to_front(self, trainer)
+            callbacks = callbacks_of(trainer)
+            if callbacks.index(self) > callbacks.index(find_federation(trainer)):  # (`setup` runs in a loop over them.)
+                move_behind_federation(self, trainer)  # so that all others see a visit with its extractor
         is_fused = find_fusion(pl_module) is not None
         with seeded_generators(derive_seed(_federation_seed(trainer), _OPERATOR_STREAM)):
             trained = trained_layer_names(trainer, pl_module) if stage == "fit" and self.at == "auto" else None
@@ -209,13 +211,7 @@ class FeatureFusion(FederatedCallback):
                 " nothing of them. Evaluate the module without `FeatureFusion`, or a checkpoint of a fit with it."
             )
 
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Warns as before a validation."""
-        self.on_validation_start(trainer, pl_module)
-
-    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Warns as before a validation."""
-        self.on_validation_start(trainer, pl_module)
+    on_test_start = on_predict_start = on_validation_start
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -269,9 +265,9 @@ class FeatureFusion(FederatedCallback):
         self.fusion.refer()
         self._batch = self._late_hits = 0
         federation = find_federation(trainer)
-        assert federation.current_visit is not None
-        self._per_epoch = federation.population.batches_per_epoch(client) or federation.current_visit.num_batches
-        is_repeated = federation.current_visit.num_batches > self._per_epoch
+        num_batches = federation.visit.num_batches
+        self._per_epoch = federation.population.batches_per_epoch(client) or num_batches
+        is_repeated = num_batches > self._per_epoch
         self.fusion.cache = FeatureCache() if self._caches and is_repeated else None
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
@@ -417,8 +413,7 @@ class FeatureFusion(FederatedCallback):
 
 def _federation_seed(trainer: L.Trainer) -> int:
     """The seed of the Trainer's federation; without one, as where a module is only evaluated, that of a new one."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    federation = next((callback for callback in callbacks if isinstance(callback, Federation)), None)
+    federation = federation_of(trainer)
     return default_seed() if federation is None else federation.seed
 
 
@@ -427,23 +422,9 @@ def _name_of(layer: nn.Module, module: nn.Module) -> str:
     return names[0]
 
 
-def _move_to_front(callback: L.Callback, trainer: L.Trainer) -> None:
-    """Moves a callback right behind the federation, so that all others see a visit with its extractor."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    position = next(index for index, known in enumerate(callbacks) if isinstance(known, Federation))
-    if callbacks.index(callback) > position:  # (`setup` runs in a loop over them.)
-        callbacks.remove(callback)
-        callbacks.insert(position + 1, callback)
-
-
 def _add_parameters(parameters: list[nn.Parameter], trainer: L.Trainer) -> None:
     """Has the first optimizer train parameters that no optimizer does, where a module names those that it trains."""
-    trained = {
-        id(parameter)
-        for optimizer in trainer.optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    trained = optimized_parameters(trainer)
     missing = [parameter for parameter in parameters if parameter.requires_grad and id(parameter) not in trained]
     if not missing:
         return

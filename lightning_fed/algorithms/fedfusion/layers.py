@@ -131,10 +131,8 @@ class FusionLayer(nn.Module):
 
     def summaries(self) -> dict[str, dict[str, float]]:
         """By level, numbers that say how far its operator lets the global features count."""
-        operators = {
-            name: operator for name, operator in self.operators.items() if isinstance(operator, FusionOperator)
-        }
-        return {name: operator.summary() for name, operator in operators.items()}
+        operators = self.operators.items()
+        return {name: operator.summary() for name, operator in operators if isinstance(operator, FusionOperator)}
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
         """Takes over the global model's extractor: from now on features are fused with what it makes.

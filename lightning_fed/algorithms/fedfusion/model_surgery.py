@@ -16,7 +16,7 @@ from lightning_fed.algorithms.fedfusion.operators import ConvFusion, OperatorNam
 from lightning_fed.lightning.internals import is_compiled, is_overridden
 from lightning_fed.messages import State
 from lightning_fed.model.feature_extraction import evaluating
-from lightning_fed.model.features import FeatureLayer
+from lightning_fed.model.features import FeatureLayer, replace_layer
 
 FUSION = "feature_fusion"
 """Name of the submodule that :func:`fuse` adds to a model."""
@@ -139,12 +139,12 @@ def unwrap(module: nn.Module) -> nn.Module:
     _forget_compiled_code(module)
     if isinstance(owner, FusedExtractor):
         local = owner.local if convolution is None else nn.Sequential(owner.local, convolution)
-        return _replace_layer(module, owner_name, local)
+        return replace_layer(module, owner_name, local)
     delattr(owner, FUSION)
     if convolution is not None:
         layer = module.get_submodule(extractor.path)
         both = (convolution, layer) if extractor.layer.side == "input" else (layer, convolution)
-        module = _replace_layer(module, extractor.path, nn.Sequential(*both))
+        module = replace_layer(module, extractor.path, nn.Sequential(*both))
     return module
 
 
@@ -231,12 +231,3 @@ def _pointwise(fusion: FusionLayer, extractor: Extractor) -> nn.Module:
         if has_bias:
             convolution.bias.copy_(operator.bias)
     return convolution.train(fusion.training)  # type: ignore[no-any-return]
-
-
-def _replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
-    """Puts a layer in the place of another; returns the module, or the layer if it was the module itself."""
-    if not name:
-        return layer
-    parent, _, last = name.rpartition(".")
-    module.get_submodule(parent).register_module(last, layer)
-    return module

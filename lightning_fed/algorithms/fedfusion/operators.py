@@ -7,7 +7,7 @@ equations are in :mod:`lightning_fed.algorithms.fedfusion.equations`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,7 @@ class ConvFusion(FusionOperator):
         self, channels: int, init: ConvInit = "default", bias: bool = True, channel_axis: int | None = None
     ) -> None:
         super().__init__()
-        check_option("init", init, get_args(ConvInit))
+        check_option("init", init, ConvInit)
         layer = nn.Linear(2 * check_count("channels", channels), channels, bias)  # starts as a 1x1 convolution does
         self.weight = layer.weight
         self.bias = layer.bias
@@ -200,7 +200,7 @@ def build_operator(
         MultiFusion(weights=8)
 
     """
-    check_option("operator", name, get_args(OperatorName))
+    check_option("operator", name, OperatorName)
     if name == "conv":
         return ConvFusion(channels, conv_init, conv_bias, channel_axis)
     if name == "multi":

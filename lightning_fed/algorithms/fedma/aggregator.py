@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from lightning_fed.matching.stages import Stage, StageChoice, check_stages, find
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import find_non_finite
 from lightning_fed.numerics.seeds import client_key
-from lightning_fed.rule import Aggregator, PlanningAggregator, ResizingAggregator, RoundInfo, RoundPlan
+from lightning_fed.rule import PlanningAggregator, ResizingAggregator, RoundInfo, RoundPlan
 
 _log = logging.getLogger(__name__)
 
@@ -137,19 +137,19 @@ class FedMA(ResizingAggregator, PlanningAggregator):
         max_width: WidthLimit = "auto",
         seed: int = 0,
     ) -> None:
-        check_option("mode", mode, get_args(MatchMode))
+        check_option("mode", mode, MatchMode)
         check_option("last_layer", last_layer, ("class", "size"))
         check_option("initial", initial, ("shared", "independent"))
-        check_option("order", order, get_args(MatchOrder))
-        check_option("score", score, get_args(MatchScore))
+        check_option("order", order, MatchOrder)
+        check_option("score", score, MatchScore)
         if gamma is not None:
             check_positive("gamma", gamma)
-        self.mode: MatchMode = mode
+        self.mode = mode
         self.stages = check_stages(stages)
         self.last_layer = last_layer
         self.initial = initial
-        self.order: MatchOrder = order
-        self.score: MatchScore = score
+        self.order = order
+        self.score = score
         self.gamma = gamma
         self.passes = check_count("passes", passes, 0)
         self.max_width = check_width_limit("max_width", max_width)
@@ -292,15 +292,8 @@ class FedMA(ResizingAggregator, PlanningAggregator):
                 )
         self.received[update.client] = update
 
-    def merge(self, other: Aggregator) -> None:
-        """Joins the updates of another aggregator of the same kind.
-
-        Raises:
-            TypeError: If ``other`` is of another kind.
-
-        """
-        if not isinstance(other, FedMA):
-            raise TypeError(f"Expected `other` to be a FedMA, but got {type(other).__name__}.")
+    def merge(self, other: FedMA) -> None:
+        """Joins the updates of another aggregator of the same kind."""
         self.received |= other.received
 
     def aggregate(self) -> State | None:

@@ -37,7 +37,7 @@ from lightning_fed.lightning.internals import OverriddenMethod
 from lightning_fed.matching.permutation import PermutationGroup, resize_groups
 from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.matching.stages import find_stages
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, with_prefix, without_prefix
 from lightning_fed.method import register
 from lightning_fed.model.batches import BatchKey, find_target
 from lightning_fed.model.entries import copy_state, trainable_entries
@@ -148,7 +148,6 @@ class LayerwiseTraining(FederatedCallback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Restores the module's hook that ``setup`` replaced."""
-        self._unfreeze()
         self._restore_hook()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -236,8 +235,7 @@ class LayerwiseTraining(FederatedCallback):
         if rule.last_layer == "class" and stage == len(self._stages) - 1 and rule.num_classes > 1:
             self._counts = torch.zeros(rule.num_classes, dtype=torch.int64)
             batches = federation.population.batches_per_epoch(client)
-            planned = federation.current_visit
-            assert planned is not None
+            planned = federation.visit
             self._batches_left = batches or planned.num_batches
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
@@ -267,7 +265,7 @@ class LayerwiseTraining(FederatedCallback):
         """Keeps the client's model, and sends the stage that is matched next."""
         memory = find_federation(trainer).client_memory
         stage = int(memory[STEP][1])
-        memory |= {_MODEL + name: value for name, value in update.state.items()}
+        memory |= with_prefix(update.state, _MODEL)
         update.state = {name: value for name, value in update.state.items() if name in self._stages[stage]}
         if self._counts is not None:
             update.extras[COUNTS] = self._counts
@@ -334,7 +332,7 @@ class LayerwiseTraining(FederatedCallback):
         sent, stage = broadcast.extras, int(broadcast.extras[STEP][1])
         if not _has_required_step(memory, broadcast):
             raise ClientFault("it does not have its model of the stage before any more")
-        model = {name[len(_MODEL) :]: value for name, value in memory.items() if name.startswith(_MODEL)}
+        model = without_prefix(memory, _MODEL)
         widths, assignment = read_widths(memory), read_assignment(memory)
         memory[STEP] = sent[STEP]
         if stage:

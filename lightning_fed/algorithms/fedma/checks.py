@@ -14,6 +14,7 @@ from lightning_fed.algorithms.fedma.aggregator import FedMA
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.errors import OptionError
+from lightning_fed.lightning.internals import callbacks_of
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ def warn_of_rounds(trainer: L.Trainer, length: int) -> None:
             rounds % length,
             rounds,
         )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in callbacks_of(trainer):
         if isinstance(callback, EarlyStopping) and callback.patience < length:
             _log.warning(
                 "EarlyStopping has a patience of %d, but there is a new model only every %d rounds: it should wait for"

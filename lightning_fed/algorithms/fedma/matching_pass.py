@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_fed.data.sample_hashes import sample_hashes
 from lightning_fed.matching.one_shot import StateMatch
 from lightning_fed.matching.stages import Stage
-from lightning_fed.messages import Client, State
+from lightning_fed.messages import Client, State, without_prefix
 
 MEMORY = "fedma:"
 """Prefix of all entries in a client's memory."""
@@ -104,13 +104,9 @@ def tensor_hash(value: Tensor) -> int:
 
 def read_widths(values: Mapping[str, Tensor]) -> dict[str, int]:
     """Numbers of neurons by group, from the extras of a message or a client's memory."""
-    return {name: int(width) for name, width in _with_prefix(values, WIDTH).items()}
+    return {name: int(width) for name, width in without_prefix(values, WIDTH).items()}
 
 
 def read_assignment(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Positions of the client's neurons by group, from the extras of a message or a client's memory."""
-    return _with_prefix(values, ASSIGNMENT)
-
-
-def _with_prefix(values: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: value for name, value in values.items() if name.startswith(prefix)}
+    return without_prefix(values, ASSIGNMENT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,12 +70,12 @@ class AggregateMeanMargin(Float64States):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        check_option("kind", kind, get_args(MeanMarginKind))
+        check_option("kind", kind, MeanMarginKind)
         check_count("num_features", num_features)
         class_indices(torch.zeros(0, dtype=torch.int64), num_classes, ignore_index, exclude_classes)
         self.num_classes = num_classes
         self.num_features = num_features
-        self.kind: MeanMarginKind = kind
+        self.kind = kind
         self.normalize = normalize
         self.ignore_index = void_label(ignore_index, num_classes)
         self.exclude_classes = tuple(exclude_classes)

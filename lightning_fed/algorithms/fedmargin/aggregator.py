@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_fed.algorithms.fedmargin.attention import (
     AttentionKind,
@@ -53,7 +54,7 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, Sta
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.weighted_mean import WeightedMean
-from lightning_fed.rule import Aggregator, RoundInfo, RowAggregator
+from lightning_fed.rule import RoundInfo, RowAggregator
 
 _log = logging.getLogger(__name__)
 
@@ -166,17 +167,17 @@ class FedMargin(RowAggregator):
             ("proto_memory", proto_memory, PrototypeMemory),
             ("amm", amm, MeanMarginKind),
         ):
-            check_option(name, value, get_args(kinds))
+            check_option(name, value, kinds)
         check_positive("server_lr", server_lr)
-        self.margin: MarginKind = margin
-        self.class_reduction: ClassReduction = class_reduction
-        self.attention: AttentionKind = attention
-        self.combine: Combination = combine
-        self.proto_weighting: PrototypeWeighting = proto_weighting
-        self.proto_memory: PrototypeMemory = proto_memory
+        self.margin = margin
+        self.class_reduction = class_reduction
+        self.attention = attention
+        self.combine = combine
+        self.proto_weighting = proto_weighting
+        self.proto_memory = proto_memory
         self.size_weighting = size_weighting
         self.server_lr = server_lr
-        self.amm: MeanMarginKind = amm
+        self.amm = amm
         self.prototypes: Prototypes | None = None
         self.last = MarginReport()
         self.num_classes: int | None = None
@@ -209,15 +210,8 @@ class FedMargin(RowAggregator):
         self._local_margin(update)
         self.updates.append(update)
 
-    def merge(self, other: Aggregator) -> None:
-        """Joins the updates of another aggregator of the same kind.
-
-        Raises:
-            TypeError: If ``other`` is of another kind.
-
-        """
-        if not isinstance(other, FedMargin):
-            raise TypeError(f"Expected `other` to be a FedMargin, but got {type(other).__name__}.")
+    def merge(self, other: FedMargin) -> None:
+        """Joins the updates of another aggregator of the same kind."""
         self.updates += other.updates
 
     def aggregate(self) -> State:
@@ -269,34 +263,29 @@ class FedMargin(RowAggregator):
     def _measure_weights(self) -> Tensor:
         """Measures and remembers the margins, and gives the clients' weights."""
         updates = self.updates
+        num_samples = [update.num_samples for update in updates]
         lpm = [self._local_margin(update) for update in updates]
         apm = [math.nan] * len(updates)
-        positions, sets = self._unpack()
+        sets = self._unpack()
         if sets:
-            num_samples = [updates[position].num_samples for position in positions]
-            current = aggregate_prototypes(sets, self.proto_weighting, num_samples)
+            weighting = self.proto_weighting
+            current = aggregate_prototypes(list(sets.values()), weighting, [num_samples[number] for number in sets])
             reference = reference_prototypes(self.prototypes, current)
-            for position, prototypes in zip(positions, sets, strict=True):
-                apm[position] = float(
-                    aggregate_prototype_margin(
-                        prototypes, reference, margin=self.margin, class_reduction=self.class_reduction
-                    )
+            for number, prototypes in sets.items():
+                margin = aggregate_prototype_margin(
+                    prototypes, reference, margin=self.margin, class_reduction=self.class_reduction
                 )
+                apm[number] = float(margin)
             self.prototypes = update_prototypes(self.prototypes, current, self.proto_memory)
-        weights = self._weights(lpm, apm, [update.num_samples for update in updates])
-        amm = math.nan
-        if self.prototypes is not None:
-            amm = float(aggregate_mean_margin(self.prototypes, self.amm))
-        self.last = MarginReport([update.client for update in updates], lpm, apm, weights.tolist(), amm)
-        return weights
-
-    def _weights(self, lpm: Sequence[float], apm: Sequence[float], num_samples: Sequence[int]) -> Tensor:
         local, aggregate = (
             margin_attention(torch.tensor(margins, dtype=torch.float64), self.attention) for margins in (lpm, apm)
         )
-        return combine_attention(
+        weights = combine_attention(
             local, aggregate, self.combine, num_samples=num_samples if self.size_weighting else None
         )
+        amm = math.nan if self.prototypes is None else float(aggregate_mean_margin(self.prototypes, self.amm))
+        self.last = MarginReport([update.client for update in updates], lpm, apm, weights.tolist(), amm)
+        return weights
 
     def _local_margin(self, update: ClientUpdate) -> float:
         name = lpm_key(self.margin, self.class_reduction)
@@ -310,39 +299,32 @@ class FedMargin(RowAggregator):
             )
         return math.nan
 
-    def _unpack(self) -> tuple[list[int], list[Prototypes]]:
-        """Positions of the updates with prototypes, and these over all classes seen so far."""
-        self._forget_other_features()
+    def _unpack(self) -> dict[int, Prototypes]:
+        """Prototypes over all classes seen so far, by the position of their update."""
+        packed = {
+            number: update.extras
+            for number, update in enumerate(self.updates)
+            if len(update.extras.get("prototypes:classes", ()))
+        }
+        self._forget_other_features({extras["prototypes:means"].shape[1] for extras in packed.values()})
         known = 0 if self.prototypes is None else len(self.prototypes.counts)
-        positions, highest = [], [known - 1]
-        for position, update in enumerate(self.updates):
-            classes = update.extras.get("prototypes:classes")
-            if classes is not None and len(classes):
-                positions.append(position)
-                highest.append(int(classes.max()))
-        count = max(highest) + 1
-        if self.prototypes is not None and count > known:
-            more = count - known
+        count = max([known, *(int(extras["prototypes:classes"].max()) + 1 for extras in packed.values())])
+        if self.prototypes is not None:
             means, counts = self.prototypes
-            self.prototypes = Prototypes(
-                torch.cat([means, means.new_zeros(more, means.shape[1])]), torch.cat([counts, counts.new_zeros(more)])
-            )
-        sets = [unpack_prototypes(self.updates[position].extras, count) for position in positions]
-        return positions, [prototypes for prototypes in sets if prototypes is not None]
+            self.prototypes = Prototypes(F.pad(means, (0, 0, 0, count - known)), F.pad(counts, (0, count - known)))
+        sets = {number: unpack_prototypes(extras, count) for number, extras in packed.items()}
+        return {number: prototypes for number, prototypes in sets.items() if prototypes is not None}
 
-    def _forget_other_features(self) -> None:
+    def _forget_other_features(self, widths: Set[int]) -> None:
         """Forgets aggregate prototypes of other features than the round's: who sent them was alone, or wrong."""
-        packed = (update.extras for update in self.updates if len(update.extras.get("prototypes:classes", ())))
-        width = next((extras["prototypes:means"].shape[1] for extras in packed), None)
-        if self.prototypes is None or width in (None, self.prototypes.means.shape[1]):
-            return
-        _log.warning(
-            "Round %d: the aggregate prototypes start anew: those of the clients have %d features instead of %d.",
-            round_number(self._info.round),
-            width,
-            self.prototypes.means.shape[1],
-        )
-        self.prototypes = None
+        if self.prototypes is not None and not widths <= {self.prototypes.means.shape[1]}:
+            _log.warning(
+                "Round %d: the aggregate prototypes start anew: those of the clients have %d features instead of %d.",
+                round_number(self._info.round),
+                *widths,
+                self.prototypes.means.shape[1],
+            )
+            self.prototypes = None
 
     def _step(self, name: str, mean: Tensor) -> Tensor:
         if not mean.is_floating_point() or is_running_statistic(name):

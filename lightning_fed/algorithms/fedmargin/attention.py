@@ -9,7 +9,7 @@ is that of Ji et al., "Learning Private Neural Language Modeling with Attentive 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
         tensor([0.5000, 0.1667, 0.3333], dtype=torch.float64)
 
     """
-    check_option("kind", kind, get_args(AttentionKind))
+    check_option("kind", kind, AttentionKind)
     if margins.ndim != 1 or not len(margins):
         raise ValueError(f"Expected `margins` to be one number per client, but got the shape {tuple(margins.shape)}.")
     values = margins.double()
@@ -106,7 +106,7 @@ def combine_attention(
         [0.75, 0.25]
 
     """
-    check_option("combine", combine, get_args(Combination))
+    check_option("combine", combine, Combination)
     if local.ndim != 1 or not len(local) or local.shape != aggregate.shape:
         raise ValueError(
             "Expected `local` and `aggregate` to be one number per client each, but got the shapes"

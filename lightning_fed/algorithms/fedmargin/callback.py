@@ -30,7 +30,7 @@ from lightning_fed.algorithms.fedmargin.prototype_messages import lpm_key, pack_
 from lightning_fed.algorithms.fedmargin.prototypes import Prototypes
 from lightning_fed.algorithms.training_trace import trained_layer_names
 from lightning_fed.argument_checks import check_count, check_option
-from lightning_fed.callbacks.federation import Federation, find_federation
+from lightning_fed.callbacks.federation import federation_of, find_federation
 from lightning_fed.data.loader_clients import isolated_generators
 from lightning_fed.data.population import PlannedVisit, seed_everything, seeded_generators
 from lightning_fed.errors import OptionError, describe
@@ -130,13 +130,13 @@ class ClassPrototypes(FederatedCallback):
             check_count("max_batches", max_batches)
         self.layer = layer
         self.num_classes = num_classes
-        self.ignore_index: VoidLabel = ignore_index
+        self.ignore_index = ignore_index
         self.exclude_classes = tuple(exclude_classes)
         self.target = target
         self.passes = passes
         self.max_batches = max_batches
-        self.margin: MarginKind = margin
-        self.class_reduction: ClassReduction = class_reduction
+        self.margin = margin
+        self.class_reduction = class_reduction
         self.lpm_before = lpm_before
         self.prototypes: Prototypes | None = None
         self.classes_found: int | None = None
@@ -171,7 +171,8 @@ class ClassPrototypes(FederatedCallback):
         trained = trained_layer_names(trainer, pl_module) if "auto" in (self.layer, self.num_classes) else None
         self._layer = find_feature_layer(pl_module, trained) if self.layer == "auto" else FeatureLayer(self.layer)
         self._layer_name = str(self._layer)
-        if self._checkpoint_layer not in (None, self._layer_name) and self._compares_rounds(trainer):
+        compares_rounds = self.lpm_before == "last_local" or _rule(trainer) is not None
+        if federation_of(trainer) and self._checkpoint_layer not in (None, self._layer_name) and compares_rounds:
             raise OptionError(
                 f"Expected `layer` of `ClassPrototypes` to be that of the checkpoint, with whose prototypes the new"
                 f" ones are compared: {self._checkpoint_layer}, but got {self._layer_name}."
@@ -181,8 +182,8 @@ class ClassPrototypes(FederatedCallback):
             raise ValueError("The number of classes cannot be found: pass `num_classes` to `ClassPrototypes`.")
         self._options = FeatureSumOptions(classes, self.ignore_index, self.exclude_classes, self.target)
         self.classes_found = classes
-        rule = find_federation(trainer).server.rule if is_federated(trainer) else None
-        if isinstance(rule, FedMargin):
+        rule = _rule(trainer)
+        if rule is not None:
             rule.num_classes = classes
         self._prototypes_before, self._training_sums = None, None  # those of another fit
         self._has_warned = False
@@ -229,8 +230,7 @@ class ClassPrototypes(FederatedCallback):
     ) -> None:
         """Measures the prototypes of the downloaded weights."""
         self._prototypes_before, self._aggregate = None, unpack_prototypes(broadcast.extras, self._options.num_classes)
-        planned = find_federation(trainer).current_visit
-        assert planned is not None
+        planned = find_federation(trainer).visit
         if self.passes == "online":
             self._warn_of_short_visits(planned)
             per_epoch = find_federation(trainer).population.batches_per_epoch(client)
@@ -246,8 +246,7 @@ class ClassPrototypes(FederatedCallback):
         if self.passes == "online":
             self._prototypes_before, after = self._end_training_sums(trainer, module)
         else:
-            assert federation.current_visit is not None
-            after = self._measure_client(trainer, module, federation.current_visit)
+            after = self._measure_client(trainer, module, federation.visit)
         if after is None:
             return
         if self.lpm_before == "last_local":
@@ -269,13 +268,6 @@ class ClassPrototypes(FederatedCallback):
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Forgets the client, also where nothing came of its visit."""
         self._prototypes_before, self._aggregate, self._training_sums = None, None, None
-
-    def _compares_rounds(self, trainer: L.Trainer) -> bool:
-        """True if prototypes are compared with those of earlier rounds."""
-        if not is_federated(trainer):
-            return False
-        rule = find_federation(trainer).server.rule
-        return self.lpm_before == "last_local" or isinstance(rule, FedMargin)
 
     def _measure_client(
         self, trainer: L.Trainer, module: L.LightningModule, planned: PlannedVisit
@@ -305,7 +297,7 @@ class ClassPrototypes(FederatedCallback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measures the prototypes of the weights at the start of the epoch."""
-        if is_federated(trainer):
+        if federation_of(trainer):
             return
         if self.passes == "online":
             if math.isinf(trainer.num_training_batches):
@@ -319,7 +311,7 @@ class ClassPrototypes(FederatedCallback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measures the prototypes at the end of the epoch, and logs the margins."""
-        if is_federated(trainer):
+        if federation_of(trainer):
             return
         if self.passes == "online":
             self._prototypes_before, after = self._end_training_sums(trainer, pl_module)
@@ -377,9 +369,11 @@ class ClassPrototypes(FederatedCallback):
         return training_sums.first.prototypes(), training_sums.last.prototypes()
 
 
-def is_federated(trainer: L.Trainer) -> bool:
-    """True if the Trainer has a federation."""
-    return any(isinstance(callback, Federation) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+def _rule(trainer: L.Trainer) -> FedMargin | None:
+    """The federation's rule, if there is one and it is FedMargin."""
+    federation = federation_of(trainer)
+    rule = None if federation is None else federation.server.rule
+    return rule if isinstance(rule, FedMargin) else None
 
 
 def find_num_classes(module: L.LightningModule, trained: Collection[str] | None = None) -> int | None:

@@ -13,7 +13,7 @@ References:
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def class_margins(
         tensor([2.5000,    nan], dtype=torch.float64)
 
     """
-    check_option("margin", margin, get_args(MarginKind))
+    check_option("margin", margin, MarginKind)
     check_same_shape(query, reference, *([] if fallback is None else [fallback]))
     shared = query.present & reference.present
     missing = torch.tensor(torch.nan, dtype=torch.float64, device=shared.device)
@@ -194,7 +194,7 @@ def aggregate_mean_margin(prototypes: Prototypes, kind: MeanMarginKind = "pairs"
         [3.333333, 2.5]
 
     """
-    check_option("kind", kind, get_args(MeanMarginKind))
+    check_option("kind", kind, MeanMarginKind)
     means = prototypes.means[prototypes.present].double()
     if len(means) < 2:
         return torch.tensor(torch.nan, dtype=torch.float64, device=means.device)
@@ -208,7 +208,7 @@ def aggregate_mean_margin(prototypes: Prototypes, kind: MeanMarginKind = "pairs"
 
 def _over_classes(margins: Tensor, counts: Tensor, reduction: ClassReduction) -> Tensor:
     """One number for the margins of all classes that have one."""
-    check_option("class_reduction", reduction, get_args(ClassReduction))
+    check_option("class_reduction", reduction, ClassReduction)
     defined = ~margins.isnan()
     margins, counts = margins[defined], counts[defined]
     if not len(margins):

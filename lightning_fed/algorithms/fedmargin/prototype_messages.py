@@ -57,11 +57,6 @@ def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototy
     if "prototypes:classes" not in packed:
         return None
     classes, means, counts = (packed[f"prototypes:{name}"].cpu() for name in ("classes", "means", "counts"))
-    if means.ndim != 2 or counts.shape != classes.shape or means.shape[:1] != classes.shape:
-        raise ValueError(
-            "Expected prototypes of shape (C, d) with C counts and C classes, but got"
-            f" {tuple(means.shape)}, {tuple(counts.shape)} and {tuple(classes.shape)}."
-        )
     if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < num_classes:
         raise ValueError(f"Expected classes in 0 to {num_classes - 1}, but got {classes.tolist()}.")
     full = Prototypes(
@@ -107,12 +102,10 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
     if missing:
         return None if len(missing) == len(PROTOTYPE_KEYS) else f"its prototypes come without {missing[0]!r}"
     classes, means, counts = (packed[name] for name in PROTOTYPE_KEYS)
-    if means.ndim != 2 or classes.shape != means.shape[:1] or counts.shape != means.shape[:1]:
-        shapes = ", ".join(str(tuple(packed[name].shape)) for name in PROTOTYPE_KEYS)
-        return f"its prototypes have classes, means and counts of the shapes {shapes}"
-    if classes.dtype != torch.int64 or counts.dtype != torch.int64 or not means.is_floating_point():
-        types = ", ".join(str(packed[name].dtype) for name in PROTOTYPE_KEYS)
-        return f"its prototypes have classes, means and counts of the types {types}"
+    has_shapes = means.ndim == 2 and classes.shape == counts.shape == means.shape[:1]
+    if not has_shapes or not classes.dtype == counts.dtype == torch.int64 or not means.is_floating_point():
+        forms = ", ".join(f"{packed[name].dtype} of shape {tuple(packed[name].shape)}" for name in PROTOTYPE_KEYS)
+        return f"its prototypes have classes, means and counts of the forms {forms}"
     if not len(classes):
         return None
     if int(classes.min()) < 0:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_fed.algorithms.fedmargin.aggregator import FedMargin
-from lightning_fed.algorithms.fedmargin.callback import ClassPrototypes, is_federated
+from lightning_fed.algorithms.fedmargin.callback import ClassPrototypes
 from lightning_fed.algorithms.fedmargin.principal_axes import PrincipalAxes, principal_axes
 from lightning_fed.algorithms.fedmargin.prototype_messages import (
     PROTOTYPE_KEYS,
@@ -21,20 +20,19 @@ from lightning_fed.algorithms.fedmargin.prototype_messages import (
     unpack_prototypes,
 )
 from lightning_fed.algorithms.fedmargin.prototypes import Prototypes, aggregate_prototypes
-from lightning_fed.argument_checks import check_count, check_option
-from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.argument_checks import check_count
+from lightning_fed.callbacks.federation import federation_of, find_federation
 from lightning_fed.callbacks.pictures import Color, figure_pixels, has_matplotlib, report_other_loggers, tensorboards
 from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors
 from lightning_fed.console import round_number
 from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.lightning.internals import callbacks_of
 from lightning_fed.messages import Client, ClientUpdate, State
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _log = logging.getLogger(__name__)
-
-Basis = Literal["each", "first"]
 
 
 class PrototypePlots(FederatedCallback):
@@ -46,28 +44,25 @@ class PrototypePlots(FederatedCallback):
     :class:`~lightning_fed.callbacks.ClassPrototypes`, which comes with FedMargin and is otherwise to be added.
 
     The plane is that in which the prototypes are most spread out
-    (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`; every class counts the same). With ``basis="each"``
-    every picture has its own, turned in itself so that its axes are nearest to those of the picture before: how far
-    apart the classes are is seen best. With ``basis="first"`` the plane of the first picture stays, until a class
-    appears that was not there when it was chosen: the prototypes alone move, but as the features change, that plane
-    shows less and less of them. Both axes have the same scale. The title says how much of the spread of the prototypes
-    around their mean (sum of squared distances) lies in the plane.
+    (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`; every class counts the same). Every picture has its
+    own, turned in itself so that its axes are nearest to those of the picture before. Both axes have the same scale.
+    The title says how much of the spread of the prototypes around their mean (sum of squared distances) lies in the
+    plane.
 
     A picture is drawn in the first epoch (round) in which there are two classes, and then whenever ``every_n_epochs``
     have passed since the last one; the step on TensorBoard's axis is the epoch. Other loggers are passed over.
 
     State: ``last_epoch``, the epoch of the last picture (an int, or None), and ``view``, its plane: ``center`` (d
-    numbers), ``axes`` (2 d numbers) and ``classes``, the indices of those that chose it; or None.
+    numbers) and ``axes`` (2 d numbers); or None.
 
     Args:
         every_n_epochs: Epochs (rounds) from one picture to the next.
         class_names: Names of the classes, from class 0 on; the others are shown by their index.
         class_colors: Colours (red, green, blue; 0 to 255), likewise; the others have those of a palette.
-        basis: ``"each"`` to choose the plane for every picture, ``"first"`` to keep the first one.
         projector: Whether the prototypes also go, in all their dimensions, to TensorBoard's projector.
 
     Raises:
-        ValueError: If ``every_n_epochs`` is below 1, ``class_colors`` holds no colours, or ``basis`` is unknown.
+        ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` holds no colours.
         ModuleNotFoundError: In ``fit``, if matplotlib is not installed.
         MisconfigurationException: In ``fit``, if nothing measures prototypes, or not before this callback runs.
 
@@ -86,19 +81,15 @@ class PrototypePlots(FederatedCallback):
         every_n_epochs: int = 5,
         class_names: Sequence[str] = (),
         class_colors: Sequence[Sequence[int]] | None = None,
-        basis: Basis = "each",
         projector: bool = False,
     ) -> None:
         check_count("every_n_epochs", every_n_epochs)
-        check_option("basis", basis, get_args(Basis))
         self.every_n_epochs = every_n_epochs
         self.class_names = tuple(class_names)
         self.class_colors = checked_colors(class_colors)
-        self.basis: Basis = basis
         self.projector = projector
         self._last_epoch: int | None = None
         self._view: PrincipalAxes | None = None
-        self._view_classes: Tensor = torch.zeros(0, dtype=torch.int64)
         self._sent: dict[Client, State] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -113,11 +104,11 @@ class PrototypePlots(FederatedCallback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Makes sure that something measures prototypes; by now all callbacks are there."""
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = callbacks_of(trainer)
         positions = [index for index, callback in enumerate(callbacks) if isinstance(callback, ClassPrototypes)]
         if not positions:
             raise MisconfigurationException("PrototypePlots needs a `ClassPrototypes` among the Trainer's callbacks.")
-        if not is_federated(trainer) and positions[0] > callbacks.index(self):
+        if not federation_of(trainer) and positions[0] > callbacks.index(self):
             raise MisconfigurationException(
                 "Expected `ClassPrototypes` before `PrototypePlots` in the Trainer's callbacks, but got it after: the"
                 " prototypes of an epoch are measured at its end."
@@ -156,22 +147,19 @@ class PrototypePlots(FederatedCallback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draws the prototypes at the end of the epoch."""
-        if not is_federated(trainer):
+        if not federation_of(trainer):
             self._draw(trainer, _find_class_prototypes(trainer).prototypes, f"Epoch {trainer.current_epoch}")
 
     # Both
 
     def state_dict(self) -> dict[str, Any]:
         """See the class's note."""
-        if self._view is None:
-            return {"last_epoch": self._last_epoch, "view": None}
-        return {"last_epoch": self._last_epoch, "view": {**self._view._asdict(), "classes": self._view_classes}}
+        return {"last_epoch": self._last_epoch, "view": None if self._view is None else self._view._asdict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on counting from the last picture, in its plane."""
         self._last_epoch, view = state_dict["last_epoch"], state_dict["view"]
-        self._view = None if view is None else PrincipalAxes(view["center"], view["axes"])
-        self._view_classes = self._view_classes if view is None else view["classes"]
+        self._view = None if view is None else PrincipalAxes(**view)
 
     def _over_clients(self, trainer: L.Trainer, clients: Iterable[Client]) -> Prototypes | None:
         """Prototypes over the clients that have sent some; malformed ones are left out, and their clients named."""
@@ -200,9 +188,8 @@ class PrototypePlots(FederatedCallback):
         if self._view is not None and self._view.center.shape != means.shape[1:]:
             self._view = None  # of other features
         self._last_epoch = epoch
-        if self._view is None or self.basis == "each" or not torch.isin(classes, self._view_classes).all():
-            view = principal_axes(means)
-            self._view, self._view_classes = view if self._view is None else view.turned_to(self._view), classes
+        view = principal_axes(means)
+        self._view = view if self._view is None else view.turned_to(self._view)
         if not trainer.is_global_zero:
             return
         count = len(prototypes.counts)
@@ -219,8 +206,7 @@ class PrototypePlots(FederatedCallback):
 
 def _find_class_prototypes(trainer: L.Trainer) -> ClassPrototypes:
     """The callback that measures prototypes."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return next(callback for callback in callbacks if isinstance(callback, ClassPrototypes))
+    return next(callback for callback in callbacks_of(trainer) if isinstance(callback, ClassPrototypes))
 
 
 def _figure(view: PrincipalAxes, means: Tensor, shown: Sequence[tuple[str, Color]], title: str) -> Figure:

@@ -12,7 +12,7 @@ via Repulsion-Attraction of Sparse and Disentangled Latent Representations" (SDR
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -168,7 +168,7 @@ def aggregate_prototypes(
         [[3.0], [1.0]]
 
     """
-    check_option("weighting", weighting, get_args(PrototypeWeighting))
+    check_option("weighting", weighting, PrototypeWeighting)
     if not clients:
         raise ValueError("Expected `clients` to be at least one client's prototypes, but got none.")
     check_same_shape(*clients)
@@ -220,7 +220,7 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
                 [5.0000]])
 
     """
-    check_option("memory", memory, get_args(PrototypeMemory))
+    check_option("memory", memory, PrototypeMemory)
     if previous is None:
         return current
     check_same_shape(previous, current)

@@ -8,7 +8,7 @@ The losses are in :mod:`lightning_fed.algorithms.fedss.losses`, the layer is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import lightning as L
 import numpy as np
@@ -25,6 +25,8 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import ClientFault, OptionError, describe
 from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.lightning.internals import callbacks_of
+from lightning_fed.lightning.isolated_pass import until_fault
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request
 from lightning_fed.model.batches import find_target
 
@@ -97,8 +99,8 @@ class SampledSoftmax(FederatedCallback):
     ) -> None:
         self.num_negatives = check_count("num_negatives", num_negatives, lowest=0)
         check_option("resample", resample, ("round", "batch"))
-        check_option("objective", objective, get_args(Objective))
-        self.objective: Objective = objective
+        check_option("objective", objective, Objective)
+        self.objective = objective
         self.resample = resample
         self.head = head
         self.target = target
@@ -113,8 +115,7 @@ class SampledSoftmax(FederatedCallback):
         """Forgets the clients of another fit."""
         if stage == "fit":
             find_federation(trainer)
-            callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-            if sum(isinstance(callback, SampledSoftmax) for callback in callbacks) > 1:
+            if sum(isinstance(callback, SampledSoftmax) for callback in callbacks_of(trainer)) > 1:
                 raise MisconfigurationException("Expected one `SampledSoftmax` callback, but the Trainer has more.")
             self._client_classes, self._head_name, self._held = {}, None, None
 
@@ -129,8 +130,7 @@ class SampledSoftmax(FederatedCallback):
         self._held, self._columns, self._batch = None, [], -1
         if self.objective == "full":
             return
-        planned = find_federation(trainer).current_visit
-        assert planned is not None
+        planned = find_federation(trainer).visit
         try:
             positives = self._positives(trainer, client)
         except ClientFault as error:
@@ -243,26 +243,20 @@ class SampledSoftmax(FederatedCallback):
 
     def _labels(self, trainer: L.Trainer, client: Client) -> Tensor:
         federation = find_federation(trainer)
-        population, planned = federation.population, federation.current_visit
-        assert planned is not None
+        population, planned = federation.population, federation.visit
         if not population.gives_all(client):
             raise OptionError(
                 f"The loader of client {client!r} may leave examples out of a pass (`drop_last`, or sampling with"
                 " replacement), so that its classes cannot be looked for: give `SampledSoftmax` the clients' `classes`."
             )
-        labels_of_batches = []
+        faults, labels_of_batches = list[Exception](), [torch.zeros(0, dtype=torch.int64)]
         with seeded_generators():
-            batches = population.one_pass(planned.visit, isolated=True)
-            while True:
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    break
-                except Exception as error:
-                    raise ClientFault(f"its data raised {describe(error)}") from error
+            for batch in until_fault(population.one_pass(planned.visit, isolated=True), faults):
                 labels = torch.unique(self._classes_of(find_target(batch, self.target))).cpu()
                 labels_of_batches.append(labels[labels >= 0])
-        return torch.cat(labels_of_batches) if labels_of_batches else torch.zeros(0, dtype=torch.int64)
+        if faults:
+            raise ClientFault(f"its data raised {describe(faults[0])}") from faults[0]
+        return torch.cat(labels_of_batches)
 
     def _classes_of(self, target: Tensor) -> Tensor:
         """Labels as whole numbers."""

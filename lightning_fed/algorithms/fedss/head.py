@@ -11,7 +11,7 @@ their columns, and in training the layer gives the logits whose cross-entropy is
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from lightning_fed.algorithms.fedss.losses import MarginOf, Reduction, sampled_logits, with_margin
 from lightning_fed.algorithms.fedss.sampled_classes import SampledClasses
-from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.argument_checks import check_count, check_option, check_positive
 from lightning_fed.model.features import LogitsLayer
 from lightning_fed.numerics.chunks import CHUNK_ELEMENTS
 from lightning_fed.numerics.precision import at_least_float32
@@ -93,20 +93,18 @@ class SampledSoftmaxHead(LogitsLayer):
         super().__init__()
         self.in_features = check_count("in_features", in_features)
         self.num_classes = check_count("num_classes", num_classes)
-        if not 0 < scale < math.inf:
-            raise ValueError(f"Expected `scale` to be a number greater than 0, but got {scale}.")
         if not normalize and scale != _SCALE:
             raise ValueError(f"Expected no `scale` with `normalize=False`: linear logits have none, but got {scale}.")
-        check_option("margin_of", margin_of, get_args(MarginOf))
+        check_option("margin_of", margin_of, MarginOf)
         limit = math.pi if margin_of == "angle" else 2.0
         if not 0 <= margin < limit:
             raise ValueError(f"Expected `margin` to be from 0 to below {limit:.4g}, but got {margin}.")
         if margin and not normalize:
             raise ValueError(f"Expected no `margin` with `normalize=False`: it is one of cosines, but got {margin}.")
-        self.scale = scale
+        self.scale = check_positive("scale", scale)
         self.normalize = normalize
         self.margin = margin
-        self.margin_of: MarginOf = margin_of
+        self.margin_of = margin_of
         self.weight = nn.Parameter(torch.empty(num_classes, in_features))
         self.bias = nn.Parameter(torch.empty(num_classes)) if bias else None
         self._held: SampledClasses | None = None
@@ -242,7 +240,7 @@ class SampledSoftmaxHead(LogitsLayer):
             True
 
         """
-        check_option("reduction", reduction, get_args(Reduction))
+        check_option("reduction", reduction, Reduction)
         labels = target.reshape(-1)
         if self._batch is None or not self.training:
             logits = self._logits(features, self.weight, self.bias, labels if self.training else None)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fed.algorithms.fedss.head import SampledSoftmaxHead
 from lightning_fed.algorithms.fedss.losses import MarginOf
-from lightning_fed.model.features import find_classifier
+from lightning_fed.model.features import find_classifier, replace_layer
 
 
 class MarginLoss(nn.Module):
@@ -65,7 +65,7 @@ def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool =
     """
     margin_losses = [name for name, layer in module.named_modules() if _is_margin_loss(layer)]
     if margin_losses:
-        return _replaced(module, margin_losses[-1], _converted(module.get_submodule(margin_losses[-1])))
+        return replace_layer(module, margin_losses[-1], _converted(module.get_submodule(margin_losses[-1])))
     path = find_classifier(module)
     linear = None if path is None else module.get_submodule(path)
     if path is None or not isinstance(linear, nn.Linear):
@@ -77,15 +77,7 @@ def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool =
     for name in ["weight", "bias"] if has_bias else ["weight"]:
         head.register_parameter(name, linear.get_parameter(name))
     head.train(linear.training)
-    return _replaced(module, path, head)
-
-
-def _replaced(module: nn.Module, path: str, layer: nn.Module) -> nn.Module:
-    if path == "":
-        return layer
-    parent, _, name = path.rpartition(".")
-    module.get_submodule(parent).register_module(name, layer)
-    return module
+    return replace_layer(module, path, head)
 
 
 def _is_margin_loss(layer: nn.Module) -> bool:

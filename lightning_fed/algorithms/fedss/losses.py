@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -141,7 +141,7 @@ def sampled_logits(
         tensor([[  -inf, 0.0000, 0.5000]])
 
     """
-    check_option("objective", objective, get_args(Objective))
+    check_option("objective", objective, Objective)
     _check_columns(logits, is_positive)
     logits = at_least_float32(logits)
     if objective == "full":
@@ -242,8 +242,8 @@ def sampled_softmax_loss(
         tensor(0.3150)
 
     """
-    check_option("reduction", reduction, get_args(Reduction))
-    check_option("objective", objective, get_args(Objective))
+    check_option("reduction", reduction, Reduction)
+    check_option("objective", objective, Objective)
     _check_columns(logits, is_positive)
     _check_rows(logits, target)
     target = _whole_numbers("target", target)
@@ -285,7 +285,7 @@ def gradient_noise(change: Iterable[Tensor], reference: Iterable[Tensor], norm: 
         tensor(5., dtype=torch.float64)
 
     """
-    check_option("norm", norm, get_args(Norm))
+    check_option("norm", norm, Norm)
     changes, references = list(change), list(reference)
     shapes, expected = [tuple(value.shape) for value in changes], [tuple(value.shape) for value in references]
     if not shapes or shapes != expected:

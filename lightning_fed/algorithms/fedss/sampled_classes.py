@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ class SampledClasses:
     objective: Objective = "fedss"
 
     def __post_init__(self) -> None:
-        check_option("objective", self.objective, get_args(Objective))
+        check_option("objective", self.objective, Objective)
         _check_increasing("classes", self.classes)
         if self.is_positive.dtype != torch.bool or self.is_positive.shape != self.classes.shape:
             raise ValueError(

@@ -24,7 +24,7 @@ from lightning_fed.numerics.precision import to_float64
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.numerics.trees import move_beside
 from lightning_fed.numerics.weighted_mean import WeightedMean
-from lightning_fed.rule import Aggregator, ClusteredAggregator, RoundInfo
+from lightning_fed.rule import ClusteredAggregator, RoundInfo
 
 _log = logging.getLogger(__name__)
 
@@ -96,14 +96,11 @@ class FeSEM(ClusteredAggregator):
         init: Literal["k-means++", "random"] = "k-means++",
         seed: int = 0,
     ) -> None:
-        check_count("num_centers", num_centers)
         check_option("init", init, ("k-means++", "random"))
-        if seed < 0:
-            raise ValueError(f"Expected `seed` to be at least 0, but got {seed}.")
-        self.num_centers = num_centers
+        self.num_centers = check_count("num_centers", num_centers)
         self.assign_on = assign_on
         self.init = init
-        self.seed = seed
+        self.seed = check_count("seed", seed, 0)
         self.centers: list[State] = []
         self.assignments: dict[Client, int] = {}
         self._num_samples: dict[Client, int] = {}
@@ -133,15 +130,8 @@ class FeSEM(ClusteredAggregator):
             key = client_key(update.client)
             self._keep_candidate((derive_seed(self.seed, key), key), update)
 
-    def merge(self, other: Aggregator) -> None:
-        """Joins what another FeSEM with the same centres has received.
-
-        Raises:
-            TypeError: If ``other`` is of another kind.
-
-        """
-        if not isinstance(other, FeSEM):
-            raise TypeError(f"Expected `other` to be a FeSEM, but got {type(other).__name__}.")
+    def merge(self, other: FeSEM) -> None:
+        """Joins what another FeSEM with the same centres has received."""
         for mean, joined in zip(self.means, other.means, strict=True):
             mean.merge(joined)
         self.received |= other.received
@@ -229,7 +219,7 @@ class FeSEM(ClusteredAggregator):
         else:
             points = embed([update.state for update in updates], self._names)
             sizes = torch.tensor([update.num_samples for update in updates])
-            generator = np.random.default_rng(np.random.SeedSequence([self.seed, self._info.round]))
+            generator = np.random.default_rng([self.seed, self._info.round])
             assignments, first = k_means(points, self.num_centers, sizes, generator)
             means = [WeightedMean() for _ in first]
             for update, index in zip(updates, assignments.tolist(), strict=True):

@@ -10,9 +10,9 @@ import lightning as L
 from lightning_fed.algorithms.fesem.aggregator import FeSEM
 from lightning_fed.callbacks.evaluation.data_pass import Stage, evaluate_data
 from lightning_fed.callbacks.evaluation.results import ClientResults
-from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.callbacks.federation import find_federation, move_behind_federation
 from lightning_fed.fit.synchronisation import process_group_of
-from lightning_fed.messages import Client, State
+from lightning_fed.messages import Client
 from lightning_fed.method import register
 from lightning_fed.model.entries import copy_state, live_entries, load_entries
 
@@ -36,10 +36,7 @@ class CenterEvaluation(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Moves behind the federation, before callbacks that monitor."""
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        federation = find_federation(trainer)
-        callbacks.remove(self)
-        callbacks.insert(callbacks.index(federation) + 1, self)
+        move_behind_federation(self, trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluates the centres on the validation data."""
@@ -58,23 +55,19 @@ class CenterEvaluation(L.Callback):
             return
         entries = live_entries(pl_module)
         before = copy_state({name: entries[name] for center in aggregator.centers for name in center})
-        models: dict[Client, State] = {}
-        weights: dict[Client, int] = {}
-        for index, size in aggregator.sizes().items():
-            key = "global" if index is None else index
-            models[key] = before if index is None else aggregator.centers[index]
-            weights[key] = size
-
         pool, reports = process_group_of(trainer), {}
+        sizes: dict[Client, int] = {
+            "global" if index is None else index: size for index, size in aggregator.sizes().items()
+        }
         try:
-            for key, model in models.items():
-                load_entries(entries, model)
+            for key in sizes:
+                load_entries(entries, aggregator.centers[key] if isinstance(key, int) else before)
                 reports[key] = evaluate_data(trainer, pl_module, loader, stage, pool=pool)
         finally:
             load_entries(entries, before)
-        total = sum(weights.values())
+        total = sum(sizes.values())
         values: dict[str, float] = {
-            f"fesem/{name}": sum(weights[key] * value for key, value in by_key.items()) / total
+            f"fesem/{name}": sum(sizes[key] * value for key, value in by_key.items()) / total
             for name, by_key in ClientResults.of(reports).values.items()
         }
         federation.round_log.put(trainer, trainer.current_epoch, values)

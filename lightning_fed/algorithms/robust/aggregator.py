@@ -23,7 +23,7 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, Sta
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back
 from lightning_fed.numerics.seeds import client_key
-from lightning_fed.rule import Aggregator, RoundInfo, TolerantAggregator
+from lightning_fed.rule import RoundInfo, TolerantAggregator
 
 _MAX_CLIENTS_BY_NAME = 20
 
@@ -110,7 +110,6 @@ class RobustAggregator(TolerantAggregator):
         self._info, self._state = info, state
         self.updates: dict[Client, State] = {}
         self.origins: dict[Client, tuple[tuple[Client, ...], dict[Client, float]]] = {}
-        self._gram: Tensor | None = None
 
     def broadcast(self, request: Request) -> Broadcast:
         """The global state, the same for every client."""
@@ -121,15 +120,8 @@ class RobustAggregator(TolerantAggregator):
         self.updates[update.client] = update.state
         self.origins[update.client] = update.clients, shares_of(update)
 
-    def merge(self, other: Aggregator) -> None:
-        """Joins the updates that another rule of the same kind has received.
-
-        Raises:
-            TypeError: If ``other`` is of another kind.
-
-        """
-        if not isinstance(other, type(self)):
-            raise TypeError(f"Expected `other` to be a {type(self).__name__}, but got {type(other).__name__}.")
+    def merge(self, other: RobustAggregator) -> None:
+        """Joins the updates that another rule of the same kind has received."""
         self.updates |= other.updates
         self.origins |= other.origins
 
@@ -142,16 +134,21 @@ class RobustAggregator(TolerantAggregator):
                 is not there.
 
         """
-        faults = self._find_faults()
+        clients = self.clients
+        states = [self.updates[client] for client in clients]
+        names = number_entries(self._state)
+        steps = Steps(self._state, states, [name for name in names if not is_running_statistic(name)])
+        faults = steps.find_too_long(clients)
+        if not faults and (lack := self._find_lack()) is not None:
+            faults = dict.fromkeys(self.updates, lack)
+        self.updates = {client: state for client, state in self.updates.items() if client not in faults}
         if faults:
             raise BadUpdates(
                 {member: reason for client, reason in faults.items() for member in self.origins[client][0]}
             )
-        clients = self.clients
-        states = [self.updates[client] for client in clients]
-        num_malicious = self._allowed(len(clients))
-        combined, kept = self.combine(Steps(self._state, states, self._names, self._gram), num_malicious)
-        statistics, _ = Steps(self._state, states, self._statistics).by_coordinate(
+        num_malicious = self.tolerated(len(clients))
+        combined, kept = self.combine(steps, num_malicious)
+        statistics, _ = Steps(self._state, states, [*filter(is_running_statistic, names)]).by_coordinate(
             partial(trimmed_mean, num_trimmed=num_malicious)
         )
         combined |= statistics
@@ -164,8 +161,11 @@ class RobustAggregator(TolerantAggregator):
         return new
 
     def tolerated(self, count: int) -> int:
-        """Number f, or the most that the rule stands with as many clients."""
-        return self._allowed(count)
+        """Number f, less those whose answers were refused; or the most that the rule stands with as many clients."""
+        if self.num_malicious is not None:
+            return max(0, self.num_malicious - len(self._info.refused))
+        factor, constant = self.least
+        return max(0, (count - constant) // factor)
 
     def metrics(self) -> dict[str, float]:
         """Number of the round's clients that did not count, and each client's share that did not, over its rounds."""
@@ -195,42 +195,13 @@ class RobustAggregator(TolerantAggregator):
         """The clients whose updates are there, without trusted ones, in an order that no client can choose."""
         return sorted(self.updates.keys() - set(self.always), key=client_key)
 
-    @property
-    def _names(self) -> list[str]:
-        return [name for name in number_entries(self._state) if not is_running_statistic(name)]
-
-    @property
-    def _statistics(self) -> list[str]:
-        return [name for name in number_entries(self._state) if is_running_statistic(name)]
-
-    def _allowed(self, count: int) -> int:
-        """Number of malicious clients that a round of as many updates is to stand."""
-        if self.num_malicious is not None:
-            return max(0, self.num_malicious - len(self._info.refused))
-        factor, constant = self.least
-        return max(0, (count - constant) // factor)
-
-    def _find_faults(self) -> dict[Client, str]:
-        """Clients of which nothing can come, with the reason."""
-        self._gram = Steps(self._state, [self.updates[client] for client in self.clients], self._names).gram
-        is_good = self._gram.diagonal().isfinite().tolist()
-        faults = {
-            client: "its step is too long to be compared with the others"
-            for client, good in zip(self.clients, is_good, strict=True)
-            if not good
-        }
-        if not faults:
-            faults = dict.fromkeys(self.updates, fault) if (fault := self._find_lack()) is not None else {}
-        self.updates = {client: state for client, state in self.updates.items() if client not in faults}
-        return faults
-
     def _find_lack(self) -> str | None:
         """Reason why nothing can come of the round; ``None`` where it can."""
         for client in self.always:
             if client not in self.updates:
                 return f"the trusted client {client!r} has sent no good update"
         count = len(self.clients)
-        num_malicious = self._allowed(count)
+        num_malicious = self.tolerated(count)
         factor, constant = self.least
         needed = factor * num_malicious + constant if num_malicious else 1
         if count >= needed:

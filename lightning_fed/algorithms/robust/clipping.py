@@ -107,7 +107,7 @@ class CenteredClipping(RobustAggregator):
         num_malicious: int | None = None,
     ) -> None:
         super().__init__(num_malicious)
-        self.radius = _check_length("radius", radius)
+        self.radius = None if radius is None else check_positive("radius", radius)
         self.iterations = check_count("iterations", iterations)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
@@ -122,9 +122,3 @@ class CenteredClipping(RobustAggregator):
         new = steps.mean(weights[:-1], plus=(float(weights[-1]), center))
         self.memory = step_between(steps.start, new, names)
         return new, factors
-
-
-def _check_length(name: str, value: float | None) -> float | None:
-    if value is not None:
-        check_positive(name, value)
-    return value

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fed.algorithms.robust.aggregator import RobustAggregator
 from lightning_fed.algorithms.robust.equations import geometric_median_weights
 from lightning_fed.algorithms.robust.steps import Steps
-from lightning_fed.argument_checks import check_number, check_positive
+from lightning_fed.argument_checks import check_positive
 from lightning_fed.messages import State
 from lightning_fed.method import register
 
@@ -60,8 +60,7 @@ class GeometricMedian(RobustAggregator):
         smoothing: float = 1e-6,
     ) -> None:
         super().__init__(num_malicious)
-        self.smoothing = check_number("smoothing", smoothing)
-        check_positive("smoothing", self.smoothing)
+        self.smoothing = check_positive("smoothing", smoothing)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
         """The geometric median of the rows."""

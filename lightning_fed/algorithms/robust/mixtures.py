@@ -73,11 +73,9 @@ class Mixture(CollectingStep):
         numbers = number_entries(self.state)
         names = [name for name in numbers if not is_running_statistic(name)]
         steps = Steps(self.state, [update.state for update, _ in updates], names)
-        good = steps.gram.diagonal().isfinite().tolist()
-        if not all(good):
-            reason = "its step is too long to be compared with the others"
-            bad = [update.client for (update, _), fine in zip(updates, good, strict=True) if not fine]
-            raise BadUpdates(dict.fromkeys(bad, reason))
+        faults = steps.find_too_long([update.client for update, _ in updates])
+        if faults:
+            raise BadUpdates(faults)
         mixing = self.mixing(steps.gram)
         return [(self._mixed(steps, index, row, updates), self.state) for index, row in enumerate(mixing)]
 
@@ -104,7 +102,25 @@ class Mixture(CollectingStep):
         )
 
 
-class NearestNeighborMixing(Mixture):
+class TolerantMixture(Mixture):
+    """Base of mixtures for a number of clients that may send anything.
+
+    Args:
+        num_malicious: The number; ``None`` for fewer than half.
+
+    """
+
+    def __init__(self, num_malicious: int | None = None) -> None:
+        self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
+
+    def tolerated(self, count: int) -> int:
+        """Number of such clients among ``count``, without those whose answers were refused."""
+        if self.num_malicious is None:
+            return (count - 1) // 2
+        return min(max(0, self.num_malicious - len(self.info.refused)), count - 1)
+
+
+class NearestNeighborMixing(TolerantMixture):
     r"""Each step becomes the mean of its ``n - f`` nearest, itself among them (NNM).
 
     Args:
@@ -118,15 +134,12 @@ class NearestNeighborMixing(Mixture):
 
     """
 
-    def __init__(self, num_malicious: int | None = None) -> None:
-        self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
-
     def mixing(self, gram: Tensor) -> Tensor:
         """The means."""
-        return nearest_neighbor_mixing(gram, most_malicious(len(gram), self.num_malicious, len(self.info.refused)))
+        return nearest_neighbor_mixing(gram, self.tolerated(len(gram)))
 
 
-class AdaptiveClipping(Mixture):
+class AdaptiveClipping(TolerantMixture):
     r"""The :math:`\lfloor 2 f (n - f) / n \rfloor` longest steps are shortened to the longest of the others (ARC).
 
     Args:
@@ -140,12 +153,9 @@ class AdaptiveClipping(Mixture):
 
     """
 
-    def __init__(self, num_malicious: int | None = None) -> None:
-        self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
-
     def mixing(self, gram: Tensor) -> Tensor:
         """The factors."""
-        return adaptive_clipping(gram, most_malicious(len(gram), self.num_malicious, len(self.info.refused)))
+        return adaptive_clipping(gram, self.tolerated(len(gram)))
 
 
 class Bucketing(Mixture):
@@ -171,12 +181,5 @@ class Bucketing(Mixture):
 
     def mixing(self, gram: Tensor) -> Tensor:
         """The groups' means."""
-        generator = np.random.default_rng(np.random.SeedSequence([self.seed, self.info.round]))
+        generator = np.random.default_rng([self.seed, self.info.round])
         return bucketing(len(gram), self.bucket_size, generator)
-
-
-def most_malicious(count: int, num_malicious: int | None, refused: int) -> int:
-    """Number of clients that may send anything, without those whose answers were refused; or fewer than half."""
-    if num_malicious is None:
-        return (count - 1) // 2
-    return min(max(0, num_malicious - refused), count - 1)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from lightning_fed.messages import State
+from lightning_fed.messages import Client, State
 from lightning_fed.numerics.chunks import CHUNK_ELEMENTS
 from lightning_fed.numerics.precision import to_float64
 
@@ -40,31 +41,37 @@ class Steps:
 
     """
 
-    def __init__(
-        self,
-        start: State,
-        states: Sequence[State],
-        names: Sequence[str],
-        gram: Tensor | None = None,
-    ) -> None:
+    def __init__(self, start: State, states: Sequence[State], names: Sequence[str]) -> None:
         self.start, self.names, self._states = start, list(names), list(states)
-        self._gram = gram
 
     def __len__(self) -> int:
         """Number of rows."""
         return len(self._states)
 
-    @property
+    @cached_property
+    @torch.no_grad()
     def gram(self) -> Tensor:
         """Inner products of the rows, shape ``(rows, rows)``, float64, on the CPU."""
-        if self._gram is None:
-            self._gram = self._inner_products()
-        return self._gram
+        gram = torch.zeros(len(self._states), len(self._states), dtype=torch.float64)
+        for name in self.names if self._states else ():
+            for _, rows, base in self._chunks(name):
+                rows -= base
+                gram += (rows @ rows.T).cpu()
+        return (gram + gram.T) / 2
 
     @property
     def norms(self) -> Tensor:
         """Lengths of the rows, shape ``(rows,)``."""
         return self.gram.diagonal().sqrt()
+
+    def find_too_long(self, clients: Sequence[Client]) -> dict[Client, str]:
+        """Clients whose rows have no finite length, with the reason to leave them out."""
+        is_good = self.norms.isfinite().tolist()
+        return {
+            client: "its step is too long to be compared with the others"
+            for client, good in zip(clients, is_good, strict=True)
+            if not good
+        }
 
     @torch.no_grad()
     def products(self, direction: State) -> Tensor:
@@ -149,15 +156,6 @@ class Steps:
         for first in range(0, max(len(start), 1), width):
             columns = slice(first, first + width)
             yield columns, to_float64(torch.stack([value[columns] for value in values])), to_float64(start[columns])
-
-    @torch.no_grad()
-    def _inner_products(self) -> Tensor:
-        gram = torch.zeros(len(self._states), len(self._states), dtype=torch.float64)
-        for name in self.names if self._states else ():
-            for _, rows, base in self._chunks(name):
-                rows -= base
-                gram += (rows @ rows.T).cpu()
-        return (gram + gram.T) / 2
 
 
 def step_between(start: State, state: State, names: Sequence[str]) -> State:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_fed.backends.vectorized.client_random import PerClientRandom
 from lightning_fed.data.interleave import ClientGenerators, StackedBatch, batch_tensors, rebuild_batch
+from lightning_fed.lightning.isolated_pass import loss_in
 from lightning_fed.lightning.logged_values import LogCall, intercepted
 from lightning_fed.model.entries import copy_state
 from lightning_fed.model.resize import set_tensor_data
@@ -180,7 +181,7 @@ class StackedModel:
             draws = PerClientRandom(numbers.switch_to, part.clients, index) if self._draws else nullcontext()
             with Replaced(self._module, "log", intercepted(take)), draws:
                 output = functional_call(self._caller, entries, (training_step, batch, *rest), tie_weights=False)
-            loss = output["loss"] if isinstance(output, Mapping) else output
+            loss = loss_in(output)
             if not isinstance(loss, Tensor):
                 raise TypeError(f"Expected `training_step` to return a loss, but got {loss!r}.")
             return loss.reshape(()), values, {name: entries[f"module.{name}"] for name in buffers}

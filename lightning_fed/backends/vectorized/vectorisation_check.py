@@ -26,7 +26,7 @@ from lightning_fed.data.interleave import ClientGenerators, detect_draws, stack_
 from lightning_fed.data.population import seed_everything
 from lightning_fed.errors import describe
 from lightning_fed.lightning.internals import is_vmap_tensor, tensor_version
-from lightning_fed.lightning.isolated_pass import is_same, isolated_pass, noted_attributes, prepare_batch
+from lightning_fed.lightning.isolated_pass import is_same, isolated_pass, loss_in, noted_attributes, prepare_batch
 from lightning_fed.lightning.logged_values import LogCall, intercepted
 from lightning_fed.model.entries import copy_state
 
@@ -146,7 +146,7 @@ class _TwoClients:
             raise Obstacle("`training_step` writes parameters that the optimizer trains")
         if has_drawn[0]:
             raise Obstacle("`training_step` draws from Python's or NumPy's random numbers, which would be all clients'")
-        loss = output["loss"] if isinstance(output, Mapping) else output
+        loss = loss_in(output)
         return self._results(loss, lambda value: [value])
 
     def _together(self, batch: Any, draws: bool, is_apart: bool = False) -> tuple[Tensor, ...]:

@@ -388,7 +388,7 @@ class ClientEvaluation(FederatedCallback):
             return clients
         size = math.ceil(self.clients * len(clients)) if isinstance(self.clients, float) else int(self.clients)
         seeds = [federation.schedule.seed, trainer.current_epoch, _SAMPLE]
-        generator = np.random.default_rng(np.random.SeedSequence(seeds))
+        generator = np.random.default_rng(seeds)
         positions = generator.choice(len(clients), min(size, len(clients)), replace=False)
         return [clients[int(position)] for position in np.sort(positions)]
 

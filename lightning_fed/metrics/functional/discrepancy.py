@@ -78,7 +78,7 @@ def maximum_mean_discrepancy(
         True
 
     """
-    check_option("estimator", estimator, get_args(Estimator))
+    check_option("estimator", estimator, Estimator)
     least = 1 if estimator == "biased" else 2
     _check_samples(features, reference, least)
     check_numbers(bandwidth, scales, chunk_size)
@@ -141,7 +141,7 @@ def classwise_maximum_mean_discrepancy(
         tensor([0.0995,    nan,    nan], dtype=torch.float64)
 
     """
-    check_option("estimator", estimator, get_args(Estimator))
+    check_option("estimator", estimator, Estimator)
     _check_samples(features, reference, 1)
     for name, values, samples in (("labels", labels, features), ("reference_labels", reference_labels, reference)):
         if values.shape != samples.shape[:1]:

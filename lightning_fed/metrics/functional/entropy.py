@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -100,7 +100,7 @@ def feature_entropy(
         tensor([0.7500, 1.0000])
 
     """
-    check_option("activation", activation, get_args(Activation))
+    check_option("activation", activation, Activation)
     _check_channels("features", features)
     if size is not None and (features.ndim != 4 or len(size) != 2):
         raise ValueError(

@@ -11,7 +11,7 @@ square of the number of images.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -150,7 +150,7 @@ class _Search:
         gallery_labels: Tensor | None = None,
         chunk_size: int = 1024,
     ) -> None:
-        check_option("metric", metric, get_args(RetrievalMetric))
+        check_option("metric", metric, RetrievalMetric)
         self.chunk_size = check_count("chunk_size", chunk_size)
         if (gallery is None) != (gallery_labels is None):
             raise ValueError("Expected `gallery` and `gallery_labels` together, but got one of them.")

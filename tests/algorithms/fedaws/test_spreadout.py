@@ -340,8 +340,8 @@ def test_a_resumed_fit_ends_as_one_without_break(federated_trainer, tmp_path):
     [
         ({"variant": "topk"}, r"`variant` to be one of \['top_k', 'margin'\], but got 'topk'"),
         ({"k": 0}, "`k` to be at least 1, but got 0"),
-        ({"strength": -1.0}, "`strength` to be finite and at least 0, but got -1.0"),
-        ({"lr": float("inf")}, "`lr` to be finite and at least 0, but got inf"),
+        ({"strength": -1.0}, "`strength` to be at least 0 and finite, but got -1.0"),
+        ({"lr": float("inf")}, "`lr` to be at least 0 and finite, but got inf"),
         ({"margin": 0.0}, "`margin` to be greater than 0 and finite, but got 0.0"),
         ({"comparison": 0}, "`comparison` to be at least 1, but got 0"),
     ],

@@ -20,7 +20,6 @@ from lightning_fed import FederatedCallback, FederatedTrainer, Federation
 from lightning_fed.algorithms import FedMargin
 from lightning_fed.callbacks import AttentionMap, ClassPrototypes, PrototypePlots, pictures
 from tests import models
-from tests.breadth import quick
 from tests.callbacks.test_segmentation_images import logged
 from tests.conftest import QUIET
 from tests.recorders import assert_same
@@ -46,13 +45,11 @@ def plane(means, before=None):
     return means.mean(0), axes
 
 
-def planes(history, basis):
-    """The plane of every picture, from the classes and means of each."""
-    views, known, last = [], set(), None
-    for classes, means in history:
-        if last is None or basis == "each" or not set(classes) <= known:
-            last, known = plane(means, last), set(classes)
-        views.append(last)
+def planes(history):
+    """The plane of every picture, from the means of each."""
+    views = []
+    for _, means in history:
+        views.append(plane(means, views[-1] if views else None))
     return views
 
 
@@ -142,36 +139,31 @@ def train(callbacks, logger, epochs, module=None, data=None, **options):
 # --- what is drawn ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("basis", quick(["each", "first"], ["each"]))
-def test_pictures_of_a_federation(tmp_path, basis):
+def test_pictures_of_a_federation(tmp_path):
     """FedMargin's aggregate prototypes, round after round, each at its place."""
     notes, logger = Notes(), TensorBoardLogger(tmp_path)
-    federate([PrototypePlots(1, class_colors=COLORS, basis=basis), notes], logger, 3)
+    federate([PrototypePlots(1, class_colors=COLORS), notes], logger, 3)
     pictures = logged(logger, TAG)
     assert [step for step, _ in pictures] == [0, 1, 2]
-    for (_, picture), (classes, means), seen_from in zip(
-        pictures, notes.history, planes(notes.history, basis), strict=True
-    ):
+    views = planes(notes.history)
+    for (_, picture), (classes, means), seen_from in zip(pictures, notes.history, views, strict=True):
         assert classes == [0, 1, 2, 3, 4]
         assert_drawn(picture, classes, means, seen_from)
-    # the two kinds of plane can be told apart
-    wrong_view = planes(notes.history, "each" if basis == "first" else "first")[2]
-    with pytest.raises(AssertionError):
-        assert_drawn(pictures[2][1], *notes.history[2], wrong_view)
+    with pytest.raises(AssertionError):  # another round's plane can be told apart
+        assert_drawn(pictures[2][1], *notes.history[2], views[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("basis", quick(["each", "first"], ["first"]))
-def test_a_class_that_appears_later(tmp_path, basis):
-    """One client in a round, two classes or three each: a new plane where one is new, else the old one stays."""
+def test_a_class_that_appears_later(tmp_path):
+    """One client in a round, two classes or three each."""
     data = {"a": examples([0, 1], 1), "b": examples([1, 2, 4], 2), "c": examples([0, 3], 3)}
     notes, logger = Notes(), TensorBoardLogger(tmp_path)
-    plots = PrototypePlots(1, class_colors=COLORS, basis=basis)
+    plots = PrototypePlots(1, class_colors=COLORS)
     federate([plots, notes], logger, 8, data, clients_per_round=1)
     seen = [len(classes) for classes, _ in notes.history]
     assert seen[0] < seen[-1] == 5
     assert len(set(seen)) >= 3
-    views = planes(notes.history, basis)
+    views = planes(notes.history)
     for (_, picture), (classes, means), seen_from in zip(logged(logger, TAG), notes.history, views, strict=True):
         assert_drawn(picture, classes, means, seen_from)
 
@@ -189,7 +181,7 @@ def test_pictures_of_an_aggregator_without_prototypes(tmp_path):
         def on_server_round_start(self, trainer, module):
             sent.append([])
 
-    plots = PrototypePlots(1, class_colors=COLORS, basis="first")
+    plots = PrototypePlots(1, class_colors=COLORS)
     federate([ClassPrototypes(), plots, Mail()], logger, 2, method="fedavg")
     sent[1].pop()
     history = []
@@ -201,7 +193,7 @@ def test_pictures_of_an_aggregator_without_prototypes(tmp_path):
             counts[labels] += those
         history.append(([0, 1, 2, 3, 4], sums / counts[:, None]))
     pictures = logged(logger, TAG)
-    for (_, picture), (classes, means), seen_from in zip(pictures, history, planes(history, "first"), strict=True):
+    for (_, picture), (classes, means), seen_from in zip(pictures, history, planes(history), strict=True):
         assert_drawn(picture, classes, means, seen_from)
 
 
@@ -261,17 +253,13 @@ def test_the_title_says_what_share_of_the_spread_is_seen(tmp_path, monkeypatch):
     set_title = Axes.set_title
     monkeypatch.setattr(Axes, "set_title", lambda axes, text: titles.append(text) or set_title(axes, text))
     notes = Notes()
-    for basis in ("first", "each"):
-        federate([PrototypePlots(1, basis=basis), notes], TensorBoardLogger(tmp_path, name=basis), 3)
+    federate([PrototypePlots(1), notes], TensorBoardLogger(tmp_path), 3)
     shares = []
-    for basis, history in (("first", notes.history[:3]), ("each", notes.history[3:])):
-        for number, ((_, means), (_, axes)) in enumerate(zip(history, planes(history, basis), strict=True)):
-            away = means - means.mean(0)
-            shares.append(((away @ axes.T) ** 2).sum() / (away**2).sum())
-            assert titles[len(shares) - 1] == f"Round {number + 1}: {shares[-1]:.0%} of the spread"
-    assert len(shares) == len(titles) == 6
-    assert shares[1] < shares[4] < 1
-    assert shares[2] < shares[5] < 1
+    for (_, means), (_, axes) in zip(notes.history, planes(notes.history), strict=True):
+        away = means - means.mean(0)
+        shares.append(((away @ axes.T) ** 2).sum() / (away**2).sum())
+    assert titles == [f"Round {number}: {share:.0%} of the spread" for number, share in enumerate(shares, start=1)]
+    assert max(shares) < 1
 
 
 def test_a_single_class_is_not_drawn(tmp_path):
@@ -344,14 +332,13 @@ def test_a_plain_fit_ends_as_one_without(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("basis", ["each", "first"])
-def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(tmp_path, basis):
+def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(tmp_path):
     """Broken off inside a round and resumed: the same pictures of prototypes and of attention, to the last pixel."""
 
     def run(name, folder, stop=(), ckpt_path=None):
         logger = TensorBoardLogger(tmp_path, name=name)
         checkpoint = ModelCheckpoint(folder, save_last=True, save_on_train_epoch_end=True)
-        callbacks = [PrototypePlots(2, basis=basis), AttentionMap(2), checkpoint, *stop]
+        callbacks = [PrototypePlots(2), AttentionMap(2), checkpoint, *stop]
         options = {"enable_checkpointing": True, "clients_per_round": 2, "ckpt_path": ckpt_path}
         try:
             federate(callbacks, logger, 5, **options)
@@ -365,7 +352,7 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(tmp_path, basis):
     state = torch.load(last, weights_only=True)["callbacks"]
     view = state["PrototypePlots"]["view"]
     assert state["PrototypePlots"]["last_epoch"] == state["AttentionMap"]["last_epoch"] == 2
-    assert [view[name].shape for name in ("center", "axes", "classes")] == [(8,), (2, 8), (5,)]
+    assert [view[name].shape for name in ("center", "axes")] == [(8,), (2, 8)]
     assert list(state["AttentionMap"]["attention"]) == [0, 1, 2]
     second = run("second", last.parent, ckpt_path=last)
     for expected, before, after in zip(whole, first, second, strict=True):
@@ -384,7 +371,7 @@ def test_a_run_resumed_before_its_first_picture(tmp_path):
 
 
 def test_one_callback_object_serves_two_runs(tmp_path):
-    plots = PrototypePlots(100, class_colors=COLORS, basis="first")
+    plots = PrototypePlots(100, class_colors=COLORS)
     for seed in (1, 2):
         data, logger = examples([0, 1, 2, 3, 4], seed), TensorBoardLogger(tmp_path, name=str(seed))
         train([ClassPrototypes(), plots], logger, 2, Inputs(), data)
@@ -425,8 +412,6 @@ def test_refusals(tmp_path):
     for make in (PrototypePlots, AttentionMap):
         with pytest.raises(ValueError, match="`every_n_epochs` to be at least 1, but got 0"):
             make(every_n_epochs=0)
-    with pytest.raises(ValueError, match=r"Expected `basis` to be one of \['each', 'first'\], but got 'last'"):
-        PrototypePlots(basis="last")
     with pytest.raises(ValueError, match="from 0 to 255 per class"):
         PrototypePlots(class_colors=[(0, 0, 256)])
 
@@ -465,8 +450,6 @@ def test_the_other_door_draws_the_same(tmp_path):
     trainer = L.Trainer(**{**QUIET, "logger": logger}, max_epochs=2, callbacks=callbacks)
     trainer.fit(models.Module(net()), datamodule=Data())
     history = [([0, 1, 2, 3, 4], prototypes.means.double().numpy()) for prototypes in notes.history]
-    for (_, picture), (classes, means), seen_from in zip(
-        logged(logger, TAG), history, planes(history, "each"), strict=True
-    ):
+    for (_, picture), (classes, means), seen_from in zip(logged(logger, TAG), history, planes(history), strict=True):
         assert_drawn(picture, classes, means, seen_from)
     assert len(logged(logger, AttentionMap.tag)) == 2

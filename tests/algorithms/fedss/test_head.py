@@ -460,7 +460,7 @@ def begin(labels, columns=None, **options):
     [
         (lambda: SampledSoftmaxHead(0, N), "`in_features` to be at least 1, but got 0"),
         (lambda: SampledSoftmaxHead(D, 2.5), "`num_classes` to be a whole number, but got 2.5"),
-        (lambda: SampledSoftmaxHead(D, N, scale=0), "`scale` to be a number greater than 0, but got 0"),
+        (lambda: SampledSoftmaxHead(D, N, scale=0), "`scale` to be greater than 0 and finite, but got 0"),
         (lambda: SampledSoftmaxHead(D, N, scale=float("nan")), "but got nan"),
         (lambda: SampledSoftmaxHead(D, N, scale=1.0, normalize=False), "no `scale` with `normalize=False`"),
         (lambda: classes_of([2, 2], [True, True]), "`classes` to be strictly increasing"),

@@ -190,8 +190,6 @@ def test_shards_merge_to_the_whole(init):
         state = whole.aggregate()
         assert_same(state, parts[2].aggregate())
         assert parts[2].assignments == whole.assignments
-    with pytest.raises(TypeError, match="`other` to be a FeSEM, but got FedAvg"):
-        whole.merge(FedAvg())
 
 
 def test_too_few_clients_for_the_centres(caplog):

@@ -728,11 +728,6 @@ def test_a_long_step_of_small_floats_is_shortened():
     assert chain.aggregate()["w"].tolist() == pytest.approx([-6e4, 1.0], rel=1e-3)
 
 
-def test_only_rules_of_one_kind_merge():
-    with pytest.raises(TypeError, match="`other` to be a Krum, but got FedAvg"):
-        Krum().merge(FedAvg())
-
-
 def test_trimmed_mean_of_nobody_is_fairavg():
     rows = [net_state(seed) for seed in range(1, 6)]
     results = []
