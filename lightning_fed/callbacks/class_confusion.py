@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning as L
 import torch
@@ -15,22 +15,22 @@ from torch import Tensor
 from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.callbacks.pictures import (
-    figure_pixels,
-    has_matplotlib,
-    paint_numbers,
+    draw_matrix,
+    log_picture,
     report_other_loggers,
     tensorboards,
 )
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError, describe
-from lightning_fed.federated_callback import tell_of_model
 from lightning_fed.lightning.isolated_pass import isolated_pass, prepare_batch
 from lightning_fed.messages import Client
 from lightning_fed.model.batches import as_classes, find_inputs, find_target
 from lightning_fed.numerics.seeds import client_key, derive_seed
-from lightning_fed.rule import model_of
 from lightning_fed.server.schedule import Visit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _log = logging.getLogger(__name__)
 
@@ -151,25 +151,17 @@ class OwnClassConfusion(L.Callback):
             return
         self._last_epoch, self.latest = round, {}
         federation = find_federation(trainer)
-        local = federation.local_model(pl_module)
-        state = local.global_state()
-        try:
+        with federation.own_models(trainer, pl_module) as load:
             for client in self._chosen(trainer):
-                client_state = model_of(federation.server.rule, client)
-                local.load_client(client, state if client_state is None else client_state, trains=False)
-                tell_of_model(trainer, pl_module, client)
+                load(client)
                 confusion = self._evaluate_client(trainer, pl_module, federation, client)
                 if confusion is not None:
                     self.latest[client] = confusion
-        finally:
-            local.load_global(state)
-            tell_of_model(trainer, pl_module, None)
         if not trainer.is_global_zero or not tensorboards(trainer):
             return
         for client, confusion in self.latest.items():
-            picture = confusion_picture(confusion, self.class_names, f"Round {round_number(round)}, client {client}")
-            for logger in tensorboards(trainer):
-                logger.experiment.add_image(f"{self.tag}/{client}", picture, global_step=round)
+            title = f"Round {round_number(round)}, client {client}"
+            log_picture(trainer, f"{self.tag}/{client}", confusion_picture(confusion, self.class_names, title))
 
     def state_dict(self) -> dict[str, Any]:
         """See the class's note."""
@@ -264,23 +256,15 @@ def confusion_picture(confusion: Confusion, class_names: Sequence[str] = (), tit
 
     """
     shares = confusion.counts.double() / confusion.counts.sum(1, keepdim=True)
-    painted, size = paint_numbers(shares), len(shares)
-    if not has_matplotlib():
-        cell = max(1, min(16, 1024 // size))
-        return painted.repeat_interleave(cell, 1).repeat_interleave(cell, 2)
-    from matplotlib.cm import ScalarMappable  # the extra `demo`
-    from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
-
     names = [class_names[label] if label < len(class_names) else str(label) for label in confusion.classes.tolist()]
+    size = len(names)
     side = min(20, 4 + 0.2 * size)
-    figure = Figure(figsize=(side + 1, side), dpi=100, layout="constrained")
-    axes = figure.subplots()
-    axes.imshow(painted.permute(1, 2, 0).numpy(), interpolation="nearest")
-    labelled = list(range(0, size, math.ceil(size / _MAX_LABELS)))
-    axes.set_xticks(labelled, [names[index] for index in labelled], rotation=90)
-    axes.set_yticks(labelled, [names[index] for index in labelled])
-    axes.set(xlabel="largest logit among these classes", ylabel="class")
-    axes.set_title(f"{title}: {confusion.accuracy:.0%} right among {size} classes")
-    figure.colorbar(ScalarMappable(Normalize(0, 1), "viridis"), ax=axes)
-    return figure_pixels(figure)
+    labelled = range(0, size, math.ceil(size / _MAX_LABELS))
+
+    def label(axes: Axes) -> None:
+        axes.set_xticks(labelled, [names[index] for index in labelled], rotation=90)
+        axes.set_yticks(labelled, [names[index] for index in labelled])
+        axes.set(xlabel="largest logit among these classes", ylabel="class")
+        axes.set_title(f"{title}: {confusion.accuracy:.0%} right among {size} classes")
+
+    return draw_matrix(shares, max(1, min(16, 1024 // size)), (side + 1, side), label)

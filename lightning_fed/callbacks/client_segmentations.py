@@ -9,7 +9,7 @@ import os
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
@@ -22,24 +22,24 @@ from lightning_fed.atomic_files import atomic_write, write_text_atomically
 from lightning_fed.callbacks.evaluation.client_evaluation import NO_CLIENTS
 from lightning_fed.callbacks.evaluation.data_pass import limited_batches
 from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.callbacks.pictures import figure_pixels, has_matplotlib, paint_numbers, tensorboards
+from lightning_fed.callbacks.pictures import draw_matrix, log_picture
 from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors, segmentation_grid
 from lightning_fed.callbacks.segmentation_images import segmentation_logits, with_background
 from lightning_fed.console import round_number
 from lightning_fed.data.federated import ChainedLoaders, EvaluationData, split_loaders
 from lightning_fed.data.population import seeded_generators
-from lightning_fed.federated_callback import tell_of_model
 from lightning_fed.lightning.internals import datamodule_of
 from lightning_fed.lightning.isolated_pass import isolated_pass, prepare_batch
 from lightning_fed.messages import Client
 from lightning_fed.metrics.functional.entropy import softmax_entropy
 from lightning_fed.metrics.segmentation import SegmentationScores
-from lightning_fed.model.batches import TARGET_KEYS, BatchKey, find_inputs, find_target
-from lightning_fed.rule import model_of
+from lightning_fed.model.batches import MASK_KEYS, BatchKey, find_inputs, find_target
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _log = logging.getLogger(__name__)
 
-_MASK_KEYS = ("mask", "masks", *TARGET_KEYS)
 _CELL = 14  # pixels of a class and round in the heat map without axes
 
 
@@ -129,27 +129,17 @@ class ClientSegmentations(L.Callback):
         folder, round = self._folder(trainer), self._round(trainer)
         self.rows = [row for row in self.rows if row[0] != round]  # of an earlier validation of the same model
         folder.mkdir(parents=True, exist_ok=True)
-        federation = find_federation(trainer)
-        with torch.inference_mode(False):
-            local = federation.local_model(pl_module)
-            state = local.global_state()
-            try:
-                for client, loader in loaders.items():
-                    client_state = model_of(federation.server.rule, client)
-                    local.load_client(client, state if client_state is None else client_state, trains=False)
-                    tell_of_model(trainer, pl_module, client)
-                    with seeded_generators(), isolated_pass(pl_module, is_reloaded=True):
-                        self._evaluate(trainer, pl_module, client, loader, folder)
-            finally:
-                local.load_global(state)
-                tell_of_model(trainer, pl_module, None)
+        with torch.inference_mode(False), find_federation(trainer).own_models(trainer, pl_module) as load:
+            for client, loader in loaders.items():
+                load(client)
+                with seeded_generators(), isolated_pass(pl_module, is_reloaded=True):
+                    self._evaluate(trainer, pl_module, client, loader, folder)
         self._write(folder)
         if not self.rows:  # no class is anywhere
             return
         picture = heat_map(self.rows)
         _save(picture, folder / "iou.png")
-        for logger in tensorboards(trainer):
-            logger.experiment.add_image(f"{self.tag}/client_iou", picture, global_step=round)
+        log_picture(trainer, f"{self.tag}/client_iou", picture, round)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Shows the table."""
@@ -261,13 +251,12 @@ class ClientSegmentations(L.Callback):
         )
         (folder / "clients").mkdir(exist_ok=True)
         _save(picture, folder / "clients" / f"{urllib.parse.quote(str(client), safe=' ')}.png")
-        for logger in tensorboards(trainer):
-            logger.experiment.add_image(f"{self.tag}/clients/{client}", picture, global_step=trainer.current_epoch)
+        log_picture(trainer, f"{self.tag}/clients/{client}", picture)
 
     def _run(self, trainer: L.Trainer, module: L.LightningModule, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, images and masks of a batch."""
         prepared = prepare_batch(trainer, module, batch)
-        images, mask = find_inputs(prepared, self.inputs), find_target(prepared, self.target, _MASK_KEYS)
+        images, mask = find_inputs(prepared, self.inputs), find_target(prepared, self.target, MASK_KEYS)
         with trainer.precision_plugin.forward_context():
             logits = segmentation_logits(module, images).float()
         mask = mask.squeeze(1) if mask.ndim == 4 and mask.shape[1] == 1 else mask
@@ -344,25 +333,18 @@ def heat_map(rows: Sequence[tuple[int, str, str, float, float]]) -> Tensor:
     values = torch.full((len(pairs), len(rounds)), math.nan)
     for round, client, name, iou, _ in rows:
         values[places[client, name], rounds.index(round)] = iou
-    painted = paint_numbers(values)
-    if not has_matplotlib():
-        return painted.repeat_interleave(_CELL, 1).repeat_interleave(_CELL, 2)
-    from matplotlib.cm import ScalarMappable  # the extra `demo`
-    from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4 + 0.3 * len(rounds), 1.2 + 0.2 * len(pairs)), dpi=100, layout="constrained")
-    axes = figure.subplots()
-    axes.imshow(painted.permute(1, 2, 0).numpy(), interpolation="nearest", aspect="auto")
-    every = math.ceil(len(rounds) / 20)
-    axes.set_xticks(range(0, len(rounds), every), [str(round_number(round)) for round in rounds[::every]])
-    axes.set_yticks(range(len(pairs)), [f"{client} · {name}" for client, name in pairs], fontsize=7)
-    for place in range(1, len(pairs)):
-        if pairs[place][0] != pairs[place - 1][0]:
-            axes.axhline(place - 0.5, color="white", linewidth=1.5)
-    axes.set(xlabel="round", title="IoU by client and class")
-    figure.colorbar(ScalarMappable(Normalize(0, 1), "viridis"), ax=axes)
-    return figure_pixels(figure)
+    def label(axes: Axes) -> None:
+        axes.set_aspect("auto")
+        every = math.ceil(len(rounds) / 20)
+        axes.set_xticks(range(0, len(rounds), every), [str(round_number(round)) for round in rounds[::every]])
+        axes.set_yticks(range(len(pairs)), [f"{client} · {name}" for client, name in pairs], fontsize=7)
+        for place in range(1, len(pairs)):
+            if pairs[place][0] != pairs[place - 1][0]:
+                axes.axhline(place - 0.5, color="white", linewidth=1.5)
+        axes.set(xlabel="round", title="IoU by client and class")
+
+    return draw_matrix(values, _CELL, (4 + 0.3 * len(rounds), 1.2 + 0.2 * len(pairs)), label)
 
 
 def _save(picture: Tensor, path: Path) -> None:

@@ -8,7 +8,8 @@ import logging
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from time import perf_counter  # ours, whatever a program that measures time puts in its place
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -358,6 +359,12 @@ class Federation(L.Callback):
     def local_model(self, pl_module: L.LightningModule) -> LocalModel:
         """The module as one client after another sees it; to be asked for while it is the global model."""
         return self._models.local(pl_module)
+
+    def own_models(
+        self, trainer: L.Trainer, pl_module: L.LightningModule
+    ) -> AbstractContextManager[Callable[[Client], None]]:
+        """Context of a function that makes the module a client's own model; afterwards it is the global one again."""
+        return self._models.own_models(trainer, pl_module)
 
     @property
     def state_key(self) -> str:

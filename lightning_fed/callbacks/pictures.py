@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Color = tuple[int, int, int]
@@ -32,6 +34,12 @@ def tensorboards(trainer: L.Trainer) -> list[TensorBoardLogger]:
     """The Trainer's loggers that take pictures."""
     loggers: list[Logger] = trainer.loggers
     return [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
+
+
+def log_picture(trainer: L.Trainer, tag: str, picture: Tensor, step: int | None = None) -> None:
+    """Hands a picture to the loggers that take pictures, as one of this epoch or of another step."""
+    for logger in tensorboards(trainer):
+        logger.experiment.add_image(tag, picture, global_step=trainer.current_epoch if step is None else step)
 
 
 def report_other_loggers(name: str, trainer: L.Trainer) -> None:
@@ -66,6 +74,31 @@ def paint_numbers(values: Tensor) -> Tensor:
 def has_matplotlib() -> bool:
     """Returns whether figures with axes can be drawn."""
     return find_spec("matplotlib") is not None
+
+
+def draw_matrix(values: Tensor, cell: int, size: tuple[float, float], label: Callable[[Axes], None]) -> Tensor:
+    """Numbers from 0 to 1 in the colours of viridis, shape ``(3, H, W)``, uint8; with axes if matplotlib is there.
+
+    Args:
+        values: The numbers, shape ``(H, W)``.
+        cell: Pixels of a number without axes.
+        size: Width and height of the figure, in inches.
+        label: Labels the axes.
+
+    """
+    painted = paint_numbers(values)
+    if not has_matplotlib():
+        return painted.repeat_interleave(cell, 1).repeat_interleave(cell, 2)
+    from matplotlib.cm import ScalarMappable  # the extra `demo`
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=100, layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(painted.permute(1, 2, 0).numpy(), interpolation="nearest")
+    label(axes)
+    figure.colorbar(ScalarMappable(Normalize(0, 1), "viridis"), ax=axes)
+    return figure_pixels(figure)
 
 
 def figure_pixels(figure: Figure) -> Tensor:

@@ -12,19 +12,17 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count, check_option
-from lightning_fed.callbacks.pictures import report_other_loggers, tensorboards
+from lightning_fed.callbacks.pictures import log_picture, report_other_loggers, tensorboards
 from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors, segmentation_grid
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError
 from lightning_fed.lightning.internals import is_fitting
 from lightning_fed.metrics.functional.entropy import Activation, feature_entropy, softmax_entropy
-from lightning_fed.model.batches import TARGET_KEYS, BatchKey, find_inputs, find_target
+from lightning_fed.model.batches import MASK_KEYS, BatchKey, find_inputs, find_target
 from lightning_fed.model.feature_extraction import evaluating
 from lightning_fed.model.features import FeatureLayer, find_feature_layer, tap_features, without_compiled_code
 
 EntropyMap = Literal["softmax_entropy", "feature_entropy"]
-
-_MASK_KEYS = ("mask", "masks", *TARGET_KEYS)  # a batch may have labels of images too
 
 
 class SegmentationImages(L.Callback):
@@ -155,7 +153,7 @@ class SegmentationImages(L.Callback):
         """Keeps the images that are to be drawn, as the model gets them."""
         if not self._is_choosing or dataloader_idx > 0:
             return
-        images, masks = find_inputs(batch, self._inputs), find_target(batch, self._target, _MASK_KEYS)
+        images, masks = find_inputs(batch, self._inputs), find_target(batch, self._target, MASK_KEYS)
         for position in set(self._wanted) & set(range(self._num_seen, self._num_seen + len(images))):
             pair = images[position - self._num_seen], masks[position - self._num_seen]
             # copies: a slice would keep the whole batch in memory, and the step may write into it
@@ -193,8 +191,7 @@ class SegmentationImages(L.Callback):
             ignore_index=self._ignore_index,
             maps=predicted.maps,
         )
-        for logger in tensorboards(trainer):
-            logger.experiment.add_image(self.tag, grid, global_step=trainer.current_epoch)
+        log_picture(trainer, self.tag, grid)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the epoch of the last grid."""

@@ -51,15 +51,10 @@ class UnseenData(FederatedCallback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Changes the layers."""
-        self._start(pl_module)
+        self._stop()
+        self._adapter = UnseenStatistics(pl_module, self._layers)
 
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Changes the layers."""
-        self._start(pl_module)
-
-    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Changes the layers."""
-        self._start(pl_module)
+    on_test_start = on_predict_start = on_validation_start
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
@@ -91,10 +86,6 @@ class UnseenData(FederatedCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the names of the layers over."""
         self._layers = state_dict["layers"]
-
-    def _start(self, module: L.LightningModule) -> None:
-        self._stop()
-        self._adapter = UnseenStatistics(module, self._layers)
 
     def _stop(self) -> None:
         if self._adapter is not None:

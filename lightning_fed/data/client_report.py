@@ -220,10 +220,8 @@ def report_clients(
         [('a', [1, 2], 0.381), ('b', [4, 0], 0.286)]
 
     """
-    summaries = []
     with seeded_generators(0):
-        for client in population.clients:
-            summaries.append(_summarize(population, client, ignore_index, inputs, target))
+        summaries = [_summarize(population, client, ignore_index, inputs, target) for client in population.clients]
     size = max((len(summary.counts) for summary in summaries), default=0)
     if num_classes is not None and size > num_classes:
         raise ValueError(f"Expected classes from 0 to {num_classes - 1}, but got {size - 1}.")
@@ -277,17 +275,15 @@ def _count(batch: Any, x: Tensor, ignore_index: int | None, target: BatchKey) ->
     """Pixels or examples per class, and those without one; nothing where targets are no classes."""
     try:
         labels = find_target(batch, target)
-        if labels.ndim == x.ndim == 4 and labels.shape[1] > 1:
-            is_ignored = labels < 0
-            if ignore_index is not None:
-                is_ignored |= labels == ignore_index
-            return ((labels != 0) & ~is_ignored).movedim(1, 0).flatten(1).sum(1), int(is_ignored.sum())
-        labels = as_classes(labels, x.ndim).flatten()
+        has_mask_per_class = labels.ndim == x.ndim == 4 and labels.shape[1] > 1
+        labels = labels if has_mask_per_class else as_classes(labels, x.ndim).flatten()
     except ValueError:
         return torch.zeros(0, dtype=torch.int64), 0
     is_ignored = labels < 0
     if ignore_index is not None:
         is_ignored |= labels == ignore_index
+    if has_mask_per_class:
+        return ((labels != 0) & ~is_ignored).movedim(1, 0).flatten(1).sum(1), int(is_ignored.sum())
     return torch.bincount(labels[~is_ignored].long()), int(is_ignored.sum())
 
 

@@ -32,20 +32,16 @@ from lightning_fed.data.dataset_clients import (
     count_batches,
     cut_batches,
 )
-from lightning_fed.data.loader_clients import LoaderClients, check_client_loader, has_loader
+from lightning_fed.data.loader_clients import LoaderClients, check_client_loader, has_loader, inside
 from lightning_fed.data.partition_base import NumberedPartition
 from lightning_fed.data.partitions import Partition
+from lightning_fed.data.poisson import LOADER_OPTIONS, is_plain
 from lightning_fed.data.population import LazyClients, Population, client_keys
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
 
 ClientData: TypeAlias = Dataset[Any] | Iterable[Any]
 """A client's examples: a map-style data set, or a ``DataLoader`` (any iterable of batches)."""
-
-_LOADER_OPTIONS = (
-    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
-    "persistent_workers",
-)  # fmt: skip
 
 
 class EvaluationData(L.LightningDataModule):
@@ -360,7 +356,7 @@ class _SequenceLookup:
 
 
 def _check_kinds(clients: Any) -> None:
-    values = clients.values() if isinstance(clients, dict) else clients if isinstance(clients, list | tuple) else ()
+    values = inside(clients) if isinstance(clients, dict | list | tuple) else ()
     for value in values:
         check_client_loader(value)
     kinds = {type(value).__name__: isinstance(value, Dataset) for value in values}
@@ -424,7 +420,7 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
         loader.batch_size,
         isinstance(loader.sampler, RandomSampler),
         loader.drop_last,
-        {name: getattr(loader, name) for name in _LOADER_OPTIONS},
+        {name: getattr(loader, name) for name in (*LOADER_OPTIONS, "persistent_workers")},
         None if weights is None else partial(_weights_of_client, indices, weights),
     )
     clients.split_loader = loader
@@ -465,11 +461,6 @@ def _weights_of_client(indices: Mapping[Client, np.ndarray], weights: np.ndarray
     return part
 
 
-def _is_plain(sampler: Any) -> bool:
-    """True for a sampler that draws every example once, in order or not."""
-    return type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
-
-
 def is_one_client(partition: Partition | None) -> bool:
     """True for a partition of one client."""
     return isinstance(partition, NumberedPartition) and partition.num_clients == 1
@@ -480,8 +471,8 @@ def _is_splittable(loader: Any) -> bool:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     if loader.batch_size is None:  # the data set takes the indices of a batch
-        return type(loader.sampler) is BatchSampler and _is_plain(loader.sampler.sampler)
-    is_ordinary = _is_plain(loader.sampler) or _weights_of(loader) is not None
+        return type(loader.sampler) is BatchSampler and is_plain(loader.sampler.sampler)
+    is_ordinary = is_plain(loader.sampler) or _weights_of(loader) is not None
     return is_ordinary and type(loader.batch_sampler) is BatchSampler
 
 
@@ -494,7 +485,7 @@ def _loader_of(loader: DataLoader[Any], indices: np.ndarray, weights: np.ndarray
         sampler = WeightedRandomSampler(weights.tolist(), len(part))
     elif isinstance(whole.sampler, RandomSampler) and len(part):
         sampler = RandomSampler(part)
-    options = {name: getattr(loader, name) for name in _LOADER_OPTIONS if name != "persistent_workers"}
+    options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     batches = _Batches(sampler, whole.batch_size, whole.drop_last)
     draws: Any = {"batch_size": None, "sampler": batches} if loader.batch_size is None else {"batch_sampler": batches}
     return DataLoader(part, collate_fn=loader.collate_fn, **draws, **options)

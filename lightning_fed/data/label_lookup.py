@@ -7,16 +7,15 @@ class of an image is taken to be its dominant foreground class.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+
+from lightning_fed.data.population import seeded_generators
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ def labels_of(
     """
     length = length_of(dataset)
     if label_fn is not None:
-        with _fixed_generators():
+        with seeded_generators(0):  # random augmentations repeat
             return _as_classes(np.asarray([_plain(label_fn(dataset[index])) for index in range(length)]))
 
     def label_of(target: Any) -> float:
@@ -106,7 +105,7 @@ def labels_of(
             indices.size,
             type(part).__name__,
         )
-        with _fixed_generators():
+        with seeded_generators(0):
             labels: list[float] = []
             for index in indices.tolist():
                 sample = part[index]
@@ -147,7 +146,7 @@ def groups_of(
     """
     length = length_of(dataset)
     if callable(group):
-        with _fixed_generators():
+        with seeded_generators(0):
             return _as_groups([group(dataset[index]) for index in range(length)], length, "`group`")
     if not isinstance(group, str):
         return _as_groups(group, length, "`group`")
@@ -214,22 +213,6 @@ def length_of(dataset: Any) -> int:
             f" {type(dataset).__name__}. Only such a data set can be split by sample."
         )
     return len(dataset)
-
-
-@contextmanager
-def _fixed_generators() -> Iterator[None]:
-    """Context with seeded global generators, so that random augmentations repeat; their states are restored."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()  # noqa: NPY002 - the generator that users' augmentations draw from
-    with torch.random.fork_rng(devices=[]):
-        try:
-            random.seed(0)
-            np.random.seed(0)  # noqa: NPY002
-            torch.default_generator.manual_seed(0)
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)  # noqa: NPY002
 
 
 def _possible_targets(dataset: Any) -> Iterator[Any]:

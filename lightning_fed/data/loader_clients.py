@@ -259,10 +259,16 @@ class _Streams:
             yield batch
 
 
+def inside(container: Any) -> Iterable[Any]:
+    """What is in a mapping, list or tuple; nothing else has anything in it."""
+    if isinstance(container, Mapping):
+        return container.values()
+    return container if isinstance(container, list | tuple) else ()
+
+
 def has_loader(loaders: Any) -> bool:
     """True if there is a loader in nested mappings and sequences."""
-    values = loaders.values() if isinstance(loaders, Mapping) else loaders if isinstance(loaders, list | tuple) else ()
-    return isinstance(loaders, DataLoader | CombinedLoader) or any(map(has_loader, values))
+    return isinstance(loaders, DataLoader | CombinedLoader) or any(map(has_loader, inside(loaders)))
 
 
 def check_client_loader(loader: Any) -> None:
@@ -275,13 +281,12 @@ def check_client_loader(loader: Any) -> None:
         TypeError: If it is a mapping or sequence of data sets, or a table such as ``datasets.Dataset``.
 
     """
-    values = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, list | tuple) else ()
     if hasattr(loader, "column_names") and not isinstance(loader, Dataset):
         raise TypeError(
             f"Expected a client's data to be a data set of torch or a loader, but got the table"
             f" {type(loader).__name__}. Put it in a `DataLoader`."
         )
-    if any(isinstance(value, Dataset) for value in values):
+    if any(isinstance(value, Dataset) for value in inside(loader)):
         raise TypeError(
             f"Expected a client's data to be a data set, a loader or several loaders, but got data sets in a"
             f" {type(loader).__name__}. Put each in a `DataLoader`, or all of them in one data set"

@@ -13,10 +13,8 @@ from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.data.partition_base import Partition, PartitionOfPartition
 from lightning_fed.data.sample_assignment import generator_for
 from lightning_fed.messages import Client
-from lightning_fed.model.batches import TARGET_KEYS
+from lightning_fed.model.batches import MASK_KEYS
 from lightning_fed.numerics.seeds import client_key
-
-_MASK_KEYS = ("mask", "masks", *TARGET_KEYS)
 
 
 @final
@@ -133,7 +131,7 @@ class AnnotatedClasses:
 
         """
         if isinstance(sample, Mapping):
-            key = next((key for key in _MASK_KEYS if key in sample), None)
+            key = next((key for key in MASK_KEYS if key in sample), None)
             return {**sample, key: self._changed(None if key is None else sample[key])}
         if isinstance(sample, tuple | list) and len(sample) > 1:
             elements = [sample[0], self._changed(sample[1]), *sample[2:]]

@@ -81,7 +81,7 @@ class PartitionOfPartition(Partition):
 
     """
 
-    def __init__(self, partition: Partition, seed: int | None) -> None:
+    def __init__(self, partition: Partition, seed: int | None = None) -> None:
         if not isinstance(partition, Partition):
             raise TypeError(f"Expected `partition` to be a Partition object such as `IID(10)`, but got {partition!r}.")
         self.partition = partition
@@ -159,7 +159,7 @@ class NumberedPartition(Partition):
 
     """
 
-    def __init__(self, num_clients: int, seed: int | None) -> None:
+    def __init__(self, num_clients: int, seed: int | None = None) -> None:
         self.num_clients = check_count("num_clients", num_clients)
         self.seed = None if seed is None else check_count("seed", seed, 0)
 

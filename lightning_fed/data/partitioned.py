@@ -77,10 +77,8 @@ class PartitionedData(FederatedDataModule):
             )
         self.source = source
         self.prepare_data_per_node = source.prepare_data_per_node
-        for hook in FORWARDED:
-            setattr(
-                self, hook, getattr(source, hook)
-            )  # a hook that the source does not override is Lightning's here too
+        for hook in FORWARDED:  # one that the source does not override is Lightning's here too
+            setattr(self, hook, getattr(source, hook))
         self.partition = partition
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction

@@ -62,9 +62,6 @@ class IID(NumberedPartition):
 
     """
 
-    def __init__(self, num_clients: int, seed: int | None = None) -> None:
-        super().__init__(num_clients, seed)
-
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
         """The samples of every client."""
         return assign_evenly(length_of(dataset), self.num_clients, seed)
@@ -177,9 +174,6 @@ class PermutedPixels(PartitionOfPartition):
         (user-specific non-IID: Permuted MNIST).
 
     """
-
-    def __init__(self, partition: Partition, seed: int | None = None) -> None:
-        super().__init__(partition, seed)
 
     def change(self, client: Client, seed: int) -> PixelPermutation:
         """The client's permutation of the pixels of a sample's input."""

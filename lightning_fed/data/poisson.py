@@ -71,9 +71,14 @@ class _ListedBatches:
         return (positions.tolist() for positions in self._batches)
 
 
-_LOADER_OPTIONS = (
+LOADER_OPTIONS = (
     "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
 )  # fmt: skip
+
+
+def is_plain(sampler: Any) -> bool:
+    """True for a sampler that draws every example once, in order or not."""
+    return type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
 
 
 def check_poisson_loader(loader: Any) -> DataLoader[Any]:
@@ -92,8 +97,7 @@ def check_poisson_loader(loader: Any) -> DataLoader[Any]:
             f" but got {type(loader).__name__}."
         )
     sampler = loader.sampler
-    is_plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
-    if not is_plain or type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+    if not is_plain(sampler) or type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
         raise OptionError(
             "Expected a DataLoader with a batch size and without a sampler of its own, because every example is drawn"
             f" by itself, but got sampler={type(sampler).__name__} and batch_size={loader.batch_size}."
@@ -111,7 +115,7 @@ def poisson_loader(loader: DataLoader[Any], batches: Iterator[np.ndarray], seed:
 
     """
     generator = loader.generator if loader.generator is not None else torch.Generator().manual_seed(seed)
-    options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
+    options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     sampler: Sequence[list[int]] = _ListedBatches(batches)  # type: ignore[assignment] # any iterable of lists
     return DataLoader(
         loader.dataset, batch_sampler=sampler, collate_fn=loader.collate_fn, generator=generator, **options

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, Dataset
 
 from lightning_fed.console import round_number
 from lightning_fed.data.interleave import ClientGenerators, StackedBatch, sequential_groups, stack_batches
@@ -26,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 _ENDLESS = 2**31
 """Batches of a stream without a length or limit, until it ends."""
+
+_OF_LOADER = ("dataset", "batch_size", "num_workers", "sampler")
 
 
 class VisitGroups(NamedTuple):
@@ -179,39 +180,21 @@ class RoundLoader:
         """True if the round ends with its stream, which has neither a length nor a limit."""
         return any(planned.is_stream for planned in self.visits) and not isinstance(self._limit, int)
 
-    @property
-    def dataset(self) -> Dataset[Any]:
-        """The data set of all clients, which a user's module may ask for in ``setup``, to count classes for example.
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the user's own loader that a module may ask for in ``setup``, to count classes for example.
 
         Raises:
             AttributeError: If every client has data of its own.
 
         """
-        return self._split_loader.dataset
-
-    @property
-    def batch_size(self) -> int | None:
-        """The attribute of the user's own loader; an ``AttributeError`` if every client has data of its own."""
-        return self._split_loader.batch_size
-
-    @property
-    def num_workers(self) -> int:
-        """Worker processes of the user's own loader, likewise."""
-        return self._split_loader.num_workers
-
-    @property
-    def sampler(self) -> Any:
-        """Sampler of the user's own loader, likewise."""
-        return self._split_loader.sampler
-
-    @property
-    def _split_loader(self) -> DataLoader[Any]:
+        if name not in _OF_LOADER:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self.population.split_loader is None:
             raise AttributeError(
                 "In a federation whose clients bring their own data, the training loader has no data set, batch size or"
                 " sampler of all of them: ask the FederatedDataModule for its `clients`, each of which has one."
             )
-        return self.population.split_loader
+        return getattr(self.population.split_loader, name)
 
     @property
     def current(self) -> PlannedVisit | None:

@@ -3,6 +3,7 @@
 from lightning_fed.model.batch_norm import batch_norm_layers as batch_norm_layers
 from lightning_fed.model.batch_norm import find_bad_statistics as find_bad_statistics
 from lightning_fed.model.batch_norm import recalibrate_batch_norm as recalibrate_batch_norm
+from lightning_fed.model.batches import MASK_KEYS as MASK_KEYS
 from lightning_fed.model.batches import TARGET_KEYS as TARGET_KEYS
 from lightning_fed.model.batches import BatchKey as BatchKey
 from lightning_fed.model.batches import as_classes as as_classes

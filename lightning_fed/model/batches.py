@@ -12,6 +12,7 @@ BatchKey: TypeAlias = int | str | Callable[[Any], Tensor] | None
 
 INPUT_KEYS = ("image", "images", "x", "input", "inputs", "text")
 TARGET_KEYS = ("target", "targets", "label", "labels", "mask", "masks", "y")
+MASK_KEYS = ("mask", "masks", *TARGET_KEYS)  # a batch may have labels of images too
 
 
 def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:

@@ -110,6 +110,22 @@ class ClientModels:
         fit = self._fit
         return LocalModel(module, fit.policies, fit.store, isinstance(fit.server.rule, ResizingAggregator))
 
+    @contextmanager
+    def own_models(self, trainer: L.Trainer, module: L.LightningModule) -> Iterator[Callable[[Client], None]]:
+        """See :meth:`Federation.own_models`."""
+        local = self.local(module)
+        state = local.global_state()
+
+        def load(client: Client) -> None:
+            local.load_client(client, self._shared(client, state), trains=False)
+            tell_of_model(trainer, module, client)
+
+        try:
+            yield load
+        finally:
+            local.load_global(state)
+            tell_of_model(trainer, module, None)
+
     def state(self, module: L.LightningModule | None, client: Client, is_in_round: bool) -> dict[str, Any]:
         """See :meth:`Federation.client_state`; without a module the clients are not known either."""
         # Validation alone does not ask who the clients are.
