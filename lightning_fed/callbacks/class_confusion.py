@@ -23,7 +23,7 @@ from lightning_fed.callbacks.pictures import (
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError, describe
-from lightning_fed.lightning.isolated_pass import isolated_pass, prepare_batch
+from lightning_fed.lightning.isolated_pass import isolated_pass, prepare_batch, until_fault
 from lightning_fed.messages import Client
 from lightning_fed.model.batches import as_classes, find_inputs, find_target
 from lightning_fed.numerics.seeds import client_key, derive_seed
@@ -181,14 +181,11 @@ class OwnClassConfusion(L.Callback):
     ) -> Confusion | None:
         """The matrix of one client; ``None`` where its data fail or have no labels."""
         faults: list[Exception] = []
+        seed = derive_seed(federation.schedule.seed, client_key(client))  # the same batches in every picture
+        visit = Visit(client, 0, seed, steps=federation.schedule.local_steps)
 
         def batches() -> Iterator[Any]:
-            seed = derive_seed(federation.schedule.seed, client_key(client))  # the same batches in every picture
-            visit = Visit(client, 0, seed, steps=federation.schedule.local_steps)
-            try:
-                yield from federation.population.one_pass(visit, isolated=True)
-            except Exception as error:  # its data's: what fails in the module is raised there
-                faults.append(error)
+            return until_fault(federation.population.one_pass(visit, isolated=True), faults)
 
         with seeded_generators(), isolated_pass(module):
             present = [torch.unique(self._labels(batch)).cpu() for batch in batches()]

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lightning_fed.backends.wire.data import read_data
 from lightning_fed.callbacks.pictures import has_matplotlib
-from lightning_fed.cli.data import population_of
 from lightning_fed.cli.recipe_halves import Recipe, read_recipe
 from lightning_fed.cli.recipes import split_options
 from lightning_fed.errors import OptionError
@@ -114,7 +114,7 @@ def draw_epsilon(recipe: Recipe, path: Path) -> None:
     from matplotlib.figure import Figure  # the extra `demo`
 
     privacy, budget, rounds = _plan(recipe)
-    numbers = sorted({1, *(math.ceil(rounds * part / 40) for part in range(1, 41))})
+    numbers = _some_rounds(rounds, 40)
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for factor, style in ((0.5, "--"), (1.0, "-"), (2.0, ":")):
@@ -134,13 +134,13 @@ def _plan(recipe: Recipe) -> tuple[CentralDP, Budget, int]:
     privacy = next((step for step in recipe.federation.server.chain.steps if isinstance(step, CentralDP)), None)
     if privacy is None:
         raise OptionError("Expected a recipe with a `CentralDP` among the `steps` of its `trainer`, but there is none.")
-    population = len(population_of(recipe.data, recipe.federation).clients)
+    population = len(read_data(recipe.federation, recipe.data)[0].clients)
     rounds = int(recipe.server_trainer["max_epochs"])
     return privacy, privacy.plan(population, recipe.federation.schedule.cohort_size(population), rounds), rounds
 
 
-def _some_rounds(rounds: int) -> list[int]:
-    return sorted({1, *(math.ceil(rounds * part / 8) for part in range(1, 9))})
+def _some_rounds(rounds: int, count: int = 8) -> list[int]:
+    return sorted({1, *(math.ceil(rounds * part / count) for part in range(1, count + 1))})
 
 
 def _table(left: str, right: str, rows: Sequence[tuple[str, float]]) -> str:

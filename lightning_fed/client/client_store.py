@@ -349,14 +349,9 @@ class FolderStore(ClientStore):
     def _versions(self, client: Client) -> list[tuple[int, Path]]:
         if self._run is None:
             return []
-        return self._versions_in(self._folder(client), client in self._written)
-
-    def _versions_in(self, folder: Path, is_written: bool) -> list[tuple[int, Path]]:
-        paths = sorted(path for path in folder.glob("*.safetensors") if _is_number(path.stem))
-        versions = [(int(path.stem), path) for path in paths]
-        if self._resumed_at is None or is_written:
-            return versions
-        return [(version, path) for version, path in versions if version < self._resumed_at]
+        paths = sorted(path for path in self._folder(client).glob("*.safetensors") if _is_number(path.stem))
+        end = None if client in self._written else self._resumed_at
+        return [(int(path.stem), path) for path in paths if end is None or int(path.stem) < end]
 
 
 def _is_number(name: str) -> bool:

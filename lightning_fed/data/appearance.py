@@ -1,4 +1,4 @@
-"""Partitions whose clients have images that look different: in contrast, colour, stain, blur, noise or polarity.
+"""Partitions whose clients have images that look different: in contrast, colour, blur, noise or polarity.
 
 The same images, split as another partition does, look as if every client had a camera or a laboratory of its own.
 """
@@ -22,11 +22,6 @@ from lightning_fed.data.sample_assignment import generator_for
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import client_key
 
-# Absorbances of haematoxylin, eosin and DAB in red, green and blue (Ruifrok and Johnston 2001), rows of length 1.
-_STAINS = torch.nn.functional.normalize(
-    torch.tensor([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]], dtype=torch.float64)
-)
-_DARKEST = 1e-3  # of what is let through; darker pixels have no optical density that 8 bits could tell
 _TOLERANCE = 1e-3
 
 
@@ -43,7 +38,6 @@ class Look(PartitionOfPartition):
         contrast: Contrasts are drawn from :math:`1 / (1 + s)` to :math:`1 + s`, uniformly in the logarithm; about the
             middle grey.
         colour: Gains of red, green and blue likewise (of grey images, their brightness).
-        stain: Amounts of haematoxylin, eosin and DAB in a histological image likewise; images have three channels.
         blur: Largest standard deviation of a Gaussian blur in pixels; drawn from 0 to it.
         noise: Largest standard deviation of Gaussian noise on the scale from 0 to 1; drawn from 0 to it.
         polarity: Share of the clients whose images are negatives, in [0, 1]. With clients 0, 1, ... they are spread
@@ -62,10 +56,6 @@ class Look(PartitionOfPartition):
         >>> [looks.transform(client, seed=0)((torch.tensor([[[0.2]]]), 7))[0].item() < 0.5 for client in range(4)]
         [True, False, True, False]
 
-    References:
-        Ruifrok and Johnston, "Quantification of histochemical staining by color deconvolution", Analytical and
-        Quantitative Cytology and Histology 23, 2001 (stains).
-
     """
 
     def __init__(
@@ -73,7 +63,6 @@ class Look(PartitionOfPartition):
         partition: Partition,
         contrast: float = 0.0,
         colour: float = 0.0,
-        stain: float = 0.0,
         blur: float = 0.0,
         noise: float = 0.0,
         polarity: float = 0.0,
@@ -82,12 +71,12 @@ class Look(PartitionOfPartition):
         seed: int | None = None,
     ) -> None:
         super().__init__(partition, seed)
-        strengths = {"contrast": contrast, "colour": colour, "stain": stain, "blur": blur, "noise": noise}
+        strengths = {"contrast": contrast, "colour": colour, "blur": blur, "noise": noise}
         for name, strength in strengths.items():
             check_nonnegative(name, strength)
         if not 0 <= polarity <= 1:
             raise ValueError(f"Expected `polarity` to be in [0, 1], but got {polarity}.")
-        self.contrast, self.colour, self.stain = contrast, colour, stain
+        self.contrast, self.colour = contrast, colour
         self.blur, self.noise, self.polarity = blur, noise, polarity
         self.mean, self.std = mean, std
 
@@ -95,7 +84,7 @@ class Look(PartitionOfPartition):
         """The client's look."""
         seed = self.seed_of(seed)
         rng = generator_for("look", seed, client_key(client))
-        contrast, *stains = rng.uniform(-1, 1, 4).tolist()
+        contrast = rng.uniform(-1, 1, 4).tolist()[0]  # of as many draws as published numbers are of
         blur, noise, polarity = rng.uniform(0, 1, 3).tolist()
         gains = rng.uniform(-1, 1, 3).tolist()
         if isinstance(client, int):
@@ -104,8 +93,7 @@ class Look(PartitionOfPartition):
             is_negative = polarity < self.polarity
         return ImageLook(
             contrast=(1 + self.contrast) ** contrast,
-            gains=_powers(self.colour, gains),
-            stains=_powers(self.stain, stains),
+            gains=tuple((1 + self.colour) ** gain for gain in gains),
             blur=self.blur * blur,
             noise=self.noise * noise,
             is_negative=is_negative,
@@ -118,7 +106,7 @@ class Look(PartitionOfPartition):
 @final
 @dataclass(frozen=True)
 class ImageLook:
-    """Changes how a sample's image looks: stains, gains, contrast, polarity, blur and noise, in this order.
+    """Changes how a sample's image looks: gains, contrast, polarity, blur and noise, in this order.
 
     The image is the first element of a tuple or list, the entry ``"image"`` of a mapping (or its first), or the sample
     itself: a tensor of shape ``(C, H, W)`` or ``(H, W)``, floating-point from 0 to 1 (after ``std`` and ``mean``), or
@@ -128,7 +116,6 @@ class ImageLook:
     Args:
         contrast: Factor of the distance from 0.5.
         gains: Factors of the channels; of more channels than gains, again from the first.
-        stains: Factors of the amounts of haematoxylin, eosin and DAB.
         blur: Standard deviation of the blur in pixels.
         noise: Standard deviation of the noise.
         is_negative: Whether the image is turned into its negative.
@@ -145,7 +132,6 @@ class ImageLook:
 
     contrast: float = 1.0
     gains: tuple[float, ...] = (1.0,)
-    stains: tuple[float, ...] = (1.0, 1.0, 1.0)
     blur: float = 0.0
     noise: float = 0.0
     is_negative: bool = False
@@ -158,7 +144,7 @@ class ImageLook:
 
         Raises:
             TypeError: If the image is no tensor.
-            ValueError: If it is not from 0 to 1, or has not three channels for stains.
+            ValueError: If it is not from 0 to 1.
 
         """
         return change_input(sample, self._changed)
@@ -173,8 +159,6 @@ class ImageLook:
                 f"Expected images from 0 to 1, but got values from {float(values.min()):.3g} to"
                 f" {float(values.max()):.3g}: give the `mean` and `std` with which the data set normalises them."
             )
-        if any(factor != 1 for factor in self.stains):
-            values = _restain(values, self.stains)
         if any(gain != 1 for gain in self.gains):
             values = (values * _per_channel(self.gains, values)).clamp(0, 1)
         if self.contrast != 1:
@@ -195,16 +179,6 @@ class ImageLook:
         return torch.randn(values.shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _restain(image: Tensor, factors: tuple[float, ...]) -> Tensor:
-    """Multiplies the amounts of three stains, which absorb light as they do in Beer and Lambert's law."""
-    if image.ndim != 3 or len(image) != 3:
-        raise ValueError(f"Expected images of three channels to change their stains, but got {tuple(image.shape)}.")
-    density = -image.double().clamp(_DARKEST, 1).log()
-    amounts = torch.einsum("chw,cs->shw", density, torch.linalg.inv(_STAINS))
-    changed = amounts * torch.tensor(factors, dtype=torch.float64)[:, None, None]
-    return (-torch.einsum("shw,sc->chw", changed, _STAINS)).exp().clamp(0, 1).float()
-
-
 def _blurred(image: Tensor, sigma: float) -> Tensor:
     """Blurs by a Gaussian up to three standard deviations; the edge's pixels go on beyond it."""
     radius = math.ceil(3 * sigma)
@@ -214,10 +188,6 @@ def _blurred(image: Tensor, sigma: float) -> Tensor:
     planes = F.conv2d(F.pad(planes, (0, 0, radius, radius), mode="replicate"), kernel)
     planes = F.conv2d(F.pad(planes, (radius, radius, 0, 0), mode="replicate"), kernel.transpose(2, 3))
     return planes.reshape(image.shape)
-
-
-def _powers(strength: float, exponents: Sequence[float]) -> tuple[float, ...]:
-    return tuple((1 + strength) ** exponent for exponent in exponents)
 
 
 def _as_tuple(value: float | Sequence[float]) -> tuple[float, ...]:

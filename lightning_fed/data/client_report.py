@@ -17,7 +17,7 @@ from lightning_fed.data.label_lookup import MapDataset
 from lightning_fed.data.partition_base import Partition
 from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
 from lightning_fed.messages import Client
-from lightning_fed.model.batches import BatchKey, as_classes, find_inputs, find_target
+from lightning_fed.model.batches import as_classes, find_inputs, find_target
 from lightning_fed.server.schedule import Visit
 
 _PICTURES = 3
@@ -189,22 +189,18 @@ def report_clients(
     num_classes: int | None = None,
     class_names: Sequence[str] = (),
     ignore_index: int | None = 255,
-    inputs: BatchKey = None,
-    target: BatchKey = None,
 ) -> ClientReport:
     """Reads every client's training data once, and sums up what each has.
 
     The data are those that training would see, with the clients' own transforms and random augmentation; the global
-    generators are left as they were.
+    generators are left as they were. Targets are labels of shape ``(N,)``, masks ``(N, H, W)``, or a mask of 0 and 1
+    for each class, ``(N, classes, H, W)``.
 
     Args:
         population: The clients.
         num_classes: Number of classes; ``None`` for the largest label that is there, plus one.
         class_names: Names of the classes.
         ignore_index: Label without a class; negative ones have none either.
-        inputs: Inputs of a batch: an index, key or function; ``None`` for the usual ones.
-        target: Targets of a batch, likewise: labels of shape ``(N,)``, masks ``(N, H, W)``, or a mask of 0 and 1 for
-            each class, ``(N, classes, H, W)``.
 
     Raises:
         ValueError: If a batch has no inputs, a class is not below ``num_classes``, or a client's data have no length.
@@ -221,7 +217,7 @@ def report_clients(
 
     """
     with seeded_generators(0):
-        summaries = [_summarize(population, client, ignore_index, inputs, target) for client in population.clients]
+        summaries = [_summarize(population, client, ignore_index) for client in population.clients]
     size = max((len(summary.counts) for summary in summaries), default=0)
     if num_classes is not None and size > num_classes:
         raise ValueError(f"Expected classes from 0 to {num_classes - 1}, but got {size - 1}.")
@@ -237,14 +233,12 @@ def report_clients(
     )
 
 
-def _summarize(
-    population: Population, client: Client, ignore_index: int | None, inputs: BatchKey, target: BatchKey
-) -> ClientSummary:
+def _summarize(population: Population, client: Client, ignore_index: int | None) -> ClientSummary:
     counts, num_ignored, num_examples = torch.zeros(0, dtype=torch.int64), 0, 0
     sums, num_images = torch.zeros(3, dtype=torch.float64), 0
     images: list[Tensor] = []
     for batch in _one_pass(population, client):
-        x = find_inputs(batch, inputs)
+        x = find_inputs(batch)
         num_examples += len(x)
         if x.ndim == 4:
             pixels = x.double() / 255 if x.dtype == torch.uint8 else x.double()
@@ -254,7 +248,7 @@ def _summarize(
             difference = torch.stack(steps).mean(0).sum() if steps else torch.zeros(())
             sums += torch.stack([pixels.flatten(1).mean(1).sum(), spread.sum(), difference.double()])
             num_images += len(x)
-        added, ignored = _count(batch, x, ignore_index, target)
+        added, ignored = _count(batch, x, ignore_index)
         num_ignored += ignored
         size = max(len(counts), len(added))
         counts = _padded(counts, size) + _padded(added, size)
@@ -271,10 +265,10 @@ def _summarize(
     )
 
 
-def _count(batch: Any, x: Tensor, ignore_index: int | None, target: BatchKey) -> tuple[Tensor, int]:
+def _count(batch: Any, x: Tensor, ignore_index: int | None) -> tuple[Tensor, int]:
     """Pixels or examples per class, and those without one; nothing where targets are no classes."""
     try:
-        labels = find_target(batch, target)
+        labels = find_target(batch)
         has_mask_per_class = labels.ndim == x.ndim == 4 and labels.shape[1] > 1
         labels = labels if has_mask_per_class else as_classes(labels, x.ndim).flatten()
     except ValueError:

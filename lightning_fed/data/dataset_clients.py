@@ -329,20 +329,17 @@ class _RoundSampler:
                 yield population.sampling.served(
                     visit.client, visit.round, number, planned.num_samples, population.batch_size
                 )
-        epoch = 0
-        while True:
-            if population.overfit_batches and not self._isolated:
+        for epoch in itertools.count():
+            weights = None if self._isolated else population.weights
+            if (population.overfit_batches and not self._isolated) or (weights is None and not population.shuffle):
                 order = np.arange(planned.num_samples)
-            elif population.weights is not None and not self._isolated:
-                order = _draw(population.weights(visit.client), np.random.default_rng([visit.seed, epoch]))
-            elif population.shuffle:
-                order = np.random.default_rng([planned.visit.seed, epoch]).permutation(planned.num_samples)
             else:
-                order = np.arange(planned.num_samples)
+                generator = np.random.default_rng([visit.seed, epoch])
+                whole = planned.num_samples
+                order = generator.permutation(whole) if weights is None else _draw(weights(visit.client), generator)
             batches = cut_batches(planned.num_samples, population.batch_size, self._drop_last)
             for start, end in itertools.islice(batches, planned.epoch_batches):
                 yield order[start:end]
-            epoch += 1
 
 
 def _draw(weights: np.ndarray, generator: np.random.Generator) -> np.ndarray:

@@ -101,8 +101,7 @@ def draw_until_large(
     num_clients: int,
     num_samples: int,
     min_size: int | None,
-    skew: str,
-    remedy: str,
+    **concentration: float,
 ) -> IndexArray:
     """Repeats a draw of the clients' numbers of samples until all have ``min_size`` or more.
 
@@ -112,8 +111,7 @@ def draw_until_large(
         num_samples: Number of samples that are assigned.
         min_size: Smallest number of samples that a client may have; ``None`` for the first of 10, 5, 2 and 1 that a
             draw reaches.
-        skew: The requested skew, as the error shows it.
-        remedy: A change that would help, as the error shows it.
+        concentration: The argument of which a smaller value is more skew, for the error.
 
     Returns:
         The first draw that is large enough.
@@ -137,9 +135,10 @@ def draw_until_large(
                 return counts
     least = "a sample" if min_size is None else f"at least {min_size} samples (`min_size`)"
     lower = "`num_clients`" if min_size is None else "`min_size` or `num_clients`"
+    ((name, value),) = concentration.items()
     raise PartitionError(
         f"Expected every client to get {least}, but none of {MAX_TRIES} draws gave that to {num_clients} clients of"
-        f" {num_samples} samples with {skew}. Lower {lower}, or {remedy}."
+        f" {num_samples} samples with {name}={value}. Lower {lower}, or raise `{name}`."
     )
 
 

@@ -730,7 +730,7 @@ def test_a_report_without_clients(few, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["data", few, "--", "--trainer.partition", "null"])
     assert stopped.value.code == 1
-    assert "Expected a recipe with clients" in capsys.readouterr().err
+    assert "Expected `data` to be clients" in capsys.readouterr().err
 
 
 # The program itself

@@ -32,28 +32,14 @@ def blur(image):
     return image
 
 
-def stain(image):
-    """Pixel by pixel: how much of each stain explains the light that is missing, and that much more or less of it."""
-    vectors = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]])
-    vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    changed = np.empty_like(image)
-    for row in range(image.shape[1]):
-        for column in range(image.shape[2]):
-            density = -np.log(np.clip(image[:, row, column], 1e-3, 1))
-            amounts = np.linalg.solve(vectors.T, density)
-            changed[:, row, column] = np.exp(-vectors.T @ (amounts * np.array([1.5, 0.7, 1.0])))
-    return np.clip(changed, 0, 1)
-
-
 STEPS = {
     "contrast": (ImageLook(contrast=1.7), contrast),
     "gains": (ImageLook(gains=(0.5, 1.5, 1.0)), gains),
     "negative": (ImageLook(is_negative=True), lambda image: 1 - image),
     "blur": (ImageLook(blur=1.3), blur),
-    "stain": (ImageLook(stains=(1.5, 0.7, 1.0)), stain),
     "all": (
-        ImageLook(1.7, (0.5, 1.5, 1.0), (1.5, 0.7, 1.0), 1.3, 0.0, True),
-        lambda image: blur(1 - contrast(gains(stain(image)))),
+        ImageLook(1.7, (0.5, 1.5, 1.0), 1.3, 0.0, True),
+        lambda image: blur(1 - contrast(gains(image))),
     ),
     "none": (ImageLook(), lambda image: image),
 }
@@ -97,14 +83,13 @@ def test_bytes_stay_bytes_and_grey_images_have_one_gain():
 
 
 def test_looks_are_drawn_once_per_client():
-    looks = Look(IID(6), contrast=1.0, colour=0.5, stain=0.3, blur=2.0, noise=0.1, polarity=0.5)
+    looks = Look(IID(6), contrast=1.0, colour=0.5, blur=2.0, noise=0.1, polarity=0.5)
     drawn = [looks.change(client, seed=1) for client in range(6)]
     assert drawn == [looks.change(client, seed=1) for client in range(6)]
     assert pickle.loads(pickle.dumps(looks)).change(3, 1) == drawn[3]
     assert len({look.contrast for look in drawn}) == 6
     assert all(0.5 <= look.contrast <= 2 and 0 <= look.blur <= 2 and 0 <= look.noise <= 0.1 for look in drawn)
     assert all(1 / 1.5 <= gain <= 1.5 for look in drawn for gain in look.gains)
-    assert all(1 / 1.3 <= amount <= 1.3 for look in drawn for amount in look.stains)
     assert [look.is_negative for look in drawn] == [False, True] * 3
     assert looks.change(0, 2) != drawn[0]
     assert Look(IID(6), contrast=1.0, seed=1).change(0, 99).contrast == drawn[0].contrast  # another strength, same draw
@@ -148,7 +133,6 @@ def test_it_comes_after_the_other_partitions_transform():
         (lambda: Look(IID(2), polarity=2), ValueError, r"`polarity` to be in \[0, 1\], but got 2"),
         (lambda: ImageLook()(torch.tensor([[[-1.5, 1.0]]])), ValueError, "from -1.5 to 1: give the `mean` and `std`"),
         (lambda: ImageLook()(torch.zeros(1, 2, 2, dtype=torch.int64)), ValueError, "or of uint8, but got torch.int64"),
-        (lambda: ImageLook(stains=(2.0, 1.0, 1.0))(torch.zeros(1, 2, 2)), ValueError, r"three channels .* \(1, 2, 2\)"),
         (lambda: ImageLook()((np.zeros((2, 2)), 0)), TypeError, "a tensor of shape .*, but got ndarray"),
     ],
 )

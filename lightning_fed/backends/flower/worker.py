@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from socket import AF_UNIX, SOCK_STREAM
 from socket import socket as connect_to
+from typing import NoReturn
 
 from flwr.clientapp import ClientApp
 
@@ -24,7 +25,7 @@ from lightning_fed.backends.wire.runner import ClientRunner
 _log = logging.getLogger(__name__)
 
 
-def serve(app: ClientApp, socket: str | os.PathLike[str], count: int | None = None) -> None:
+def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
     """Answers messages that come over a Unix socket, one after another.
 
     Only this user can reach the socket: its folder is closed to others. Messages are text and bytes, which are not
@@ -33,7 +34,6 @@ def serve(app: ClientApp, socket: str | os.PathLike[str], count: int | None = No
     Args:
         app: App of :func:`~lightning_fed.backends.flower.client_app`.
         socket: Path of the socket; a socket that is left there is replaced.
-        count: Number of messages after which to end; ``None`` for never.
 
     Raises:
         TypeError: If the app is another one.
@@ -57,14 +57,12 @@ def serve(app: ClientApp, socket: str | os.PathLike[str], count: int | None = No
     path.unlink(missing_ok=True)
     with Listener(str(path), family="AF_UNIX") as listener:
         _log.info("Waiting for messages at %s.", path)
-        while count is None or count > 0:
+        while True:
             try:
                 with listener.accept() as connection:
                     _answer(app.runner, connection)
             except (OSError, EOFError, ValueError, KeyError, TypeError) as error:  # the process that brought it failed
                 _log.warning("A message was not answered: %r.", error)
-            count = None if count is None else count - 1
-    path.unlink(missing_ok=True)
 
 
 def _is_served(path: Path) -> bool:

@@ -30,16 +30,8 @@ _MODULE_HOOKS = (
 )
 _DATA_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _VISIT_HOOKS = (
-    *(
-        "on_client_request",
-        "on_server_send",
-        "on_client_receive",
-        "on_client_start",
-        "on_client_batch",
-        "on_client_end",
-        "on_server_receive",
-    ),
-    "on_client_visit_end",
+    *("on_client_request", "on_server_send", "on_client_receive", "on_client_start", "on_client_batch"),
+    *("on_client_end", "on_server_receive", "on_client_visit_end"),
 )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -174,12 +174,11 @@ class StackedModel:
                 values.append(torch.as_tensor(call.value).detach())
 
             client_entries = parameters | buffers
-            entries = {
-                name: client_entries[first] for name, first in self._firsts.items()
-            }  # tied ones under every name
+            # Tied ones are there under every name.
+            entries = {name: client_entries[first] for name, first in self._firsts.items()}
             batch = rebuild_batch(part.batch, iter(tensors))
             draws = PerClientRandom(numbers.switch_to, part.clients, index) if self._draws else nullcontext()
-            with Replaced(self._module, "log", intercepted(take)), draws:
+            with replaced(self._module, "log", intercepted(take)), draws:
                 output = functional_call(self._caller, entries, (training_step, batch, *rest), tie_weights=False)
             loss = loss_in(output)
             if not isinstance(loss, Tensor):
@@ -237,29 +236,26 @@ def reduced(values: Tensor, reduction: str) -> Tensor:
     return values.sum(0) if reduction == "sum" else at_least_float32(values).mean(0)
 
 
-class Replaced(AbstractContextManager[None]):
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """An attribute of an object is another one meanwhile.
 
     Example:
         >>> layer = nn.Linear(1, 1)
-        >>> with Replaced(layer, "in_features", 7):
+        >>> with replaced(layer, "in_features", 7):
         ...     print(layer.in_features)
         7
         >>> layer.in_features
         1
 
     """
-
-    def __init__(self, owner: Any, name: str, value: Any) -> None:
-        self._owner, self._name, self._value = owner, name, value
-
-    def __enter__(self) -> None:
-        self._before = {name: value for name, value in vars(self._owner).items() if name == self._name}
-        vars(self._owner)[self._name] = self._value
-
-    def __exit__(self, *args: object) -> None:
-        del vars(self._owner)[self._name]
-        vars(self._owner).update(self._before)
+    before = {name: vars(owner)[name]} if name in vars(owner) else {}
+    vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        del vars(owner)[name]
+        vars(owner).update(before)
 
 
 class _Caller(nn.Module):

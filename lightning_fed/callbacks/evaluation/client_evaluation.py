@@ -15,7 +15,7 @@ import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.argument_checks import check_count
-from lightning_fed.callbacks.evaluation.data_pass import Stage, evaluate_data, pooled_values
+from lightning_fed.callbacks.evaluation.data_pass import Stage, evaluate_data, limit_of, pooled_values
 from lightning_fed.callbacks.evaluation.metric_states import REASONS, StateRules, check_state, named_metrics
 from lightning_fed.callbacks.evaluation.report import EvaluationReport, metric_of
 from lightning_fed.callbacks.evaluation.results import ClientResults
@@ -214,7 +214,7 @@ class ClientEvaluation(FederatedCallback):
 
         """
         federation = find_federation(trainer)
-        question = {"stage": stage, "limit": _limit(trainer, stage)}
+        question = {"stage": stage, "limit": limit_of(trainer, stage)}
         self._kept_loaders = {} if federation.is_remote else self._of_clients(trainer, stage)
         try:
             answers = federation.ask(trainer, module, self, self._drawn(trainer, federation, stage), question, own)
@@ -242,13 +242,12 @@ class ClientEvaluation(FederatedCallback):
         federation = find_federation(trainer)
         if federation.has_lost_entries or not (federation.is_remote or has_clients(trainer, stage)):
             return
-        if federation.current_visit is not None:  # the only client's: inside a round, as `val_check_interval` has it
-            return
-        if self._is_private(federation):
+        # The only client's visit may be under way: inside a round, as `val_check_interval` has it.
+        if federation.current_visit is not None or self._is_private(federation):
             return
         reports = self.evaluate(trainer, module, stage, own=True)
         if self._has_score(trainer, reports):
-            self._log_clients(trainer, module, stage, reports, self._pooled(trainer, module, stage, reports))
+            self._log_clients(trainer, reports, self._pooled(trainer, module, stage, reports))
 
     def _evaluate_remotely(self, trainer: L.Trainer, module: L.LightningModule, stage: Stage) -> None:
         """Evaluates the clients in the place of Lightning's own evaluation, for which the server has no data."""
@@ -271,7 +270,7 @@ class ClientEvaluation(FederatedCallback):
         if _has_own_models(trainer, federation):
             reports = self.evaluate(trainer, module, stage, own=True)
             values = self._pooled(trainer, module, stage, reports)
-        self._log_clients(trainer, module, stage, reports, values)
+        self._log_clients(trainer, reports, values)
 
     def _pooled(
         self,
@@ -302,12 +301,7 @@ class ClientEvaluation(FederatedCallback):
         return values
 
     def _log_clients(
-        self,
-        trainer: L.Trainer,
-        module: L.LightningModule,
-        stage: Stage,
-        reports: Mapping[Client, EvaluationReport],
-        pooled: Mapping[str, float],
+        self, trainer: L.Trainer, reports: Mapping[Client, EvaluationReport], pooled: Mapping[str, float]
     ) -> None:
         """Logs the values by client: ``fed/<metric>/...``, and ``client/<id>/<metric>`` of few clients."""
         results = self.results = ClientResults.of(reports)
@@ -377,10 +371,9 @@ class ClientEvaluation(FederatedCallback):
 
     def _drawn(self, trainer: L.Trainer, federation: Federation, stage: Stage) -> list[Client]:
         """The clients that are evaluated."""
-        known: Iterable[Client] = (
+        clients: list[Client] = list(
             federation.population.clients if federation.is_remote else self._of_clients(trainer, stage)
         )
-        clients = list(known)
         if self.clients == "round" and is_fitting(trainer) and hasattr(federation, "cohort"):
             chosen = {visit.client for visit in federation.cohort.visits}
             return [client for client in clients if client in chosen]
@@ -465,10 +458,6 @@ def has_clients(trainer: L.Trainer, stage: Stage) -> bool:
     return isinstance(datamodule, EvaluationData) and datamodule.has_clients(stage)
 
 
-def _limit(trainer: L.Trainer, stage: Stage) -> int | float:
-    return trainer.limit_val_batches if stage == "validation" else trainer.limit_test_batches
-
-
 def _has_own_models(trainer: L.Trainer, federation: Federation) -> bool:
     """True if clients may be served by other models than the global one."""
     if "personal" in federation.policies.values() or isinstance(federation.server.rule, ClusteredAggregator):
@@ -493,9 +482,8 @@ def _loggable(client: Client) -> str:
 
 def _check_clients(clients: object) -> Any:
     """Checks whom the user wants to be evaluated."""
-    if clients in ("all", "round") or (isinstance(clients, int) and not isinstance(clients, bool) and clients > 0):
-        return clients
-    if isinstance(clients, float) and 0 < clients <= 1:
+    is_share = isinstance(clients, float) and 0 < clients <= 1
+    if clients in ("all", "round") or is_share or (type(clients) is int and clients > 0):
         return clients
     raise OptionError(
         "Expected `clients` to be 'all', 'round', a number of them from 1 on, or a share in (0, 1], but got"

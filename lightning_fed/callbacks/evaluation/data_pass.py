@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -62,8 +63,7 @@ def evaluate_data(
         keeps: Whether parameters and buffers that a step writes have their values back; else the caller loads them.
 
     """
-    if limit is None:
-        limit = trainer.limit_val_batches if stage == "validation" else trainer.limit_test_batches
+    limit = limit_of(trainer, stage) if limit is None else limit
     report, logged, loaders = EvaluationReport(), LoggedValues(), split_loaders(data)
 
     def take(call: LogCall) -> None:
@@ -159,7 +159,8 @@ def pooled_values(
     values |= {name: value.value for name, value in joined.items()}
     names = known_names(reports)
     # One client's word does not make an exact value a mean.
-    means = {name for name in names if 2 * sum(name in report.means for report in reports) > _holders(reports, name)}
+    holders = Counter(name for report in reports for name in report.values)
+    means = {name for name in names if 2 * sum(name in report.means for report in reports) > holders[name]}
     values |= {name: _mean(reports, name) for name in means}
     at_end = LoggedValues()
     with ExitStack() as stack:
@@ -225,13 +226,9 @@ def _computed(name: str, metric: Metric) -> dict[str, float]:
         return {}
 
 
-def _holders(reports: Sequence[EvaluationReport], name: str) -> int:
-    return sum(name in report.values for report in reports)
-
-
 def _mean(reports: Sequence[EvaluationReport], name: str) -> float:
     """Mean over clients, weighted by examples, of those that have a value."""
-    pairs = [(report.values[name], report.num_samples) for report in reports if name in report.values]
+    pairs = [(report.values.get(name, math.nan), report.num_samples) for report in reports]
     pairs = [(value, weight) for value, weight in pairs if not math.isnan(value)]
     total = sum(weight for _, weight in pairs)
     return sum(value * weight for value, weight in pairs) / total if total else math.nan
@@ -248,6 +245,11 @@ def _count(batch: Any) -> int:
         return batch_size_of(batch)
     except Exception:  # of a batch without a tensor, say
         return 1
+
+
+def limit_of(trainer: L.Trainer, stage: Stage) -> int | float:
+    """The Trainer's limit of batches."""
+    return trainer.limit_val_batches if stage == "validation" else trainer.limit_test_batches
 
 
 def limited_batches(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
@@ -275,11 +277,10 @@ def _in_stage(trainer: L.Trainer, stage: Stage, is_muted: bool = True) -> Iterat
 
 def _monitored(trainer: L.Trainer) -> dict[str, bool]:
     """Directions of the values that the user's callbacks monitor: of the clients' values as of their mean."""
-    watching = [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelCheckpoint | EarlyStopping)]
     return {
         monitored_name(callback.monitor): callback.mode == "max"
-        for callback in watching
-        if callback.monitor is not None
+        for callback in callbacks_of(trainer)
+        if isinstance(callback, ModelCheckpoint | EarlyStopping) and callback.monitor is not None
     }
 
 

@@ -182,6 +182,6 @@ def test_a_folder_that_others_reach_is_refused(tmp_path):
     whole = client_app(Federation(), lambda: None, clients_of(models.vectors(SIZES)), store=tmp_path)
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="only you can reach"):
-        serve(whole, tmp_path / "open" / "worker", 0)
+        serve(whole, tmp_path / "open" / "worker")
     with pytest.raises(TypeError, match="Expected an app of `client_app`"):
-        serve(ClientApp(), tmp_path / "private" / "worker", 0)
+        serve(ClientApp(), tmp_path / "private" / "worker")

@@ -408,12 +408,12 @@ def test_a_worker_outlives_what_it_cannot_answer(tmp_path, caplog):
     del grid.apps[11]
     assert FlowerTransport(grid, 5).meet(1, 5) == ["ann"]
     with pytest.raises(FileExistsError, match="A worker is waiting at"):
-        serve(whole, path, 0)
+        serve(whole, path)
     assert path.exists()
     path.unlink()
     path.write_text("my notes")
     with pytest.raises(FileExistsError, match="is a file"):
-        serve(whole, path, 0)
+        serve(whole, path)
     assert path.read_text() == "my notes"
 
 
