@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_COLUMNS = ("rounds", "clients", "classes", "iou", "dice")
 _CELL = 14  # pixels of a class and round in the heat map without axes
 
 
@@ -161,13 +162,11 @@ class ClientSegmentations(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """See the class's note."""
-        names = ("rounds", "clients", "classes", "iou", "dice")
-        return {name: [row[place] for row in self.rows] for place, name in enumerate(names)}
+        return {name: [row[place] for row in self.rows] for place, name in enumerate(_COLUMNS)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with the scores of before."""
-        names = ("rounds", "clients", "classes", "iou", "dice")
-        self.rows = list(zip(*(state_dict[name] for name in names), strict=True))
+        self.rows = list(zip(*(state_dict[name] for name in _COLUMNS), strict=True))
 
     def _is_time(self, trainer: L.Trainer) -> bool:
         last = self.rows[-1][0] if self.rows else None
@@ -218,7 +217,7 @@ class ClientSegmentations(L.Callback):
         positions: Sequence[int],
         folder: Path,
     ) -> None:
-        found: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        found: dict[int, list[Tensor]] = {}
         start = num_classes = 0
         for batch in limited_batches(loader, trainer.limit_val_batches):
             if start > max(positions):
@@ -232,11 +231,8 @@ class ClientSegmentations(L.Callback):
                 entropy = softmax_entropy(logits, normalize=True)
                 for position in here:
                     row = position - start
-                    image, truth, prediction, doubt = (
-                        tensor.detach().cpu().clone()
-                        for tensor in (inputs[row], mask[row], logits[row].argmax(0), entropy[row])
-                    )
-                    found[position] = image, truth, prediction, doubt
+                    tensors = inputs[row], mask[row], logits[row].argmax(0), entropy[row]
+                    found[position] = [tensor.detach().cpu().clone() for tensor in tensors]
             start += size
         images, truths, predictions, entropies = zip(*(found[position] for position in positions), strict=True)
         picture = segmentation_grid(

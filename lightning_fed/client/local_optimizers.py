@@ -142,12 +142,7 @@ class LocalOptimizers:
 
     def resume(self, snapshot: Mapping[str, Any]) -> None:
         """Goes on from a :meth:`snapshot`; rates that epoch schedulers have set since, in a last batch, stay."""
-        stepped = {id(scheduler.optimizer) for scheduler in self.step_schedulers}
-        groups = [
-            before if id(optimizer) in stepped else _hyperparameters(optimizer)
-            for optimizer, before in zip(self.optimizers, snapshot["groups"], strict=True)
-        ]
-        self._load({**snapshot, "groups": groups})
+        self._load({**snapshot, "groups": self._rates(snapshot["groups"])})
         self._step_again(snapshot["epoch_schedulers"])
 
     def end_visit(self, position: int = 0) -> State:
@@ -169,16 +164,20 @@ class LocalOptimizers:
                 number of steps, of two from the one with fewer.
 
         """
-        stepped = {id(scheduler.optimizer) for scheduler in self.step_schedulers}
         finals = {position: self.finals[position] for position in counting if position in self.finals}
         middle = self._median(finals, lambda final: max(self.steps_of(final) or [0]))
         scaler = self._median(finals, lambda final: final["scaler"].get("scale", 0.0))["scaler"]
-        groups = [
-            final if id(optimizer) in stepped else _hyperparameters(optimizer)
-            for optimizer, final in zip(self.optimizers, middle["groups"], strict=True)
-        ]
+        groups = self._rates(middle["groups"])
         self._load({**self._start, "schedulers": middle["schedulers"], "scaler": scaler, "groups": groups})
         self._step_again(middle["epoch_schedulers"])
+
+    def _rates(self, visited: Sequence[Any]) -> list[Any]:
+        """Hyper-parameters of a visit where schedulers step in it, and elsewhere those of now."""
+        stepped = {id(scheduler.optimizer) for scheduler in self.step_schedulers}
+        return [
+            groups if id(optimizer) in stepped else _hyperparameters(optimizer)
+            for optimizer, groups in zip(self.optimizers, visited, strict=True)
+        ]
 
     def _median(self, finals: Mapping[int, dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> dict[str, Any]:
         """The final state of the visit in the middle, by a value of each; of an even number the lower."""
@@ -197,18 +196,18 @@ class LocalOptimizers:
 
         The state of the loss scale is empty where there is none.
         """
-        states = []
-        for optimizer, buffers, groups in zip(
-            self.optimizers, self._start["buffers"], self._start["groups"], strict=True
-        ):
-            current = _groups(optimizer)
-            states.append(
-                {
-                    "state": copy.deepcopy(buffers),
-                    "param_groups": [{**group, **values} for group, values in zip(current, groups, strict=True)],
-                }
-            )
-        return states, copy.deepcopy(self._start["schedulers"]), copy.deepcopy(self._start["scaler"])
+        start = self._start
+        return self._optimizer_states(start), copy.deepcopy(start["schedulers"]), copy.deepcopy(start["scaler"])
+
+    def _optimizer_states(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """States of the optimizers, as these take them."""
+        return [
+            {
+                "state": copy.deepcopy(buffers),
+                "param_groups": [{**group, **values} for group, values in zip(_groups(optimizer), groups, strict=True)],
+            }
+            for optimizer, buffers, groups in zip(self.optimizers, state["buffers"], state["groups"], strict=True)
+        ]
 
     def _capture(self, buffers: bool = True) -> dict[str, Any]:
         state: dict[str, Any] = {
@@ -242,10 +241,8 @@ class LocalOptimizers:
         return sliced
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        for optimizer, buffers, groups in zip(self.optimizers, state["buffers"], state["groups"], strict=True):
-            current = _groups(optimizer)
-            merged = [{**group, **values} for group, values in zip(current, groups, strict=True)]
-            optimizer.load_state_dict({"state": copy.deepcopy(buffers), "param_groups": merged})
+        for optimizer, values in zip(self.optimizers, self._optimizer_states(state), strict=True):
+            optimizer.load_state_dict(values)
         for scheduler, values in zip(self.step_schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(copy.deepcopy(values))
         if state["scaler"]:

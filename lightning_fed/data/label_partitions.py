@@ -149,7 +149,7 @@ class Dirichlet(LabelPartition):
                 " have the same size."
             )
         self.alpha = alpha
-        self.definition: Literal["per_class", "per_client"] = definition
+        self.definition = definition
         self.min_size = None if min_size is None else check_count("min_size", min_size, 0)
         self.balance = balance
 
@@ -310,7 +310,7 @@ class LabelsPerClient(LabelPartition):
         self.labels_per_client = check_count("labels_per_client", labels_per_client)
         check_option("assignment", assignment, ("random", "even", "consecutive"))
         check_nonnegative("sigma", sigma)
-        self.assignment: Literal["random", "even", "consecutive"] = assignment
+        self.assignment = assignment
         self.sigma = sigma
         self.min_per_label = check_count("min_per_label", min_per_label, 0)
 

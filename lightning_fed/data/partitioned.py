@@ -15,11 +15,12 @@ from lightning_fed.data.federated import FederatedDataModule, split_loader
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population
 from lightning_fed.data.sample_assignment import IndexArray
+from lightning_fed.lightning.internals import TRANSFER_HOOKS
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import client_key
 from lightning_fed.server.schedule import default_seed
 
-FORWARDED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "predict_dataloader")
+FORWARDED = (*TRANSFER_HOOKS, "predict_dataloader")
 
 
 class PartitionedData(FederatedDataModule):

@@ -1,5 +1,7 @@
 """Adapters to Lightning's own parts, which know nothing of a federation."""
 
+from lightning_fed.lightning.internals import BATCH_HOOKS as BATCH_HOOKS
+from lightning_fed.lightning.internals import TRANSFER_HOOKS as TRANSFER_HOOKS
 from lightning_fed.lightning.internals import IgnoredWarning as IgnoredWarning
 from lightning_fed.lightning.internals import OverriddenMethod as OverriddenMethod
 from lightning_fed.lightning.internals import add_optimizer_steps as add_optimizer_steps

@@ -35,6 +35,16 @@ REDUCTIONS: dict[Any, str] = {
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
+BATCH_HOOKS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    "on_before_optimizer_step",
+)
+"""Hooks of callbacks around a batch that trains."""
+
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""Hooks of modules and datamodules on the way of a batch to the device."""
+
+
 class OverriddenMethod:
     """A method of a user's object, replaced on the instance until :meth:`restore`.
 

@@ -22,20 +22,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fed.fit.synchronisation import ClientSharing
-from lightning_fed.lightning.internals import callbacks_of, datamodule_of, is_overridden
+from lightning_fed.lightning.internals import BATCH_HOOKS, TRANSFER_HOOKS, callbacks_of, datamodule_of, is_overridden
 
 KNOWN_VERSIONS = ("2.5.", "2.6.")
 """Versions of Lightning whose loop this is."""
 
-_CALLBACK_HOOKS = (
-    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
-    "on_before_optimizer_step",
-)
 _MODULE_HOOKS = (
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
     *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
 )
-_DATA_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _PLAIN_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 
@@ -69,12 +64,12 @@ class BatchLoop:
         trainer, module, plugin = self._trainer, self._module, self._trainer.precision_plugin
         self._callbacks = {
             hook: [callback for callback in callbacks_of(trainer) if _implements(callback, hook, L.Callback)]
-            for hook in _CALLBACK_HOOKS
+            for hook in BATCH_HOOKS
         }
         own = self._module_hooks = {hook for hook in _MODULE_HOOKS if _implements(module, hook, L.LightningModule)}
         owners = (datamodule_of(trainer), module)
         has_data_hooks = any(
-            owner is not None and is_overridden(hook, owner) for owner in owners for hook in _DATA_HOOKS
+            owner is not None and is_overridden(hook, owner) for owner in owners for hook in TRANSFER_HOOKS
         )
         self._device = None if has_data_hooks else trainer.strategy.root_device
         self._takes_index = "batch_idx" in self._loop._build_kwargs(OrderedDict(), None, 0)  # noqa: SLF001

@@ -38,6 +38,7 @@ from lightning_fed.fit.trainer_checks import (
     find_loader_owner,
 )
 from lightning_fed.lightning.internals import (
+    TRANSFER_HOOKS,
     HandedDataModule,
     OverriddenMethod,
     advise_workers,
@@ -65,8 +66,6 @@ from lightning_fed.rounds.simultaneous_visits import SimultaneousVisits
 from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)
-
-_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class RoundLoop:
@@ -176,7 +175,7 @@ class RoundLoop:
         savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
         self._overridden += [self._after_round(callback) for callback in savers]
         for owner in (datamodule_of(trainer), module):
-            for hook in _TRANSFER_HOOKS:
+            for hook in TRANSFER_HOOKS:
                 if owner is not None and is_overridden(hook, owner):
                     self._overridden.append(_without_none(owner, hook))
 

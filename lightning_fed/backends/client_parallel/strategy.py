@@ -92,7 +92,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self.balance: Literal["batches", "time"] = balance
+        self.balance = balance
         self._processes = ProcessGroup()
 
     @property

@@ -12,6 +12,8 @@ from torch import nn
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lightning.internals import (
+    BATCH_HOOKS,
+    TRANSFER_HOOKS,
     callbacks_of,
     datamodule_of,
     has_gradient_hooks,
@@ -20,15 +22,10 @@ from lightning_fed.lightning.internals import (
 )
 from lightning_fed.rule import ResizingAggregator
 
-_BATCH_HOOKS = (
-    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
-    "on_before_optimizer_step",
-)
 _MODULE_HOOKS = (
-    *(*_BATCH_HOOKS, "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
-    *("lr_scheduler_step", "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+    *(*BATCH_HOOKS, "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
+    *("lr_scheduler_step", *TRANSFER_HOOKS),
 )
-_DATA_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _VISIT_HOOKS = (
     *("on_client_request", "on_server_send", "on_client_receive", "on_client_start", "on_client_batch"),
     *("on_client_end", "on_server_receive", "on_client_visit_end"),
@@ -70,10 +67,10 @@ def check_vectorizable(fit: FederatedFit) -> None:
     _check_hooks(module, _MODULE_HOOKS, L.LightningModule)
     datamodule = datamodule_of(trainer)
     if datamodule is not None:
-        _check_hooks(datamodule, _DATA_HOOKS, L.LightningDataModule)
+        _check_hooks(datamodule, TRANSFER_HOOKS, L.LightningDataModule)
     for callback in callbacks_of(trainer):
         if not getattr(callback, "supports_vectorize", False):
-            _check_hooks(callback, _BATCH_HOOKS, L.Callback)
+            _check_hooks(callback, BATCH_HOOKS, L.Callback)
             if isinstance(callback, FederatedCallback):
                 _check_hooks(callback, _VISIT_HOOKS, FederatedCallback)
 
