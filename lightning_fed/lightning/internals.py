@@ -25,13 +25,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden as is_overri
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-REDUCTIONS: dict[Any, str] = {
-    **{torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min", sum: "sum", max: "max", min: "min"},
-    **{name: name for name in ("mean", "sum", "max", "min")},
-    "avg": "mean",
-}
-"""Values of ``reduce_fx`` that ``LightningModule.log`` takes, with the names of what they do."""
-
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_fed.messages import State
 from lightning_fed.model.batches import BatchKey, find_inputs
 from lightning_fed.model.entries import BatchNorm, find_non_finite
+from lightning_fed.model.feature_extraction import evaluating
 from lightning_fed.numerics.precision import to_float64
 
 _MOST_POSITIONS = 2.0**53  # of which all are whole in float64
@@ -288,21 +289,17 @@ def recalibrate_batch_norm(module: nn.Module, batches: Iterable[Any], inputs: Ba
 
     """
     layers = batch_norm_layers(module)
-    modes = [(part, part.training) for part in module.modules()]
     saved = [(buffer, buffer.clone()) for layer in layers.values() for buffer in layer.buffers(recurse=False)]
     device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     statistics, count = InputStatistics(layers), 0
-    module.eval()
-    for layer in layers.values():
-        layer.train()
     try:
-        with statistics.watching():
+        with evaluating(module), statistics.watching():
+            for layer in layers.values():
+                layer.train()
             for batch in batches:
                 module(find_inputs(batch, inputs).to(device))
                 count += 1
     finally:
-        for part, was_training in modes:
-            part.training = was_training
         for buffer, value in saved:
             buffer.copy_(value)
     if not count:
