@@ -256,7 +256,7 @@ def confusion_picture(confusion: Confusion, class_names: Sequence[str] = (), tit
     names = [class_names[label] if label < len(class_names) else str(label) for label in confusion.classes.tolist()]
     size = len(names)
     side = min(20, 4 + 0.2 * size)
-    labelled = range(0, size, math.ceil(size / _MAX_LABELS))
+    labelled = list(range(0, size, math.ceil(size / _MAX_LABELS)))
 
     def label(axes: Axes) -> None:
         axes.set_xticks(labelled, [names[index] for index in labelled], rotation=90)

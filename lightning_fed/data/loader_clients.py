@@ -260,7 +260,7 @@ class _Streams:
 
 
 def inside(container: Any) -> Iterable[Any]:
-    """What is in a mapping, list or tuple; nothing else has anything in it."""
+    """Elements of a mapping, list or tuple; of anything else there are none."""
     if isinstance(container, Mapping):
         return container.values()
     return container if isinstance(container, list | tuple) else ()

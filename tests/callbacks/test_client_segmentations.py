@@ -233,7 +233,7 @@ def test_scores_are_counted_where_the_logits_are():
 
 @pytest.mark.parametrize("has_axes", [True, False])
 def test_the_heat_map_has_a_row_for_each_class_of_each_client(has_axes, monkeypatch):
-    monkeypatch.setattr("lightning_fed.callbacks.client_segmentations.has_matplotlib", lambda: has_axes)
+    monkeypatch.setattr("lightning_fed.callbacks.pictures.has_matplotlib", lambda: has_axes)
     rows = [(0, "b", "x", 1.0, 1.0), (0, "a", "x", 0.0, 0.0), (0, "a", "y", 0.5, 0.5), (3, "b", "x", 0.0, 0.0)]
     picture = heat_map(rows)
     assert picture.dtype == torch.uint8

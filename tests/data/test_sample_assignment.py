@@ -118,6 +118,7 @@ def test_split_is_the_same_in_another_process_with_numpy_alone():
         "for name in ('lightning_fed', 'lightning_fed.data'):\n"  # without what the packages themselves import
         "    sys.modules[name] = types.ModuleType(name)\n"
         "sys.modules[name].__path__ = [sys.argv[1]]\n"
+        "sys.modules['lightning_fed'].__path__ = [f'{sys.argv[1]}/..']\n"
         "import lightning_fed.data.sample_assignment as m\n"
         "print(m.assign_evenly(20, 3, 5)[0].tolist(), m.pixel_permutation(9, 4, 5).tolist(),"
         " {'torch', 'lightning'} & set(sys.modules))"
