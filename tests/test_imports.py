@@ -75,6 +75,13 @@ def test_commands_that_train_nothing_do_without_torch(arguments, status, says):
     assert done.returncode == status
 
 
+def test_methods_are_listed_by_a_program_that_has_imported_nothing_else():
+    """The names come from the methods' own files, which are loaded when a name of the package is first asked for."""
+    program = "from lightning_fed.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", program, "methods", "fedav"], capture_output=True, text=True)
+    assert "Did you mean 'fedavg'?" in done.stderr, done.stderr
+
+
 ALONE = """
 import os, sys
 import lightning, torchmetrics

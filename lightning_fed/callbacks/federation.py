@@ -485,9 +485,7 @@ class Federation(L.Callback):
             self._loop.end_training(pl_module)
             checkpoint = last_checkpoint(trainer)
             if checkpoint is not None and trainer.is_global_zero:
-                words = (
-                    "The fit ended early. It goes on with `fit(..., ckpt_path=%r)`, on the command line --ckpt_path %s"
-                )
+                words = "The fit ended early. Resume: `fit(..., ckpt_path=%r)`, or the same command with --ckpt_path %s"
                 _log.info(words, checkpoint, shlex.quote(checkpoint))
         finally:
             self._loop.detach()  # Lightning does not call `teardown` after an exception

@@ -39,10 +39,10 @@ class FederatedProgressBar(TQDMProgressBar):
         if self._leave:
             self.train_progress_bar = self.init_train_tqdm()
         bar, total = self.train_progress_bar, self.total_train_batches
-        bar.reset()
         bar.total, bar.initial = (total if math.isfinite(total) else None), 0
         rounds = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
-        bar.set_description(f"Round {round_number(trainer.current_epoch)}{rounds}")
+        bar.set_description(f"Round {round_number(trainer.current_epoch)}{rounds}", refresh=False)
+        bar.reset()  # draws it
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     """Parser of the command."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed audit",
-        description="Shows the last lines of a site's record, verifies all of it, and prints its head: the digest of"
+        description="Show the last lines of a site's record, verify all of it, and print its head: the digest of"
         " the last line. Note the head elsewhere; with it, later cuts are found too.",
     )
     parser.add_argument("record", type=Path, help="the file, site_record.jsonl beside the policy")

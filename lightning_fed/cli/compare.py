@@ -57,9 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed compare",
         usage="lightning-fed compare RECIPE --methods METHOD ... [options] [-- options of fit]",
-        description="Trains a recipe with several methods: the same clients, rounds, stragglers and initial weights for"
-        " all. Finished runs are kept, an interrupted one goes on where it stopped: the same command again resumes.",
-        epilog="What follows `--` is for `lightning-fed fit`, in all runs: -- --trainer.max_rounds 20",
+        description="Train a recipe with several methods: the same clients, rounds, stragglers and initial weights for"
+        " all. The same command again resumes an interrupted comparison; finished runs are kept.",
+        epilog="Arguments after `--` go to `lightning-fed fit`, in all runs: -- --trainer.max_rounds 20",
     )
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
     parser.add_argument(

@@ -48,9 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed data",
         usage="lightning-fed data RECIPE [--out PICTURE] [-- options of fit]",
-        description="Tells what every client of a recipe has: examples, classes, pixels per class, distance of its"
-        " classes from those of all (total variation), and how its images look. The training data are read once.",
-        epilog="What follows `--` is for `lightning-fed fit`: -- --trainer.partition.alpha 0.1",
+        description="Show what every client of a recipe has: examples, classes, pixels per class, distance of its"
+        " classes from those of all (total variation), and its images. The training data are read once.",
+        epilog="Arguments after `--` go to `lightning-fed fit`: -- --trainer.partition.alpha 0.1",
     )
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
     parser.add_argument("--out", type=Path, help="file for a picture: the clients' images and shares of the classes")

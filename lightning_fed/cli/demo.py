@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     """Parser of ``demo``."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed demo",
-        description="Trains DeepLabV3+ on 24 clients whose images differ, and shows how it went.",
+        description="Train DeepLabV3+ on 24 clients whose images differ, and show the scores.",
     )
     parser.add_argument("--data", type=Path, help="folder with CamVid; without it, scenes of shapes are generated")
     parser.add_argument("--rounds", type=int, help="number of rounds")

@@ -80,9 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     """Parser of the command."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed doctor",
-        description="Prints the versions of what the package needs, the devices, and which extras are installed; for"
-        " the others, what they are for and how to install them. The status is 1 where something is missing that is"
-        " always needed. With --flower it checks the connection to a server instead.",
+        description="Print the versions of what the package needs, the devices, and which extras are installed; for"
+        " the others, what they are for and how to install them. The status is 1 if something is missing that is"
+        " always needed. With --flower, check the connection to a server instead.",
     )
     parser.add_argument("--flower", metavar="NAME:PORT", help="check a node's connection to the server at this address")
     parser.add_argument("--ca", type=Path, default=Path("keys/ca.crt"), help="the server's ca.crt (keys/ca.crt)")

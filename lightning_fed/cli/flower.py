@@ -111,7 +111,7 @@ def evaluation_command(folder: Path, federation: str, stage: str, ckpt: Path | N
 def _parser() -> argparse.ArgumentParser:
     """Parser of the command."""
     parser = argparse.ArgumentParser(
-        prog="lightning-fed flower", description="A federation across machines, on Flower."
+        prog="lightning-fed flower", description="Write and run a federation across machines, on Flower."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     new = commands.add_parser("new", help="write a Flower app of a recipe")

@@ -22,7 +22,7 @@ from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.tasks.base import Task
 
 _DESCRIPTION = (
-    "Merges checkpoints of models of one architecture: neurons are matched, then averaged. The model is that of a"
+    "Merge checkpoints of models of one architecture: neurons are matched, then averaged. The model is that of a"
     " recipe (-c) or of --model, with the hyper-parameters in the first checkpoint for what these leave out; a"
     " checkpoint of `lightning-fed fit` names the class as well. BatchNorm's statistics are measured with the training"
     " data of the recipe or of --data."

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from textwrap import fill
 from typing import Any
 
+import lightning_fed.recipe  # noqa: F401 - enters all methods in their table
 from lightning_fed.method import build_method, find_method, list_options, method_names
 
 
@@ -33,8 +34,8 @@ def _parser() -> argparse.ArgumentParser:
     """Parser of the command."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed methods",
-        description="Lists the methods, and for whom each is. Of those that are named: what a method is, what it sends"
-        " in a visit, what clients and server keep between rounds, what it costs beside the training; its options with"
+        description="List the methods, and the clients that each is for. Describe those that are named: what each sends"
+        " in a visit, what clients and server keep between rounds, what it costs beside the training, its options with"
         " their defaults, and those of its callbacks. One model is as many bytes as its shared entries have.",
         epilog="In a recipe: `method: fedprox:mu=0.1`. A method of your own is named by the path of its class:"
         " my_project.FedMine:option=value",
@@ -48,7 +49,7 @@ def table_of_methods() -> str:
     names = method_names()
     width = max(map(len, names))
     lines = [f"{name:{width}}  {costs_of(inspect.getdoc(find_method(name)) or '')['For']}" for name in names]
-    return "\n".join([*lines, "", "lightning-fed methods NAME tells what a method is and costs, and its options.", ""])
+    return "\n".join([*lines, "", "`lightning-fed methods NAME` describes a method, its costs and its options.", ""])
 
 
 def describe_method(name: str) -> str:

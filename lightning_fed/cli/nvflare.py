@@ -41,7 +41,9 @@ def run(args: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     """Parser of the command."""
-    parser = argparse.ArgumentParser(prog="lightning-fed nvflare", description="A federation on NVFLARE.")
+    parser = argparse.ArgumentParser(
+        prog="lightning-fed nvflare", description="Write a federation across machines, on NVFLARE."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     new = commands.add_parser("new", help="write an NVFLARE job of a recipe")
     new.add_argument("folder", type=Path, help="where to")

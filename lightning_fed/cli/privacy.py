@@ -45,8 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed privacy",
         usage="lightning-fed privacy RECIPE [--audit] [--figure FILE] [-- options of fit]",
-        description="Says what a recipe's rounds cost of the clients' privacy: epsilon round by round, the noise"
-        " against the clip, and the noise that other budgets need. Nothing is trained.",
+        description="Compute what a recipe's rounds cost of the clients' privacy: epsilon round by round, the noise"
+        " relative to the clip, and the noise that other budgets need. Nothing is trained.",
     )
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
     parser.add_argument("--audit", action="store_true", help="tell what can be guessed of canary clients, too")

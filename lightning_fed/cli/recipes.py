@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     """Parser of the command."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed recipes",
-        description="Lists the ready recipes, or prints one: lightning-fed recipes shapes_deeplab > my_recipe.yaml",
+        description="List the ready recipes, or print one: lightning-fed recipes shapes_deeplab > my_recipe.yaml",
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe to print (default: list all)")
     return parser

@@ -368,6 +368,14 @@ def test_the_progress_bar_shows_the_same(fit, monkeypatch):
     ]
 
 
+def test_an_empty_bar_has_the_number_of_the_round_that_begins(fit, capsys):
+    fit(TABLE["plain"], "fused", FederatedProgressBar(), max_rounds=3, enable_progress_bar=True)
+    empty = re.findall(r"Round (\d)/3: +0%", capsys.readouterr().out)
+    assert list(dict.fromkeys(empty)) == ["1", "2", "3"]
+    assert empty == sorted(empty)
+    assert empty.count("1") == empty.count("3")  # not shown again when the second round begins
+
+
 # --- what is fused ----------------------------------------------------------------------------------------------------
 
 
