@@ -25,7 +25,6 @@ class Steps:
         start: The global model.
         states: The clients' states.
         names: The entries whose steps are looked at: floating-point or complex ones.
-        gram: Inner products of the rows, shape ``(rows, rows)``; ``None`` to compute them when they are asked for.
 
     Attributes:
         start: The global model.
