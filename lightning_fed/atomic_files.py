@@ -81,7 +81,7 @@ class RoundCheckpoint(Checkpoint):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Saves the round."""
         with atomic_write(self._path) as partial:
-            trainer.save_checkpoint(partial)
+            trainer.save_checkpoint(partial, weights_only=False)  # else Lightning logs its default, every round
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

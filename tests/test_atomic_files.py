@@ -1,4 +1,5 @@
 import errno
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -76,6 +77,20 @@ def test_checkpoints_are_moved_within_their_folder(tmp_path, monkeypatch):
     trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(models.vectors()))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
     assert [Path(source).parent.parent for source, _ in moves] == [tmp_path / "checkpoints"]
+
+
+def test_a_rounds_checkpoint_is_written_without_a_line_in_the_log(tmp_path, caplog):
+    saving = logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector")
+    options = {**QUIET, "enable_checkpointing": True, "callbacks": [RoundCheckpoint(tmp_path / "last.ckpt")]}
+    trainer = FederatedTrainer(max_rounds=1, seed=1, **options)
+    saving.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, saving.name)
+    try:
+        trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(models.vectors()))
+    finally:
+        saving.removeHandler(caplog.handler)
+    assert (tmp_path / "last.ckpt").exists()
+    assert "weights_only" not in caplog.text
 
 
 def test_an_error_that_names_no_file_gets_the_folders_of_the_fit(tmp_path):

@@ -34,7 +34,7 @@ An app of {recipe} is in {folder}. The next three steps, where nodes reach the s
        {folder}/start_node.sh NAME:9092 CLIENT
   3. On the server's machine:
        flwr run {folder} here --stream
-What `here` is in Flower's configuration, and a trial on one machine without keys:
+What `here` is in Flower's configuration, and the other steps in full:
 https://lightning-fed.github.io/lightning-fed/guides/deploy/
 """
 
