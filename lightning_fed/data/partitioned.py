@@ -48,7 +48,7 @@ class PartitionedData(FederatedDataModule):
     Raises:
         ValueError: If a share is out of its range, or nothing is left to train on; in `setup`, if the loader has a
             sampler of its own.
-        TypeError: In `setup`, if there is no training loader over a map-style data set.
+        TypeError: If `source` is no datamodule; in `setup`, if it has no training loader over a map-style data set.
 
     Example:
         >>> from lightning_fed.data import LabelsPerClient
@@ -70,6 +70,11 @@ class PartitionedData(FederatedDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__({}, val={}, test={})
+        if not isinstance(source, L.LightningDataModule):
+            raise TypeError(
+                f"Expected `source` to be a LightningDataModule, but got {type(source).__name__}:"
+                " `L.LightningDataModule.from_datasets(data_set, batch_size=32)` makes one of a data set."
+            )
         check_inside("val_fraction", val_fraction)
         if not 0 <= test_fraction < 1 - val_fraction:
             raise ValueError(

@@ -19,7 +19,7 @@ from lightning_fed.model.entries import live_entries
 
 _UNITS = ["bytes", "kB", "MB", "GB", "TB"]
 _AT_HOME = ("personal", "frozen")
-_OWN = ("fed/", "comm/", "client/", "clients/")
+_OWN = ("fed/", "comm/", "client/", "clients/", "evaluation/")
 
 
 def format_bytes(number: float) -> str:
@@ -103,7 +103,8 @@ def describe_end(
 
     Example:
         >>> totals = {"rounds": 2, "clients": 5, "failed": 1, "dropped": 0, "down_bytes": 4000, "up_bytes": 3500}
-        >>> print(describe_end("FedAvg", totals, 3.0, {"val_acc": 0.8125, "fed/clients": 2.0}))
+        >>> metrics = {"val_acc": 0.8125, "fed/clients": 2.0, "evaluation/clients": 2.0}
+        >>> print(describe_end("FedAvg", totals, 3.0, metrics))
         FedAvg:
           rounds            2, 1.5 s each, 3 s in all
           updates used      5

@@ -322,6 +322,16 @@ def test_refuses_what_is_no_share(fraction):
         PartitionedData(Numbered(), ByGroup([0] * 90), test_fraction=0.9)
 
 
+def test_a_data_set_alone_is_refused_with_the_call_that_makes_a_datamodule():
+    data = Numbered().dataset
+    with pytest.raises(TypeError, match=r"`source` to be a LightningDataModule, but got TensorDataset") as raised:
+        PartitionedData(data, ByGroup([0] * 90))
+    assert "L.LightningDataModule.from_datasets(data_set, batch_size=32)" in str(raised.value)
+    made = PartitionedData(L.LightningDataModule.from_datasets(data, batch_size=32), ByGroup([0] * 90))
+    made.setup("fit")
+    assert made.population().clients == [0]
+
+
 def test_the_clients_are_not_known_before_setup():
     with pytest.raises(RuntimeError, match="after `setup`"):
         PartitionedData(Numbered(), ByGroup([0] * 90)).population()

@@ -172,6 +172,6 @@ def test_an_interrupted_fit_says_from_which_checkpoint_it_goes_on(federated_trai
         fit(federated_trainer, caplog, Stops(models.mlp()), 4, callbacks=[saver], enable_checkpointing=True)
     path = saver.best_model_path
     assert lines(caplog)[-1].endswith(
-        f"`fit(..., ckpt_path={path!r})`, on the command line --ckpt_path {shlex.quote(path)}"
+        f"`fit(..., ckpt_path={path!r})`, or the same command with --ckpt_path {shlex.quote(path)}"
     )
     assert "epoch=1" in saver.best_model_path
