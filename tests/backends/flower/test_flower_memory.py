@@ -19,9 +19,10 @@ SHAPE = 2**17, 6  # of a layer's weights: 3 MiB
 def copies():
     """Tensors with memory of their own, and messages."""
     gc.collect()
-    objects = gc.get_objects()
-    tensors = {found.data_ptr() for found in objects if isinstance(found, torch.Tensor) and found.shape == SHAPE}
-    packets = {id(found.data) for found in objects if isinstance(found, Packet) and len(found.data) > 2**21}
+    objects = gc.get_objects()  # some of torch's warn where they are asked for their class
+    tensors = [found for found in objects if issubclass(type(found), torch.Tensor)]
+    tensors = {found.data_ptr() for found in tensors if found.shape == SHAPE}
+    packets = {id(found.data) for found in objects if type(found) is Packet and len(found.data) > 2**21}
     return len(tensors), len(packets)
 
 
