@@ -156,9 +156,9 @@ def test_what_a_worker_cannot_answer(tmp_path):
     reply = app(Message(to_records(write_packet("hello", {})), 11, "query"), context)
     header, _ = read_packet(from_records(reply.content), "hello")
     assert header == {"clients": ["ann", "bob", "cid"]}
-    socket.unlink()
+    nowhere = Context(1, 11, {"worker": str(tmp_path / "private" / "none")}, RecordDict(), {})
     with pytest.raises(FileNotFoundError):
-        app(Message(to_records(write_packet("hello", {})), 11, "query"), context)
+        app(Message(to_records(write_packet("hello", {})), 11, "query"), nowhere)
 
 
 def test_one_worker_for_several_nodes(tmp_path):
