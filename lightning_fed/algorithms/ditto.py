@@ -136,14 +136,14 @@ class PersonalModel(FederatedCallback):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Pulls the client's own model towards the global one."""
         if self._global is not None:
-            add_to_gradients(trainer, optimizer, self._way, self.lam)
+            add_to_gradients(trainer, optimizer, self._difference, self.lam)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Forgets the visit."""
         self._forget()
 
-    def _way(self, parameter: nn.Parameter) -> Tensor | None:
-        """The way of a parameter from the global model."""
+    def _difference(self, parameter: nn.Parameter) -> Tensor | None:
+        """The parameter's difference to the global model."""
         return parameter - self._pulls[parameter] if parameter in self._pulls else None
 
 

@@ -68,14 +68,14 @@ class ProximalTerm(FederatedCallback):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Adds the gradient of the term."""
         if self._starts and find_federation(trainer).current_visits:
-            add_to_gradients(trainer, optimizer, self._way, self.mu)
+            add_to_gradients(trainer, optimizer, self._difference, self.mu)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Forgets it."""
         self._starts = {}
 
-    def _way(self, parameter: nn.Parameter) -> Tensor | None:
-        """The way of a parameter from where the visit started."""
+    def _difference(self, parameter: nn.Parameter) -> Tensor | None:
+        """The parameter's difference to the start of the visit."""
         start = self._starts.get(parameter)
         if start is None:
             return None

@@ -152,7 +152,15 @@ class Chain:
         self._pass(update, sent, len(self.steps), inspect)
 
     def merge(self, other: Any) -> None:
-        """Joins the :attr:`part` of another process."""
+        """Joins the :attr:`part` of another process.
+
+        Raises:
+            TypeError: If that process has another rule, or another step that holds updates back.
+
+        """
+        own, given = type(self.part).__name__, type(other).__name__
+        if type(other) is not type(self.part):
+            raise TypeError(f"Expected all processes to have the same rule and steps, but got a {given} for a {own}.")
         self.part.merge(other)
 
     @property

@@ -263,3 +263,10 @@ def test_an_aggregate_that_cannot_be_is_taken_back(caplog):
     assert server.accept(update)
     assert server.finish_round() is None
     assert "Round 1: the aggregate is not used: entry 'n.running_var' is negative." in caplog.text
+
+
+@pytest.mark.parametrize("rule", ["qffl", "krum", "fedmargin"])
+def test_processes_with_different_rules_are_not_merged(rule):
+    """The sums of q-FedAvg have the form of those of FedAvg, and would make a wrong mean."""
+    with pytest.raises(TypeError, match="same rule and steps"):
+        Chain(FedAvg()).merge(Chain(build_method(rule).aggregator).part)
