@@ -84,7 +84,7 @@ class Look(PartitionOfPartition):
         """The client's look."""
         seed = self.seed_of(seed)
         rng = generator_for("look", seed, client_key(client))
-        contrast = rng.uniform(-1, 1, 4).tolist()[0]  # of as many draws as published numbers are of
+        contrast = rng.uniform(-1, 1, 4).tolist()[0]  # four are drawn, as for the tables of results; one is used
         blur, noise, polarity = rng.uniform(0, 1, 3).tolist()
         gains = rng.uniform(-1, 1, 3).tolist()
         if isinstance(client, int):

@@ -145,7 +145,7 @@ def test_a_number_of_clients_is_drawn(federated_trainer):
         (lambda: SignFlip("ann"), "`clients` to be a list of names or a number, but got 'ann'"),
         (lambda: SignFlip(-1), "`clients` to be at least 0, but got -1"),
         (lambda: SignFlip(1, seed=-1), "`seed` to be at least 0, but got -1"),
-        (lambda: GaussianNoise(1, std=-1.0), "`std` to be at least 0"),
+        (lambda: GaussianNoise(1, std=-1.0), "`std` to be at least 0 and finite, but got -1.0"),
         (lambda: BadValues(1, "zero"), r"`kind` to be one of \['nan', 'inf', 'huge'\], but got 'zero'"),
         (lambda: LabelFlip(1, num_classes=1), "`num_classes` to be at least 2, but got 1"),
         (lambda: Backdoor(1, share=0.0), r"`share` to be in \(0, 1\], but got 0.0"),
