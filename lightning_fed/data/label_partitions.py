@@ -85,8 +85,8 @@ class Dirichlet(LabelPartition):
     .. math:: q_k \sim \mathrm{Dir}(\alpha \pi), \qquad
         \lfloor N / K \rfloor \text{ times: class} \sim q_k \text{, an unused sample of that class}
 
-    with :math:`\pi` as the classes' shares of the data: the concentrations sum to ``alpha``, as in the paper, so the
-    same ``alpha`` is a stronger skew. A class that has run out gets mass 0 and the others are scaled up; if they
+    with a prior :math:`\pi` over the classes that sums to 1: the concentrations sum to ``alpha``, as in the paper, so
+    the same ``alpha`` is a stronger skew. A class that has run out gets mass 0 and the others are scaled up; if they
     have no mass, :math:`q_k` is drawn again over the classes that are left. Clients are served in order, so the
     last ones take the remaining samples. The last :math:`N \bmod K` samples are not assigned.
 
@@ -104,6 +104,8 @@ class Dirichlet(LabelPartition):
         ignore_index: Value of void pixels in masks; ``None`` for none.
         background: Class of masks that is not foreground; ``None`` where every class counts.
         seed: Seed of the split; ``None`` for the federation's.
+        prior: Per client: :math:`\pi`, the classes' shares of the data (``"empirical"``) or the same for every class
+            (``"uniform"``).
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -136,9 +138,11 @@ class Dirichlet(LabelPartition):
         ignore_index: int | None = 255,
         background: int | None = 0,
         seed: int | None = None,
+        prior: Literal["empirical", "uniform"] = "empirical",
     ) -> None:
         super().__init__(num_clients, label_fn, ignore_index, background, seed)
         check_option("definition", definition, ("per_class", "per_client"))
+        check_option("prior", prior, ("empirical", "uniform"))
         if definition == "per_class" and not alpha > 0:
             raise ValueError(f"Expected `alpha` to be greater than 0, but got {alpha}.")
         if not alpha >= 0:
@@ -148,10 +152,13 @@ class Dirichlet(LabelPartition):
                 "Expected `balance` with definition='per_class' only, but got it with 'per_client', where all clients"
                 " have the same size."
             )
+        if definition == "per_class" and prior != "empirical":
+            raise ValueError(f"Expected `prior` with definition='per_client' only, but got {prior!r} with 'per_class'.")
         self.alpha = alpha
         self.definition = definition
         self.min_size = None if min_size is None else check_count("min_size", min_size, 0)
         self.balance = balance
+        self.prior = prior
 
     def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
         """The samples of every client, by the label of each sample."""
@@ -164,15 +171,17 @@ class Dirichlet(LabelPartition):
         def draw() -> IndexArray:
             return _counts_per_class(rng, class_sizes, self.num_clients, self.alpha, self.balance)
 
-        counts = draw_until_large(draw, self.num_clients, classes.size, self.min_size, alpha=self.alpha)
+        skew, remedy = f"alpha={self.alpha}", "raise `alpha`"
+        counts = draw_until_large(draw, self.num_clients, classes.size, self.min_size, skew, remedy)
         return assign_by_class(rng, classes, counts)
 
     def _per_client(self, labels: IndexArray, seed: int) -> list[IndexArray]:
         classes, class_sizes = number_classes(labels)
         rng = generator_for("dirichlet_per_client", seed)
-        pi = class_sizes / classes.size
+        is_empirical = self.prior == "empirical"
+        pi = class_sizes / classes.size if is_empirical else np.full(class_sizes.size, 1 / class_sizes.size)
         size = classes.size // self.num_clients
-        if self.alpha == np.inf:  # drawn one by one, the last clients would get very different shares
+        if self.alpha == np.inf and is_empirical:  # drawn one by one, the last clients would get very different shares
             assigned = rng.permutation(classes.size)[: size * self.num_clients]
             owner = np.full(classes.size, -1, dtype=np.int64)
             owner[assigned[np.argsort(classes[assigned], kind="stable")]] = np.arange(assigned.size) % self.num_clients

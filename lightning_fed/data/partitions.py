@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fed.argument_checks import check_count
+from lightning_fed.argument_checks import check_count, check_nonnegative, check_option
 from lightning_fed.data.label_lookup import MapDataset, groups_of, length_of
 from lightning_fed.data.label_partitions import Dirichlet as Dirichlet
 from lightning_fed.data.label_partitions import LabelsPerClient as LabelsPerClient
@@ -71,11 +71,18 @@ class IID(NumberedPartition):
 class QuantitySkew(NumberedPartition):
     r"""Clients of unequal sizes, each with a random share of the data.
 
-    .. math:: p \sim \mathrm{Dir}(\beta 1_K), \qquad \text{cut at } \lfloor N \textstyle\sum_{j \le k} p_j \rfloor
+    .. math:: p \sim \mathrm{Dir}(\beta 1_K) \quad \text{or} \quad
+        p_k \propto s_k,\ \log s_k \sim \mathcal N(0, \sigma^2); \qquad
+        \text{cut at } \lfloor N \textstyle\sum_{j \le k} p_j \rfloor
+
+    (The mean of :math:`\log s_k` cancels.)
 
     Args:
         num_clients: Number of clients, at least 1.
-        beta: Concentration: small for very unequal sizes, ``inf`` for equal ones. Greater than 0.
+        beta: Concentration of ``"dirichlet"``: small for very unequal sizes, ``inf`` for equal ones. Greater than 0.
+        distribution: Distribution of the sizes: ``"dirichlet"`` (NIID-Bench's "iid-diff-quantity") or ``"lognormal"``
+            (as in the FedProx data).
+        sigma: Standard deviation of the logarithm of the sizes of ``"lognormal"``, at least 0.
         min_size: Smallest number of samples of a client; the sizes are drawn again until it is reached. ``None`` for
             the first of 10, 5, 2 and 1 that is.
         seed: Seed of the split; ``None`` for the federation's.
@@ -100,13 +107,19 @@ class QuantitySkew(NumberedPartition):
         self,
         num_clients: int,
         beta: float = 0.5,
+        distribution: Literal["dirichlet", "lognormal"] = "dirichlet",
+        sigma: float = 1.0,
         min_size: int | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__(num_clients, seed)
+        check_option("distribution", distribution, ("dirichlet", "lognormal"))
         if not beta > 0:
             raise ValueError(f"Expected `beta` to be greater than 0, but got {beta}.")
+        check_nonnegative("sigma", sigma)
         self.beta = beta
+        self.distribution = distribution
+        self.sigma = sigma
         self.min_size = None if min_size is None else check_count("min_size", min_size, 0)
 
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
@@ -115,12 +128,21 @@ class QuantitySkew(NumberedPartition):
         rng = generator_for("quantity_skew", seed)
 
         def draw() -> IndexArray:
-            mean = np.full(self.num_clients, 1 / self.num_clients)
-            shares = draw_dirichlet(rng, mean, self.beta * self.num_clients, 1)
-            sizes: IndexArray = cut_shares(shares, np.array([num_samples]))[0]
+            if self.distribution == "dirichlet":
+                mean = np.full(self.num_clients, 1 / self.num_clients)
+                shares = draw_dirichlet(rng, mean, self.beta * self.num_clients, 1)[0]
+            else:
+                logarithms = rng.normal(0.0, self.sigma, self.num_clients)
+                shares = np.exp(logarithms - logarithms.max())
+                shares /= shares.sum()
+            sizes: IndexArray = cut_shares(shares[None], np.array([num_samples]))[0]
             return sizes
 
-        sizes = draw_until_large(draw, self.num_clients, num_samples, self.min_size, beta=self.beta)
+        if self.distribution == "dirichlet":
+            skew, remedy = f"beta={self.beta}", "raise `beta`"
+        else:
+            skew, remedy = f"sigma={self.sigma}", "lower `sigma`"
+        sizes = draw_until_large(draw, self.num_clients, num_samples, self.min_size, skew, remedy)
         return assign_in_order(rng.permutation(num_samples), sizes)
 
 

@@ -101,7 +101,8 @@ def draw_until_large(
     num_clients: int,
     num_samples: int,
     min_size: int | None,
-    **concentration: float,
+    skew: str,
+    remedy: str,
 ) -> IndexArray:
     """Repeats a draw of the clients' numbers of samples until all have ``min_size`` or more.
 
@@ -111,7 +112,8 @@ def draw_until_large(
         num_samples: Number of samples that are assigned.
         min_size: Smallest number of samples that a client may have; ``None`` for the first of 10, 5, 2 and 1 that a
             draw reaches.
-        concentration: The argument of which a smaller value is more skew, for the error.
+        skew: The requested skew, as the error shows it.
+        remedy: A change that would help, as the error shows it.
 
     Returns:
         The first draw that is large enough.
@@ -135,10 +137,9 @@ def draw_until_large(
                 return counts
     least = "a sample" if min_size is None else f"at least {min_size} samples (`min_size`)"
     lower = "`num_clients`" if min_size is None else "`min_size` or `num_clients`"
-    ((name, value),) = concentration.items()
     raise PartitionError(
         f"Expected every client to get {least}, but none of {MAX_TRIES} draws gave that to {num_clients} clients of"
-        f" {num_samples} samples with {name}={value}. Lower {lower}, or raise `{name}`."
+        f" {num_samples} samples with {skew}. Lower {lower}, or {remedy}."
     )
 
 

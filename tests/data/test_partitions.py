@@ -38,11 +38,13 @@ CASES = {
     "Dirichlet": (Dirichlet(K, 0.5), 0),
     "Dirichlet balance": (Dirichlet(K, 0.5, min_size=30, balance=True), 0),
     "Dirichlet per client": (Dirichlet(K, 0.5, definition="per_client"), N % K),
+    "Dirichlet prior": (Dirichlet(K, 0.5, definition="per_client", prior="uniform"), N % K),
     "Shards": (Shards(K, 3), N % (3 * K)),
     "LabelsPerClient": (LabelsPerClient(K, 2), 0),
     "LabelsPerClient even": (LabelsPerClient(K, 2, "even"), 0),
     "LabelsPerClient sigma": (LabelsPerClient(K, 2, "consecutive", sigma=1.0, min_per_label=5), 0),
     "QuantitySkew": (QuantitySkew(K, 0.7), 0),
+    "QuantitySkew lognormal": (QuantitySkew(K, distribution="lognormal", sigma=0.4, min_size=20), 0),
 }
 cases = pytest.mark.parametrize(("partition", "left_over"), CASES.values(), ids=CASES)
 
@@ -303,6 +305,10 @@ def test_permutation_in_worker_processes():
         (lambda: Dirichlet(2, 1, "x"), "Expected `definition` to be one of ['per_class', 'per_client'], but got 'x'."),
         (lambda: Dirichlet(2, 1, min_size=-1), "Expected `min_size` to be at least 0, but got -1."),
         (lambda: Dirichlet(2, 1, "per_client", balance=True), "Expected `balance` with definition='per_class' only"),
+        (
+            lambda: Dirichlet(2, 1, prior="uniform"),
+            "Expected `prior` with definition='per_client' only, but got 'uniform'",
+        ),
         (lambda: IID(2.5), "Expected `num_clients` to be a whole number, but got 2.5."),
         (lambda: Shards(2, 0), "Expected `shards_per_client` to be at least 1, but got 0."),
         (lambda: LabelsPerClient(2, 0), "Expected `labels_per_client` to be at least 1, but got 0."),
@@ -313,6 +319,11 @@ def test_permutation_in_worker_processes():
         (lambda: LabelsPerClient(2, 1, sigma=-1), "Expected `sigma` to be at least 0 and finite, but got -1."),
         (lambda: LabelsPerClient(2, 1, min_per_label=-1), "Expected `min_per_label` to be at least 0, but got -1."),
         (lambda: QuantitySkew(2, 0), "Expected `beta` to be greater than 0, but got 0."),
+        (lambda: QuantitySkew(2, sigma=-1), "Expected `sigma` to be at least 0 and finite, but got -1."),
+        (
+            lambda: QuantitySkew(2, distribution="x"),
+            "`distribution` to be one of ['dirichlet', 'lognormal'], but got 'x'.",
+        ),
         (lambda: QuantitySkew(2, min_size=-1), "Expected `min_size` to be at least 0, but got -1."),
         (lambda: PermutedPixels(IID(2), seed=-1), "Expected `seed` to be at least 0, but got -1."),
         (lambda: ByGroup(seed=-1), "Expected `seed` to be at least 0, but got -1."),
@@ -349,8 +360,8 @@ def test_errors_name_the_argument_and_its_value(call, message):
         ),
         (
             "QuantitySkew",
-            {"num_clients": 3, "beta": 2.0},
-            "QuantitySkew(num_clients=3, beta=2.0)",
+            {"num_clients": 3, "distribution": "lognormal"},
+            "QuantitySkew(num_clients=3, distribution='lognormal')",
         ),
         (
             "PermutedPixels",

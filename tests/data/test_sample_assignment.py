@@ -1,3 +1,4 @@
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from lightning_fed.data import sample_assignment as dealing_module
 from lightning_fed.data.partitions import PixelPermutation
 from lightning_fed.data.sample_assignment import pixel_permutation
 from tests import references
+from tests.breadth import quick
 
 N, K = 1003, 20
 LABELS = np.random.default_rng(3).choice([2, 5, 7, 11, 30], size=N, p=[0.1, 0.15, 0.2, 0.25, 0.3])
@@ -66,6 +68,7 @@ SPLITS = {
     "per_class tiny": (lambda seed: dirichlet_per_class(LABELS, K, 1e-300, seed, min_size=0), 0),
     "per_class tiny balance": (lambda seed: dirichlet_per_class(LABELS, K, 1e-9, seed, balance=True, min_size=0), 0),
     "per_client": (lambda seed: dirichlet_per_client(LABELS, K, 0.5, seed), N % K),
+    "per_client uniform": (lambda seed: dirichlet_per_client(LABELS, K, 0.5, seed, prior="uniform"), N % K),
     "per_client inf": (lambda seed: dirichlet_per_client(LABELS, K, np.inf, seed), N % K),
     "per_client tiny": (lambda seed: dirichlet_per_client(LABELS, K, 1e-300, seed), N % K),
     "per_client 0": (lambda seed: dirichlet_per_client(LABELS, K, 0, seed), N % K),
@@ -73,7 +76,8 @@ SPLITS = {
     "labels_per_client": (lambda seed: labels_per_client(LABELS, K, 2, seed), 0),
     "labels_per_client even": (lambda seed: labels_per_client(LABELS, K, 2, seed, assignment="even"), 0),
     "labels_per_client sigma": (lambda seed: labels_per_client(LABELS, K, 2, seed, sigma=2.0, min_per_label=3), 0),
-    "quantity": (lambda seed: quantity_skew(N, K, seed, beta=2.0), 0),
+    "quantity dirichlet": (lambda seed: quantity_skew(N, K, seed, beta=2.0), 0),
+    "quantity lognormal": (lambda seed: quantity_skew(N, K, seed, distribution="lognormal", sigma=0.5), 0),
 }
 split_cases = pytest.mark.parametrize(("split", "left_over"), SPLITS.values(), ids=SPLITS)
 
@@ -197,11 +201,15 @@ def test_dirichlet_per_client_gives_equal_sizes():
         assert {part.size for part in dirichlet_per_client(LABELS, K, alpha, seed=0)} == {N // K}
 
 
-def test_dirichlet_per_client_has_the_classes_shares():
-    # Few samples are drawn, so that no class runs out.
+def test_dirichlet_per_client_prior():
+    # Few samples are drawn, so that no class runs out: the classes' shares are the prior's.
     labels = np.repeat([0, 1], [9_000, 1_000])
-    clients = [dirichlet_per_client(labels, 100, 1e3, seed)[0] for seed in range(20)]
-    assert np.mean([(labels[client] == 0).mean() for client in clients]) == pytest.approx(0.9, abs=0.02)
+    share = {}
+    for prior in ("empirical", "uniform"):
+        clients = [dirichlet_per_client(labels, 100, 1e3, seed, prior=prior)[0] for seed in range(20)]
+        share[prior] = np.mean([(labels[client] == 0).mean() for client in clients])
+    assert share["empirical"] == pytest.approx(0.9, abs=0.02)
+    assert share["uniform"] == pytest.approx(0.5, abs=0.02)
 
 
 def test_dirichlet_per_client_concentrations_sum_to_alpha():
@@ -231,12 +239,15 @@ def test_dirichlet_per_class_is_distributed_as_in_the_published_program(balance)
         assert ks_2samp([*map(statistic, splits)], [*map(statistic, reference_splits)]).pvalue > 1e-3, name
 
 
-@pytest.mark.parametrize("alpha", [0.3, 3.0])
-def test_dirichlet_per_client_is_distributed_as_in_the_paper(alpha):
+@pytest.mark.parametrize(
+    ("alpha", "prior"),
+    quick(itertools.product([0.3, 3.0], ["empirical", "uniform"]), [(0.3, "empirical"), (3.0, "uniform")]),
+)
+def test_dirichlet_per_client_is_distributed_as_in_the_paper(alpha, prior):
     labels = np.repeat([0, 1, 2], [10, 30, 60])
-    pi = [0.1, 0.3, 0.6]
+    pi = [0.1, 0.3, 0.6] if prior == "empirical" else [1 / 3] * 3
     rng = np.random.default_rng(0)
-    splits = [dirichlet_per_client(labels, 5, alpha, seed) for seed in range(400)]
+    splits = [dirichlet_per_client(labels, 5, alpha, seed, prior=prior) for seed in range(400)]
     reference_splits = [
         references.dirichlet_per_client_reference(labels.tolist(), 5, alpha, rng, pi) for _ in range(400)
     ]
@@ -423,6 +434,18 @@ def test_quantity_skew_is_distributed_as_in_the_published_program():
         assert ks_2samp([*map(statistic, splits)], [*map(statistic, reference_splits)]).pvalue > 1e-3
 
 
+def test_quantity_skew_lognormal_sizes():
+    # The logarithms of two sizes' ratio have the standard deviation sigma * sqrt(2).
+    ratios = []
+    for seed in range(300):
+        parts = quantity_skew(20_000, 4, seed, distribution="lognormal", sigma=0.8)
+        ratios.append(np.log(parts[0].size / parts[1].size))
+    assert np.std(ratios) == pytest.approx(0.8 * np.sqrt(2), rel=0.15)
+    assert np.mean(ratios) == pytest.approx(0, abs=0.2)
+    sizes = [part.size for part in quantity_skew(N, K, 0, distribution="lognormal", sigma=0)]
+    assert max(sizes) - min(sizes) <= 1
+
+
 def test_quantity_skew_deals_samples_at_random():
     mean_index = [part.mean() for part in quantity_skew(100_000, 5, 0, min_size=5000)]
     np.testing.assert_allclose(mean_index, 50_000, rtol=0.05)
@@ -432,6 +455,8 @@ def test_quantity_skew_error_of_min_size(monkeypatch):
     monkeypatch.setattr(dealing_module, "MAX_TRIES", 7)
     with pytest.raises(ValueError, match=r"at least 40 samples .* none of 7 draws .* beta=0.01\. .* raise `beta`"):
         quantity_skew(1000, 20, 0, beta=0.01, min_size=40)
+    with pytest.raises(ValueError, match=r"sigma=9\. .* lower `sigma`"):
+        quantity_skew(1000, 20, 0, distribution="lognormal", sigma=9, min_size=40)
 
 
 def test_by_group():
@@ -502,6 +527,10 @@ def test_one_client_gets_everything():
         (lambda: dirichlet_per_class(LABELS, 2, 1, 0, min_size=-1), "Expected `min_size` to be at least 0"),
         (lambda: dirichlet_per_client(LABELS, 2, -1, 0), "Expected `alpha` to be at least 0, but got -1."),
         (lambda: dirichlet_per_client(LABELS, 2, np.nan, 0), "Expected `alpha` to be at least 0, but got nan."),
+        (
+            lambda: dirichlet_per_client(LABELS, 2, 1, 0, prior="x"),
+            "`prior` to be one of ['empirical', 'uniform'], but got 'x'",
+        ),
         (lambda: shards(LABELS, 2, 0, 0), "Expected `shards_per_client` to be at least 1, but got 0."),
         (lambda: shards(LABELS, 600, 2, 0), "at most the number of samples (1003), but got 600 * 2."),
         (
@@ -517,6 +546,8 @@ def test_one_client_gets_everything():
             "`assignment` to be one of ['random', 'even', 'consecutive'], but got 'x'",
         ),
         (lambda: quantity_skew(10, 2, 0, beta=0), "Expected `beta` to be greater than 0, but got 0."),
+        (lambda: quantity_skew(10, 2, 0, sigma=-1), "Expected `sigma` to be at least 0 and finite, but got -1."),
+        (lambda: quantity_skew(10, 2, 0, distribution="x"), "one of ['dirichlet', 'lognormal'], but got 'x'"),
         (lambda: quantity_skew(10, 2, 0, min_size=6), "number of samples (10), but got 6 * 2."),
         (lambda: by_group([]), "Expected a data set with at least one sample, but got an empty one."),
         (lambda: shards([], 1, 1, 0), "Expected `num_clients` to be at most the number of samples (0), but got 1."),
