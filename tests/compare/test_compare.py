@@ -12,7 +12,8 @@ import re
 import shutil
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -43,10 +44,10 @@ from lightning_fed.compare import (
 )
 from lightning_fed.compare.central import central_trainer
 from lightning_fed.datasets import Synthetic
-from lightning_fed.recipe import FederatedCLI
+from lightning_fed.recipe import FederatedCLI, remembered_subclasses
 from lightning_fed.tasks import ClassificationTask
 from tests import warm_process
-from tests.breadth import quick
+from tests.breadth import quick, slow
 from tests.compare.compare_script import CLIENTS, OWN, Interruption, Notes
 from tests.generators import same_random_numbers
 
@@ -87,8 +88,30 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def subclasses_are_remembered():
+    """From one command line to the next, until something is imported."""
+    with remembered_subclasses():
+        yield
+
+
 def compare(*arguments):
     main(["compare", *map(str, arguments)])
+
+
+@contextmanager
+def shared_folder(tmp_path_factory):
+    """A folder with the recipes, for a comparison that several tests look at."""
+    folder = tmp_path_factory.mktemp("shared")
+    for name, text in (("own.yaml", OWN), ("clients.yaml", CLIENTS)):
+        (folder / name).write_text(text)
+    with pytest.MonkeyPatch.context() as patch, same_random_numbers():
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["lightning-fed"])
+        patch.setattr(Notes, "fits", [])
+        patch.setattr(Notes, "place", None)
+        patch.setattr(report, "draw", lambda *args: None)
+        yield folder
 
 
 def read_csv(path):
@@ -109,7 +132,6 @@ def files(out):
         "rounds": rows(out / "rounds.csv"),
         "summary": rows(out / "summary.csv"),
         "table": re.sub(r"[\d.]+ \| [\d.]+ \|$", "", table, flags=re.M),
-        "picture": (out / "curves.png").read_bytes(),
     }, {path.parent.name: weights(path) for path in out.glob("runs/*/last.ckpt")}
 
 
@@ -159,15 +181,10 @@ def test_all_methods_see_the_same(methods):
 
 
 def test_what_seeds_and_stragglers_change(tmp_path):
-    methods = ["fairavg", "fedavg"]
-    compare("own.yaml", "--methods", *methods, "--seeds", 2, "--stragglers", "0,0.7", "--out", "out")
+    compare("own.yaml", "--methods", "fedavg", "--seeds", 2, "--stragglers", "0,0.7", "--out", "out")
     names = {run.name for run in (tmp_path / "out" / "runs").iterdir()}
-    assert names == {f"{method}_{part}_{seed}" for method in methods for part in ("0", "0.7") for seed in (0, 1)}
-    fits = {(seed, part): [Notes.fits.pop(0) for _ in methods] for seed in (0, 1) for part in (0.0, 0.7)}
-    for fit, other in fits.values():
-        assert_same(other["state"], fit["state"])
-        assert same_rounds(other, fit)
-    fits = {key: fit for key, (fit, _) in fits.items()}
+    assert names == {f"fedavg_{part}_{seed}" for part in ("0", "0.7") for seed in (0, 1)}
+    fits = {(seed, part): Notes.fits.pop(0) for seed in (0, 1) for part in (0.0, 0.7)}
     cohorts = {key: [(visit.round, visit.client) for visit, *_ in fit["visits"]] for key, fit in fits.items()}
     assert cohorts[0, 0.0] == cohorts[0, 0.7] != cohorts[1, 0.0] == cohorts[1, 0.7]
     assert_same(fits[0, 0.0]["state"], fits[0, 0.7]["state"])
@@ -225,8 +242,9 @@ ALIKE = ("--trainer.partition", "IID", "--trainer.partition.num_clients", 6, "--
 
 @pytest.mark.parametrize("passes", quick(WORK, [2.5]))
 def test_a_round_of_central_is_as_long_as_a_round(passes, tmp_path):
-    """In examples, of which every one comes once in every pass, in another order."""
-    compare("own.yaml", "--methods", "central,fedavg", "--out", "out", "--", *WORK[passes], *ALIKE)
+    """In examples, of which every one comes once in every pass, in another order; what is frozen stays."""
+    frozen = ("--trainer.frozen", "['body.0.*']")
+    compare("own.yaml", "--methods", "central,fedavg", "--out", "out", "--", *WORK[passes], *ALIKE, *frozen)
     central, fedavg = Notes.fits
     assert len(central["seen"]) == len(fedavg["seen"]) == 3 * 60 * passes
     whole = [central["seen"][start : start + 60] for start in range(0, len(central["seen"]) - 59, 60)]
@@ -238,6 +256,11 @@ def test_a_round_of_central_is_as_long_as_a_round(passes, tmp_path):
     curve = result(tmp_path / "out", "central_0")["rounds"]
     assert len(curve) == 3
     assert len({values["val_loss"] for values in curve}) == 3
+    for run in ("central_0", "fedavg_0_0"):
+        state = weights(tmp_path / "out" / "runs" / run / "last.ckpt")
+        changed = {name for name, value in central["state"].items() if not torch.equal(value, state[name])}
+        assert not {"body.0.weight", "body.0.bias"} & changed
+        assert "head.weight" in changed
 
 
 SCHEDULE = """
@@ -296,16 +319,6 @@ def test_central_goes_on_in_the_middle_of_a_pass(passes, tmp_path):
     assert_same(*map(weights, runs))
 
 
-def test_central_does_not_train_what_is_frozen(tmp_path):
-    frozen = ["--trainer.frozen", "['body.0.*']", "--trainer.availability.client_dropout", "0"]
-    compare("own.yaml", "--methods", "central,fedavg", "--out", "out", "--", *frozen)
-    for run in ("central_0", "fedavg_0_0"):
-        state = weights(tmp_path / "out" / "runs" / run / "last.ckpt")
-        changed = {name for name, value in Notes.fits[0]["state"].items() if not torch.equal(value, state[name])}
-        assert not {"body.0.weight", "body.0.bias"} & changed
-        assert "head.weight" in changed
-
-
 @pytest.mark.parametrize("ends", ["well", "badly"])
 def test_central_gives_back_what_it_took(ends):
     """The datamodule's own loader, and the gradients of what is frozen."""
@@ -333,17 +346,27 @@ ALL = ("own.yaml", "--methods", "central,fedper,fedmargin", "--stragglers", "0.5
 
 
 @pytest.fixture(scope="module")
-def whole(pictures, tmp_path_factory):
+def whole(tmp_path_factory):
     """The files of a comparison that nothing interrupts, and their weights."""
-    folder = tmp_path_factory.mktemp("whole")
-    (folder / "own.yaml").write_text(OWN)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "argv", ["lightning-fed"])
-        patch.setattr(Notes, "fits", [])
-        with same_random_numbers():
-            compare(*ALL, "out")
+    with shared_folder(tmp_path_factory) as folder:
+        compare(*ALL, "out")
     return files(folder / "out")
+
+
+@pytest.fixture
+def begun(begun_once, tmp_path):
+    """A comparison that was interrupted in the second round of its second run."""
+    shutil.copytree(begun_once, tmp_path / "out")
+    return tmp_path / "out"
+
+
+@pytest.fixture(scope="module")
+def begun_once(tmp_path_factory):
+    with shared_folder(tmp_path_factory) as folder:
+        Notes.place = [2, "on_train_batch_start", 1, 0]
+        with pytest.raises(Interruption):
+            compare("own.yaml", "--methods", "fedavg,fairavg", "--out", "out")
+    return folder / "out"
 
 
 PLACES = {  # fit, hook, round, batch; and the rounds that are left
@@ -403,11 +426,8 @@ def test_killed_and_started_again(whole, tmp_path):
     assert_alike(tmp_path / "out", whole)
 
 
+@pytest.mark.usefixtures("begun")
 def test_another_recipe_in_the_same_folder(tmp_path, capsys):
-    Notes.place = [2, "on_train_batch_start", 1, 0]
-    with pytest.raises(Interruption):
-        compare("own.yaml", "--methods", "fedavg,fairavg", "--out", "out")
-
     def refused(*arguments):
         capsys.readouterr()
         with pytest.raises(SystemExit) as stopped:
@@ -420,9 +440,7 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
     assert "but other overrides made it" in refused("fairavg", *overrides)  # of which there is only the beginning
     (tmp_path / "own.yaml").write_text(OWN.replace("max_rounds: 3", "max_rounds: 2"))
     assert "but other recipe made it: choose another `--out`" in refused("fedprox,fedavg", "--out", "out")
-    assert len(Notes.fits) == 2
-    compare("own.yaml", "--methods", "fedavg", "--out", "another")
-    assert len(result(tmp_path / "another", "fedavg_0_0")["rounds"]) == 2
+    assert not Notes.fits
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------
@@ -440,11 +458,11 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         ("own.yaml --methods fedavg,fedfusion:levels=[2,-1]:n=1", 2, "Expected options of 'fedfusion' to be of ['o"),
         ("own.yaml --methods fedfusion:operator=sum", 2, "'fedfusion:operator=sum' does not work: Expected `operator"),
         ("own.yaml --methods fedprox:mu", 2, "Expected options as `option=value`, but got 'mu' in 'fedprox:mu'"),
-        ("own.yaml --methods fedprox:mu=", 2, "Expected options as `option=value`, but got 'mu='"),
+        slow(("own.yaml --methods fedprox:mu=", 2, "Expected options as `option=value`, but got 'mu='")),
         ("own.yaml --methods fedprox:mu=1:mu=2", 2, "Expected every option once, but got 'mu' again"),
         ("own.yaml --methods fedprox:mu=-1", 2, "'fedprox:mu=-1' does not work: Expected `mu` to be at least 0 "),
         ("own.yaml --methods fedprox:mu=much", 2, "The method 'fedprox:mu=much' does not work: "),
-        ("own.yaml --methods fedmargin:combine=lpn", 2, "Expected `combine` to be one of"),
+        slow(("own.yaml --methods fedmargin:combine=lpn", 2, "Expected `combine` to be one of")),
         ("own.yaml --methods fedavg:availability.stragglers=0.5", 2, "Expected options of 'fedavg' to be of"),
         ("own.yaml --methods fedavg:faults.min_clients=0", 2, "Expected `min_clients` to be at least 1, but got 0"),
         ("own.yaml --methods central:mu=1", 2, "Expected no options of 'central', but got ['mu']"),
@@ -462,13 +480,17 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         ("own.yaml --methods fedavg --mode best", 2, "argument --mode: invalid choice: 'best'"),
         ("own.yaml --methods fedavg -- --trainer.rounds 3", 2, "trainer.rounds"),
         ("own.yaml --methods fedavg -- --trainer.partition null", 1, "Expected a `partition` of the training data"),
-        ("own.yaml --methods central -- --trainer.partition null", 1, "Expected a `partition` of the training data"),
+        slow(
+            ("own.yaml --methods central -- --trainer.partition null", 1, "Expected a `partition` of the training data")
+        ),
         ("own.yaml --methods central -- --trainer.local_epochs 1 --trainer.local_steps 4", 1, "with `local_epochs`"),
         ("own.yaml --methods fedper -- --trainer.personal ['head.*']", 1, "Expected `FedPer` without `personal`"),
         ("own.yaml --methods fedmargin:lair=body", 2, "'lpm_before'], but got ['lair']"),
         ("own.yaml --methods fedmargin:passes=some", 2, "'fedmargin:passes=some' does not work: Expected `passes`"),
         ("layer.yaml --methods fedavg,fedmargin:layer=head", 1, "Expected a recipe without `ClassPrototypes`, which"),
-        ("layer.yaml --methods fedbn:aggregator=fedmargin", 1, "Expected a recipe without `ClassPrototypes`, which"),
+        slow(
+            ("layer.yaml --methods fedbn:aggregator=fedmargin", 1, "Expected a recipe without `ClassPrototypes`, which")
+        ),
         ("fedrep.yaml --methods fedavg", 1, "Expected a recipe whose `method` sets nothing else, but FedRep sets"),
         ("plain.yaml --methods fedavg", 1, "Expected `monitor`, because the recipe has no ModelCheckpoint with one"),
     ],
@@ -562,23 +584,37 @@ def test_arguments_after_the_dashes(tmp_path):
     assert len(result(tmp_path / "out", "fedavg_0_0")["rounds"]) == 1
 
 
-def test_options_of_methods(tmp_path):
+@pytest.fixture(scope="module")
+def with_options(tmp_path_factory):
+    """A comparison of one round, and its methods."""
+    methods = "fedprox:mu=0,fedavg,fedprox:mu=1e1,FedAvg:batch_norm=average,fedper:head=head?*"
+    methods += ",fedmargin,fedmargin:layer=body:passes=online,fedmargin:layer=body.0"
+    with shared_folder(tmp_path_factory) as folder:
+        compare("own.yaml", "--methods", methods, "--out", "out", *ONE_ROUND)
+    return folder / "out", methods.replace("FedAvg", "fedavg").split(",")
+
+
+def last_weights(out, method):
+    return weights(out / "runs" / f"{re.sub('[:?*]', '_', method)}_0_0" / "last.ckpt")
+
+
+ONE_ROUND = ("--", "--trainer.max_rounds", "1")
+
+
+def test_options_of_methods(with_options):
     """Each under its own label, with the effect of its own."""
-    methods = "fedprox:mu=0,fedavg,fedprox:mu=1e1,FedAvg:batch_norm=average"
-    compare("own.yaml", "--methods", methods, "--out", "out", "--", "--trainer.max_rounds", "1")
-    out = tmp_path / "out"
-    states = {path.parent.name: weights(path) for path in out.glob("runs/*/last.ckpt")}
-    assert sorted(states) == ["fedavg_0_0", "fedavg_batch_norm=average_0_0", "fedprox_mu=0_0_0", "fedprox_mu=1e1_0_0"]
-    assert_same(states["fedprox_mu=0_0_0"], states["fedavg_0_0"])
-    for other in ("fedprox_mu=1e1_0_0", "fedavg_batch_norm=average_0_0"):
-        assert any(not torch.equal(states[other][name], value) for name, value in states["fedavg_0_0"].items())
-    assert [row["method"] for row in rows(out / "summary.csv")] == methods.replace("FedAvg", "fedavg").split(",")
+    out, methods = with_options
+    fedavg = last_weights(out, "fedavg")
+    assert_same(last_weights(out, "fedprox:mu=0"), fedavg)
+    for other in ("fedprox:mu=1e1", "fedavg:batch_norm=average"):
+        assert any(not torch.equal(value, fedavg[name]) for name, value in last_weights(out, other).items())
+    assert [row["method"] for row in rows(out / "summary.csv")] == methods
+    assert len(list(out.glob("runs/*"))) == len(methods)
 
 
-def test_labels_that_look_alike_as_folders(capsys):
-    compare("own.yaml", "--methods", "fedper:head=head?*", "--out", "out")
+def test_labels_that_look_alike_as_folders(with_options, capsys):
     with pytest.raises(SystemExit):
-        compare("own.yaml", "--methods", "fedper:head=head*?", "--out", "out")
+        compare("own.yaml", "--methods", "fedper:head=head*?", "--out", with_options[0], *ONE_ROUND)
     assert "but other method made it" in capsys.readouterr().err
 
 
@@ -593,15 +629,14 @@ def test_values_of_options():
     assert federation.options.personal == ("head.*", "body.1.*")
 
 
-def test_options_of_the_callbacks_that_a_method_brings(tmp_path):
+def test_options_of_the_callbacks_that_a_method_brings(with_options):
     """Each method has its own; other methods have none, and send no prototypes."""
-    methods = "fedavg,fedmargin,fedmargin:layer=body:passes=online,fedmargin:layer=body.0"
-    compare("own.yaml", "--methods", methods, "--out", "out", "--", "--trainer.max_rounds", "1")
-    first = {row["method"]: row for row in rows(tmp_path / "out" / "rounds.csv") if row["round"] == "1"}
-    assert list(first) == methods.split(",")
-    assert [bool(row["clients/lpm"]) for row in first.values()] == [False, True, True, True]
-    assert len({row["clients/lpm"] for row in first.values()}) == 4
-    fedavg, *others = (float(row["comm/up_bytes"]) for row in first.values())
+    first = {row["method"]: row for row in rows(with_options[0] / "rounds.csv")}
+    methods = ["fedavg", *(method for method in first if "fedmargin" in method)]
+    lpm = [first[method]["clients/lpm"] for method in methods]
+    assert [bool(value) for value in lpm] == [False, True, True, True]
+    assert len(set(lpm)) == 4
+    fedavg, *others = (float(first[method]["comm/up_bytes"]) for method in methods)
     assert fedavg < min(others)
     recipe = Federation(local_epochs=2)
     federation = MethodChoice.parse("fedmargin:margin=relative:layer=body:max_batches=3").federation(recipe)
@@ -611,16 +646,15 @@ def test_options_of_the_callbacks_that_a_method_brings(tmp_path):
     assert not recipe.method.callbacks
 
 
-def test_a_rules_callback_in_the_recipe(tmp_path):
+def test_a_rules_callback_in_the_recipe(with_options, tmp_path):
     """It is the one that a method without options has."""
     callback = "    - class_path: ClassPrototypes\n      init_args: {layer: body.0}\n"
     (tmp_path / "layer.yaml").write_text(OWN + callback)
-    for recipe, method in (("layer.yaml", "fedmargin"), ("own.yaml", "fedmargin:layer=body.0")):
-        compare(recipe, "--methods", method, "--out", f"{recipe}_out", "--", "--trainer.max_rounds", "1")
-    runs = [next((tmp_path / recipe / "runs").iterdir()) / "last.ckpt" for recipe in ("layer.yaml_out", "own.yaml_out")]
-    assert_same(*map(weights, runs))
-    lpm = [rows(tmp_path / out / "rounds.csv")[0]["clients/lpm"] for out in ("layer.yaml_out", "own.yaml_out")]
-    assert lpm[0] == lpm[1]
+    compare("layer.yaml", "--methods", "fedmargin", "--out", "out", *ONE_ROUND)
+    expected = "fedmargin:layer=body.0"
+    assert_same(last_weights(tmp_path / "out", "fedmargin"), last_weights(with_options[0], expected))
+    lpm = {row["method"]: row["clients/lpm"] for row in rows(with_options[0] / "rounds.csv")}
+    assert rows(tmp_path / "out" / "rounds.csv")[0]["clients/lpm"] == lpm[expected]
 
 
 def test_seeds_of_methods_are_those_of_their_runs(tmp_path):
@@ -645,16 +679,10 @@ def test_fedrep_divides_the_recipes_epochs(text, epochs):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A comparison of clients that have their own data, and what it said."""
-    folder, said = tmp_path_factory.mktemp("trained"), []
-    (folder / "clients.yaml").write_text(CLIENTS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "argv", ["lightning-fed"])
+    said = []
+    with shared_folder(tmp_path_factory) as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.stdout, "write", said.append)
-        patch.setattr(Notes, "fits", [])
-        patch.setattr(report, "draw", lambda *args: None)
-        with same_random_numbers():
-            compare("clients.yaml", "--methods", "central,fedavg,fedper,fesem", "--out", "out")
+        compare("clients.yaml", "--methods", "central,fedavg,fedper,fesem", "--out", "out")
     return folder / "out", "".join(said)
 
 
@@ -737,15 +765,12 @@ def test_models_of_groups_on_the_test_data(tmp_path):
         assert float(row[name]) == pytest.approx(expected)
 
 
-def test_results_that_are_there(tmp_path):
-    Notes.place = [2, "on_train_batch_start", 1, 0]
-    plan = Plan(Path("own.yaml"), [MethodChoice.parse(name) for name in ("fedavg", "fairavg")], out=tmp_path / "out")
-    assert load_results(plan) == []
-    with pytest.raises(Interruption):
-        run_comparison(plan, Progress(Terminal()))
+def test_results_that_are_there(begun, tmp_path):
+    plan = Plan(Path("own.yaml"), [MethodChoice.parse(name) for name in ("fedavg", "fairavg")], out=begun)
+    assert load_results(replace(plan, out=tmp_path / "none")) == []
     (found,) = load_results(plan)
     assert (found["method"], found["monitor"], found["mode"]) == ("fedavg", "val_loss", "min")
-    assert load_results(Plan(plan.recipe, plan.methods, out=plan.out, monitor="train_loss"))[0]["mode"] == "max"
+    assert load_results(replace(plan, monitor="train_loss"))[0]["mode"] == "max"
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
