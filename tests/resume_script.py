@@ -312,7 +312,7 @@ def prepare(run, folder, version, callbacks=(), **trainer_options):
     else:
         clients = {f"client-{place}": examples(size, place) for place, size in enumerate(SIZES)}
         val = {client: examples(4, 10 + place) for place, client in enumerate(clients)}
-        data = FederatedDataModule(clients, val, batch_size=4)
+        data = FederatedDataModule(clients, val, batch_size=6)
     torch.manual_seed(0)
     module = Net(**options.get("model", {}))
     prototypes = [ClassPrototypes(**options["prototypes"])] if "prototypes" in options else []

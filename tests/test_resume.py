@@ -157,7 +157,7 @@ def test_resumes_from_the_last_checkpoint(run, where, whole, tmp_path):
 
 
 @pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_end", "on_train_epoch_end"])
-@pytest.mark.parametrize("run", ["personal-in-folder", "saved-after-validation"])
+@pytest.mark.parametrize("run", quick(["personal-in-folder", "saved-after-validation"], ["saved-after-validation"]))
 def test_resumes_after_a_break_between_rounds(run, hook, whole, tmp_path):
     break_off(run, tmp_path, "a", At(hook, 2, "last", interrupt))
     trainer = fit(run, tmp_path, "b", ckpt_path=last_checkpoint(tmp_path))
@@ -169,14 +169,14 @@ def test_resumes_after_a_break_between_rounds(run, hook, whole, tmp_path):
         assert_ends_alike(trainer, whole(run), tmp_path, "a", "b")
 
 
-@pytest.mark.parametrize("run", ["schedulers", "personal-in-folder"])
+@pytest.mark.parametrize("run", quick(["schedulers", "personal-in-folder"], ["schedulers"]))
 def test_goes_on_after_the_end(run, whole, tmp_path):
     fit(run, tmp_path, "a", max_epochs=2)
     trainer = fit(run, tmp_path, "b", ckpt_path=last_checkpoint(tmp_path))
     assert_ends_alike(trainer, whole(run), tmp_path, "a", "b")
 
 
-@pytest.mark.parametrize("run", ["personal-in-memory", "personal-in-folder"])
+@pytest.mark.parametrize("run", quick(["personal-in-memory", "personal-in-folder"], ["personal-in-folder"]))
 def test_resumes_from_the_checkpoint_before_the_last(run, whole, tmp_path):
     """As one must if the process is killed while it writes the newest one."""
 
@@ -193,7 +193,7 @@ def test_resumes_from_the_checkpoint_before_the_last(run, whole, tmp_path):
     "run",
     quick(
         ["personal-in-memory", "personal-in-folder", "schedulers", "saved-after-validation"],
-        ["personal-in-folder", "schedulers"],
+        ["personal-in-folder"],
     ),
 )
 def test_broken_off_again_and_again(run, whole, tmp_path):
@@ -412,9 +412,20 @@ def assert_given_back(module, data):
 
 
 @pytest.mark.filterwarnings("ignore:`?.fit.ckpt_path=")  # Lightning's, wherever there is an `OnExceptionCheckpoint`
-@pytest.mark.parametrize("where", ["first", "second visit", "last"])
-@pytest.mark.parametrize("how", RAISED)
 @pytest.mark.parametrize("run", quick(["personal-in-folder", "schedulers"], ["personal-in-folder"]))
+@pytest.mark.parametrize(
+    ("how", "where"),
+    quick(
+        [(how, where) for how in RAISED for where in ("first", "second visit", "last")],
+        [
+            ("callback", "last"),
+            ("training step", "first"),
+            ("ctrl-c", "second visit"),
+            ("sigterm", "second visit"),
+            ("sigterm", "last"),
+        ],
+    ),
+)
 def test_an_exception_leaves_the_last_global_model(run, how, where, whole, rounds, tmp_path):
     """In the module and in the checkpoints that are saved on it, from which the run can be resumed exactly."""
     action, expected = RAISED[how]
@@ -470,8 +481,13 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("how", ENDS)
-@pytest.mark.parametrize("run", ["personal-in-memory", "batch-norm-average"])
+@pytest.mark.parametrize(
+    ("run", "how"),
+    quick(
+        [(run, how) for run in ("personal-in-memory", "batch-norm-average") for how in ENDS],
+        [("personal-in-memory", "should_stop"), ("batch-norm-average", "max_time"), ("personal-in-memory", "max_steps")],
+    ),
+)
 def test_a_fit_that_ends_inside_a_round(run, how, rounds, tmp_path, caplog):
     """The module, the checkpoints and what is validated are the global model of what was trained so far."""
     action, options = ENDS[how]
@@ -493,7 +509,7 @@ def test_a_fit_that_ends_inside_a_round(run, how, rounds, tmp_path, caplog):
     assert_given_back(module, data)
 
 
-@pytest.mark.parametrize("run", ["personal-in-memory", "personal-in-folder"])
+@pytest.mark.parametrize("run", quick(["personal-in-memory", "personal-in-folder"], ["personal-in-folder"]))
 def test_a_visit_that_the_module_ends_counts(run, rounds, tmp_path):
     """The module may end an epoch (-1 from `on_train_batch_start`): of one client, which sends what it has trained."""
 
