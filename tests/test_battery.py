@@ -22,7 +22,7 @@ from lightning_fed.algorithms import FedBN, FedPer
 from lightning_fed.callbacks import ClientEvaluation
 from lightning_fed.data import ByGroup, LazyClients
 from tests import models
-from tests.breadth import quick
+from tests.breadth import quick, slow
 from tests.recorders import MemoryLogger, Recorder, assert_same, bytes_of, fit_fixed, state_of
 from tests.references import (
     average_reference,
@@ -212,7 +212,10 @@ TABLE = {
         lambda: models.Module(models.dropout_mlp(), models.momentum), trainer={"precision": "bf16-true"}, replayed=()
     ),
     "deeplab": Row(
-        lambda: models.Module(models.deeplab(), models.sgd), models.scenes(FEW), options={"clients_per_round": 2}
+        lambda: models.Module(models.deeplab(), models.sgd),
+        models.scenes(FEW),
+        options={"clients_per_round": 2},
+        replayed=(1,),
     ),
     "unet": Row(
         lambda: models.Module(models.unet(), models.sgd),
@@ -657,7 +660,7 @@ class Scored(models.Module):
         self.confusion.reset()
 
 
-@pytest.mark.parametrize("personal", [(), ("net.head.*",), (nn.BatchNorm1d,)])
+@pytest.mark.parametrize("personal", [(), ("net.head.*",), slow(((nn.BatchNorm1d,),))])
 def test_every_client_is_evaluated_with_its_own_model(personal, federated_trainer):
     """Against plain numbers: 23 clients so that the worst tenth are three, one of them new, three rounds."""
     clients = models.vectors({f"c{number:02}": 3 + 7 * number % 19 for number in range(22)})

@@ -30,7 +30,7 @@ def files_that_hold(tmp_path_factory):
                 if any(type(value) is kind for value in values):
                     known.add(str(path.relative_to(PACKAGE)))
 
-    trainer = FederatedTrainer(max_rounds=2, default_root_dir=tmp_path_factory.mktemp("fit"), **QUIET)
+    trainer = FederatedTrainer(max_rounds=1, default_root_dir=tmp_path_factory.mktemp("fit"), **QUIET)
     data = {name: dataset for name, dataset in list(models.as_datasets(models.vectors()).items())[:2]}
     before = sys.getprofile()
     sys.setprofile(note)

@@ -485,7 +485,11 @@ ENDS = {
     ("run", "how"),
     quick(
         [(run, how) for run in ("personal-in-memory", "batch-norm-average") for how in ENDS],
-        [("personal-in-memory", "should_stop"), ("batch-norm-average", "max_time"), ("personal-in-memory", "max_steps")],
+        [
+            ("personal-in-memory", "should_stop"),
+            ("batch-norm-average", "max_time"),
+            ("personal-in-memory", "max_steps"),
+        ],
     ),
 )
 def test_a_fit_that_ends_inside_a_round(run, how, rounds, tmp_path, caplog):

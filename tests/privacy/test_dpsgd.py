@@ -655,25 +655,30 @@ def lbfgs(parameters):
     return torch.optim.LBFGS(parameters)
 
 
+REFUSED = [
+    (lambda: models.Module(models.norm_mlp()), r"'net.1' \(BatchNorm1d\), 'net.5' \(BatchNorm1d\)"),
+    (lambda: models.ManualModule(models.mlp()), "needs automatic optimization"),
+    (lambda: models.Module(models.mlp(), lbfgs), "asks for one loss a step, which LBFGS does not"),
+    (lambda: models.Module(models.mlp(), asks_twice), "but got a second one in the same batch"),
+    (TrainsOthers, "optimizers of the module's parameters alone"),
+    (WritesUnsaved, "The entry 'centre' of the module has changed in training"),
+    (lambda: Spreads(models.mlp()), "is another one beside others than alone"),
+    (WritesBuffer, "The entry 'centre' of the module has changed in training"),
+    (lambda: models.Quadratic(6), r"Quadratic has parameters of its own \('w'\)"),
+    (lambda: Skips(models.mlp()), "gave no loss for a batch"),
+    (lambda: models.Module(torch.compile(models.mlp())), "a module that is not compiled"),
+    (lambda: Frequent(models.mlp()), "is another one beside others than alone|from outside of the call"),
+]
+
+
 @pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: models.Module(models.norm_mlp()), r"'net.1' \(BatchNorm1d\), 'net.5' \(BatchNorm1d\)"),
-        (lambda: models.ManualModule(models.mlp()), "needs automatic optimization"),
-        (lambda: models.Module(models.mlp(), lbfgs), "asks for one loss a step, which LBFGS does not"),
-        (lambda: models.Module(models.mlp(), asks_twice), "but got a second one in the same batch"),
-        (TrainsOthers, "optimizers of the module's parameters alone"),
-        (WritesUnsaved, "The entry 'centre' of the module has changed in training"),
-        (lambda: Spreads(models.mlp()), "is another one beside others than alone"),
-        (WritesBuffer, "The entry 'centre' of the module has changed in training"),
-        (lambda: models.Quadratic(6), r"Quadratic has parameters of its own \('w'\)"),
-        (lambda: Skips(models.mlp()), "gave no loss for a batch"),
-        (lambda: models.Module(torch.compile(models.mlp())), "a module that is not compiled"),
-        (lambda: Frequent(models.mlp()), "is another one beside others than alone|from outside of the call"),
-    ],
+    ("make", "words", "kind"),
+    quick(
+        [(*refused, kind) for refused in REFUSED for kind in ("federated", "plain")],
+        [(*refused, ("federated", "plain")[place % 2]) for place, refused in enumerate(REFUSED)],
+    ),
 )
 @pytest.mark.filterwarnings("ignore:std():UserWarning")
-@pytest.mark.parametrize("kind", ["federated", "plain"])
 def test_modules_that_are_refused(make, words, kind, federated_trainer, plain_trainer):
     fit, trainer = (plain, plain_trainer) if kind == "plain" else (federated, federated_trainer)
     with pytest.raises(MisconfigurationException, match=words):
