@@ -27,7 +27,7 @@ from tests.test_docs import blocks
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SETTINGS = {
     "segmentation": ["--epochs", "3", "--scenes", "120", "--size", "24"],
-    "classifier": ["--epochs", "3", "--samples", "800"],
+    "classifier": ["--epochs", "5", "--samples", "1200"],
 }
 
 
