@@ -108,7 +108,7 @@ def test_a_recurrent_network_grows(federated_trainer, gamma):
     clients_data = {f"c{c}": texts(c) for c in range(3)}
     module = models.Module(Reader(), lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.5))
     rule = FedMA("grow", score="published", gamma=gamma)
-    trainer = federated_trainer(max_rounds=12, method=rule, local_epochs=8)
+    trainer = federated_trainer(max_rounds=6, method=rule, local_epochs=8)
     fit(trainer, module, data_of(clients_data, 8))
     units = module.net.rnn.hidden_size
     assert units > 7 if gamma == 7 else units == 6
@@ -134,7 +134,7 @@ def test_a_residual_network_with_batch_norm(federated_trainer, mode, stages):
     ):
         module = models.Module(Residual(), lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
         rounds = 2 if name == "matched" else 1
-        fit(federated_trainer(max_rounds=rounds, method=rule, local_epochs=12), module, data_of(clients_data, 8))
+        fit(federated_trainer(max_rounds=rounds, method=rule, local_epochs=12), module, data_of(clients_data, 24))
         assert rule.unfinished is None
         assert rule.state_dict()["last"]["stage"] == rounds
         scores[name] = float((module.eval()(images).argmax(1) == targets).float().mean())
