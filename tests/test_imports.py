@@ -83,6 +83,7 @@ main()
         (["recipes"], 0, "shapes_deeplab"),
         (["fitt"], 2, "Did you mean 'fit'?"),
         (["doctor"], 0, "torch cannot be imported: ModuleNotFoundError"),
+        (["flower", "--help"], 0, "certificates"),
     ],
 )
 def test_commands_that_train_nothing_do_without_torch(arguments, status, says):

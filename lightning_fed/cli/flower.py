@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_fed.cli.recipe_halves import write_halves
 from lightning_fed.errors import OptionError
 
 _TEMPLATES = {
@@ -48,6 +47,8 @@ def run(args: Sequence[str]) -> None:
     """
     options = _parser().parse_args(args)
     if options.command == "new":
+        from lightning_fed.cli.recipe_halves import write_halves
+
         write_halves(options.folder, options.config, _TEMPLATES, "flower")
         sys.stdout.write(_NEXT.format(recipe=options.config, folder=options.folder))
         return

@@ -48,7 +48,8 @@ def table_of_methods() -> str:
     """All methods by name, each with the clients that it is for."""
     names = method_names()
     width = max(map(len, names))
-    lines = [f"{name:{width}}  {costs_of(inspect.getdoc(find_method(name)) or '')['For']}" for name in names]
+    lines = [f"{'METHOD':{width}}  FOR"]
+    lines += [f"{name:{width}}  {costs_of(inspect.getdoc(find_method(name)) or '')['For']}" for name in names]
     return "\n".join([*lines, "", "`lightning-fed methods NAME` describes a method, its costs and its options.", ""])
 
 
