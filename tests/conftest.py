@@ -111,6 +111,21 @@ def one_look_at_installed_plugins():
 
 
 @pytest.fixture(autouse=True, scope="session")
+def logged_values_stay_on_their_device():
+    """Each ``self.log`` moves all that is known of the value to its device, where it is: a tenth of a small fit."""
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric  # noqa: TID251 - see above
+
+    move = _ResultMetric.to
+
+    def to(self, device):
+        return self if self.is_tensor and self.value.device == device else move(self, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_ResultMetric, "to", to)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def quiet_lightning():
     """Lightning says little; our warnings stay, so that `caplog` sees them, and our other lines are asked for."""
     logging.getLogger("lightning_fed").setLevel(logging.WARNING)

@@ -43,7 +43,7 @@ def assert_close(left, right, tolerance=1e-5):
         assert difference <= tolerance * value.double().norm() + 1e-7, (name, float(difference))
 
 
-def fit(make_trainer, module, data, size, max_rounds=2, batch_size=16, callbacks=(), **options):
+def fit(make_trainer, module, data, size, max_rounds=2, batch_size=32, callbacks=(), **options):
     """The module's state, the last round's numbers and the number of steps."""
     steps = Steps()
     trainer = make_trainer(max_rounds=max_rounds, visits=Vectorized(size), callbacks=[*callbacks, steps], **options)
@@ -135,6 +135,7 @@ def test_a_stack_has_room_for_the_cohort_only(options, rooms, federated_trainer,
     assert max(sizes) == rooms  # the trial that precedes takes two
 
 
+@pytest.mark.slow
 def test_ten_rounds_differ_by_rounding(federated_trainer):
     """In single precision, of a net without kinks."""
     options = {"max_rounds": 10, "precision": "32-true", "tolerance": 1e-5}
@@ -142,7 +143,7 @@ def test_ten_rounds_differ_by_rounding(federated_trainer):
 
 
 @pytest.mark.parametrize(
-    "mode", ["average", "recalibrate", "frozen", "personal", LocalStatistics(), FixedStatistics(1)], ids=str
+    "mode", ["average", "recalibrate", "frozen", slow("personal"), LocalStatistics(), FixedStatistics(1)], ids=str
 )
 def test_batch_norm(mode, federated_trainer):
     compare(
@@ -262,7 +263,7 @@ def test_a_teacher_that_follows(federated_trainer):
     compare(federated_trainer, Teacher, data, size=5)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", quick([0, 1], [0]))
 def test_of_clients_with_as_many_examples_the_rates_go_on_from_the_same(seed, federated_trainer):
     """Where some do fewer epochs, so that visits that train at once come in another order."""
 
@@ -409,7 +410,7 @@ class Breaking(TensorDataset):
 
 
 @pytest.mark.parametrize(
-    "fault", [{"value": float("nan")}, {"good": 20}, {"good": 0}, {"value": float("inf")}], ids=str
+    "fault", [{"value": float("nan")}, {"good": 35}, {"good": 0}, slow({"value": float("inf")})], ids=str
 )
 def test_a_client_that_fails_is_left_out_and_the_others_are_not_disturbed(fault, federated_trainer, caplog):
     """Its numbers are not finite, or its data raise in the middle of the visit or at once."""
@@ -426,7 +427,7 @@ def test_a_client_that_fails_is_left_out_and_the_others_are_not_disturbed(fault,
     assert results[0][1]["fed/failed"] == results[1][1]["fed/failed"] == 1
 
 
-@pytest.mark.parametrize("method", ["scaffold", "feddyn:alpha=0.1", "fednova", "qffl"])
+@pytest.mark.parametrize("method", quick(["scaffold", "feddyn:alpha=0.1", "fednova", "qffl"], ["scaffold", "qffl"]))
 def test_methods_know_the_rows_of_the_others_where_one_fails(method, federated_trainer):
     """Before its first batch, so that its row, the first, is of no visit; the others correct in round 1."""
     states = []
@@ -460,11 +461,11 @@ class Raises(models.Module):
 
 def test_an_error_of_the_module_ends_the_fit_and_leaves_the_global_model(federated_trainer):
     data = models.as_datasets(models.vectors())
-    expected, _, _ = fit(federated_trainer, models.Module(models.mlp()), data, 3, max_rounds=1)
+    expected, _, _ = fit(federated_trainer, models.Module(models.mlp()), data, 3, max_rounds=1, batch_size=16)
     module = Raises(models.mlp())
     before = [value for value in module.parameters()]
     with pytest.raises(ZeroDivisionError) as caught:
-        fit(federated_trainer, module, data, 3, max_rounds=3)
+        fit(federated_trainer, module, data, 3, max_rounds=3, batch_size=16)
     assert "with `visits='auto'` one trains after another" in "".join(caught.value.__notes__)
     assert_same(state_of(module), expected)
     assert all(one is other for one, other in zip(before, module.parameters(), strict=True))
@@ -474,7 +475,7 @@ def test_an_error_of_the_module_ends_the_fit_and_leaves_the_global_model(federat
 def test_a_checkpoint_inside_a_round_holds_the_global_model(federated_trainer, tmp_path):
     """And a run that is resumed from it ends as one that was not interrupted."""
     data, make = models.as_datasets(models.vectors()), wrapped(models.mlp, optimizer=models.momentum)
-    whole, _, _ = fit(federated_trainer, make(), data, 3, max_rounds=2)
+    whole, _, _ = fit(federated_trainer, make(), data, 3, max_rounds=2, batch_size=16)
     saved = tmp_path / "inside.ckpt"
 
     class Saves(L.Callback):
@@ -484,8 +485,8 @@ def test_a_checkpoint_inside_a_round_holds_the_global_model(federated_trainer, t
             if trainer.current_epoch == 1 and batch_idx == 1:
                 trainer.save_checkpoint(saved)
 
-    first, _, _ = fit(federated_trainer, make(), data, 3, max_rounds=1)
-    fit(federated_trainer, make(), data, 3, max_rounds=2, callbacks=[Saves()])
+    first, _, _ = fit(federated_trainer, make(), data, 3, max_rounds=1, batch_size=16)
+    fit(federated_trainer, make(), data, 3, max_rounds=2, batch_size=16, callbacks=[Saves()])
     assert_same(torch.load(saved, weights_only=True)["state_dict"], first)
     trainer, module = federated_trainer(max_rounds=2, visits=Vectorized(3)), make()
     trainer.fit(module, FederatedDataModule(data, batch_size=16), ckpt_path=saved)
@@ -506,8 +507,9 @@ def test_visits_that_break_off_end(federated_trainer):
             self.closed = (*self.closed, client)
 
     ends = Ends()
+    data = models.as_datasets(models.vectors())
     with pytest.raises(ZeroDivisionError):
-        fit(federated_trainer, Raises(models.mlp()), models.as_datasets(models.vectors()), 3, callbacks=[ends])
+        fit(federated_trainer, Raises(models.mlp()), data, 3, batch_size=16, callbacks=[ends])
     assert sorted(ends.open) == sorted(ends.closed)
 
 
@@ -640,7 +642,7 @@ REASONS = [
     (Bounded, {}, "writes parameters that the optimizer trains"),
     (Parted, {}, "'net.0.weight' and 'other.weight' are two tensors that share their memory"),
     (Hooked, {}, "a hook of the parameter 'net.0.weight'"),
-    (Shows, {}, "writes the attribute 'example'"),
+    slow((Shows, {}, "writes the attribute 'example'")),
     (Centred, {}, "writes the attribute 'center.value'"),
     (Shuffles, {}, "`training_step` draws from Python's or NumPy's random numbers"),
     (Changes, {}, "`Changes.on_before_batch_transfer` is written for one client's batch"),
@@ -657,16 +659,19 @@ REASONS = [
         lambda net: models.Module(net, torch.optim.Adafactor),
         {},
         "Adafactor does not treat every number alone",
-        marks=pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="torch 2.5 brings it"),
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="torch 2.5 brings it"),
+        ],
     ),
-    (lambda net: models.Module(models.cnn()), {}, "in a trial `training_step` raised RuntimeError: vmap"),
+    slow((lambda net: models.Module(models.cnn()), {}, "in a trial `training_step` raised RuntimeError: vmap")),
 ]
 
 
 @pytest.mark.parametrize(("make", "options", "reason"), REASONS, ids=lambda value: value if type(value) is str else "")
 def test_what_falls_back(make, options, reason, federated_trainer, caplog):
     """The log has the reason once, and the fit is bit-equal to visits one by one: the trial leaves no trace."""
-    data = models.images() if make is REASONS[-1][0] else models.vectors()
+    data = models.images() if make is REASONS[-1].values[0] else models.vectors()
     callbacks = options.get("callbacks", [])
     options = {name: value for name, value in options.items() if name != "callbacks"}
     results = []
