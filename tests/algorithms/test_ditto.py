@@ -17,6 +17,8 @@ from tests.references_correction import Visits, ditto_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
+SIZES = {"ann": 33, "bob": 20, "cid": 40, "dan": 7, "eve": 16}
+
 
 def cross_entropy(net, batch):
     return F.cross_entropy(net(batch[0]), batch[1])
@@ -29,11 +31,16 @@ def own_model(trainer, client):
     return {name.removeprefix(prefix): value for name, value in kept.items() if name.startswith(prefix)}
 
 
-@pytest.mark.parametrize(("lam", "personal_epochs"), [(0.5, None), (0.0, 1)])
-@pytest.mark.parametrize("optimizer", [models.momentum, models.adam])
+@pytest.mark.parametrize(
+    ("lam", "personal_epochs", "optimizer"),
+    quick(
+        [(*pair, optimizer) for pair in ((0.5, None), (0.0, 1)) for optimizer in (models.momentum, models.adam)],
+        [(0.5, None, models.momentum), (0.0, 1, models.adam)],
+    ),
+)
 def test_a_fit_against_a_plain_loop(lam, personal_epochs, optimizer, federated_trainer):
     """BatchNorm, dropout, three of five in a round: bit for bit."""
-    clients, recorder = models.vectors(), Recorder()
+    clients, recorder = models.vectors(SIZES), Recorder()
     visits = Visits(clients, rounds=3, cohort_size=3, seed=4, epochs=2)
     history, own = ditto_reference(models.norm_mlp(), visits, cross_entropy, optimizer, lam, personal_epochs or 2)
     trainer = federated_trainer(
@@ -55,16 +62,19 @@ def per_step(optimizer):
     return {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step), "interval": "step"}
 
 
+OPTIONS = [
+    {"batch_norm": "recalibrate"},
+    {"batch_norm": "frozen"},
+    {"batch_norm": "personal"},
+    {"optimizer_state": "keep", "batch_norm": "average"},
+    {"personal": ["net.7.*"]},
+    {"frozen": ["net.0.*"]},
+]
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        {"batch_norm": "recalibrate"},
-        {"batch_norm": "frozen"},
-        {"batch_norm": "personal"},
-        {"optimizer_state": "keep", "batch_norm": "average"},
-        {"personal": ["net.7.*"]},
-        {"frozen": ["net.0.*"]},
-    ],
+    quick(OPTIONS, [options for options in OPTIONS if options != {"batch_norm": "frozen"}]),
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_its_global_model_is_fedavgs(options, either_trainer):
@@ -73,11 +83,11 @@ def test_its_global_model_is_fedavgs(options, either_trainer):
     for method, epochs in (("fedavg", {"local_epochs": 2}), (Ditto(0.1, local_epochs=2, personal_epochs=1), {})):
         recorder, module = Recorder(), models.Module(models.norm_mlp(), models.momentum, per_step)
         trainer = either_trainer(
-            max_rounds=3, clients_per_round=3, method=method, seed=2, callbacks=[recorder], **options, **epochs
+            max_rounds=2, clients_per_round=3, method=method, seed=2, callbacks=[recorder], **options, **epochs
         )
-        trainer.fit(module, datamodule=FederatedDataModule(models.as_datasets(models.vectors())))
+        trainer.fit(module, datamodule=FederatedDataModule(models.as_datasets(models.vectors(SIZES))))
         federation = next(callback for callback in trainer.callbacks if isinstance(callback, Federation))
-        kept = {client: federation.store.get(client) or {} for client in models.SIZES}
+        kept = {client: federation.store.get(client) or {} for client in SIZES}
         beside = {
             client: {name: value for name, value in state.items() if not name.startswith("memory:model:")}
             for client, state in kept.items()
@@ -107,10 +117,14 @@ class BothSchedules(models.Module):
         return [optimizer], [per_step(optimizer), per_round(optimizer)]
 
 
+MAKES = [lambda: models.Module(models.mlp(), models.momentum, per_round), lambda: BothSchedules(models.mlp())]
+WHO = [{"a": 40}, SIZES]
+
+
 @pytest.mark.parametrize(
-    "make", [lambda: models.Module(models.mlp(), models.momentum, per_round), lambda: BothSchedules(models.mlp())]
+    ("make", "sizes"),
+    quick([(make, sizes) for make in MAKES for sizes in WHO], [(MAKES[0], WHO[1]), (MAKES[1], WHO[0])]),
 )
-@pytest.mark.parametrize("sizes", [{"a": 40}, models.SIZES], ids=["one client", "five"])
 def test_rates_that_change_with_the_rounds(make, sizes, federated_trainer):
     """They are set at a round's last batch, before the last client's models change back."""
     runs = []
@@ -133,14 +147,14 @@ def test_corrections_of_the_rule_are_not_of_the_clients_own_models(rule, federat
     states, own = [], []
     for method in (rule, Ditto(0.1, aggregator=build_method(rule))):
         module = models.Module(models.mlp(), models.momentum)
-        trainer = federated_trainer(max_rounds=3, method=method)
-        trainer.fit(module, models.as_datasets(models.vectors()))
+        trainer = federated_trainer(max_rounds=2, method=method)
+        trainer.fit(module, models.as_datasets(models.vectors(SIZES)))
         states.append(state_of(module))
     assert_same(*states)
     for aggregator in ("fedavg", build_method(rule)):
         trainer = federated_trainer(max_rounds=1, method=Ditto(0.1, aggregator=aggregator))
-        trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(models.vectors()))
-        own.append(own_model(trainer, next(iter(models.SIZES))))
+        trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(models.vectors(SIZES)))
+        own.append(own_model(trainer, next(iter(SIZES))))
     assert_same(*own)
 
 
@@ -156,10 +170,10 @@ class Rates(FederatedCallback):
 
 def test_clients_are_evaluated_with_their_own_models(federated_trainer):
     """Before the first visit with the global one; `client_state` has what is evaluated."""
-    held_out = models.vectors({name: 20 + size for name, size in models.SIZES.items()})
+    held_out = models.vectors({name: 20 + size for name, size in SIZES.items()})
     module = models.Module(models.norm_mlp(), models.momentum)
     trainer = federated_trainer(max_rounds=1, clients_per_round=3, method=Ditto(0.0, 1, 3), seed=1)
-    trainer.fit(module, models.as_datasets(models.vectors()), models.as_datasets(held_out))
+    trainer.fit(module, models.as_datasets(models.vectors(SIZES)), models.as_datasets(held_out))
     seen = set()
     for client, (inputs, targets) in held_out.items():
         state = trainer.federation.client_state(client)
@@ -177,8 +191,8 @@ def test_clients_are_evaluated_with_their_own_models(federated_trainer):
 
 def test_clients_are_evaluated_from_a_checkpoint(federated_trainer, tmp_path):
     """By a Trainer that has not trained, and as after the fit."""
-    held_out = models.vectors({name: 20 + size for name, size in models.SIZES.items()})
-    data = FederatedDataModule(models.as_datasets(models.vectors()), models.as_datasets(held_out))
+    held_out = models.vectors({name: 20 + size for name, size in SIZES.items()})
+    data = FederatedDataModule(models.as_datasets(models.vectors(SIZES)), models.as_datasets(held_out))
     trainer = federated_trainer(max_rounds=2, clients_per_round=3, method="ditto", seed=1)
     trainer.fit(models.Module(models.norm_mlp(), models.momentum), datamodule=data)
     trainer.save_checkpoint(tmp_path / "own.ckpt")
@@ -204,8 +218,8 @@ def test_clients_go_on_from_a_checkpoint(federated_trainer, tmp_path):
             max_rounds=3, method=Ditto(0.5), clients_per_round=3, logger=logger,
             callbacks=[SavesOnException(broken), *callbacks],
         )  # fmt: skip
-        trainer.fit(module, models.as_datasets(models.vectors()), **options)
-        return state_of(module), {client: own_model(trainer, client) for client in models.SIZES}
+        trainer.fit(module, models.as_datasets(models.vectors(SIZES)), **options)
+        return state_of(module), {client: own_model(trainer, client) for client in SIZES}
 
     broken = tmp_path / "broken.ckpt"
     whole, parts = MemoryLogger(), [MemoryLogger(), MemoryLogger()]
@@ -295,7 +309,7 @@ def test_stragglers_that_do_not_get_that_far_keep_their_models(federated_trainer
 
 def test_a_model_is_exchanged_in_a_visit_only(federated_trainer):
     trainer = federated_trainer(max_rounds=1, method="ditto")
-    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(SIZES)))
     with pytest.raises(RuntimeError, match="its model can be exchanged during its visit"):
         trainer.federation.exchange_model(VisitModel({}))
 
@@ -303,10 +317,10 @@ def test_a_model_is_exchanged_in_a_visit_only(federated_trainer):
 def test_what_it_costs(federated_trainer):
     recorder = Recorder()
     trainer = federated_trainer(max_rounds=1, method="ditto", callbacks=[recorder])
-    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(SIZES)))
     model = bytes_of(recorder.aggregates[0])
     assert recorder.down_bytes == recorder.up_bytes == [5 * model]
-    assert all(bytes_of(trainer.federation.store.get(client)) == model for client in models.SIZES)
+    assert all(bytes_of(trainer.federation.store.get(client)) == model for client in SIZES)
 
 
 @pytest.mark.parametrize(
@@ -328,4 +342,4 @@ def test_options_that_cannot_be(make, error, message):
 def test_federations_that_it_cannot_work_in(options, federated_trainer):
     trainer = federated_trainer(max_rounds=1, callbacks=[PersonalModel(0.1)], **options)
     with pytest.raises(MisconfigurationException, match="divides the epochs of a visit"):
-        trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
+        trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(SIZES)))

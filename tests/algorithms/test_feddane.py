@@ -22,6 +22,8 @@ from tests.test_invariants import held_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
+SIZES = {"ann": 33, "bob": 20, "cid": 40, "dan": 7, "eve": 16}
+
 
 def cross_entropy(net, batch):
     return F.cross_entropy(net(batch[0]), batch[1])
@@ -79,13 +81,13 @@ def test_gradients_are_weighted_by_examples(federated_trainer):
 @pytest.mark.parametrize(("batch_size", "mu"), quick(itertools.product([8, 32], [0.0, 0.3]), [(8, 0.3), (32, 0.0)]))
 def test_a_fit_against_a_plain_loop(mu, batch_size, federated_trainer):
     """Unequal clients with a short last batch, momentum, two samples of three of five."""
-    clients, recorder = models.vectors(), Recorder()
+    clients, recorder = models.vectors(SIZES), Recorder()
     history = feddane_reference(
-        models.mlp(), clients, cross_entropy, models.momentum, mu, rounds=3, cohort_size=3, seed=4,
+        models.mlp(), clients, cross_entropy, models.momentum, mu, rounds=2, cohort_size=3, seed=4,
         batch_size=batch_size, epochs=2,
     )  # fmt: skip
     trainer = federated_trainer(
-        max_rounds=3, clients_per_round=3, local_epochs=2, method=FedDANE(mu), seed=4, callbacks=[recorder]
+        max_rounds=2, clients_per_round=3, local_epochs=2, method=FedDANE(mu), seed=4, callbacks=[recorder]
     )
     data = FederatedDataModule(models.as_datasets(clients), batch_size=batch_size)
     trainer.fit(models.Module(models.mlp(), models.momentum), datamodule=data)
@@ -97,7 +99,7 @@ def test_a_fit_against_a_plain_loop(mu, batch_size, federated_trainer):
 @pytest.mark.parametrize("count", [1, 4])
 def test_clients_that_are_alike_need_no_correction(count, federated_trainer):
     """Without a proximal term it is FedAvg, exactly."""
-    data, states = models.vectors({"x": 37})["x"], []
+    data, states = models.vectors({"x": 19})["x"], []
     for aggregator in ("fedavg", "feddane"):
         module = models.Module(models.norm_mlp(), models.momentum)
         trainer = federated_trainer(max_rounds=2, local_epochs=2, method=aggregator)
@@ -138,7 +140,7 @@ def test_every_byte_is_counted(federated_trainer):
     trainer = federated_trainer(
         max_rounds=2, clients_per_round=3, method="feddane", batch_norm="average", callbacks=[recorder]
     )
-    trainer.fit(module, models.as_datasets(models.vectors()))
+    trainer.fit(module, models.as_datasets(models.vectors(SIZES)))
     model, gradients = bytes_of(state_of(module)), bytes_of(dict(module.named_parameters()))
     assert recorder.down_bytes == [3 * (model + gradients)] * 2
     for logged in recorder.logged:
@@ -221,7 +223,7 @@ def test_training_draws_the_same_random_numbers(kind, federated_trainer):
     """Dropout, BatchNorm, augmentation: once the corrections are taken away it is FedAvg bit for bit, and its log."""
     runs, counts[:] = [], []
     for aggregator in ("fedavg", "feddane"):
-        clients = {name: Noisy(tensors) for name, tensors in models.vectors().items()}
+        clients = {name: Noisy(tensors) for name, tensors in models.vectors(SIZES).items()}
         if kind.startswith("loaders"):
             generators = {name: torch.Generator().manual_seed(3) if "gen" in kind else None for name in clients}
             loaders = {
@@ -230,7 +232,7 @@ def test_training_draws_the_same_random_numbers(kind, federated_trainer):
             }
             data = FederatedDataModule(loaders)
         else:
-            workers = 2 if kind == "workers" else 0
+            workers = int(kind == "workers")
             data = FederatedDataModule(clients, batch_size=16, num_workers=workers, persistent_workers=workers > 0)
         recorder, module = Recorder(), models.Module(models.norm_mlp(), models.momentum)
         work = {"local_steps": 3} if kind == "steps" else {"local_epochs": 2}
@@ -253,7 +255,7 @@ def test_training_draws_the_same_random_numbers(kind, federated_trainer):
 
 def test_the_gradient_is_of_all_the_data_without_dropout(federated_trainer):
     """Whatever the number of local steps, and the same twice."""
-    clients, keeps = models.vectors(), []
+    clients, keeps = models.vectors(SIZES), []
     for steps in (1, 2):
         keeps.append(Keep())
         trainer = federated_trainer(
@@ -270,7 +272,7 @@ def test_the_gradient_is_of_all_the_data_without_dropout(federated_trainer):
 
 def test_a_round_starts_with_the_global_model(federated_trainer):
     """Whatever the sample had at home: for callbacks that look at it afterwards."""
-    watch, clients = Watch(), models.as_datasets(models.vectors())
+    watch, clients = Watch(), models.as_datasets(models.vectors(SIZES))
     trainer = federated_trainer(max_rounds=2, method="feddane", personal=["net.head.*"], callbacks=[watch])
     trainer.fit(models.Module(models.BaseAndHead(), models.momentum), clients)
     assert_same(watch.ends[0], watch.models[1])
@@ -282,7 +284,7 @@ def test_nothing_is_held_after_a_fit(federated_trainer):
             if batch_idx == 2:
                 raise KeyError("broken")
 
-    clients, correction = models.as_datasets(models.vectors()), GradientCorrection()
+    clients, correction = models.as_datasets(models.vectors(SIZES)), GradientCorrection()
     federated_trainer(max_rounds=1, method="feddane", callbacks=[correction]).fit(models.Module(models.mlp()), clients)
     assert held_bytes(correction) == 0
     with pytest.raises(KeyError, match="broken"):
@@ -462,7 +464,7 @@ def test_what_a_step_writes_is_taken_back(federated_trainer):
     for aggregator, callbacks in (("fedavg", []), ("feddane", [Uncorrected()])):
         module = Following()
         trainer = federated_trainer(max_rounds=2, method=aggregator, callbacks=callbacks, batch_norm="average")
-        trainer.fit(module, models.as_datasets(models.vectors()))
+        trainer.fit(module, models.as_datasets(models.vectors(SIZES)))
         states.append(state_of(module))
     assert len(counts) == 10
     assert_same(*states)
@@ -471,7 +473,7 @@ def test_what_a_step_writes_is_taken_back(federated_trainer):
 def test_manual_optimization_is_refused(federated_trainer):
     with pytest.raises(MisconfigurationException, match=r"FedDANE .* needs automatic optimization"):
         federated_trainer(max_rounds=1, method="feddane").fit(
-            models.ManualModule(models.mlp()), models.as_datasets(models.vectors())
+            models.ManualModule(models.mlp()), models.as_datasets(models.vectors(SIZES))
         )
 
 
@@ -495,7 +497,7 @@ def test_resuming(federated_trainer, tmp_path):
             max_rounds=3, clients_per_round=3, local_epochs=2, method=FedDANE(0.1), logger=logger,
             callbacks=[SavesOnException(broken), *callbacks],
         )  # fmt: skip
-        trainer.fit(module, models.as_datasets(models.vectors()), **options)
+        trainer.fit(module, models.as_datasets(models.vectors(SIZES)), **options)
         return state_of(module)
 
     broken = tmp_path / "broken.ckpt"

@@ -44,6 +44,7 @@ from tests.references_server import ServerReference, adaptive_step, momentum_ste
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
+SIZES = {"ann": 33, "bob": 20, "cid": 40, "dan": 7, "eve": 16}
 PRESETS = {
     "fedavgm": (FedAvgM, momentum_step),
     "fedadagrad": (FedAdagrad, partial(adaptive_step, kind="adagrad", beta1=0.0)),
@@ -194,13 +195,13 @@ def test_against_a_plain_optimizer(optimizer, options):
 
 
 def large_rounds(lazy, rounds=3):
-    """Rounds of an entry of 1000 rows; half of each round's updates hold some rows."""
+    """Rounds of an entry of 200 rows; half of each round's updates hold some rows."""
     generator = torch.Generator().manual_seed(0)
     for number in range(rounds):
         updates = []
         for place in range(3):
-            rows = torch.randperm(1000, generator=generator)[:400].sort().values
-            value = torch.randn(1000, 7, generator=generator)
+            rows = torch.randperm(200, generator=generator)[:80].sort().values
+            value = torch.randn(200, 7, generator=generator)
             some = {"state": {"w": value[rows]}, "rows": {"w": rows}} if lazy else {"state": {"w": value}}
             updates.append(ClientUpdate(place, place + 1, **some))
         yield number, updates
@@ -220,13 +221,13 @@ def test_rows_step_alone_as_they_do_together(optimizer, options, lazy, monkeypat
     for elements in (10**6, 7 * 13 + 3):
         monkeypatch.setattr(server_optimizer, "_ELEMENTS", elements)
         chain = stepping(optimizer, lazy_rows=lazy, **options)
-        state, seen = {"w": torch.linspace(-4, 4, 7000).view(1000, 7)}, {}
+        state, seen = {"w": torch.linspace(-4, 4, 1400).view(200, 7)}, {}
         sizes.clear()
         for number, updates in large_rounds(lazy):
             state = one_round(chain, number, state, updates)
             memory = memory_of(chain)["w"]
             seen |= {f"{name}, {number}": torch.as_tensor(value) for name, value in {**state, **memory}.items()}
-        assert max(sizes) == (7000 if elements > 7000 else 7 * 13)
+        assert max(sizes) == (1400 if elements > 1400 else 7 * 13)
         results.append(seen)
     assert_same(*results)
 
@@ -300,20 +301,23 @@ def test_a_plain_step_is_the_average_bit_for_bit(steps, dtype):
     assert not memory_of(chain)
 
 
-@pytest.mark.parametrize("inner", ["fedavg", FairAvg(), FedProx(mu=0.3), FedAtt(step_size=1.0), "fedmargin"])
+INNER = ["fedavg", FairAvg(), FedProx(mu=0.3), FedAtt(step_size=1.0), "fedmargin"]
+
+
+@pytest.mark.parametrize("inner", quick(INNER, INNER[2:]))
 def test_a_fit_with_a_plain_step_is_the_averaging_rules(inner, federated_trainer):
     """BatchNorm, momentum of the clients, stragglers; the callbacks of the inner method come with it."""
     runs = []
     for aggregator in (inner, FedAvgM(momentum=0.0, aggregator=copy.deepcopy(inner))):
         module = models.Module(models.norm_mlp(), models.momentum)
         trainer = federated_trainer(
-            max_rounds=3,
+            max_rounds=2,
             clients_per_round=3,
-            local_epochs=3,
+            local_epochs=2,
             availability=Availability(stragglers=0.4),
             method=aggregator,
         )
-        trainer.fit(module, models.as_datasets(models.vectors()))
+        trainer.fit(module, models.as_datasets(models.vectors(SIZES)))
         runs.append((state_of(module), [type(callback) for callback in trainer.callbacks], trainer.callback_metrics))
     (state, callbacks, logged), (ours, our_callbacks, our_logged) = runs
     assert_same(state, ours)
@@ -346,7 +350,7 @@ def test_what_does_not_train_is_averaged(inner, federated_trainer):
     steps, module, recorder = [*inner, ServerOptimizer("AdamW", lr=0.1, weight_decay=0.1)], Frozen(), Recorder()
     start = state_of(module)
     trainer = federated_trainer(max_rounds=2, steps=steps, batch_norm="average", callbacks=[recorder])
-    trainer.fit(module, models.as_datasets(models.vectors()))
+    trainer.fit(module, models.as_datasets(models.vectors(SIZES)))
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     assert set(memory_of(trainer.federation.server.chain)) == trained
     end, still = state_of(module), {"net.0.weight", "net.0.bias", "constant"}
@@ -363,7 +367,7 @@ def test_the_pictures_of_fedmargin_find_it(federated_trainer, monkeypatch):
     drawn, attention, rule = [], AttentionMap(), FedMargin()
     monkeypatch.setattr(PrototypePlots, "_draw", lambda self, trainer, prototypes, title: drawn.append(prototypes))
     trainer = federated_trainer(max_rounds=2, method=FedAvgM(aggregator=rule), callbacks=[attention, PrototypePlots()])
-    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(SIZES)))
     assert drawn[-1] is rule.prototypes
     noted = attention.state_dict()["attention"]
     assert sorted(noted) == [0, 1]
@@ -379,7 +383,7 @@ def test_order_shards_and_copies_do_not_matter(name):
     received = round_of(0, 4)
     (before,) = trained(chain_of(make()), rounds=1)
     whole = None
-    for order in itertools.permutations(received):
+    for order in itertools.islice(itertools.permutations(received), 0, None, 5):
         chain = chain_of(make())
         trained(chain, rounds=1)
         new = one_round(chain, 1, before, order)
@@ -561,7 +565,7 @@ def test_a_second_fit_starts_afresh(plain_trainer):
     for _ in range(2):
         module = models.Module(models.mlp(), models.momentum)
         trainer = plain_trainer(max_epochs=2, callbacks=[federation])
-        trainer.fit(module, datamodule=FederatedDataModule(models.as_datasets(models.vectors())))
+        trainer.fit(module, datamodule=FederatedDataModule(models.as_datasets(models.vectors(SIZES))))
         states.append(state_of(module))
     assert memory_of(federation.server.chain)
     assert_same(*states)
@@ -593,7 +597,7 @@ def test_states_of_others(caplog):
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_fit_against_a_plain_loop(name, federated_trainer):
     """Unequal clients, three of five in a round, BatchNorm."""
-    clients, recorder = models.images(), Recorder()
+    clients, recorder = models.images(SIZES), Recorder()
     history = fedprox_reference(
         models.cnn(), clients, lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]), models.momentum, mu=0.0,
         rounds=3, cohort_size=3, seed=4, combine=ServerReference(PRESETS[name][1]),

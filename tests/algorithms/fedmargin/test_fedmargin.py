@@ -31,6 +31,7 @@ from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import Server
 from lightning_fed.steps.chain import Chain
 from tests import models
+from tests.breadth import quick
 from tests.chains import chain_of, one_round
 from tests.recorders import MemoryLogger, Recorder, assert_same, bytes_of, state_of
 from tests.references import average_reference
@@ -40,6 +41,7 @@ from tests.references_margin import AFTER, BEFORE, COUNTS, PREVIOUS, SIZES, WEIG
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 SEED = 5
+FEW = {"ann": 33, "bob": 20, "cid": 40, "dan": 7, "eve": 16}
 ALL = {0: (0, 0), 1: (3, 0), 2: (0, 3)}  # the aggregate, completed by the class that is new
 
 
@@ -206,9 +208,16 @@ def states(count, dtype=torch.float32):
     ]
 
 
-@pytest.mark.parametrize("combine", ["mean", "product", "lpm", "apm"])
-@pytest.mark.parametrize("attention", ["sum", "softmax"])
-@pytest.mark.parametrize("count", [1, 3, 7])
+COMBINATIONS = ["mean", "product", "lpm", "apm"]
+
+
+@pytest.mark.parametrize(
+    ("combine", "attention", "count"),
+    quick(
+        itertools.product(COMBINATIONS, ["sum", "softmax"], [1, 3, 7]),
+        [*itertools.product(COMBINATIONS, ["sum", "softmax"], [3]), ("mean", "sum", 1), ("mean", "softmax", 7)],
+    ),
+)
 def test_clients_that_move_alike_are_fairavg(combine, attention, count):
     """To the last bit, whatever their models are, also in float64; and FedAvg, where sizes weigh."""
     sizes = [10, 30, 7, 8, 9, 100, 1][:count]
@@ -557,12 +566,22 @@ def another_class(extras):
     extras["prototypes:classes"][-1] = 5000
 
 
-@pytest.mark.parametrize("margin", ["semantic", "hypothesis"])
-@pytest.mark.parametrize("per_round", [1.0, 1], ids=["all", "one"])
-@pytest.mark.parametrize("change", [narrowed, another_class])
-def test_a_fit_goes_on_without_one_client(change, per_round, margin, federated_trainer):
+@pytest.mark.parametrize(
+    ("change", "who", "margin"),
+    quick(
+        itertools.product([narrowed, another_class], ["all", "one"], ["semantic", "hypothesis"]),
+        [
+            (narrowed, "all", "semantic"),
+            (another_class, "all", "hypothesis"),
+            (another_class, "one", "semantic"),
+            (narrowed, "one", "hypothesis"),
+        ],
+    ),
+)
+def test_a_fit_goes_on_without_one_client(change, who, margin, federated_trainer):
     """Whoever it is, and however many there are in a round."""
-    data, failed, is_alone = models.vectors(), [], isinstance(per_round, int)
+    data, failed, is_alone = models.vectors(FEW), [], who == "one"
+    per_round = 1 if is_alone else 1.0
     first = Federation("fedavg", clients_per_round=per_round).schedule.cohort(0, list(data)).visits[0].client
 
     class Notes(FederatedCallback):
@@ -601,7 +620,7 @@ def test_resuming_with_another_layer(kind, federated_trainer, tmp_path):
         methods = {"fedmargin": FedMargin(), "with momentum": FedAvgM(aggregator="fedmargin")}
         method = methods.get(kind, "fedavg")
         trainer = federated_trainer(max_rounds=rounds, method=method, callbacks=[prototypes, recorder])
-        trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()), ckpt_path=path)
+        trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(FEW)), ckpt_path=path)
         return trainer
 
     path, recorder = tmp_path / "one.ckpt", Recorder()
@@ -651,11 +670,13 @@ def cross_entropy(net, batch):
     return F.cross_entropy(net(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("door", ["trainer", "callback"])
-@pytest.mark.parametrize("cohort", [5, 3])
+@pytest.mark.parametrize(
+    ("cohort", "door"),
+    quick(itertools.product([5, 3], ["trainer", "callback"]), [(5, "trainer"), (3, "callback")]),
+)
 def test_fits_are_the_reference(cohort, door, federated_trainer, plain_trainer):
     """Three rounds of a small MLP, with all clients and with some, against a loop written from the spec."""
-    clients, net = models.vectors(), models.dropout_mlp()
+    clients, net = models.vectors(FEW), models.dropout_mlp()
     expected = fedmargin_reference(
         net, net[:3], clients, cross_entropy, models.momentum,
         rounds=3, cohort_size=cohort, seed=SEED, batch_size=32, epochs=2,
@@ -726,7 +747,7 @@ def test_clients_that_cannot_be_measured(federated_trainer, caplog):
         def on_client_end(self, trainer, module, client, update):
             data["bob"].is_broken = self.is_broken
 
-    clients = models.vectors()
+    clients = models.vectors(FEW)
     data = models.as_datasets(clients)
     data["bob"] = Fails(*clients["bob"])
     trainer = federated_trainer(
@@ -740,7 +761,7 @@ def test_clients_that_cannot_be_measured(federated_trainer, caplog):
 
 
 def test_the_callback_is_added_where_there_is_none(federated_trainer, plain_trainer):
-    clients = models.as_datasets(models.vectors())
+    clients = models.as_datasets(models.vectors(FEW))
 
     def of(trainer):
         return [callback for callback in trainer.callbacks if isinstance(callback, ClassPrototypes)]
@@ -759,7 +780,7 @@ def test_options_that_contradict_those_of_the_callback(federated_trainer):
         max_rounds=1, method=FedMargin(margin="hypothesis"), callbacks=[ClassPrototypes(margin="semantic")]
     )
     with pytest.raises(ValueError, match="give `ClassPrototypes` and `FedMargin` the same `margin`") as caught:
-        trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
+        trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(FEW)))
     assert any("In round 1 all 5 clients failed by this error" in note for note in caught.value.__notes__)
 
 
@@ -838,7 +859,7 @@ def test_what_travels_is_counted(federated_trainer):
     """With a margin that needs other classes, the aggregate goes down from the second round on."""
     recorder = Recorder()
     trainer = federated_trainer(max_rounds=2, method=FedMargin(margin="hypothesis"), callbacks=[recorder])
-    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(FEW)))
     size = bytes_of(state_of(models.mlp()))
     assert recorder.down_bytes == [5 * size, 5 * (size + 3 * (8 * 4 + 8 + 8))]
     for number, logged in enumerate(recorder.logged):
@@ -871,13 +892,13 @@ def test_a_round_that_comes_to_nothing_is_not_remembered(federated_trainer):
 
     rule, seen = FedMargin(), []
     trainer = federated_trainer(max_rounds=2, method=rule, faults=Faults(min_clients=2), callbacks=[Nonsense(), Look()])
-    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(FEW)))
     for first, second in zip(*seen, strict=True):
         assert_same(first, second)
 
 
 def test_a_second_fit_starts_anew(federated_trainer):
-    clients = models.as_datasets(models.vectors())
+    clients = models.as_datasets(models.vectors(FEW))
     federation = Federation("fedmargin", seed=SEED)
     results = []
     for _ in range(2):

@@ -39,6 +39,7 @@ from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import Server
 from lightning_fed.steps.chain import Chain
 from tests import models
+from tests.breadth import quick
 from tests.recorders import Recorder
 from tests.references_robust import (
     arc_reference,
@@ -137,9 +138,13 @@ RULES = {
 CLOSE = {"rtol": 1e-7, "atol": 1e-7}
 
 
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize(("size", "f"), [(7, 1), (11, 2), (12, 2)])
-@pytest.mark.parametrize("outliers", [False, True])
+CROWDS = [(7, 1, False), (11, 2, True), (12, 2, True), (7, 1, True), (11, 2, False), (12, 2, False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "f", "outliers"),
+    quick([(name, *crowd) for name in RULES for crowd in CROWDS], [(n, *crowd) for n in RULES for crowd in CROWDS[:3]]),
+)
 def test_against_a_plain_implementation(name, size, f, outliers):
     make, reference = RULES[name]
     start = np.random.default_rng(9).normal(size=WIDTH)
@@ -159,8 +164,13 @@ def test_fltrust_against_a_plain_implementation(size):
     assert not aggregated(FLTrust(TRUSTED), rows, trusted=0 * trusted).any()
 
 
-@pytest.mark.parametrize("name", ["trimmed mean", "krum", "multi-krum", "bulyan", "geometric median", "norm clipping"])
-@pytest.mark.parametrize("before", [["nnm"], ["arc"], ["arc", "nnm"], ["nnm", "arc"]])
+MIXED = ["trimmed mean", "krum", "multi-krum", "bulyan", "geometric median", "norm clipping"]
+BEFORE = [["nnm"], ["arc"], ["arc", "nnm"], ["nnm", "arc"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "before"), quick(itertools.product(MIXED, BEFORE), itertools.product(MIXED, BEFORE[2:]))
+)
 def test_mixtures_before_a_rule(name, before):
     make, reference = RULES[name]
     for seed in range(2):
@@ -406,9 +416,16 @@ def test_too_few_updates(rule, size, needed, caplog):
     assert len(report.received) == needed
 
 
-@pytest.mark.parametrize("make", [Krum, MultiKrum, TrimmedMean, Median, lambda f: FedAvgM(aggregator=Krum(f))])
-@pytest.mark.parametrize("value", [np.nan, 1e30])
-@pytest.mark.parametrize("before", [[], ["nnm"], ["arc"]])
+MAKES = [Krum, MultiKrum, TrimmedMean, Median, lambda f: FedAvgM(aggregator=Krum(f))]
+
+
+@pytest.mark.parametrize(
+    ("make", "value", "before"),
+    quick(
+        itertools.product(MAKES, [np.nan, 1e30], [[], ["nnm"], ["arc"]]),
+        [(make, *case) for make in MAKES for case in ((1e30, []), (np.nan, ["nnm"]), (1e30, ["arc"]))],
+    ),
+)
 def test_a_client_whose_update_is_refused_is_one_of_the_malicious(make, value, before):
     """Ten clients of which three may be malicious, and two send what no rule can use: one is left among eight."""
     rows = matrix(10)
