@@ -19,6 +19,8 @@ from tests.references_correction import Visits, fedala_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
+SIZES = {"ann": 33, "bob": 20, "cid": 40, "dan": 7, "eve": 16}
+
 
 def cross_entropy(net, batch):
     return F.cross_entropy(net(batch[0]), batch[1])
@@ -39,8 +41,8 @@ def kept(trainer, client, prefix):
 )
 def test_a_fit_against_a_plain_loop(num_layers, share, eta, mixed, federated_trainer):
     """Three of five in a round: global models, clients' own, and their weights, some of which have left 1."""
-    clients, recorder = models.vectors(), Recorder()
-    visits = Visits(clients, rounds=5, cohort_size=3, seed=4, batch_size=16, epochs=2)
+    clients, recorder = models.vectors(SIZES), Recorder()
+    visits = Visits(clients, rounds=4, cohort_size=3, seed=4, batch_size=16, epochs=2)
 
     def pass_batches(round, client):
         seed = recalibration_seed_reference(visit_seed_reference(4, round, client))
@@ -51,7 +53,7 @@ def test_a_fit_against_a_plain_loop(num_layers, share, eta, mixed, federated_tra
         models.mlp(), visits, cross_entropy, models.momentum, mixed, pass_batches, eta
     )
     trainer = federated_trainer(
-        max_rounds=5, clients_per_round=3, local_epochs=2, method=FedALA(num_layers, share, eta), seed=4,
+        max_rounds=4, clients_per_round=3, local_epochs=2, method=FedALA(num_layers, share, eta), seed=4,
         callbacks=[recorder],
     )  # fmt: skip
     data = FederatedDataModule(models.as_datasets(clients), batch_size=16)
@@ -74,7 +76,7 @@ def test_first_visits_are_fedavg(federated_trainer):
     for method in ("fedavg", "fedala"):
         recorder, module = Recorder(), models.Module(models.norm_mlp(), models.momentum)
         trainer = federated_trainer(max_rounds=1, method=method, callbacks=[recorder])
-        trainer.fit(module, models.as_datasets(models.vectors()))
+        trainer.fit(module, models.as_datasets(models.vectors(SIZES)))
         states.append(state_of(module))
     assert_same(*states)
     model = bytes_of(recorder.aggregates[0])
@@ -89,7 +91,7 @@ def test_training_draws_the_same_random_numbers(federated_trainer):
     for method in ("fedavg", FedALA(eta=1e-30)):
         module = models.Module(models.norm_mlp(), models.momentum)
         federated_trainer(max_rounds=3, method=method, batch_norm="average").fit(
-            module, models.as_datasets(models.vectors())
+            module, models.as_datasets(models.vectors(SIZES))
         )
         states.append(state_of(module))
     for name, value in states[0].items():  # last + (global - last) * 1 is the global model but for rounding
@@ -97,10 +99,10 @@ def test_training_draws_the_same_random_numbers(federated_trainer):
 
 
 def test_clients_are_evaluated_with_their_own_models(federated_trainer):
-    held_out = models.vectors({name: 20 + size for name, size in models.SIZES.items()})
+    held_out = models.vectors({name: 20 + size for name, size in SIZES.items()})
     module = models.Module(models.norm_mlp(), models.momentum)
     trainer = federated_trainer(max_rounds=2, clients_per_round=2, method="fedala", seed=1)
-    trainer.fit(module, models.as_datasets(models.vectors()), models.as_datasets(held_out))
+    trainer.fit(module, models.as_datasets(models.vectors(SIZES)), models.as_datasets(held_out))
     for client, (inputs, targets) in held_out.items():
         own = kept(trainer, client, "model")
         net = models.norm_mlp().eval()
@@ -123,8 +125,8 @@ def test_going_on(federated_trainer, tmp_path):
             max_rounds=4, method="fedala", clients_per_round=3, logger=logger, personal=["net.4.*"],
             callbacks=[SavesOnException(broken), *callbacks],
         )  # fmt: skip
-        trainer.fit(module, models.as_datasets(models.vectors()), **options)
-        return state_of(module), {client: trainer.federation.store.get(client) for client in models.SIZES}
+        trainer.fit(module, models.as_datasets(models.vectors(SIZES)), **options)
+        return state_of(module), {client: trainer.federation.store.get(client) for client in SIZES}
 
     broken = tmp_path / "broken.ckpt"
     expected, stores = run(MemoryLogger())
@@ -150,7 +152,7 @@ def test_options_that_cannot_be(make, message):
 
 
 def test_modules_it_cannot_work_with(federated_trainer):
-    clients = models.as_datasets(models.vectors())
+    clients = models.as_datasets(models.vectors(SIZES))
     with pytest.raises(MisconfigurationException, match=r"FedALA asks for the loss .* needs automatic optimization"):
         federated_trainer(max_rounds=1, method="fedala").fit(models.ManualModule(models.mlp()), clients)
     with pytest.raises(MisconfigurationException, match=r"layers that travel and train \(2\), but got 3"):

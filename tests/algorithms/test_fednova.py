@@ -24,6 +24,8 @@ from tests.references_correction import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
+SIZES = {"ann": 33, "bob": 20, "cid": 40, "dan": 7, "eve": 16}
+
 
 def cross_entropy(net, batch):
     return F.cross_entropy(net(batch[0]), batch[1])
@@ -63,7 +65,7 @@ def test_lengths_are_the_papers(optimizer, mu, expected, federated_trainer):
     lengths = Lengths()
     method = FedNova(mu)
     trainer = federated_trainer(max_rounds=2, method=method, callbacks=[lengths], local_epochs=2)
-    data = FederatedDataModule(models.as_datasets(models.vectors()), batch_size=16)
+    data = FederatedDataModule(models.as_datasets(models.vectors(SIZES)), batch_size=16)
     trainer.fit(models.Module(models.mlp(), optimizer), datamodule=data)
     assert len(lengths.sent) == 10
     for steps, values in lengths.sent:
@@ -85,7 +87,7 @@ def test_lengths_are_the_response_to_gradients_of_one(federated_trainer):
 
     lengths, module = Lengths(), models.Module(models.mlp(), make, schedule)
     trainer = federated_trainer(max_rounds=1, method="fednova", callbacks=[lengths])
-    trainer.fit(module, models.as_datasets(models.vectors()))
+    trainer.fit(module, models.as_datasets(models.vectors(SIZES)))
     for steps, values in lengths.sent:
         net = models.mlp().double()
         before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -106,7 +108,7 @@ def test_lengths_are_the_response_to_gradients_of_one(federated_trainer):
 )
 def test_a_fit_against_a_plain_loop(options, mu, either_trainer):
     """Unequal clients, three of five in a round."""
-    clients, recorder = models.vectors(), Recorder()
+    clients, recorder = models.vectors(SIZES), Recorder()
     visits = Visits(clients, rounds=3, cohort_size=3, seed=4, batch_size=16, epochs=2)
     history = fednova_reference(
         models.mlp(), visits, cross_entropy, rate(**options), options.get("momentum", 0.0), 0.05, mu
@@ -128,7 +130,7 @@ def test_with_equal_steps_it_is_fedavg(mu, federated_trainer):
     for method in (f"fedprox:mu={mu}", f"fednova:mu={mu}"):
         module = models.Module(models.norm_mlp(), models.momentum)
         trainer = federated_trainer(max_rounds=3, clients_per_round=4, local_steps=3, method=method)
-        trainer.fit(module, models.as_datasets(models.vectors()))
+        trainer.fit(module, models.as_datasets(models.vectors(SIZES)))
         states.append(state_of(module))
     assert_same(*states)
 
@@ -137,7 +139,7 @@ def test_with_unequal_steps_it_is_not(federated_trainer):
     states = []
     for method in ("fedavg", "fednova"):
         module = models.Module(models.mlp(), models.momentum)
-        federated_trainer(max_rounds=1, method=method).fit(module, models.as_datasets(models.vectors()))
+        federated_trainer(max_rounds=1, method=method).fit(module, models.as_datasets(models.vectors(SIZES)))
         states.append(state_of(module))
     assert not torch.allclose(states[0]["net.0.weight"], states[1]["net.0.weight"])
 
@@ -148,7 +150,7 @@ def test_a_users_proximal_term_counts(federated_trainer):
     for method, callbacks in ((FedNova(0.5), []), (FedNova(), [ProximalTerm(0.5)])):
         lengths = Lengths()
         trainer = federated_trainer(max_rounds=1, method=method, callbacks=[lengths, *callbacks])
-        trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
+        trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(SIZES)))
         sent.append(lengths.sent)
     assert sent[0] == sent[1]
 
@@ -211,14 +213,14 @@ def test_bad_updates(extras, reason):
 @pytest.mark.parametrize("module", [lambda: models.Module(models.mlp(), models.adam), models.TwoOptimizers])
 def test_other_optimizers_are_refused(module, federated_trainer):
     with pytest.raises(MisconfigurationException, match=r"defined for torch\.optim\.SGD .*, but got Adam"):
-        federated_trainer(max_rounds=1, method="fednova").fit(module(), models.as_datasets(models.vectors()))
+        federated_trainer(max_rounds=1, method="fednova").fit(module(), models.as_datasets(models.vectors(SIZES)))
 
 
 def test_momentum_that_clients_keep_is_refused(federated_trainer):
     """Gradients of earlier visits would be in the change, whose length counts this visit's alone."""
     trainer = federated_trainer(max_rounds=1, method="fednova", optimizer_state="keep")
     with pytest.raises(MisconfigurationException, match="momentum brings the gradients of earlier visits"):
-        trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(models.vectors()))
+        trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(models.vectors(SIZES)))
 
 
 def test_kept_optimizers_without_momentum_have_nothing_to_keep(federated_trainer):
@@ -226,7 +228,7 @@ def test_kept_optimizers_without_momentum_have_nothing_to_keep(federated_trainer
     for mode in ("reset", "keep"):
         module = models.Module(models.mlp(), rate(weight_decay=1e-3))
         trainer = federated_trainer(max_rounds=3, method="fednova", optimizer_state=mode)
-        trainer.fit(module, models.as_datasets(models.vectors()))
+        trainer.fit(module, models.as_datasets(models.vectors(SIZES)))
         states.append(state_of(module))
     assert_same(*states)
 
@@ -235,7 +237,7 @@ def test_by_hand(federated_trainer):
     """Two backward passes a step, one step a batch."""
     lengths = Lengths()
     trainer = federated_trainer(max_rounds=1, method="fednova", callbacks=[lengths])
-    trainer.fit(models.ManualModule(models.mlp(), rate()), models.as_datasets(models.vectors()))
+    trainer.fit(models.ManualModule(models.mlp(), rate()), models.as_datasets(models.vectors(SIZES)))
     for steps, values in lengths.sent:
         assert list(values.values()) == pytest.approx([0.05 * steps] * 4)
 

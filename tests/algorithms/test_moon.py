@@ -17,6 +17,8 @@ from tests.test_invariants import held_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
+SIZES = {"ann": 33, "bob": 20, "cid": 40, "dan": 7, "eve": 16}
+
 
 def cross_entropy(net, batch):
     return F.cross_entropy(net(batch[0]), batch[1])
@@ -84,7 +86,7 @@ def averaged_tokens(net, inputs):
 )
 def test_a_fit_against_a_plain_loop(net, features, data, layer, either_trainer):
     """Three of five in a round, BatchNorm in the base, momentum; the term matters from a client's second visit on."""
-    clients, recorder = data(), Recorder()
+    clients, recorder = data(SIZES), Recorder()
     visits = Visits(clients, rounds=4, cohort_size=3, seed=4, batch_size=16, epochs=2)
     history = moon_reference(net(), features, visits, cross_entropy, models.momentum, mu=5.0)
     trainer = either_trainer(
@@ -109,11 +111,11 @@ def test_it_is_fedavg(options, federated_trainer):
     for method in ("fedavg", MOON(**options)):
         module = models.Module(models.norm_mlp(), models.momentum)
         trainer = federated_trainer(max_rounds=2 if options else 1, method=method)
-        trainer.fit(module, models.as_datasets(models.vectors()))
+        trainer.fit(module, models.as_datasets(models.vectors(SIZES)))
         states.append(state_of(module))
     assert_same(*states)
     if options:
-        assert all(trainer.federation.store.get(client) is None for client in models.SIZES)
+        assert all(trainer.federation.store.get(client) is None for client in SIZES)
 
 
 class Halves(models.Module):
@@ -155,7 +157,7 @@ def test_what_stays_and_what_travels(federated_trainer):
     trainer = federated_trainer(
         max_rounds=2, method="moon", personal=["net.head.*"], batch_norm="average", callbacks=[recorder]
     )
-    trainer.fit(module, models.as_datasets(models.vectors()))
+    trainer.fit(module, models.as_datasets(models.vectors(SIZES)))
     model = 5 * bytes_of(recorder.aggregates[0])
     assert recorder.down_bytes == recorder.up_bytes == [model, model]
     for visit in recorder.round(1):
@@ -199,7 +201,7 @@ def test_nothing_is_left_on_the_module(federated_trainer):
             if trainer.current_epoch == 1:
                 raise KeyError("broken")
 
-    clients, callback = models.as_datasets(models.vectors()), ContrastiveTerm()
+    clients, callback = models.as_datasets(models.vectors(SIZES)), ContrastiveTerm()
     for callbacks in ([callback], [callback, Break()]):
         module = models.Module(models.BaseAndHead())
         trainer = federated_trainer(max_rounds=2, callbacks=callbacks)
@@ -227,7 +229,7 @@ def test_going_on(federated_trainer, tmp_path):
             max_rounds=4, method=MOON(5.0), clients_per_round=3, logger=logger,
             callbacks=[SavesOnException(broken), *callbacks],
         )  # fmt: skip
-        trainer.fit(module, models.as_datasets(models.vectors()), **options)
+        trainer.fit(module, models.as_datasets(models.vectors(SIZES)), **options)
         return state_of(module)
 
     broken = tmp_path / "broken.ckpt"
@@ -252,7 +254,7 @@ def test_options_that_cannot_be(options, message):
 def test_compiled_networks_are_refused(federated_trainer):
     module = models.Module(torch.compile(models.mlp(), backend="eager"))
     with pytest.raises(MisconfigurationException, match=r"leave `torch\.compile` out"):
-        federated_trainer(max_rounds=1, method="moon").fit(module, models.as_datasets(models.vectors()))
+        federated_trainer(max_rounds=1, method="moon").fit(module, models.as_datasets(models.vectors(SIZES)))
 
 
 def test_features_that_are_not_made(federated_trainer):
@@ -263,5 +265,5 @@ def test_features_that_are_not_made(federated_trainer):
 
     with pytest.raises(MisconfigurationException, match="where MOON compares features, but no batch did"):
         federated_trainer(max_rounds=2, method=MOON(layer="net.unused")).fit(
-            models.Module(Aside()), models.as_datasets(models.vectors())
+            models.Module(Aside()), models.as_datasets(models.vectors(SIZES))
         )

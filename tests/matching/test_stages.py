@@ -40,13 +40,21 @@ def check(net, groups, stages):
             assert not is_made or group.name in stage.groups
 
 
-def test_a_chain_has_a_stage_for_each_layer():
+def test_a_chain_has_a_stage_for_each_layer_or_as_few_as_asked_for():
     net = networks.vgg9()
     groups, stages = stages_of(net, networks.images(32))
     check(net, groups, stages)
     assert len(stages) == 9
     assert [len(stage.groups) for stage in stages] == [1] * 8 + [0]
     assert all(len(stage.entries) == 2 for stage in stages)
+    sizes, names, head = [], list(net.state_dict()), set(stages[-1].entries)
+    for count, choice in ((9, 20), (5, 5), (2, 2), (1, 1)):  # neighbours become one, the output layer last
+        stages = find_stages(groups, names, choice)
+        check(net, groups, stages)
+        assert len(stages) == count
+        assert (set(stages[-1].entries) == head) == (count > 1)
+        sizes.append([sum(groups[name].size for name in stage.groups) for stage in stages])
+    assert max(sizes[1][:-1]) < 0.6 * sum(sizes[1])
 
 
 @pytest.mark.slow
@@ -62,6 +70,7 @@ def test_a_residual_network_has_a_stage_for_each_width():
     assert "layer2.1.conv1.weight" in stages[2].entries  # between layers whose channels are one
 
 
+@pytest.mark.slow
 def test_a_segmentation_network():
     """With 21 groups 13 stages, or as few as asked for: neighbours become one, the output layer last."""
     net = networks.segmenter("DeepLabV3Plus")
