@@ -17,6 +17,7 @@ from lightning_fed.cli import demo
 from lightning_fed.cli.demo import run_demo
 from lightning_fed.cli.main import main
 from lightning_fed.datasets import CamVid, Shapes
+from lightning_fed.tasks import SegmentationTask
 from tests.datasets.test_datasets import write_camvid_npz
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -25,6 +26,11 @@ SMALL = {"num_clients": 3, "clients_per_round": 2, "num_scenes": 36}
 
 def small_scenes(**options):
     return Shapes(**{**options, "num_val": 16, "image_size": 32})
+
+
+def small_network(name, **options):
+    options |= {"encoder_name": "resnet18", "model_kwargs": {"encoder_depth": 3, "decoder_channels": [8, 8, 8]}}
+    return SegmentationTask("Unet", **options)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +46,7 @@ def small(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", save)
         patch.setattr(demo, "Shapes", small_scenes)
+        patch.setattr(demo, "SegmentationTask", small_network)
         patch.setattr(sys.stdout, "write", text.append)
         result = run_demo(rounds=5, out=folder / "runs", **SMALL)
     return result, "".join(text), figures[0]

@@ -35,7 +35,7 @@ class BreakOff(L.Callback):
 
 def data():
     clients = as_datasets(vectors())
-    return FederatedDataModule(clients, val=next(iter(clients.values())), batch_size=4)
+    return FederatedDataModule(clients, val=next(iter(clients.values())), batch_size=16)
 
 
 def trainer(folder, name, *callbacks, rounds=3):
@@ -200,7 +200,7 @@ def test_numbers_that_not_every_round_brings_are_there_after_a_resume(tmp_path):
         saved = ModelCheckpoint(tmp_path / folder, save_last=True)
         made = trainer(tmp_path, name, saved, *callbacks, rounds=5)
         clients = as_datasets(vectors())
-        made.fit(module(), datamodule=FederatedDataModule(clients, clients, batch_size=4), ckpt_path=path)
+        made.fit(module(), datamodule=FederatedDataModule(clients, clients, batch_size=32), ckpt_path=path)
         return made
 
     whole = fit("whole", "saved-whole")

@@ -1,6 +1,7 @@
 """What a Trainer and its loaders do in a plain fit, they do in a federated one."""
 
 import copy
+import itertools
 import pickle
 from datetime import timedelta
 from functools import wraps
@@ -24,6 +25,7 @@ from torch.utils.data import (
 from lightning_fed import FederatedDataModule, Federation
 from lightning_fed.data import IID, LoaderDataModule
 from tests import models
+from tests.breadth import quick
 from tests.recorders import Recorder, assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -459,6 +461,7 @@ def several(mode):
     return CombinedLoader([loader(), DataLoader(TensorDataset(*EXAMPLES), 12)], mode)
 
 
+VISITS = ("fused", "lightning")
 WHOLE = {  # training data, class of the module, arguments of the Trainer
     "iterable": (Batches, models.Module, {}),
     "subclass": (lambda: Backwards(TensorDataset(*EXAMPLES), 8), models.Module, {}),
@@ -481,8 +484,9 @@ WHOLE = {  # training data, class of the module, arguments of the Trainer
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
-@pytest.mark.parametrize("visits", ["fused", "lightning"])
-@pytest.mark.parametrize("case", WHOLE)
+@pytest.mark.parametrize(
+    ("case", "visits"), quick(itertools.product(WHOLE, VISITS), zip(WHOLE, itertools.cycle(VISITS), strict=False))
+)
 def test_one_client_takes_whatever_a_plain_trainer_takes(case, visits, plain_trainer):
     """To the last bit, with the same validations; also handed to ``fit``."""
     data, kind, options = WHOLE[case]

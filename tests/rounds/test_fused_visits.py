@@ -1,6 +1,5 @@
 """Fused visits do what Lightning's own loop does: the same calls with the same arguments, counts, logs and weights."""
 
-import copy
 import itertools
 import logging
 import re
@@ -79,7 +78,7 @@ def _note(hook):
                 "fx": module._current_fx_name,  # noqa: SLF001 - the hook that a logged value belongs to
                 "step": trainer.global_step,
                 "is_last": trainer.is_last_batch,
-                "progress": {name: copy.deepcopy(part) for name, part in progress.items() if name != "state_dict"},
+                "progress": repr({name: part for name, part in progress.items() if name != "state_dict"}),
                 "metrics": fingerprint({**trainer.callback_metrics}),
                 "logged": fingerprint({**trainer.logged_metrics}),
                 "bar": fingerprint({**trainer.progress_bar_metrics}),
@@ -265,6 +264,20 @@ TABLE = {
 }  # fmt: skip
 
 
+ALIKE = (
+    "logs",
+    "clip by value",
+    "manual",
+    "accumulated",
+    "bf16",
+    "float64",
+    "loss scale",
+    "failing steps",
+    "max_steps",
+)
+ALIKE += ("stopped after a step", "min_epochs", "limited", "nobody", "vectorized")
+
+
 @pytest.fixture
 def fit(tmp_path):
     """Trains a row; gives the module and the Trainer."""
@@ -310,7 +323,7 @@ def take_checkpoints(folder):
     return found
 
 
-@pytest.mark.parametrize("name", quick(TABLE, list(TABLE)[::2]))
+@pytest.mark.parametrize("name", quick(TABLE, [name for name in TABLE if name not in ALIKE]))
 def test_the_same_as_in_lightnings_loop(name, fit, tmp_path):
     """With and without somebody who looks at everything: the weights, the log, the counts, and all checkpoints."""
     row, found, traced = TABLE[name], {}, {}

@@ -32,7 +32,7 @@ def module():
 
 def data(clients=CLIENTS):
     datasets = models.as_datasets(clients)
-    return FederatedDataModule(datasets, datasets, batch_size=8)
+    return FederatedDataModule(datasets, datasets, batch_size=12)
 
 
 def ema(**options):

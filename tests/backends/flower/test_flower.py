@@ -26,6 +26,7 @@ def numbers_of(book):
 # Rules that differ in no message are slow: each is compared with its paper in one process.
 ALIKE = ("fedadam", "fairavg", "fedatt", "feddyn", "moon", "fedala", "krum", "deeplab", "silobn, pooled", "fedbn")
 ALIKE += ("fedavgm", "qffl", "a schedule of rounds", "frozen", "last local prototypes", "fedprox", "kept optimizers")
+ALIKE += ("sleeping", "dropout", "kept heads", "overfitting")
 
 
 @pytest.mark.parametrize("name", quick(CASES, [name for name in CASES if name not in ALIKE]))

@@ -152,8 +152,7 @@ def test_a_half_without_the_callback_says_so(tmp_path, caplog):
     assert "val_loss" not in trainer.callback_metrics
 
 
-@pytest.mark.parametrize("stage", ["validate", "test"])
-def test_a_checkpoint_is_evaluated_without_training(stage, plain_trainer, tmp_path):
+def test_a_checkpoint_is_evaluated_without_training(tmp_path):
     """With personal heads, which the clients have kept: they are those of the run."""
     held_out = evaluations.held_out(models.vectors, 1)
 
@@ -165,21 +164,22 @@ def test_a_checkpoint_is_evaluated_without_training(stage, plain_trainer, tmp_pa
         tmp_path, evaluations.Classifier, models.vectors(TRAIN), federation, 2, lambda: [ClientEvaluation()],
         held_out=held_out, grids=grids,
     )  # fmt: skip
-    transport, evaluation = FlowerTransport(grids[0], 5, poll=0.01), ClientEvaluation(folder=tmp_path)
-    trainer = run_server(
-        federation(), evaluations.Classifier(), None, {**OPTIONS, "max_epochs": 2}, transport,
-        transport.meet(3, 1), tmp_path / "server", [evaluation], stage,
-    )  # fmt: skip
-    kinds = ("client/", "val_", "all_", "fed/val", "examples")
-    assert numbers_of(trainer, *kinds) == pytest.approx(numbers_of(fitted, *kinds), rel=1e-6)
-    assert_same(state_of(trainer.lightning_module), state_of(module))
-    with (tmp_path / "clients.csv").open() as file:
-        rows = {row["client"]: row for row in csv.DictReader(file)}
-    assert list(rows) == [*TRAIN, "all"]
-    assert float(rows["bob"]["val_loss"]) == pytest.approx(numbers_of(fitted, "client/bob/val_loss").popitem()[1])
-    assert [rows[name]["examples"] for name in rows] == ["21", "5", "40", "66"]
-    classes = [float(rows["all"][f"support/{index}"]) for index in range(models.CLASSES)]
-    assert sum(classes) == 66
+    for stage in ("validate", "test"):
+        transport, evaluation = FlowerTransport(grids[0], 5, poll=0.01), ClientEvaluation(folder=tmp_path / stage)
+        trainer = run_server(
+            federation(), evaluations.Classifier(), None, {**OPTIONS, "max_epochs": 2}, transport,
+            transport.meet(3, 1), tmp_path / "server", [evaluation], stage,
+        )  # fmt: skip
+        kinds = ("client/", "val_", "all_", "fed/val", "examples")
+        assert numbers_of(trainer, *kinds) == pytest.approx(numbers_of(fitted, *kinds), rel=1e-6)
+        assert_same(state_of(trainer.lightning_module), state_of(module))
+        with (tmp_path / stage / "clients.csv").open() as file:
+            rows = {row["client"]: row for row in csv.DictReader(file)}
+        assert list(rows) == [*TRAIN, "all"]
+        assert float(rows["bob"]["val_loss"]) == pytest.approx(numbers_of(fitted, "client/bob/val_loss").popitem()[1])
+        assert [rows[name]["examples"] for name in rows] == ["21", "5", "40", "66"]
+        classes = [float(rows["all"][f"support/{index}"]) for index in range(models.CLASSES)]
+        assert sum(classes) == 66
 
 
 def test_a_matrix_of_models_by_sites(federated_trainer, tmp_path, caplog):

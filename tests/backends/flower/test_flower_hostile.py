@@ -44,6 +44,7 @@ from tests.backends.flower.halves import (
 )
 from tests.backends.flower.test_flower_app import light_app
 from tests.backends.flower.test_flower_faults import changed, make_module
+from tests.generators import same_random_numbers
 from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -73,16 +74,25 @@ def test_numbers_that_cannot_be_used(case, header, reason, tmp_path, caplog):
     def on_the_way(node, message, content):
         return changed(**header)(content) if is_lost(message, content) else [content]
 
-    _, trainer, _, _ = on_flower(tmp_path, case.module, case.data(SIZES), case.federation, change=on_the_way)
+    _, trainer, _, _ = on_flower(tmp_path, case.module, case.data(SIZES), case.federation, 2, change=on_the_way)
     left_out = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
     assert len(left_out) == 1
     assert reason in left_out[0]
     assert "\n" not in left_out[0]
-    assert trainer.current_epoch == 3
+    assert trainer.current_epoch == 2
 
 
-def an_order(tmp_path, runner_of):
-    """A good order, and what answers it."""
+def private_head():
+    return Federation(FedPer("net.head.*"))
+
+
+def base_and_head():
+    return models.Module(models.BaseAndHead())
+
+
+@pytest.fixture(scope="module")
+def an_order(tmp_path_factory):
+    """A good one."""
     train_requests = []
 
     def listen(node, message, content):
@@ -90,38 +100,35 @@ def an_order(tmp_path, runner_of):
             train_requests.append(from_records(message.content))
         return [content]
 
-    on_flower(
-        tmp_path / "run", runner_of, models.vectors(SIZES), lambda: Federation(FedPer("net.head.*")), 1, change=listen
-    )
-    app = client_app(
-        Federation(FedPer("net.head.*")),
-        runner_of,
-        clients_of(models.vectors(SIZES)),
-        OPTIONS,
-        store=tmp_path / "a" / "store",
-    )
-    return app.runner, train_requests[0]
+    with same_random_numbers():
+        on_flower(tmp_path_factory.mktemp("run"), base_and_head, models.vectors(SIZES), private_head, 1, change=listen)
+    return train_requests[0]
+
+
+@pytest.fixture
+def runner(tmp_path):
+    """What answers it."""
+    clients = clients_of(models.vectors(SIZES))
+    return client_app(private_head(), base_and_head, clients, OPTIONS, store=tmp_path / "a" / "store").runner
 
 
 @pytest.mark.parametrize("where", ["../../outside", "/outside", "", "a" * 65, ["a"], None, 3])
-def test_a_run_is_no_path(where, tmp_path):
+def test_a_run_is_no_path(where, an_order, runner, tmp_path):
     """A server cannot have clients write or delete files beside their store."""
-    runner, train_request = an_order(tmp_path, lambda: models.Module(models.BaseAndHead()))
-    said = json.loads(train_request.text)
+    said = json.loads(an_order.text)
     said["header"]["run"] = where.replace("/outside", f"{tmp_path}/outside") if where == "/outside" else where
     with pytest.raises(PacketError, match="the run is"):
-        runner.answer("train", Packet(json.dumps(said), train_request.data), {})
+        runner.answer("train", Packet(json.dumps(said), an_order.data), {})
     assert not (tmp_path / "a").exists()
     assert not list(tmp_path.rglob("outside*"))
 
 
 @pytest.mark.parametrize("change", [{"needed": "x"}, {"kept": 1.5}, {"visit": None}, {"needed": 10**400}])
-def test_orders_of_nonsense(change, tmp_path):
-    runner, train_request = an_order(tmp_path, lambda: models.Module(models.BaseAndHead()))
-    said = json.loads(train_request.text)
+def test_orders_of_nonsense(change, an_order, runner):
+    said = json.loads(an_order.text)
     said["header"] |= change
     with pytest.raises(PacketError, match="does not have the fields of one"):
-        runner.answer("train", Packet(json.dumps(said), train_request.data), {})
+        runner.answer("train", Packet(json.dumps(said), an_order.data), {})
     with pytest.raises(PacketError, match="does not have the fields of one"):
         runner.answer("train", write_packet("train", {}), {})
 
