@@ -40,25 +40,21 @@ def test_strengths_that_cannot_be(mu):
         FedProx(mu)
 
 
-@pytest.mark.parametrize(
-    "aggregator", ["fairavg", FedProx(mu=0.3), "fedatt", FeSEM(num_centers=2), FedDANE(mu=0.1), "fedmargin"]
-)
-def test_the_same_clients_straggle_for_every_method(aggregator, federated_trainer):
+def test_the_same_clients_straggle_for_every_method(federated_trainer):
     """As many batches of the same clients, and none of them is dropped."""
-    seen = []
-    for rule in ("fedavg", aggregator):
+    seen, clients = [], models.as_datasets(models.vectors(dict.fromkeys("abcdef", 16)))
+    for rule in ("fedavg", FedProx(mu=0.3), "fedatt", FeSEM(num_centers=2), FedDANE(mu=0.1), "fedmargin", "fairavg"):
         recorder = Recorder()
         trainer = federated_trainer(
-            max_rounds=3, clients_per_round=4, local_epochs=5, seed=11, method=rule,
+            max_rounds=2, clients_per_round=4, local_epochs=5, seed=11, method=rule,
             availability=Availability(stragglers=0.5),
             callbacks=[recorder],
         )  # fmt: skip
-        trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(dict.fromkeys("abcdef", 32))))
-        work = [(visit.round, visit.client, len(visit.batches)) for visit in recorder.visits]
-        assert sum(batches < 5 for _, _, batches in work) == 3 * 2
+        trainer.fit(models.Module(models.mlp()), clients)
+        seen.append([(visit.round, visit.client, len(visit.batches)) for visit in recorder.visits])
+        assert sum(batches < 5 for _, _, batches in seen[-1]) == 2 * 2
         assert all((logged["fed/stragglers"], logged["fed/clients"]) == (2, 4) for logged in recorder.logged)
-        seen.append(work)
-    assert seen[0] == seen[1]
+        assert seen[-1] == seen[0], rule
 
 
 def test_without_pull_it_is_fedavg_bit_for_bit(federated_trainer):

@@ -77,11 +77,13 @@ def distance(states, groups, orders):
     return total
 
 
-@pytest.mark.parametrize(("name", "count", "sweeps"), [("chain", 4, 8), ("LSTM", 3, 8), ("GroupNorm", 3, 8)])
+@pytest.mark.parametrize(
+    ("name", "count", "sweeps"), [("chain", 4, range(1, 9)), ("LSTM", 3, (1, 2, 8)), ("GroupNorm", 3, (1, 2, 8))]
+)
 def test_sweeps_never_move_networks_apart(name, count, sweeps):
     states, groups, start = drawn(name, count)
     distances = [distance(states, groups, start)]
-    for most in range(1, sweeps + 1):
+    for most in sweeps:
         orders = align_networks(states, groups.groups, start, np.random.default_rng(0), most)
         distances.append(distance(states, groups, orders))
     assert distances[1] < 0.999 * distances[0]
