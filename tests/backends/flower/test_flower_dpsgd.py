@@ -72,7 +72,7 @@ def test_every_visit_has_noise_of_its_own(tmp_path):
 def test_a_client_answers_until_its_budget_is_used_up(tmp_path, caplog):
     """Two visits of the smallest client, and no third, in this fit or another one."""
     bound = (Budget(1.0, 1e-3, 20, 16).epsilon(4) + Budget(1.0, 1e-3, 20, 16).epsilon(6)) / 2
-    data, made = models.vectors({"ann": 400, "bob": 20}), lambda: [DPSGD(1.0, 1.0, 1e-3, max_epsilon=bound)]
+    data, made = models.vectors({"ann": 100, "bob": 20}), lambda: [DPSGD(1.0, 1.0, 1e-3, max_epsilon=bound)]
     for fit in range(2):
         caplog.clear()
         on_flower(tmp_path, module, data, Federation, 3 + fit, made)

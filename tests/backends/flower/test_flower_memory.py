@@ -44,11 +44,11 @@ def test_the_copies_of_a_large_model(tmp_path):
     """A client's: module, gradients, message, the round's start, update. The server's: module, start, sums."""
     counts, before = [], copies()
     on_flower(
-        tmp_path, module, models.vectors({"ann": 4, "bob": 4}), lambda: Federation(seed=1),
+        tmp_path, module, models.vectors({"ann": 4, "bob": 4}), lambda: Federation(seed=1), 2,
         callbacks=lambda: [Counts(counts)],
     )  # fmt: skip
     client, server, sums, module_of_another_node = 5, 2, 1, 1
-    expected = [client + server, *[client + server + module_of_another_node] * 5]
-    expected[1::2] = [client + server + module_of_another_node + sums] * 3
+    expected = [client + server, *[client + server + module_of_another_node] * 3]
+    expected[1::2] = [client + server + module_of_another_node + sums] * 2
     assert [tensors - before[0] for tensors, _ in counts] == expected
-    assert [packets - before[1] for _, packets in counts] == [1] * 6
+    assert [packets - before[1] for _, packets in counts] == [1] * 4
