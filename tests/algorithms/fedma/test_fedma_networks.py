@@ -134,7 +134,7 @@ def test_a_residual_network_with_batch_norm(federated_trainer, mode, stages):
     ):
         module = models.Module(Residual(), lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
         rounds = 2 if name == "matched" else 1
-        fit(federated_trainer(max_rounds=rounds, method=rule, local_epochs=12), module, data_of(clients_data, 24))
+        fit(federated_trainer(max_rounds=rounds, method=rule, local_epochs=12), module, data_of(clients_data, 12))
         assert rule.unfinished is None
         assert rule.state_dict()["last"]["stage"] == rounds
         scores[name] = float((module.eval()(images).argmax(1) == targets).float().mean())
