@@ -1,0 +1,102 @@
+"""Why three drives of CamVid lose to central training: the optimizer that starts anew, the averaging, or the drives.
+
+One part after another is added to central training, with the same frames, network and number of passes; then the local
+work is shortened. The network is that of `appearance.py --small`, the frames have a quarter of the pixels there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import appearance
+import lightning as L
+import torch
+from common import PAIRED, QUIET, Curve, machine, paired, parser, prepare, run_all, spread, table, write_section
+from torch.utils.data import ConcatDataset, random_split
+
+from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed.data import ByGroup, PartitionedData
+from lightning_fed.datasets import CamVid
+
+ROUNDS, EPOCHS, STEPS = 20, 2, 4
+WAYS: dict[str, dict[str, Any]] = {
+    "central": {},
+    "one client with all frames": {"clients": "one"},
+    "three alike": {"clients": "alike"},
+    "three drives": {"clients": "drives"},
+    "three drives, optimizers kept": {"clients": "drives", "optimizer_state": "keep"},
+    f"three drives, {STEPS} steps a round": {"clients": "drives", "local_steps": STEPS},
+    "three drives, trained three times as long": {"clients": "drives", "longer": 3},
+}
+AGAINST = ("central", "three alike", "three drives")
+
+
+def clients_of(kind: str, data: Any, seed: int) -> FederatedDataModule:
+    """All frames at one client, in parts of the drives' sizes, or by drive."""
+    if kind == "drives":
+        return FederatedDataModule(dict(data.clients), batch_size=appearance.BATCH)
+    pooled: ConcatDataset[Any] = ConcatDataset(data.clients.values())
+    sizes = [len(pooled)] if kind == "one" else [len(frames) for frames in data.clients.values()]
+    parts = random_split(pooled, sizes, torch.Generator().manual_seed(seed))
+    return FederatedDataModule({f"part {place}": part for place, part in enumerate(parts)}, batch_size=appearance.BATCH)
+
+
+def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    source = CamVid(arguments.data, image_size=(48, 64), batch_size=appearance.BATCH, val_size=0)
+    data = PartitionedData(source, ByGroup(), val_fraction=0.05, test_fraction=0.25, seed=seed)
+    data.setup("fit")
+    task = appearance.task_of(11, "batch", seed, "scratch", arguments)
+    curve, options = Curve(f"{name} {seed}:"), dict(WAYS[name])
+    rounds = 1 if arguments.quick else ROUNDS * options.get("longer", 1)
+    quiet = {"callbacks": [curve], "limit_val_batches": 0, **QUIET}
+    if name == "central":
+        L.Trainer(max_epochs=rounds * EPOCHS, **quiet).fit(task, data.train_dataloader())
+    else:
+        options.pop("longer", None)
+        federated = clients_of(options.pop("clients"), data, seed)
+        if "local_steps" in options:  # as many steps in all as the clients have in the mean
+            batches = sum(-(-len(frames) // appearance.BATCH) for frames in data.clients.values()) / len(data.clients)
+            rounds = 1 if arguments.quick else round(ROUNDS * EPOCHS * batches / STEPS)
+        else:
+            options["local_epochs"] = EPOCHS
+        trainer = FederatedTrainer(max_rounds=rounds, seed=seed, batch_norm="average", **options, **quiet)
+        trainer.fit(task, datamodule=federated)
+    scores = appearance.scores_of(task, dict.fromkeys(data.test, task.state_dict()), data)
+    print(name, seed, scores["all"], f"{sum(values['cpu_s'] for values in curve.rounds):.0f} s", flush=True)
+    return {"all": scores["all"], "clients": scores["clients"], "rounds": rounds}
+
+
+def main() -> None:
+    arguments = parser(__doc__.splitlines()[0], seeds=(0, 1)).parse_args()
+    prepare(arguments)
+    arguments.small = True
+    results = run_all("drives", WAYS, run, arguments)
+    if not results:
+        return
+    scores = {
+        name: {seed: 100 * each["all"] for seed, each in zip(arguments.seeds, found, strict=False)}
+        for name, found in results.items()
+    }
+    rows = []
+    for name, own in scores.items():
+        row = [name, f"{results[name][0]['rounds']}", spread(list(own.values()), 1)]
+        for other in AGAINST:
+            base = scores.get(other, {})
+            apart = [value - base[seed] for seed, value in own.items() if seed in base]
+            row.append("" if other == name else paired(apart, 1))
+        rows.append([*row, f"{len(own)}"])
+    words = (
+        f"`python benchmarks/drives.py --data DATA --out benchmarks/results/segmentation.md`. CamVid at 64x48 by drive,"
+        f" a small U-Net from scratch, AdamW, batches of {appearance.BATCH}; {ROUNDS} rounds of {EPOCHS} local epochs"
+        f" (central: as many epochs), or more rounds of {STEPS} steps, as many in all. `one client with all frames` has"
+        " optimizers that start anew in every round, and nothing else of a federation; `three alike` has parts of the"
+        " drives' sizes, drawn from all frames. Mean IoU on a quarter of every drive's frames, held out, %, mean ±"
+        f" standard deviation over seeds. {PAIRED} {machine(arguments.threads)}."
+    )
+    header = ["", "rounds", "mean IoU", *(f"to {other}" for other in AGAINST), "seeds"]
+    write_section(arguments.out, "drives", f"{words}\n\n{table(header, rows)}")
+
+
+if __name__ == "__main__":
+    main()
