@@ -190,7 +190,7 @@ def fit(module, logger, callbacks=(), val=None, ckpt_path=None, **kwargs):
 
 
 def logged(logger, tag=SegmentationImages.tag):
-    """Read (epoch, picture) pairs back from the event file."""
+    """Read (epoch, picture) pairs back from the event files: of one second they come in the order of their names."""
     logger.experiment.flush()
     events = EventAccumulator(logger.log_dir, size_guidance={"images": 0})
     events.Reload()
@@ -198,7 +198,7 @@ def logged(logger, tag=SegmentationImages.tag):
         return []
     return [
         (event.step, np.asarray(Image.open(io.BytesIO(event.encoded_image_string))).transpose(2, 0, 1))
-        for event in events.Images(tag)
+        for event in sorted(events.Images(tag), key=lambda event: event.step)
     ]
 
 
