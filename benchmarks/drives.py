@@ -48,23 +48,24 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     data.setup("fit")
     task = appearance.task_of(11, "batch", seed, "scratch", arguments)
     curve, options = Curve(f"{name} {seed}:"), dict(WAYS[name])
-    rounds = 1 if arguments.quick else ROUNDS * options.get("longer", 1)
+    rounds = ROUNDS * options.pop("longer", 1)
+    if "local_steps" in options:  # as many steps in all as the clients have in the mean
+        batches = sum(-(-len(frames) // appearance.BATCH) for frames in data.clients.values()) / len(data.clients)
+        rounds = round(ROUNDS * EPOCHS * batches / STEPS)
+    if arguments.quick:
+        rounds = 1
     quiet = {"callbacks": [curve], "limit_val_batches": 0, **QUIET}
     if name == "central":
         L.Trainer(max_epochs=rounds * EPOCHS, **quiet).fit(task, data.train_dataloader())
     else:
-        options.pop("longer", None)
         federated = clients_of(options.pop("clients"), data, seed)
-        if "local_steps" in options:  # as many steps in all as the clients have in the mean
-            batches = sum(-(-len(frames) // appearance.BATCH) for frames in data.clients.values()) / len(data.clients)
-            rounds = 1 if arguments.quick else round(ROUNDS * EPOCHS * batches / STEPS)
-        else:
+        if "local_steps" not in options:
             options["local_epochs"] = EPOCHS
         trainer = FederatedTrainer(max_rounds=rounds, seed=seed, batch_norm="average", **options, **quiet)
         trainer.fit(task, datamodule=federated)
     scores = appearance.scores_of(task, dict.fromkeys(data.test, task.state_dict()), data)
     print(name, seed, scores["all"], f"{sum(values['cpu_s'] for values in curve.rounds):.0f} s", flush=True)
-    return {"all": scores["all"], "clients": scores["clients"], "rounds": rounds}
+    return {"seed": seed, "all": scores["all"], "clients": scores["clients"], "rounds": rounds}
 
 
 def main() -> None:
@@ -74,10 +75,7 @@ def main() -> None:
     results = run_all("drives", WAYS, run, arguments)
     if not results:
         return
-    scores = {
-        name: {seed: 100 * each["all"] for seed, each in zip(arguments.seeds, found, strict=False)}
-        for name, found in results.items()
-    }
+    scores = {name: {each["seed"]: 100 * each["all"] for each in found} for name, found in results.items()}
     rows = []
     for name, own in scores.items():
         row = [name, f"{results[name][0]['rounds']}", spread(list(own.values()), 1)]
@@ -89,8 +87,9 @@ def main() -> None:
     words = (
         f"`python benchmarks/drives.py --data DATA --out benchmarks/results/segmentation.md`. CamVid at 64x48 by drive,"
         f" a small U-Net from scratch, AdamW, batches of {appearance.BATCH}; {ROUNDS} rounds of {EPOCHS} local epochs"
-        f" (central: as many epochs), or more rounds of {STEPS} steps, as many in all. `one client with all frames` has"
-        " optimizers that start anew in every round, and nothing else of a federation; `three alike` has parts of the"
+        f" (central: as many epochs), or rounds of {STEPS} steps, in all as many as the clients have in the mean."
+        " `one client with all frames` has optimizers that start anew in every round, and nothing else of a federation;"
+        " `three alike` has parts of the"
         " drives' sizes, drawn from all frames. Mean IoU on a quarter of every drive's frames, held out, %, mean ±"
         f" standard deviation over seeds. {PAIRED} {machine(arguments.threads)}."
     )

@@ -93,6 +93,7 @@ def test_commands_that_train_nothing_do_without_torch(arguments, status, says):
     assert done.returncode == status
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that are forked")
 @pytest.mark.parametrize("first", FIRST)
 def test_whatever_is_imported_first(imports, first):
     """Rooms re-export each other's names; the methods' names come from files that are loaded with the first of them."""

@@ -61,6 +61,8 @@ def test_without_its_noise_a_mechanism_is_found_out(share, monkeypatch):
         return share * made(step, name, shape, std) if name else torch.zeros(shape, dtype=torch.float64)
 
     budget = Budget(4.0, 1e-5, 1000, 1000)
+    honest = audit_mean(budget, 4, 1000, key_for_tests=5)
+    assert honest.lower_bound <= honest.claimed < 3.5
     monkeypatch.setattr(CentralDP, "noise", less)
     found = audit_mean(budget, 4, 1000, key_for_tests=5)
     assert found.lower_bound > found.claimed
