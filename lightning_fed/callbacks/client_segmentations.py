@@ -22,7 +22,7 @@ from lightning_fed.atomic_files import atomic_write, write_text_atomically
 from lightning_fed.callbacks.evaluation.client_evaluation import NO_CLIENTS
 from lightning_fed.callbacks.evaluation.data_pass import limited_batches
 from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.callbacks.pictures import draw_matrix, log_picture
+from lightning_fed.callbacks.pictures import draw_matrix, label_grid, log_picture
 from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors, segmentation_grid
 from lightning_fed.callbacks.segmentation_images import segmentation_logits, with_background
 from lightning_fed.console import round_number
@@ -55,7 +55,8 @@ class ClientSegmentations(L.Callback):
     - ``scores.md``: the last of them as a table, which the log shows at the end of a fit as well;
     - ``iou.png``: IoU of every client and class over the rounds, as a heat map (``segmentation/client_iou``);
     - ``clients/<client>.png``: the images with the lowest and the median IoU (mean over the image's classes) side by
-      side with truth, prediction and the entropy of the prediction (``segmentation/clients/<client>``).
+      side with truth, prediction and the entropy of the prediction (``segmentation/clients/<client>``); with titles,
+      scores and a legend of the colours if matplotlib is there.
 
     The module is called with images of shape ``(N, C, H, W)`` and returns logits ``(N, num_classes, H, W)``, or
     ``(N, 1, H, W)`` of a binary task: then the scores are those of class 1, not of the background. Masks are class
@@ -205,8 +206,10 @@ class ClientSegmentations(L.Callback):
                 self.rows.append((round, str(client), name, scores[f"iou/{name}"], scores[f"dice/{name}"]))
         known = sorted((value, position) for position, value in enumerate(quality) if not math.isnan(value))
         if known:
-            positions = list(dict.fromkeys([known[0][1], known[(len(known) - 1) // 2][1]]))
-            self._draw(trainer, module, client, loader, positions, folder)
+            (worst, first), (median, middle) = known[0], known[(len(known) - 1) // 2]
+            chosen = {first: f"worst, IoU {worst:.2f}"}
+            chosen.setdefault(middle, f"median, IoU {median:.2f}")
+            self._draw(trainer, module, client, loader, chosen, folder)
 
     def _draw(
         self,
@@ -214,37 +217,45 @@ class ClientSegmentations(L.Callback):
         module: L.LightningModule,
         client: Client,
         loader: Iterable[Any],
-        positions: Sequence[int],
+        chosen: Mapping[int, str],
         folder: Path,
     ) -> None:
         found: dict[int, list[Tensor]] = {}
-        start = num_classes = 0
+        names: list[str] = []
+        start = 0
         for batch in limited_batches(loader, trainer.limit_val_batches):
-            if start > max(positions):
+            if start > max(chosen):
                 break
             size = len(find_inputs(batch, self.inputs))
-            here = [position for position in positions if start <= position < start + size]
+            here = [position for position in chosen if start <= position < start + size]
             if here:
                 raw_logits, inputs, mask = self._run(trainer, module, batch)
                 logits = with_background(raw_logits)
-                num_classes = logits.shape[1]
+                names = self._names(raw_logits.shape[1])
+                if len(names) < logits.shape[1]:
+                    names = [*(self.class_names[:-1][:1] or ("background",)), *names]
                 entropy = softmax_entropy(logits, normalize=True)
                 for position in here:
                     row = position - start
                     tensors = inputs[row], mask[row], logits[row].argmax(0), entropy[row]
                     found[position] = [tensor.detach().cpu().clone() for tensor in tensors]
             start += size
-        images, truths, predictions, entropies = zip(*(found[position] for position in positions), strict=True)
-        picture = segmentation_grid(
+        images, truths, predictions, entropies = zip(*(found[position] for position in chosen), strict=True)
+        colors = self.class_colors or default_colors(len(names))
+        grid = segmentation_grid(
             images,
             truths,
             predictions,
-            class_colors=self.class_colors or default_colors(num_classes),
+            class_colors=colors,
             mean=self.mean,
             std=self.std,
             ignore_index=self.ignore_index,
             maps=[entropies],
         )
+        shown = torch.cat([mask.flatten() for mask in (*truths, *predictions)]).unique().tolist()
+        legend = {names[index]: colors[index] for index in shown if index != self.ignore_index}
+        title = f"{client}, round {round_number(self._round(trainer))}"
+        picture = label_grid(grid, title, ("image", "truth", "prediction", "entropy"), [*chosen.values()], legend)
         (folder / "clients").mkdir(exist_ok=True)
         _save(picture, folder / "clients" / f"{urllib.parse.quote(str(client), safe=' ')}.png")
         log_picture(trainer, f"{self.tag}/clients/{client}", picture)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,39 @@ def draw_matrix(values: Tensor, cell: int, size: tuple[float, float], label: Cal
     axes.imshow(painted.permute(1, 2, 0).numpy(), interpolation="nearest")
     label(axes)
     figure.colorbar(ScalarMappable(Normalize(0, 1), "viridis"), ax=axes)
+    return figure_pixels(figure)
+
+
+def label_grid(
+    grid: Tensor, title: str, columns: Sequence[str], rows: Sequence[str], legend: Mapping[str, Color]
+) -> Tensor:
+    """A picture of equal tiles with names around it, shape ``(3, H, W)``, uint8; as it is if matplotlib is not there.
+
+    Args:
+        grid: The picture, shape ``(3, H, W)``, uint8.
+        title: Above it.
+        columns: Name of each column of tiles.
+        rows: Name of each row.
+        legend: Colours below it, by name.
+
+    """
+    if not has_matplotlib():
+        return grid
+    from matplotlib.figure import Figure  # the extra `demo`
+    from matplotlib.patches import Patch
+
+    height, width = grid.shape[1] / len(rows), grid.shape[2] / len(columns)
+    size = (1.8 * len(columns) + 0.6, 1.8 * len(rows) * height / width + 0.7 + 0.2 * math.ceil(len(legend) / 4))
+    figure = Figure(figsize=size, dpi=100, layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(grid.permute(1, 2, 0).numpy(), interpolation="nearest")
+    axes.set_xticks([width * (place + 0.5) for place in range(len(columns))], columns)
+    axes.set_yticks([height * (place + 0.5) for place in range(len(rows))], rows, rotation=90, va="center")
+    axes.tick_params(length=0, labeltop=True, labelbottom=False)
+    axes.spines[:].set_visible(False)
+    figure.suptitle(title)
+    patches = [Patch(facecolor=[value / 255 for value in color], label=name) for name, color in legend.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=4, frameon=False, fontsize="small")
     return figure_pixels(figure)
 
 

@@ -76,7 +76,8 @@ def rows_of(path):
 
 
 @pytest.mark.parametrize("mode", [LocalStatistics(), "recalibrate"], ids=["local", "recalibrate"])
-def test_scores_and_pictures_are_those_of_each_clients_model(mode, federated_trainer, tmp_path, caplog):
+def test_scores_and_pictures_are_those_of_each_clients_model(mode, federated_trainer, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(pictures, "has_matplotlib", lambda: False)  # the picture is the grid alone
     callback = ClientSegmentations(1, tmp_path / "out", NAMES)
     trainer = federated_trainer(
         max_rounds=2, batch_norm=mode, callbacks=[callback], logger=TensorBoardLogger(tmp_path / "logs")
@@ -116,6 +117,37 @@ def test_scores_and_pictures_are_those_of_each_clients_model(mode, federated_tra
     assert f"| a | {np.mean([row[3] for row in last]):.3f} | {np.mean([row[4] for row in last]):.3f} |" in table
     assert table.strip() in caplog.text
     assert trained.training
+
+
+@pytest.mark.parametrize("names", [(), ("vessel",), ("skin", "vessel")])
+def test_a_picture_says_which_image_it_shows_and_what_its_colours_mean(names, federated_trainer, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures, pixels = [], pictures.figure_pixels
+    monkeypatch.setattr(pictures, "figure_pixels", lambda figure: figures.append(figure) or pixels(figure))
+    images, masks = validation()["a"]
+    clients = {"a": TensorDataset(images, masks.clamp(max=1))}
+    network = nn.Conv2d(3, 1, 1)
+    trained = models.Module(
+        network, models.adam, loss=lambda logits, mask: F.binary_cross_entropy_with_logits(logits[:, 0], mask.float())
+    )
+    callback = ClientSegmentations(1, tmp_path, names, ignore_index=None)
+    trainer = federated_trainer(max_rounds=1, callbacks=[callback])
+    trainer.fit(trained, datamodule=FederatedDataModule(clients, clients, batch_size=3))
+
+    prediction = (network(images)[:, 0] > 0).numpy()
+    truth = masks.clamp(max=1).numpy() > 0
+    quality = sorted((p & t).sum() / (p | t).sum() for p, t in zip(prediction, truth, strict=True) if (p | t).any())
+    (figure,) = (figure for figure in figures if figure.get_suptitle() == "a, round 1")
+    axes = figure.axes[0]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["image", "truth", "prediction", "entropy"]
+    middle = quality[(len(quality) - 1) // 2]
+    assert [text.get_text() for text in axes.get_yticklabels()] == [
+        f"worst, IoU {quality[0]:.2f}", f"median, IoU {middle:.2f}"
+    ]  # fmt: skip
+    legend = figure.legends[0]
+    assert [text.get_text() for text in legend.get_texts()] == [*(names[:-1] or ("background",)), *(names[-1:] or "1")]
+    colors = [[round(255 * value) for value in patch.get_facecolor()[:3]] for patch in legend.get_patches()]
+    assert colors == [list(color) for color in default_colors(2)]
 
 
 def test_it_changes_nothing(federated_trainer, tmp_path):
