@@ -51,14 +51,16 @@ test-gpu: $(STAMP) ## the tests that need a GPU; without one they are skipped
 test-oldest: ## the tests on the oldest Python and dependencies allowed, in .venv-oldest
 	$(MAKE) test PYTHON=python3.11 VENV=.venv-oldest LOWEST=yes
 
-test-master: $(STAMP) ## what leans on Lightning's own parts, on its master branch, in an environment made for it alone
-	$(INSTALL) "lightning @ git+https://github.com/Lightning-AI/pytorch-lightning@master"
-	$(BIN)/pytest tests/lightning/test_internals.py tests/rounds/test_fused_visits.py tests/test_invariants.py \
+test-master: ## what leans on Lightning's own parts, on its master branch, in .venv-master
+	$(MAKE) venv VENV=.venv-master
+	.venv-master/bin/python -m pip install -qq "lightning @ git+https://github.com/Lightning-AI/pytorch-lightning@master"
+	.venv-master/bin/pytest tests/lightning/test_internals.py tests/rounds/test_fused_visits.py tests/test_invariants.py \
 		-m "not slow" $(ARGS)
 
-test-networks: $(STAMP) ## the tests on Flower (FLOWER=1.42, or its newest) and NVFLARE, in an environment made for it alone
-	$(INSTALL) --upgrade nvflare $(if $(FLOWER),"flwr==$(FLOWER).*",flwr)
-	$(BIN)/pytest tests/backends -m "not slow" $(ARGS)
+test-networks: ## the tests on Flower (FLOWER=1.42, or its newest) and NVFLARE, in .venv-networks
+	$(MAKE) venv VENV=.venv-networks
+	.venv-networks/bin/python -m pip install -qq --upgrade nvflare $(if $(FLOWER),"flwr==$(FLOWER).*",flwr)
+	.venv-networks/bin/pytest tests/backends -m "not slow" $(ARGS)
 
 test-projects: ## real packages of others, plain and federated, in .venv-projects: a quarter of an hour, 7 GB
 	test -x .venv-projects/bin/python || $(PYTHON) -m venv .venv-projects

@@ -252,7 +252,7 @@ class ClientSegmentations(L.Callback):
             ignore_index=self.ignore_index,
             maps=[entropies],
         )
-        shown = torch.cat([mask.flatten() for mask in (*truths, *predictions)]).unique().tolist()
+        shown = sorted({label for mask in (*truths, *predictions) for label in mask.unique().tolist()})
         legend = {names[index]: colors[index] for index in shown if index != self.ignore_index}
         title = f"{client}, round {round_number(self._round(trainer))}"
         picture = label_grid(grid, title, ("image", "truth", "prediction", "entropy"), [*chosen.values()], legend)

@@ -130,7 +130,7 @@ def label_grid(
     axes.tick_params(length=0, labeltop=True, labelbottom=False)
     axes.spines[:].set_visible(False)
     figure.suptitle(title)
-    patches = [Patch(facecolor=[value / 255 for value in color], label=name) for name, color in legend.items()]
+    patches = [Patch(facecolor=(r / 255, g / 255, b / 255), label=name) for name, (r, g, b) in legend.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=4, frameon=False, fontsize="small")
     return figure_pixels(figure)
 
