@@ -215,7 +215,7 @@ class FedYogi(Method):
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).
     - Costs: the training alone.
-    - For: likewise, where FedAdam's steps are too uneven.
+    - For: as FedAdam, where its steps are too uneven.
 
     Args:
         lr: Learning rate of the server; the authors tune it and the clients' on a grid of powers of ten.

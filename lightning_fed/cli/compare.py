@@ -68,8 +68,8 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         metavar="METHOD",
         help=f"of {', '.join(method_choices())}; with options: fedprox:mu=0.1 fedmargin:combine=lpm. {CENTRAL} trains"
-        " on all data at once. fedper, fedrep, fedbn, silobn and fesem give clients models of their own, which only"
-        " `--monitor fed/<metric>/mean` measures",
+        " on all data at once. fedper, fedrep, fedbn, silobn, fesem, ditto and fedala give clients models of their own,"
+        " which only `--monitor fed/<metric>/mean` measures",
     )
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, from 0 on (default: %(default)s)")
     parser.add_argument(

@@ -224,7 +224,9 @@ def test_a_class_that_a_client_lacks_is_missing(federated_trainer, tmp_path):
     held_out = models.vectors(evaluations.HELD_OUT)
     inputs, targets = held_out["ann"]
     held_out["ann"] = [values[targets != models.CLASSES - 1] for values in (inputs, targets)]
-    trainer = federated_trainer(max_rounds=2, callbacks=[ClientEvaluation(folder=tmp_path)])
+    evaluation = ClientEvaluation(folder=tmp_path)
+    assert evaluation.table() == ""
+    trainer = federated_trainer(max_rounds=2, callbacks=[evaluation])
     trainer.fit(OfLastClass(), datamodule=FederatedDataModule(clients, models.as_datasets(held_out)))
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
     others = [values["client/bob/val_acc"], values["client/cid/val_acc"]]
@@ -235,3 +237,8 @@ def test_a_class_that_a_client_lacks_is_missing(federated_trainer, tmp_path):
     with (tmp_path / "clients.csv").open() as file:
         cells = {row["client"]: row["val_acc"] for row in csv.DictReader(file)}
     assert [name for name in cells if not cells[name]] == ["ann"]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in evaluation.table().splitlines()]
+    shown = {row[0]: row[rows[0].index("val_acc")] for row in rows[2:]}
+    assert {name: value for name, value in shown.items() if cells[name]} == {
+        name: f"{float(cell):.3g}" for name, cell in cells.items() if cell
+    }

@@ -233,6 +233,10 @@ class ClientEvaluation(FederatedCallback):
         )
         return reports
 
+    def table(self) -> str:
+        """The last evaluation in Markdown: a row for each client and one for all; numbers of examples by class too."""
+        return client_table(self.results, self.pooled).markdown() if self.results is not None else ""
+
     def _of_clients(self, trainer: L.Trainer, stage: Stage) -> dict[Client, Iterable[Any]]:
         """The clients' loaders, which an evaluation makes once."""
         return self._kept_loaders or loaders_of(trainer, stage)
