@@ -882,6 +882,34 @@ def test_a_client_that_failed_comes_back(without):
 NAN_BODY = set_entry("body.0.weight", fill(float("nan")))
 
 
+class Spoils(Net):
+    """One client spoils an entry in its last step of the second round; another entry is infinite by design."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.register_buffer("bank", torch.tensor([0.0, float("-inf")]))
+        self.change = change
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        client = find_federation(self.trainer).current_client
+        if client == "good" and self.trainer.current_epoch == 1 and batch_idx == 2:
+            self.change(self)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda module: module.head.weight.data[0].fill_(float("inf")), "'head.weight' has NaN or infinite values"),
+        (lambda module: setattr(module, "bank", module.bank.repeat(2)), r"'bank' has shape \(4,\) instead of \(2,\)"),
+    ],
+)
+def test_personal_entries_that_cannot_be_kept(change, reason, caplog):
+    """The client comes back with those from before."""
+    _, rows = train(good_clients(), module=Spoils(change), personal=["head.*", "bank"], local_epochs=1)
+    assert [row["fed/failed"] for row in rows.values()] == [0, 1, 0]
+    assert re.search(f"Round 2: client 'good' is left out: of its personal entries, entry {reason}", caplog.text)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is not a fault
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.local_optimizers import OPTIMIZER
 from lightning_fed.messages import Client, ClientUpdate, State, without_prefix
-from lightning_fed.model.entries import Policy, copy_state, identical_entries, live_entries, load_entries
+from lightning_fed.model.entries import (
+    Policy,
+    copy_state,
+    find_fault,
+    find_implausible,
+    identical_entries,
+    live_entries,
+    load_entries,
+)
 from lightning_fed.model.resize import resize_module, set_tensor_data
 
 OWN_MODEL = "model:"
@@ -169,6 +177,20 @@ class LocalModel:
         if client_state:
             self.store.put(client, round, client_state)
 
+    def find_personal_fault(self, client: Client) -> str | None:
+        """Describes the first personal entry that the visit has left in another form, or not plausible.
+
+        Entries that were not plausible when the visit began may stay so. ``None`` if there is no fault.
+        """
+        self._find_buffers()
+        personal = {name: self.entries[name] for name in self.personal}
+        fault = find_fault(personal, {name: self.server_entries[name] for name in personal}, finite=False)
+        if fault is not None or find_implausible(personal) is None:
+            return fault
+        start = {**self.server_entries, **self._initial, **(self.store.get(client) or {})}
+        was_plausible = [name for name in personal if find_implausible({name: start[name]}) is None]
+        return find_implausible({name: personal[name] for name in was_plausible})
+
     def kept_optimizer_state(self, client: Client) -> State:
         """The optimizer state that was stored with the client's loaded model, as :func:`pack_optimizers` gave it."""
         return self._optimizer_state.pop(client, {})
@@ -186,6 +208,8 @@ class LocalModel:
                     f"The state cannot be loaded: the rows of entry {name!r} are {rows.dtype} of shape"
                     f" {tuple(rows.shape[1:])} instead of {owner.dtype} of shape {tuple(owner.shape[1:])}."
                 )
+        for name, (holder, buffer) in self._buffers.items():  # the module's own tensor returns, whatever replaced it
+            setattr(holder, name.rpartition(".")[2], buffer)
         if self._module is not None:  # its tensors may have been replaced
             resize_module(self._module, {name: value for name, value in state.items() if name not in self.sliced})
             self.entries = live_entries(self._module)
@@ -198,21 +222,13 @@ class LocalModel:
             set_tensor_data(owner, state.get(name, owner).detach())
             self.entries[name] = owner.detach()
         load_entries(self._other_buffers, self._other_values)
-        for name, value in self._other_buffers.items():
-            holder, current = self._buffers[name]
-            if current is not value:  # the module's own tensor returns, whatever replaced it
-                setattr(holder, name.rpartition(".")[2], value)
-                self._buffers[name] = holder, value
 
     def _find_buffers(self) -> None:
         """Finds the current tensors of buffers, because a module may assign a buffer instead of writing into it."""
-        for name, (owner, known) in self._buffers.items():
+        for name, (owner, _) in self._buffers.items():
             current = getattr(owner, name.rpartition(".")[2])
-            if current is known:
-                continue
             if not isinstance(current, Tensor):
                 raise ValueError(f"Expected buffer {name!r} to stay a tensor, but in training it became {current!r}.")
-            self._buffers[name] = owner, current
             if name in self.entries:
                 self.entries[name] = current.detach()
 

@@ -307,9 +307,17 @@ class Visits:
         self.leave()
 
     def answer(self, planned: PlannedVisit) -> ClientUpdate:
-        """Makes the client's update, as callbacks change it before it is sent."""
+        """Makes the client's update, as callbacks change it before it is sent.
+
+        Raises:
+            ClientFault: If its personal entries are not fit to be kept.
+
+        """
         client = planned.visit.client
         broadcast, came = self._messages.pop(client)
+        fault = self.local.find_personal_fault(client)
+        if fault is not None:
+            raise ClientFault(f"of its personal entries, {fault}")
         # Callbacks may write into the update, which without them needs no copies of what has not changed.
         has_callbacks = any(is_overridden("on_client_end", hooks, FederatedCallback) for hooks in self._callbacks)
         update = self.local.answer(client, planned.num_samples, None if has_callbacks else self._unchanged_of(came))

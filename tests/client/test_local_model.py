@@ -428,6 +428,19 @@ def test_buffers_that_are_not_saved_start_anew():
     assert module.cache.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("bank", [torch.ones(3), torch.ones(1, dtype=torch.float64)])
+def test_a_buffer_that_changes_its_form_is_put_back(bank):
+    module = net()
+    module.register_buffer("bank", torch.zeros(1))
+    local = LocalModel(module, entry_policies(module), MemoryStore())
+    start = local.global_state()
+    module.bank = bank
+    assert local.global_state()["bank"].equal(bank)
+    local.load_global(start)
+    assert module.bank.dtype == torch.float32
+    assert module.bank.tolist() == [0.0]
+
+
 class Centred(models.Module):
     """Keeps a running mean, in a buffer that it writes into or replaces."""
 
