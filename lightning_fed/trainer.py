@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning_fed.aliases import refuse_foreign
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation
 from lightning_fed.callbacks.federation import Federation
-from lightning_fed.callbacks.progress_bar import FederatedProgressBar
+from lightning_fed.callbacks.progress_bar import default_progress_bar
 from lightning_fed.fit.trainer_checks import check_processes
 from lightning_fed.method import Method
 from lightning_fed.rule import Aggregator
@@ -81,7 +81,7 @@ class FederatedTrainer(L.Trainer):
             callbacks.insert(0, ClientEvaluation())
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if kwargs.get("enable_progress_bar", True) and not has_bar and not kwargs.get("barebones"):
-            callbacks.append(FederatedProgressBar())
+            callbacks.append(default_progress_bar())
         super().__init__(callbacks=[federation, *callbacks], **kwargs)
 
     def fit(

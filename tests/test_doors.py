@@ -45,6 +45,7 @@ from lightning_fed import (
     scheduler_steps,
 )
 from lightning_fed.algorithms import FairAvg, FedAvg, FedBN, FedPer
+from lightning_fed.callbacks import FederatedProgressBar, FederatedRichProgressBar, progress_bar
 from lightning_fed.data import IID, ByGroup, Dirichlet, LazyClients
 from lightning_fed.errors import OptionError
 from lightning_fed.fit.trainer_checks import check_trainer
@@ -850,11 +851,15 @@ def test_every_argument_of_the_trainer_passes_through(monkeypatch):
     assert seen["max_epochs"] == 3
 
 
-def test_callbacks_and_the_bar(tmp_path):
+@pytest.mark.parametrize("has_rich", [False, True])
+def test_callbacks_and_the_bar(has_rich, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress_bar, "find_spec", lambda name: name == "rich" and has_rich)
+    if has_rich:
+        pytest.importorskip("rich")
     own = Recorder()
     trainer = FederatedTrainer(**{**QUIET, "enable_progress_bar": True}, callbacks=own, default_root_dir=tmp_path)
     kinds = [type(callback).__name__ for callback in trainer.callbacks]
-    assert kinds == ["Federation", "ClientEvaluation", "Recorder", "FederatedProgressBar"]
+    assert kinds == ["Federation", "ClientEvaluation", "Recorder", f"Federated{'Rich' * has_rich}ProgressBar"]
     assert trainer.progress_bar_callback is trainer.callbacks[-1]
     mine = L.pytorch.callbacks.TQDMProgressBar()
     trainer = FederatedTrainer(**{**QUIET, "enable_progress_bar": True}, callbacks=[mine])
@@ -1020,12 +1025,20 @@ def test_what_the_trainer_was_told_of_reloading_comes_back(plain_trainer):
     assert trainer.reload_dataloaders_every_n_epochs == 3
 
 
-def test_the_bar_counts_rounds(federated_trainer, capfd):
-    trainer = federated_trainer(max_rounds=2, enable_progress_bar=True)
+@pytest.mark.parametrize("kind", ["tqdm", "rich"])
+def test_the_bar_counts_rounds(kind, federated_trainer, capfd):
+    pytest.importorskip(kind)
+    bar = FederatedProgressBar()
+    if kind == "rich":
+        bar = FederatedRichProgressBar(console_kwargs={"force_terminal": True, "width": 200})
+    trainer = federated_trainer(max_rounds=2, enable_progress_bar=True, callbacks=[bar])
     trainer.fit(module(), datasets(), DataLoader(TensorDataset(*HELD_OUT), 16))
     shown = "".join(capfd.readouterr())
     assert "Round 1/2" in shown
     assert "Round 2/2" in shown
+    assert "Epoch" not in shown
+    assert re.search(rf"client[:=] ?{list(datasets())[-1]}\b", shown)
+    assert re.search(r"loss[:=] ?\d", shown)
 
 
 # --- per-step schedules of a known length -----------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from lightning_fed.callbacks.evaluation.site_matrix import SiteMatrix as SiteMat
 from lightning_fed.callbacks.federation import Federation as Federation
 from lightning_fed.callbacks.federation import find_federation as find_federation
 from lightning_fed.callbacks.progress_bar import FederatedProgressBar as FederatedProgressBar
+from lightning_fed.callbacks.progress_bar import FederatedRichProgressBar as FederatedRichProgressBar
 from lightning_fed.callbacks.segmentation_grid import segmentation_grid as segmentation_grid
 from lightning_fed.callbacks.segmentation_images import SegmentationImages as SegmentationImages
 from lightning_fed.federated_callback import FederatedCallback as FederatedCallback
@@ -50,6 +51,7 @@ __all__ = [
     "FeatureFusion",
     "FederatedCallback",
     "FederatedProgressBar",
+    "FederatedRichProgressBar",
     "Federation",
     "GradientCorrection",
     "HeadThenBody",
