@@ -117,11 +117,11 @@ class RoundLog:
             is_private: Whether these are all that may be known of the round.
 
         """
-        self.total_up_bytes += report.up_bytes
-        self.total_down_bytes += report.down_bytes
+        totals = self.total_up_bytes + report.up_bytes, self.total_down_bytes + report.down_bytes
         if is_private:  # the summary at the fit's end would tell of them, too
             self._last = {}
             self.put(trainer, report.round, measured)
+            self.total_up_bytes, self.total_down_bytes = totals
             return
         self.totals.update(
             rounds=1,
@@ -139,8 +139,8 @@ class RoundLog:
             "fed/num_samples": sum(report.received.values()),
             "comm/up_bytes": report.up_bytes,
             "comm/down_bytes": report.down_bytes,
-            "comm/total_up_bytes": self.total_up_bytes,
-            "comm/total_down_bytes": self.total_down_bytes,
+            "comm/total_up_bytes": totals[0],
+            "comm/total_down_bytes": totals[1],
         }
         weights = {client: report.counted[client] for client in report.norms if client in report.received}
         if weights:
@@ -152,6 +152,7 @@ class RoundLog:
             values["fed/drift"] = 1 - global_norm / mean_norm if mean_norm else 0.0
         values |= self._mean_metrics(report)
         self.put(trainer, report.round, values | dict(measured), {"aggregator": measured})
+        self.total_up_bytes, self.total_down_bytes = totals  # if a logger raises, the round is trained again
 
     def put(
         self, trainer: L.Trainer, round: int, values: Mapping[str, float], passing: Mapping[str, Iterable[str]] = {}

@@ -47,8 +47,16 @@ class RoundProgress:
     def end_round(self, trainer: L.Trainer, is_cut: bool = False) -> None:
         """The round is complete, and the epoch not yet; of a round that was cut short Lightning does not know it."""
         self._first_step, self._is_cut = None, is_cut
-        is_awaited = not is_cut and validates_after_batch(trainer)
-        self._correct = await_validation if is_awaited else partial(complete_epoch, is_counted=False)
+
+        def correct(checkpoint: dict[str, Any]) -> None:
+            if not is_cut and validates_after_batch(
+                trainer
+            ):  # also where a hook at the round's end has stopped the fit
+                await_validation(checkpoint)
+            else:
+                complete_epoch(checkpoint, is_counted=False)
+
+        self._correct = correct
 
     def validate(self) -> None:
         """Validation has begun."""

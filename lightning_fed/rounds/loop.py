@@ -512,11 +512,12 @@ class RoundLoop:
             self.remote.exchange(round)
         move_log_position(fit.trainer, -min(self._padded_steps(loader), log_position(fit.trainer)))
         has_aggregate = round.close()
-        if has_aggregate and self._averages is not None:
-            self._averages.end_round()
         self._finished_loader = loader
         fit.progress.end_round(fit.trainer, is_cut=not loader.is_over)
         fit.count_rounds(server.report.round + 1)
+        if has_aggregate and self._averages is not None:
+            self._averages.end_round()
+        round.end()  # what may raise comes when a checkpoint counts the round
         waiting, self._waiting = self._waiting, []
         if fit.has_server:
             self.failed_rounds.end_round(

@@ -4,7 +4,7 @@
 2. The visits, one after another: :mod:`lightning_fed.rounds.visits`.
 3. :meth:`Round.join`: the processes that shared the visits join, and the answers of remote clients arrive;
    :meth:`Round.close`: :meth:`Round.aggregate`, :meth:`Round.load_global`, :meth:`Round.measure_batch_norm`,
-   :meth:`Round.log`.
+   :meth:`Round.log`; when the round is counted, :meth:`Round.end`.
 
 At any time :meth:`Round.abandon` gives the round up and restores the global model with which it began.
 """
@@ -70,7 +70,7 @@ class Round:
         self, fit: FederatedFit, loader: RoundLoader, cohort: Cohort, executor: SimultaneousVisits | None = None
     ) -> None:
         self.fit, self.cohort, self._loader = fit, cohort, loader
-        self.is_over = False
+        self.is_over = self._is_new = False
         self._trainer, self._module, self._server = fit.trainer, fit.module, fit.server
         fit.progress.start_round(fit.trainer)
         if fit.is_batch_norm_fixed:
@@ -142,7 +142,7 @@ class Round:
         self.fit.synchronisation.join(self.start, self.cohort)
 
     def close(self) -> bool:
-        """Ends the round when all updates are there; returns whether the server made a state that is used."""
+        """Closes the round when all updates are there; returns whether the server made a state that is used."""
         seed_everything(self.fit.schedule.end_seed(self._server.report.round))
         state = self.aggregate()
         is_new = state is not None and state is not self.start.state
@@ -161,7 +161,7 @@ class Round:
         self._server.held.note(self._server.report.round, self._server.report.received)
         self.log(has_aggregate=state is not None)
         self.fit.synchronisation.end_round()
-        self._end(is_new)
+        self.is_over, self._is_new = True, is_new
         return state is not None
 
     def aggregate(self) -> State | None:
@@ -231,10 +231,10 @@ class Round:
             chain.reveals == "model",
         )
 
-    def _end(self, is_new: bool) -> None:
-        self.is_over = True
+    def end(self) -> None:
+        """Calls the hooks of the round's end."""
         for callback in self._server_callbacks:
-            callback.on_server_round_end(self._trainer, self._module, is_new)
+            callback.on_server_round_end(self._trainer, self._module, self._is_new)
 
     # At any time
 
@@ -244,4 +244,5 @@ class Round:
         self.start.restore()
         self._server.abandon_round()
         self._settle(())
-        self._end(is_new=False)
+        self.is_over = True
+        self.end()

@@ -4,10 +4,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import Availability, Federation
+from lightning_fed import Availability, FederatedCallback, Federation
 from lightning_fed.data import IID, LoaderDataModule
 from tests import models
 from tests.recorders import MemoryLogger, Recorder, assert_same, state_of
@@ -158,3 +158,48 @@ def test_a_round_whose_validation_is_left_is_not_trained_again(plain_trainer, tm
     again = plain_trainer(max_epochs=2, callbacks=[Federation(partition=IID(1))], limit_val_batches=0)
     with pytest.raises(MisconfigurationException, match="Round 1 is in the checkpoint already"):
         again.fit(models.Module(models.mlp()), datamodule=data(), ckpt_path=tmp_path / "last.ckpt")
+
+
+class FullError(Exception):
+    """Raised at the end of the second round."""
+
+
+class RaisesInHook(FederatedCallback):
+    def on_server_round_end(self, trainer, module, is_new):
+        if trainer.federation.rounds == 2:
+            raise FullError
+
+
+class RaisesInLogger(MemoryLogger):
+    def log_metrics(self, metrics, step=None):
+        if "fed/clients" in metrics and metrics["epoch"] == 1:
+            raise FullError
+
+
+BROKEN = {
+    "hook": ({"callbacks": [RaisesInHook()]}, 2),
+    "logger": ({"logger": RaisesInLogger(), "callbacks": []}, 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`?.fit.ckpt_path=")  # Lightning's, wherever there is an `OnExceptionCheckpoint`
+@pytest.mark.parametrize("where", BROKEN)
+def test_an_error_at_the_end_of_a_round(where, federated_trainer, tmp_path):
+    """The round is over, or trained again: a checkpoint holds all from after it, or all from before."""
+
+    def make(callbacks=(), **options):
+        callbacks = [OnExceptionCheckpoint(tmp_path, "broken"), *callbacks]
+        options |= {"max_rounds": 3, "method": "fedavgm", "personal": ["net.2.*"], "enable_checkpointing": True}
+        return federated_trainer(callbacks=callbacks, **options)
+
+    options, rounds = BROKEN[where]
+    broken, ends = make(**options), []
+    with pytest.raises(FullError):
+        broken.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
+    assert broken.federation.rounds == rounds
+    for path in (tmp_path / "broken.ckpt", None):
+        module, trainer = models.Module(models.mlp()), make()
+        trainer.fit(module, models.as_datasets(models.vectors()), ckpt_path=path)
+        kept = {client: trainer.federation.client_state(client) for client in models.SIZES}
+        ends.append((state_of(module), kept, trainer.callback_metrics["comm/total_up_bytes"]))
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
