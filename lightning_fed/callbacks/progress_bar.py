@@ -16,7 +16,7 @@ from lightning_fed.console import round_number
 
 
 class _ByRound(ProgressBar):
-    """What the bars of both kinds have in common."""
+    """A bar of either kind, which draws by time and shows the client and its loss."""
 
     supports_vectorize = True
 
