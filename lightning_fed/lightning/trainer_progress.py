@@ -48,10 +48,8 @@ class RoundProgress:
         """The round is complete, and the epoch not yet; of a round that was cut short Lightning does not know it."""
         self._first_step, self._is_cut = None, is_cut
 
-        def correct(checkpoint: dict[str, Any]) -> None:
-            if not is_cut and validates_after_batch(
-                trainer
-            ):  # also where a hook at the round's end has stopped the fit
+        def correct(checkpoint: dict[str, Any]) -> None:  # a hook of the round's end may stop the fit
+            if not is_cut and validates_after_batch(trainer):
                 await_validation(checkpoint)
             else:
                 complete_epoch(checkpoint, is_counted=False)
