@@ -19,6 +19,7 @@ from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, 
 from lightning_fed.errors import OptionError
 from lightning_fed.lightning.internals import loader_to_overfit
 from lightning_fed.messages import Client
+from lightning_fed.numerics.seeds import derive_seed
 
 _END = object()
 
@@ -175,6 +176,8 @@ class LoaderClients(Population):
         in_visit = -(-planned.num_batches // planned.epoch_batches) if planned.epoch_batches else 1
         for number in itertools.count() if visit.steps is not None else range(visit.epochs):
             _set_epoch(loader, visit.round * in_visit + number)
+            for generator in () if self.is_plain else _generators(loader):
+                generator.manual_seed(derive_seed(visit.seed, number))
             has_batches = False
             for batch in itertools.islice(loader, planned.epoch_batches):
                 has_batches = True
@@ -197,6 +200,14 @@ def _set_epoch(loader: Any, epoch: int) -> None:
     for sampler in _samplers(loader):
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Random generators of a loader's own, and of its samplers."""
+    parts = loader.streams if isinstance(loader, _Streams) else [loader]
+    owners = [owner for part in parts for owner in (part, *_samplers(part))]
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    return [generator for generator in generators if isinstance(generator, torch.Generator)]
 
 
 def _end_workers(loader: Any) -> None:
@@ -313,9 +324,7 @@ def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
             " pass at a time: set `persistent_workers=False` (or measure prototypes with passes='online', or give"
             " `SampledSoftmax` the clients' `classes`)"
         )
-    owners = [owner for part in loaders for owner in (part, *_samplers(part))]
-    generators = [getattr(owner, "generator", None) for owner in owners]
-    states = [(item, item.get_state()) for item in generators if isinstance(item, torch.Generator)]
+    states = [(generator, generator.get_state()) for generator in _generators(loader)]
     for generator, _ in states:
         generator.manual_seed(seed)
     try:

@@ -223,6 +223,19 @@ def test_a_loader_shuffles_from_the_generators_of_the_visit():
         assert served(loaders, Visit("a", 0, 0)) == expected
 
 
+def test_a_loader_with_a_generator_of_its_own_shuffles_by_the_visit():
+    """Not by the passes before it, which a resumed fit does not make; every epoch in another order."""
+    loaders = {"a": DataLoader(DATASET, 4, shuffle=True, generator=torch.Generator())}
+    first, second = (served(loaders, Visit("a", 0, seed, epochs=2)) for seed in (1, 2))
+    assert first[:3] != first[3:]
+    assert first != second
+    assert served(loaders, Visit("a", 0, 1, epochs=2)) == first
+    plain = LoaderClients(loaders, is_plain=True)
+    planned = PlannedVisit(Visit("a", 0, 1), 10, 3, 3)
+    passes = [torch.cat([item.batch[0] for item in plain.stream([planned])]).tolist() for _ in range(2)]
+    assert passes[0] != passes[1]
+
+
 def test_a_loader_that_gives_less_than_it_promised_is_padded():
     loaders = {"short": Promising(4, 3), "next": Promising(1, 1)}
     assert served(loaders, Visit("short", 0, 0), Visit("next", 0, 0)) == [
