@@ -134,6 +134,9 @@ REFUSED = {  # name: (arguments of the Trainer, options of the federation, makes
     "windows over clients": (
         {"accumulate_grad_batches": 2}, {}, module, "`local_steps` to a multiple of 2 .* or use a 2 times larger batch",
     ),
+    "windows over local epochs": (
+        {"accumulate_grad_batches": 2}, {"local_epochs": 2}, module, "has 3: a window would straddle two local epochs",
+    ),
     "windows over clients, local steps": (
         {"accumulate_grad_batches": 2}, {"local_steps": 3}, module, "has 3: a window would straddle two clients",
     ),

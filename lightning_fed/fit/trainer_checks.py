@@ -109,22 +109,31 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
     """
     if any(planned.epoch_batches is None for planned in visits):
         _check_shares(trainer, "overfit_batches")
+    schedules = [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulationScheduler)]
+    windows = [trainer.accumulate_grad_batches, *(window for each in schedules for window in each.scheduling.values())]
+    for window in windows:
+        for planned in visits:
+            length = planned.epoch_batches
+            if planned.visit.steps is None and length and planned.num_batches > length and length % window:
+                _refuse_window(window, f"an epoch of client {planned.visit.client!r} has {length}", "local epochs")
     if num_clients == 1:
         if any(planned.is_stream for planned in visits):
             _check_shares(trainer, "limit_train_batches", "val_check_interval")
         return
     _check_validation(trainer, sum(planned.num_batches for planned in visits))
-    schedules = [callback for callback in callbacks_of(trainer) if isinstance(callback, GradientAccumulationScheduler)]
-    windows = [trainer.accumulate_grad_batches, *(window for each in schedules for window in each.scheduling.values())]
     for window in windows:
-        odd = next((planned for planned in visits[:-1] if planned.num_batches % window), None)
-        if odd is not None:
-            raise MisconfigurationException(
-                f"Gradients of {window} batches are accumulated, and the visit of client {odd.visit.client!r} has"
-                f" {odd.num_batches}: a window would straddle two clients. Set `local_steps` to a multiple of {window}"
-                f" (without stragglers), or use a {window} times larger batch size instead of"
-                f" `accumulate_grad_batches={window}`."
-            )
+        for planned in visits[:-1]:
+            if planned.num_batches % window:
+                visit = f"the visit of client {planned.visit.client!r} has {planned.num_batches}"
+                _refuse_window(window, visit, "clients")
+
+
+def _refuse_window(window: int, odd: str, between: str) -> None:
+    raise MisconfigurationException(
+        f"Gradients of {window} batches are accumulated, and {odd}: a window would straddle two {between}. Set"
+        f" `local_steps` to a multiple of {window} (without stragglers), or use a {window} times larger batch size"
+        f" instead of `accumulate_grad_batches={window}`."
+    )
 
 
 def _check_shares(trainer: L.Trainer, *names: str) -> None:
