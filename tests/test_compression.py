@@ -8,12 +8,13 @@ import torch
 
 from lightning_fed import Federation
 from lightning_fed.algorithms import FedAvg
+from lightning_fed.attacks import SignFlip
 from lightning_fed.compression import Float16, Quantized, TopK
 from lightning_fed.messages import Broadcast, ClientUpdate, tensor_bytes
 from lightning_fed.privacy import CentralDP, SecureSum
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import Server
-from lightning_fed.steps import Chain, MaxNorm, UniformWeights
+from lightning_fed.steps import Chain, MaxMedianNorm, MaxNorm, UniformWeights
 from tests import models
 from tests.backends.flower.halves import SIZES, in_process, on_flower
 from tests.breadth import quick
@@ -124,6 +125,10 @@ def test_what_cannot_be_read_leaves_its_client_out(step, spoil, reason):
         ("fedma", [Quantized()], "Expected no `Quantized` with FedMA"),
         ("fedavg", [UniformWeights(), TopK(0.1), SecureSum(1.0)], "Expected no `TopK` with `SecureSum`"),
         ("fedavg", [Quantized(), CentralDP(1.0, 1e-3, 1.0)], "Expected no `Quantized` with `CentralDP`"),
+        ("fedavg", [Quantized(4), MaxNorm(0.1)], "Expected `MaxNorm` inside of `Quantized`, before it in `steps`"),
+        ("fedavg", [Float16(), MaxMedianNorm(2.0)], "Expected `MaxMedianNorm` inside of `Float16`"),
+        ("fedavg", [TopK(0.1), Quantized(8)], "Expected `Quantized` inside of `TopK`"),
+        ("fedavg", [Quantized(4), SignFlip(1)], "Expected `SignFlip` inside of `Quantized`"),
     ],
 )
 def test_what_does_not_fit_is_refused(method, steps, reason):

@@ -19,7 +19,6 @@ from lightning_fed.argument_checks import check_number, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import BadUpdate, BadUpdates, ClientFault, OptionError
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.lightning.internals import is_overridden
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.numerics.seeds import client_key, derive_seed
@@ -102,13 +101,7 @@ class SecureSum(UpdateStep):
                 " is none: take 'fedavg', 'fedprox', or a server's optimizer after them."
             )
         position = next(index for index, step in enumerate(steps) if step is self)
-        inside, outside = steps[:position], steps[position + 1 :]
-        blind = next((step for step in outside if _looks_at_updates(step)), None)
-        if blind is not None:
-            raise OptionError(
-                f"Expected `{type(blind).__name__}` inside of a secure sum, before it in `steps`, but it is outside,"
-                " where updates are whole numbers that say nothing."
-            )
+        inside = steps[:position]
         self._private = next((step for step in inside if isinstance(step, CentralDP)), None)
         if (self.clip is None) != (self._private is not None):
             raise OptionError(
@@ -243,10 +236,6 @@ class SecureSum(UpdateStep):
     def _names(self, state: State) -> list[str]:
         untrained = self.info.untrained
         return [name for name, value in state.items() if value.is_floating_point() and name not in untrained]
-
-
-def _looks_at_updates(step: UpdateStep) -> bool:
-    return any(is_overridden(hook, step, UpdateStep) for hook in ("on_client", "on_server", "hold"))
 
 
 class RingSum(Held):

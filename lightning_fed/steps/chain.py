@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from lightning_utilities.core.overrides import is_overridden
+
 from lightning_fed.errors import BadUpdate, BadUpdates, ClientFault, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.precision import cast_back
@@ -66,6 +68,12 @@ class Chain:
         for step in self.steps:
             step.check(rule, self.steps)
             step.start(RoundInfo(-1), {})
+        for step in self.steps[self._plain + 1 :]:
+            if any(is_overridden(hook, step, UpdateStep) for hook in ("on_client", "on_server", "hold")):
+                raise OptionError(
+                    f"Expected `{type(step).__name__}` inside of `{type(self.steps[self._plain]).__name__}`, before it"
+                    " in `steps`, but it is outside, where updates are codes and not models."
+                )
         self.held: list[Held | None] = [None] * len(self.steps)
         self._state: State = {}
 
