@@ -112,6 +112,11 @@ class LoggedValue:
         return replace(self, total=None if self.total is None else self.total.cpu().double())
 
     @property
+    def is_finite(self) -> bool:
+        """Whether there is a value, neither NaN nor infinite."""
+        return self.total is not None and math.isfinite(float(self.total))
+
+    @property
     def value(self) -> float:
         """Mean, sum, largest or smallest value; NaN without any."""
         total = math.nan if self.total is None else float(self.total)

@@ -242,3 +242,18 @@ def test_a_class_that_a_client_lacks_is_missing(federated_trainer, tmp_path):
     assert {name: value for name, value in shown.items() if cells[name]} == {
         name: f"{float(cell):.3g}" for name, cell in cells.items() if cell
     }
+
+
+def test_a_value_that_is_not_finite_is_left_out_by_name(federated_trainer, caplog):
+    held_out = models.vectors(evaluations.HELD_OUT)
+    held_out["bob"][0].fill_(math.inf)
+    trainer = federated_trainer(max_rounds=1)
+    clients = models.as_datasets(models.vectors(evaluations.TRAIN))
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        trainer.fit(models.Module(models.mlp()), datamodule=FederatedDataModule(clients, models.as_datasets(held_out)))
+    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert math.isnan(values["client/bob/val_loss"])
+    counts = {name: evaluations.HELD_OUT[name] for name in ("ann", "cid")}
+    expected = sum(values[f"client/{name}/val_loss"] * count for name, count in counts.items()) / sum(counts.values())
+    assert values["fed/val_loss/pooled"] == pytest.approx(expected, rel=1e-6)
+    assert "'val_loss' over all clients is without that of 'bob': not finite." in caplog.text

@@ -292,6 +292,16 @@ class ClientEvaluation(FederatedCallback):
                 f"{name!r} over all clients is the mean of theirs, weighted by their examples: it is computed at the"
                 " epoch's end from what stays with a client. Log a torchmetrics object, or compute it from one."
             )
+        for name in sorted({name for report in listed for name in report.logged}):
+            bad = [
+                client
+                for client, report in reports.items()
+                if name in report.logged and not report.logged[name].is_finite
+            ]
+            if bad and len(bad) < len(reports):
+                self._say_once(
+                    f"{name!r} over all clients is without that of {', '.join(map(repr, bad[:5]))}: not finite."
+                )
         reasons = {(name, reason) for report in listed for name, reason in report.stays.items()}
         for name, reason in sorted(reasons):
             who = [client for client, report in reports.items() if report.stays.get(name) == reason]

@@ -138,6 +138,8 @@ def pooled_values(
 ) -> dict[str, float]:
     """Values over all the data of several reports, as one pass over them would log them.
 
+    A logged value that is not finite is left out, where another report has a finite one.
+
     Args:
         trainer: The Trainer.
         module: The module; it computes with its metrics, in which the reports' states are meanwhile, and runs its hook
@@ -153,9 +155,11 @@ def pooled_values(
     """
     values: dict[str, float] = {}
     joined: dict[str, LoggedValue] = {}
-    for report in reports:
-        for name, logged in report.logged.items():
-            joined.setdefault(name, LoggedValue(logged.reduce_fx)).join(logged)
+    for name in {name: None for report in reports for name in report.logged}:
+        logged = [report.logged[name] for report in reports if name in report.logged]
+        joined[name] = LoggedValue(logged[0].reduce_fx)
+        for one in [one for one in logged if one.is_finite] or logged:
+            joined[name].join(one)
     values |= {name: value.value for name, value in joined.items()}
     names = known_names(reports)
     # One client's word does not make an exact value a mean.
