@@ -15,7 +15,9 @@ import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
+    LambdaCallback,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
 )
@@ -666,6 +668,55 @@ def test_a_trainer_that_goes_on(federated_trainer):
     assert_same(state_of(at_once), state_of(own))
     assert recorder.logged == expected.logged
     assert [visit.client for visit in recorder.visits] == [visit.client for visit in expected.visits]
+
+
+class Kept(FederatedCallback):
+    """Notes what the clients and the server bring to every round."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_server_round_start(self, trainer, module):
+        steps = trainer.federation.server.chain.state_dict()["steps"]
+        self.seen.append((stored(trainer), [step.get("entries") for step in steps.values()]))
+
+
+def stored(trainer):
+    return {client: trainer.federation.store.get(client) for client in CLIENTS}
+
+
+def test_a_trainer_that_goes_on_from_an_earlier_round(federated_trainer, tmp_path):
+    """Whose checkpoint it has validated: with what the clients and the server had then, as the module has."""
+    own, kept = module(optimizer=models.sgd), Kept()
+    save = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    trainer = federated_trainer(
+        method="fedavgm", max_rounds=2, callbacks=[kept, save], enable_checkpointing=True, personal=["net.2.*"]
+    )
+    trainer.fit(own, datasets())
+    trainer.validate(own, loader(shuffle=False), ckpt_path=tmp_path / "epoch=0.ckpt")
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(own, datasets())
+    assert trainer.federation.rounds == 3
+    torch.testing.assert_close(kept.seen[2], kept.seen[1], rtol=0, atol=0)
+
+
+def test_a_fit_goes_on_after_an_error_in_validation(federated_trainer):
+    """As in a plain fit, the epoch is trained again; nothing of what is kept is lost."""
+
+    def fail(trainer, module):
+        if len(kept.seen) == 2:
+            raise OSError("broken off")
+
+    own, kept = module(optimizer=models.sgd), Kept()
+    fails = LambdaCallback(on_validation_start=fail)
+    trainer = federated_trainer(max_rounds=3, callbacks=[kept, fails], personal=["net.2.*"])
+    data = FederatedDataModule(datasets(), val=loader(shuffle=False))
+    with pytest.raises(OSError, match="broken off"):
+        trainer.fit(own, datamodule=data)
+    last = stored(trainer)
+    trainer.fit(own.train(), datamodule=data)
+    torch.testing.assert_close(kept.seen[2][0], last, rtol=0, atol=0)
+    assert trainer.federation.rounds == 3
 
 
 def test_a_plain_trainer_afterwards_is_plain(plain_trainer, federated_trainer):

@@ -390,10 +390,11 @@ class Federation(L.Callback):
         self._loop.detach()
         fit, failed_rounds, held = self._fit, self._loop.failed_rounds, self.server.held
         self._reset(self._loop.remote)
-        if fit.rounds and previous is trainer and trainer.current_epoch == fit.rounds:  # its `max_epochs` was raised
+        if fit.rounds and previous is trainer and trainer.current_epoch:  # its `max_epochs` was raised
             self._fit.go_on_from(fit)
             self._loop.failed_rounds, self.server.held = failed_rounds, held
             self.store.restore(fit.rounds, self.store.checkpoint(fit.rounds))
+            self._fit.count_rounds(min(fit.rounds, trainer.current_epoch))  # fewer where its validation was broken off
         else:
             self.server.chain.load_state_dict(copy.deepcopy(self._fresh_chain))
             self.schedule.secret, self.schedule.seed = None, self.seed
