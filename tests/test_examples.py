@@ -180,10 +180,10 @@ def guide(tmp_path_factory):
 
 
 class Wire(UpdateStep):
-    """Notes the updates of the last round as they have travelled."""
+    """Notes the updates of the last round of a chain as they have travelled."""
 
-    def __init__(self, messages):
-        self.messages = messages
+    def __init__(self):
+        self.messages = []
 
     def __deepcopy__(self, memo):
         return self  # with the list of the test
@@ -192,9 +192,12 @@ class Wire(UpdateStep):
         super().start(info, state)
         self.messages.clear()
 
-    def on_server(self, update, sent):
-        self.messages.append(copy.deepcopy((update, sent)))
-        return update
+    def note(self, receive):
+        def noted(update, sent, inspect):
+            self.messages.append(copy.deepcopy((update, sent)))
+            receive(update, sent, inspect)
+
+        return noted
 
 
 def train_with(guide, steps, callbacks, federated_trainer):
@@ -205,10 +208,12 @@ def train_with(guide, steps, callbacks, federated_trainer):
         name: TensorDataset(torch.randn(size, 8, generator=generator), torch.randint(3, (size,), generator=generator))
         for name, size in sizes.items()
     }
-    wire = Wire([])
+    wire = Wire()
     torch.manual_seed(0)
     module = guide.Module()
     trainer = federated_trainer(method=guide.ByRoot(), max_rounds=2, steps=[*steps, wire], callbacks=callbacks, seed=1)
+    chain = trainer.federation.server.chain
+    chain.receive = wire.note(chain.receive)
     trainer.fit(module, clients)
     return wire, state_of(module)
 
@@ -275,7 +280,7 @@ def test_a_secure_sum_outside_of_the_guides_collecting_step_is_refused(guide):
 def test_the_guides_method_joins_all_three(guide):
     method = guide.RootMean(noise=0.2)
     assert (method.name, type(method.aggregator)) == ("RootMean", guide.ByRoot)
-    assert ([type(step) for step in method.steps], method.callbacks[0].noise) == ([guide.Feedback], 0.2)
-    federation = Federation(method, steps=[MaxNorm(1.0)])
-    assert [type(step) for step in federation.server.chain.steps] == [guide.Feedback, MaxNorm]
+    assert ([type(step) for step in method.steps], method.callbacks[0].noise) == ([MaxNorm], 0.2)
+    federation = Federation(method, steps=[guide.Feedback()])
+    assert [type(step) for step in federation.server.chain.steps] == [MaxNorm, guide.Feedback]
     assert federation.schedule.local_epochs == 2
