@@ -134,7 +134,7 @@ class ClientSegmentations(L.Callback):
         with torch.inference_mode(False), find_federation(trainer).own_models(trainer, pl_module) as load:
             for client, loader in loaders.items():
                 load(client)
-                with seeded_generators(), isolated_pass(pl_module, is_reloaded=True):
+                with seeded_generators(), isolated_pass(pl_module, is_reloaded=True, is_muted=False):
                     self._evaluate(trainer, pl_module, client, loader, folder)
         self._write(folder)
         if not self.rows:  # no class is anywhere

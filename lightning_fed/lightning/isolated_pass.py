@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
@@ -34,6 +35,7 @@ def isolated_pass(
     gradients: bool = False,
     is_reloaded: bool = False,
     is_alone: bool = True,
+    is_muted: bool = True,
 ) -> Iterator[None]:
     """Evaluation mode, in which logged values and metric updates do not reach the Trainer.
 
@@ -49,6 +51,8 @@ def isolated_pass(
         gradients: Whether gradients can be asked for.
         is_reloaded: Whether the caller loads parameters and buffers afterwards: then they are not copied.
         is_alone: Whether metrics are this process's, also where there are others, which may be elsewhere.
+        is_muted: Whether what is handed to loggers directly, such as pictures, goes nowhere: it is logged once, in
+            training or in the evaluation of the global model.
 
     """
     metrics = find_metrics(module)
@@ -65,6 +69,8 @@ def isolated_pass(
                     metric.reset()
             if is_alone:
                 stack.enter_context(unsynchronized(metrics))
+            if is_muted:
+                stack.enter_context(_muted(module))
             stack.enter_context(evaluating(module))
             stack.enter_context(torch.set_grad_enabled(gradients))
             yield
@@ -216,6 +222,19 @@ def until_fault(batches: Iterable[Any], faults: list[Exception]) -> Generator[An
         yield from batches
     except Exception as error:
         faults.append(error)
+
+
+@contextmanager
+def _muted(module: L.LightningModule) -> Iterator[None]:
+    """The Trainer's loggers, where it has some, are one that does nothing."""
+    loggers: Any = module.loggers
+    if loggers:
+        module.trainer.loggers = [DummyLogger()]
+    try:
+        yield
+    finally:
+        if loggers:
+            module.trainer.loggers = loggers
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
 from lightning_fed.callbacks import ClientEvaluation
 from lightning_fed.lightning.isolated_pass import find_metrics, isolated_pass
 from tests import models
+from tests.recorders import MemoryLogger
 
 
 def accuracy():
@@ -74,6 +75,16 @@ class Counting(models.Module):
 def a_batch(seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(9, 6, generator=generator), torch.randint(models.CLASSES, (9,), generator=generator)
+
+
+def test_loggers_see_nothing(plain_trainer):
+    """What a step hands to them itself is there once, from training."""
+    module, logger = Counting(), MemoryLogger()
+    module.trainer = plain_trainer(logger=logger)
+    with isolated_pass(module):
+        module.logger.log_metrics({"loss": 1.0})
+    module.logger.log_metrics({"loss": 2.0})
+    assert logger.lines == [(None, {"loss": 2.0})]
 
 
 def test_metrics_and_plain_attributes_are_put_aside():

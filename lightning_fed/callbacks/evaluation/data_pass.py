@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers.logger import DummyLogger
 from torchmetrics import Metric, MetricCollection
 
 from lightning_fed.callbacks.evaluation.metric_states import (
@@ -168,8 +167,9 @@ def pooled_values(
     values |= {name: _mean(reports, name) for name in means}
     at_end = LoggedValues()
     with ExitStack() as stack:
-        stack.enter_context(isolated_pass(module, intercepted(at_end.take), is_reloaded=not keeps))
-        stack.enter_context(_in_stage(trainer, stage, is_muted))
+        take = intercepted(at_end.take)
+        stack.enter_context(isolated_pass(module, take, is_reloaded=not keeps, is_muted=is_muted))
+        stack.enter_context(_in_stage(trainer, stage))
         getattr(module, f"on_{stage}_start")()
         getattr(module, f"on_{stage}_epoch_start")()
         at_end.results()
@@ -264,18 +264,12 @@ def limited_batches(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
 
 
 @contextmanager
-def _in_stage(trainer: L.Trainer, stage: Stage, is_muted: bool = True) -> Iterator[None]:
-    """The Trainer meanwhile says that it validates or tests, and what is handed to loggers directly goes nowhere.
-
-    Pictures, say: they are logged once, in the evaluation of the global model.
-    """
-    before, loggers = exchange_stage(trainer, stage), trainer.loggers
+def _in_stage(trainer: L.Trainer, stage: Stage) -> Iterator[None]:
+    """The Trainer meanwhile says that it validates or tests."""
+    before = exchange_stage(trainer, stage)
     try:
-        if is_muted:
-            trainer.loggers = [DummyLogger()]
         yield
     finally:
-        trainer.loggers = loggers
         exchange_stage(trainer, before)
 
 
