@@ -83,12 +83,12 @@ class EvaluationData(L.LightningDataModule):
             return bool(getattr(self, hook)())
         return self._is_of_clients(data) and bool(data)  # a loader need not have a length
 
-    def val_clients(self) -> dict[Client, Iterable[Any]]:
-        """Every client's validation loader; empty where ``val`` is not a mapping of clients."""
+    def val_clients(self) -> Mapping[Client, Iterable[Any]]:
+        """Every client's validation loader, made at its look-up; empty where ``val`` is not a mapping of clients."""
         return self._loaders(self.val) if self._is_of_clients(self.val) else {}
 
-    def test_clients(self) -> dict[Client, Iterable[Any]]:
-        """Every client's test loader; empty where ``test`` is not a mapping of clients."""
+    def test_clients(self) -> Mapping[Client, Iterable[Any]]:
+        """Every client's test loader, made at its look-up; empty where ``test`` is not a mapping of clients."""
         return self._loaders(self.test) if self._is_of_clients(self.test) else {}
 
     def evaluation_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
@@ -101,7 +101,7 @@ class EvaluationData(L.LightningDataModule):
         if isinstance(data, Mapping):
             loaders = self._loaders(data)
             if not self._is_of_clients(data):
-                return loaders
+                return dict(loaders)
             by_index = itertools.zip_longest(*map(split_loaders, loaders.values()), fillvalue=())
             chained = [ChainedLoaders(column) for column in by_index]
             return chained[0] if len(chained) == 1 else chained
@@ -113,14 +113,15 @@ class EvaluationData(L.LightningDataModule):
         known = self.known_clients()
         return any(key in known for key in data)
 
-    def _loaders(self, data: Mapping[Any, Any]) -> dict[Any, Iterable[Any]]:
+    def _loaders(self, data: Mapping[Any, Any]) -> Mapping[Any, Iterable[Any]]:
         def loader(part: Any) -> Any:
             return self.evaluation_loader(part) if isinstance(part, Dataset) else part
 
-        return {
-            key: [loader(part) for part in value] if _is_several(value) else loader(value)
-            for key, value in data.items()
-        }
+        def build(key: Any) -> Any:
+            value = data[key]
+            return [loader(part) for part in value] if _is_several(value) else loader(value)
+
+        return LazyClients(data.keys(), build)  # type: ignore[arg-type] # a list would be searched
 
 
 class LoaderDataModule(EvaluationData):

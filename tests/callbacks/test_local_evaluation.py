@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from lightning_fed import FederatedCallback, FederatedDataModule, MemoryStore
 from lightning_fed.callbacks import ClientEvaluation, FeatureFusion, LocalEvaluation
+from lightning_fed.data import LazyClients
 from lightning_fed.modules import find_fusion
 from tests import models
 from tests.algorithms.fedfusion.test_fusion import Net
@@ -106,3 +107,20 @@ def test_it_needs_the_clients_own_data(federated_trainer):
         federated_trainer(max_rounds=1, callbacks=[LocalEvaluation()]).fit(
             models.Module(Net()), models.as_datasets(models.images(TRAIN))
         )
+
+
+@pytest.mark.parametrize(
+    "callbacks", [[LocalEvaluation(), ClientEvaluation(every_n_rounds=0)], [ClientEvaluation(clients=2)]]
+)
+def test_only_clients_that_are_evaluated_have_their_data_built(callbacks, federated_trainer):
+    built = []
+
+    def build(client):
+        built.append(client)
+        return held_out[client]
+
+    held_out = models.as_datasets(models.vectors())
+    data = FederatedDataModule(held_out, LazyClients(sorted(held_out), build))
+    trainer = federated_trainer(max_rounds=1, clients_per_round=2, callbacks=callbacks, limit_val_batches=1)
+    trainer.fit(models.Module(models.mlp()), datamodule=data)
+    assert len(built) == len(held_out) + 2  # all for the validation of the global model

@@ -119,7 +119,7 @@ class ClientEvaluation(FederatedCallback):
         self.pooled: dict[str, float] = {}
         self._overridden: list[OverriddenMethod] = []
         self._said: set[str] = set()
-        self._kept_loaders: dict[Client, Iterable[Any]] = {}
+        self._kept_loaders: Mapping[Client, Iterable[Any]] = {}
         self._names: set[str] = set()
         self._known: list[str] = []  # names over all clients, of the last round that had a score
 
@@ -237,7 +237,7 @@ class ClientEvaluation(FederatedCallback):
         """The last evaluation in Markdown: a row for each client and one for all; numbers of examples by class too."""
         return client_table(self.results, self.pooled).markdown() if self.results is not None else ""
 
-    def _of_clients(self, trainer: L.Trainer, stage: Stage) -> dict[Client, Iterable[Any]]:
+    def _of_clients(self, trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any]]:
         """The clients' loaders, which an evaluation makes once."""
         return self._kept_loaders or loaders_of(trainer, stage)
 
@@ -458,7 +458,7 @@ class ClientsBatch:
         yield None
 
 
-def loaders_of(trainer: L.Trainer, stage: Stage) -> dict[Client, Iterable[Any]]:
+def loaders_of(trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any]]:
     """The clients' loaders that this process has."""
     datamodule = datamodule_of(trainer)
     if not isinstance(datamodule, EvaluationData):
