@@ -293,27 +293,35 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
         option: Name of the option that the selectors come from, for the error.
 
     Raises:
-        ValueError: If a selector matches nothing.
+        ValueError: If a selector matches nothing, or a tied entry not by its first name.
 
     """
     names = list(names)
+    tied = tied_names({name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)})
+    later = {name: first for name, first in tied.items() if first in names and name != first}
     matched: set[str] = set()
     for selector in selectors:
         if isinstance(selector, str):
-            selected = {name for name in names if fnmatchcase(name, selector)}
+            selected = {name for name in (*names, *later) if fnmatchcase(name, selector)}
         elif not isinstance(selector, type):
-            selected = set(selector(module)) & set(names)
+            selected = set(selector(module)).intersection((*names, *later))
         else:
             owners = [owner for owner, child in module.named_modules() if isinstance(child, selector)]
             prefixes = tuple(f"{owner}." if owner else "" for owner in owners)
-            selected = {name for name in names if name.startswith(prefixes)} if prefixes else set()
+            selected = {name for name in (*names, *later) if name.startswith(prefixes)} if prefixes else set()
         if not selected:
             raise OptionError(
                 f"Expected every selector in `{option}` to match entries of the model, but {selector!r} matches none of"
                 f" {_some(names)}."
             )
         matched |= selected
-    return matched
+    for name in sorted(matched.intersection(later)):
+        if later[name] not in matched:
+            raise OptionError(
+                f"Expected `{option}` to match tied entries by their first name, but it matches {name!r}, which is"
+                f" {later[name]!r}, and not the latter."
+            )
+    return matched.difference(later)
 
 
 def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
