@@ -182,7 +182,10 @@ class StackedModel:
                 output = functional_call(self._caller, entries, (training_step, batch, *rest), tie_weights=False)
             loss = loss_in(output)
             if not isinstance(loss, Tensor):
-                raise TypeError(f"Expected `training_step` to return a loss, but got {loss!r}.")
+                raise TypeError(
+                    f"Expected `training_step` to return a loss, but got {loss!r}. To skip batches, have one client"
+                    " train after another: `visits='auto'`."
+                )
             return loss.reshape(()), values, {name: entries[f"module.{name}"] for name in buffers}
 
         indices = self._indices[: len(part.clients)]

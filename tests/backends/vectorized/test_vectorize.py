@@ -459,6 +459,15 @@ class Raises(models.Module):
         return super().training_step(batch, batch_idx)
 
 
+def test_a_step_that_skips_a_batch_is_told_what_to_do(federated_trainer):
+    class Skips(models.Module):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    with pytest.raises(TypeError, match=r"but got None\. To skip batches, .* `visits='auto'`"):
+        fit(federated_trainer, Skips(models.mlp()), models.as_datasets(models.vectors()), 3, batch_size=8)
+
+
 def test_an_error_of_the_module_ends_the_fit_and_leaves_the_global_model(federated_trainer):
     data = models.as_datasets(models.vectors())
     expected, _, _ = fit(federated_trainer, models.Module(models.mlp()), data, 3, max_rounds=1, batch_size=16)
