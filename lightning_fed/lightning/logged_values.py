@@ -107,6 +107,12 @@ class LoggedValue:
             self.total = self.total + added.total
         self.weight += added.weight
 
+    def limited(self, weight: float) -> LoggedValue:
+        """The same value, which counts no more than a weight in a mean."""
+        if self.total is None or self.reduce_fx != "mean" or self.weight <= weight:
+            return self
+        return replace(self, total=self.total * (weight / self.weight), weight=weight)
+
     def on_cpu(self) -> LoggedValue:
         """The same in float64, on a device that all processes have."""
         return replace(self, total=None if self.total is None else self.total.cpu().double())

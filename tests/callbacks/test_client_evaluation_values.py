@@ -257,3 +257,21 @@ def test_a_value_that_is_not_finite_is_left_out_by_name(federated_trainer, caplo
     expected = sum(values[f"client/{name}/val_loss"] * count for name, count in counts.items()) / sum(counts.values())
     assert values["fed/val_loss/pooled"] == pytest.approx(expected, rel=1e-6)
     assert "'val_loss' over all clients is without that of 'bob': not finite." in caplog.text
+
+
+class Heavy(models.Module):
+    def validation_step(self, batch, batch_idx):
+        is_bobs = bool((batch[0] == 9).all())
+        self.log("val_score", 7.0 if is_bobs else 1.0, batch_size=10**9 if is_bobs else len(batch[0]))
+
+
+def test_the_weight_that_a_client_gives_its_value_is_bounded(federated_trainer):
+    """By 100 times the median client's, per example."""
+    held_out = models.vectors(evaluations.HELD_OUT)
+    held_out["bob"][0].fill_(9)
+    trainer = federated_trainer(max_rounds=1)
+    clients = models.as_datasets(models.vectors(evaluations.TRAIN))
+    trainer.fit(Heavy(models.mlp()), datamodule=FederatedDataModule(clients, models.as_datasets(held_out)))
+    weights = {name: count * (100 if name == "bob" else 1) for name, count in evaluations.HELD_OUT.items()}
+    expected = 1 + 6 * weights["bob"] / sum(weights.values())
+    assert float(trainer.callback_metrics["fed/val_score/pooled"]) == pytest.approx(expected, rel=1e-6)

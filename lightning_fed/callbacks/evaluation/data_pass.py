@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,6 +38,7 @@ Stage = Literal["validation", "test"]
 
 _DEFAULT_RULES = StateRules()
 _CLOSE = 1e-4  # of values that are computed twice
+_MOST_TIMES = 100  # times the median of the reports, as which a larger weight per example counts
 
 
 def evaluate_data(
@@ -137,7 +139,8 @@ def pooled_values(
 ) -> dict[str, float]:
     """Values over all the data of several reports, as one pass over them would log them.
 
-    A logged value that is not finite is left out, where another report has a finite one.
+    A logged value that is not finite is left out, where another report has a finite one. In a mean, no report's
+    examples weigh more than 100 times as much as those of the median report.
 
     Args:
         trainer: The Trainer.
@@ -155,7 +158,7 @@ def pooled_values(
     values: dict[str, float] = {}
     joined: dict[str, LoggedValue] = {}
     for name in {name: None for report in reports for name in report.logged}:
-        logged = [report.logged[name] for report in reports if name in report.logged]
+        logged = _limited([(report.logged[name], report.num_samples) for report in reports if name in report.logged])
         joined[name] = LoggedValue(logged[0].reduce_fx)
         for one in [one for one in logged if one.is_finite] or logged:
             joined[name].join(one)
@@ -230,10 +233,16 @@ def _computed(name: str, metric: Metric) -> dict[str, float]:
         return {}
 
 
+def _limited(logged: Sequence[tuple[LoggedValue, int]]) -> list[LoggedValue]:
+    """Values of several reports with bounded weights; beside each, the number of its report's examples."""
+    most = _MOST_TIMES * statistics.median_low(value.weight / max(1, count) for value, count in logged)
+    return [value.limited(most * max(1, count)) for value, count in logged]
+
+
 def _mean(reports: Sequence[EvaluationReport], name: str) -> float:
-    """Mean over clients, weighted by examples, of those that have a value."""
+    """Mean over clients, weighted by examples, of those that have a finite value."""
     pairs = [(report.values.get(name, math.nan), report.num_samples) for report in reports]
-    pairs = [(value, weight) for value, weight in pairs if not math.isnan(value)]
+    pairs = [(value, weight) for value, weight in pairs if math.isfinite(value)]
     total = sum(weight for _, weight in pairs)
     return sum(value * weight for value, weight in pairs) / total if total else math.nan
 
