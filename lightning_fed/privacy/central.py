@@ -28,7 +28,7 @@ from lightning_fed.errors import BadUpdate, ClientFault, OptionError
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.options import LocalStatistics
 from lightning_fed.fit.synchronisation import process_group_of
-from lightning_fed.lightning.internals import is_overridden
+from lightning_fed.lightning.internals import is_overridden, loss_scaler
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.entries import batch_norm_statistics
 from lightning_fed.numerics.precision import cast_back, to_float64
@@ -545,10 +545,16 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
             f"Expected min_clients=1 with differential privacy, but got {federation.server.min_clients}: a round that"
             " is left out for want of clients tells who was not there."
         )
-    if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
+    is_manual = not module.automatic_optimization
+    if any(is_manual or config.interval == "step" for config in trainer.lr_scheduler_configs):
         raise MisconfigurationException(
-            "A scheduler per step goes on from the clients' numbers of steps, which have no noise: take one per epoch,"
-            " that is per round."
+            "A scheduler per step, as every one is with manual optimization, goes on from the clients' numbers of"
+            " steps, which have no noise: take automatic optimization and one per epoch, that is per round."
+        )
+    if loss_scaler(trainer) is not None:
+        raise MisconfigurationException(
+            "The loss scale goes on from that of a client, which has no noise: expected precision='bf16-mixed' or"
+            f" '32-true', but got {trainer.precision!r}."
         )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_fed import ClientUpdate, Faults, FederatedCallback, FederatedTrainer, Federation, Method, Vectorized
@@ -544,6 +545,10 @@ def warm_up(optimizer):
     return {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0), "interval": "step"}
 
 
+def by_epoch(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -552,7 +557,15 @@ def warm_up(optimizer):
         ({"faults": Faults(min_clients=2)}, "Expected min_clients=1 with differential privacy, but got 2"),
         (
             {"module": lambda: models.Module(models.mlp(), models.momentum, warm_up)},
-            "A scheduler per step goes on from",
+            "A scheduler per step, .* goes on from",
+        ),
+        (
+            {"module": lambda: models.ManualModule(models.mlp(), scheduler=by_epoch)},
+            "A scheduler per step, as every one is with manual optimization",
+        ),
+        (
+            {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]},
+            "loss scale .* but got '16-mixed'",
         ),
     ],
 )
