@@ -332,8 +332,7 @@ class Federation(L.Callback):
 
         Args:
             trainer: The Trainer.
-            module: The module; it is the global model, and is it afterwards. An average of global models that
-                validation sees (``WeightAveraging``) is in its place.
+            module: The module, which is the global model, or what is asked about in its place, and is it afterwards.
             callback: The callback.
             clients: The clients.
             question: What it is asked: primitives and plain containers.
@@ -343,8 +342,11 @@ class Federation(L.Callback):
             Exception: Whatever the callback raises in this process, with the client in a note.
 
         """
-        with self._loop.averages_in_place():
-            return self._models.ask(trainer, module, callback, clients, question, own)
+        return self._models.ask(trainer, module, callback, clients, question, own)
+
+    def averages_in_place(self) -> AbstractContextManager[None]:
+        """Context outside of validation in which the module is what validation sees: an average, if there is one."""
+        return self._loop.averages_in_place()
 
     @property
     def is_remote(self) -> bool:

@@ -15,6 +15,7 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.callbacks import ClientEvaluation, SiteMatrix
 from lightning_fed.callbacks.evaluation.data_pass import evaluate_data
 from lightning_fed.callbacks.evaluation.results import ClientResults, is_score
+from lightning_fed.compression import Float16, Quantized, TopK
 from lightning_fed.lightning.logged_values import LogCall, LoggedValues
 from tests import models
 
@@ -226,3 +227,11 @@ def test_no_clients_name_reads_as_another_row(federated_trainer, tmp_path):
             assert sorted(row[0] for row in csv.reader(file)) == sorted([corner, *rows])
     assert sorted(callbacks[1].table.columns) == sorted(names)
     assert len(callbacks[1].table.values) == 30
+
+
+@pytest.mark.parametrize("step", [Quantized(8), Float16(), TopK(0.5)], ids=["8 bits", "float16", "top"])
+def test_a_matrix_of_compressed_models_is_refused(step, federated_trainer):
+    clients = models.as_datasets(models.vectors(CLIENTS))
+    trainer = federated_trainer(max_rounds=1, steps=[step], callbacks=[SiteMatrix("val_acc")])
+    with pytest.raises(MisconfigurationException, match="sees no single client's model"):
+        trainer.fit(models.Module(models.mlp()), clients, clients)

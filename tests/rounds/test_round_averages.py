@@ -11,8 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.algorithms import FedFusion
+from lightning_fed.callbacks import ClientEvaluation, SiteMatrix
 from lightning_fed.rounds.client_models import Answers, ClientModels
 from tests import models
+from tests.backends.flower.halves import in_process, on_flower
 from tests.breadth import quick
 from tests.recorders import MemoryLogger, assert_same, state_of
 
@@ -144,6 +146,27 @@ def test_clients_are_evaluated_with_the_average(federated_trainer):
     lines = {name: value for _, line in logger.lines for name, value in line.items()}
     weighted = sum(lines[f"client/{name}/val_loss"] * size for name, size in sizes.items()) / sum(sizes.values())
     assert weighted == pytest.approx(lines["val_loss"], rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+def test_on_a_server_without_data_as_in_one_process(federated_trainer, tmp_path):
+    """Validation has the average; models of clients beside it are theirs."""
+    matrices = SiteMatrix("val_loss"), SiteMatrix("val_loss")
+    held_out = models.as_datasets(CLIENTS)
+    _, trainer = in_process(federated_trainer, module, CLIENTS, Federation(), 2, [matrices[0], ema()], held_out)
+    _, remote, *_ = on_flower(
+        tmp_path, module, CLIENTS, Federation, 2, lambda: [ClientEvaluation()],
+        held_out=held_out, server_callbacks=[matrices[1], ema()],
+    )  # fmt: skip
+    values = [
+        {name: float(value) for name, value in fitted.callback_metrics.items() if "val_" in name}
+        for fitted in (trainer, remote)
+    ]
+    assert values[1] == pytest.approx(values[0], rel=1e-5)
+    tables = [matrix.table.values for matrix in matrices]
+    assert tables[1] == pytest.approx(tables[0], rel=1e-5)
+    assert len(set(tables[0].values())) == 12
+    assert tables[0]["global", "a"] == values[0]["client/a/val_loss"]
 
 
 def test_a_failed_evaluation_leaves_the_global_model(federated_trainer, monkeypatch):

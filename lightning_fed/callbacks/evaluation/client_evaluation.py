@@ -249,7 +249,8 @@ class ClientEvaluation(FederatedCallback):
         # The only client's visit may be under way: inside a round, as `val_check_interval` has it.
         if federation.current_visit is not None or self._is_private(federation):
             return
-        reports = self.evaluate(trainer, module, stage, own=True)
+        with federation.averages_in_place():
+            reports = self.evaluate(trainer, module, stage, own=True)
         if self._has_score(trainer, reports):
             self._log_clients(trainer, reports, self._pooled(trainer, module, stage, reports))
 

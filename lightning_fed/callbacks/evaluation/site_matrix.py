@@ -15,9 +15,10 @@ from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluatio
 from lightning_fed.callbacks.evaluation.tables import GLOBAL, Table, row_name
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.lightning.internals import callbacks_of
+from lightning_fed.lightning.internals import callbacks_of, is_overridden
 from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.model.entries import copy_state, live_entries, load_entries
+from lightning_fed.steps.update_step import UpdateStep
 
 _log = logging.getLogger(__name__)
 
@@ -60,11 +61,11 @@ class SiteMatrix(FederatedCallback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuses federations in which the server has no single client's model."""
         federation = find_federation(trainer)
-        reason = ""
+        chain, reason = federation.server.chain, ""
         if federation.has_personal_entries:
             reason = "entries of the clients' own do not leave them, and without them there is no model"
-        elif federation.server.chain.reveals != "update":
-            reason = "the server sees no single client's model"
+        elif chain.reveals != "update" or any(is_overridden("form", step, UpdateStep) for step in chain.steps):
+            reason = "the server sees no single client's model, because of privacy or compression"
         elif not any(isinstance(callback, ClientEvaluation) for callback in callbacks_of(trainer)):
             reason = "it needs a `ClientEvaluation` among the callbacks"
         if reason:
@@ -95,22 +96,23 @@ class SiteMatrix(FederatedCallback):
         received = federation.server.report.received
         models = {row_name(client): model for client, model in self._models.items() if client in received}
         entries, values, sites = live_entries(pl_module), dict[tuple[str, str], float](), dict[str, None]()
-        before = copy_state(entries)
-        try:
-            for name, model in {GLOBAL: {}, **models}.items():
-                if any(key not in entries or value.shape != entries[key].shape for key, value in model.items()):
-                    _log.warning("The model of client %s is not in the matrix: it is not what it sent.", name)
-                    continue
-                load_entries(
-                    entries, {**before, **{key: value.to(entries[key].device) for key, value in model.items()}}
-                )
-                for client, report in evaluation.evaluate(trainer, pl_module).items():
-                    site = row_name(client)
-                    sites[site] = None
-                    if self.metric in report.values:
-                        values[name, site] = report.values[self.metric]
-        finally:
-            load_entries(entries, before)
+        with federation.averages_in_place():
+            before = copy_state(entries)
+            try:
+                for name, model in {GLOBAL: {}, **models}.items():
+                    if any(key not in entries or value.shape != entries[key].shape for key, value in model.items()):
+                        _log.warning("The model of client %s is not in the matrix: it is not what it sent.", name)
+                        continue
+                    load_entries(
+                        entries, {**before, **{key: value.to(entries[key].device) for key, value in model.items()}}
+                    )
+                    for client, report in evaluation.evaluate(trainer, pl_module).items():
+                        site = row_name(client)
+                        sites[site] = None
+                        if self.metric in report.values:
+                            values[name, site] = report.values[self.metric]
+            finally:
+                load_entries(entries, before)
         self.table = Table(f"{self.metric} of the model of", [GLOBAL, *models], list(sites), values)
         if trainer.is_global_zero:
             _log.info("Models by sites:\n\n%s\n", self.table.markdown())
