@@ -177,3 +177,14 @@ class MemoryLogger(Logger):
     def curve(self, name):
         """(round, value) of every time that the name was logged."""
         return [(metrics.get("epoch", step), metrics[name]) for step, metrics in self.lines if name in metrics]
+
+
+class SpoilsFiles(FederatedCallback):
+    """Spoils a client's files in a folder's store after every round."""
+
+    def __init__(self, folder, client):
+        self.files = folder / "run-0" / f"s-{client}"
+
+    def on_server_round_end(self, trainer, pl_module, is_new):
+        for path in self.files.glob("*.safetensors"):
+            path.write_bytes(b"")

@@ -22,7 +22,7 @@ from lightning_fed.callbacks.pictures import (
 )
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seeded_generators
-from lightning_fed.errors import OptionError, describe
+from lightning_fed.errors import ClientFault, OptionError, describe
 from lightning_fed.lightning.isolated_pass import isolated_pass, prepare_batch, until_fault
 from lightning_fed.messages import Client
 from lightning_fed.model.batches import as_classes, find_inputs, find_target
@@ -153,8 +153,12 @@ class OwnClassConfusion(L.Callback):
         federation = find_federation(trainer)
         with federation.own_models(trainer, pl_module) as load:
             for client in self._chosen(trainer):
-                load(client)
-                confusion = self._evaluate_client(trainer, pl_module, federation, client)
+                try:
+                    load(client)
+                    confusion = self._evaluate_client(trainer, pl_module, federation, client)
+                except ClientFault as fault:
+                    _log.warning("The confusion of the classes of client %r is left out: %s.", client, fault)
+                    continue
                 if confusion is not None:
                     self.latest[client] = confusion
         if not trainer.is_global_zero or not tensorboards(trainer):

@@ -28,6 +28,7 @@ from lightning_fed.callbacks.segmentation_images import segmentation_logits, wit
 from lightning_fed.console import round_number
 from lightning_fed.data.federated import ChainedLoaders, EvaluationData, split_loaders
 from lightning_fed.data.population import seeded_generators
+from lightning_fed.errors import ClientFault
 from lightning_fed.lightning.internals import datamodule_of
 from lightning_fed.lightning.isolated_pass import isolated_pass, prepare_batch
 from lightning_fed.messages import Client
@@ -133,9 +134,12 @@ class ClientSegmentations(L.Callback):
         folder.mkdir(parents=True, exist_ok=True)
         with torch.inference_mode(False), find_federation(trainer).own_models(trainer, pl_module) as load:
             for client, loader in loaders.items():
-                load(client)
-                with seeded_generators(), isolated_pass(pl_module, is_reloaded=True, is_muted=False):
-                    self._evaluate(trainer, pl_module, client, loader, folder)
+                try:
+                    load(client)
+                    with seeded_generators(), isolated_pass(pl_module, is_reloaded=True, is_muted=False):
+                        self._evaluate(trainer, pl_module, client, loader, folder)
+                except ClientFault as fault:
+                    _log.warning("The segmentation of client %r is left out: %s.", client, fault)
         self._write(folder)
         if not self.rows:  # no class is anywhere
             return

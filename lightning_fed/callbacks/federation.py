@@ -204,7 +204,7 @@ class Federation(L.Callback):
     def seed(self) -> int:
         """The seed that a fit begins with: that of the arguments, or the last one of ``seed_everything``."""
         given: int | None = self.arguments["seed"]
-        return default_seed() if given is None else given
+        return default_seed() if given is None else int(given)  # NumPy's do not load with `weights_only=True`
 
     @property
     def rounds(self) -> int:

@@ -170,7 +170,7 @@ class RoundLog:
             self._replace(trainer, kind, names)
         if trainer.barebones or not values:
             return
-        self._last |= values
+        self._last |= {name: float(value) for name, value in values.items()}  # as checkpoints can hold them
         self.show(trainer)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.log_metrics({**values, "epoch": round}, step=log_position(trainer))

@@ -24,7 +24,7 @@ from tests import references_retrieval as references
 from tests.algorithms.fedmargin.test_prototype_plots import Stop, StopAt, examples, train
 from tests.callbacks.test_segmentation_images import logged
 from tests.conftest import QUIET
-from tests.recorders import Recorder
+from tests.recorders import Recorder, SpoilsFiles
 
 # Most fits here only train, with modules that could validate.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -188,6 +188,13 @@ def test_a_client_whose_data_fail_is_left_out(caplog):
         "confusion of the classes of client 'b' is left out: its data raised OSError: the disk is gone." in caplog.text
     )
     assert_counts(confusion.latest["c"], module, data["c"])
+
+
+def test_a_client_whose_files_are_spoiled_is_left_out(tmp_path, caplog):
+    confusion = OwnClassConfusion()
+    federate([confusion, SpoilsFiles(tmp_path, "b")], method=FedPer(), store=tmp_path)
+    assert list(confusion.latest) == ["a", "c", "d"]
+    assert "confusion of the classes of client 'b' is left out: what it has kept cannot be read" in caplog.text
 
 
 def test_a_fault_of_the_module_ends_the_fit():

@@ -21,7 +21,7 @@ from lightning_fed.callbacks.segmentation_grid import default_colors, segmentati
 from lightning_fed.metrics.functional.entropy import softmax_entropy
 from tests import models
 from tests.callbacks.test_segmentation_images import logged
-from tests.recorders import assert_same, state_of
+from tests.recorders import SpoilsFiles, assert_same, state_of
 
 NAMES = ("ground", "box", "disc")
 
@@ -256,6 +256,15 @@ def test_as_many_batches_as_the_trainer_validates(federated_trainer, tmp_path):
     trainer = federated_trainer(max_rounds=1, callbacks=[ClientSegmentations(1, tmp_path)], limit_val_batches=1)
     trainer.fit(module(), datamodule=FederatedDataModule(models.as_datasets(validation()), loaders, batch_size=3))
     assert set(read) == {0, 1}
+
+
+def test_a_client_whose_files_are_spoiled_is_left_out(federated_trainer, tmp_path, caplog):
+    callback, store = ClientSegmentations(1, tmp_path), tmp_path / "store"
+    callbacks = [callback, SpoilsFiles(store, "a")]
+    trainer = federated_trainer(max_rounds=1, batch_norm=LocalStatistics(), store=store, callbacks=callbacks)
+    trainer.fit(module(), datamodule=data())
+    assert {row[1] for row in callback.rows} == {"b"}
+    assert "The segmentation of client 'a' is left out: what it has kept cannot be read" in caplog.text
 
 
 def test_scores_are_counted_where_the_logits_are():

@@ -3,13 +3,14 @@
 import csv
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import FederatedDataModule, FederatedTrainer, Federation
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
 from lightning_fed.algorithms import FedAvg
 from lightning_fed.callbacks import ClientEvaluation
 from lightning_fed.data import IID, LoaderDataModule
@@ -290,3 +291,17 @@ def test_drift_of_a_mean_is_not_negative(options, counted, federated_trainer):
         mean = sum(weight * norm for weight, norm in zip(weights, norms, strict=True)) / sum(weights)
         assert made.callback_metrics["fed/update_norm"].item() == pytest.approx(mean, rel=1e-5)
         assert -1e-6 <= made.callback_metrics["fed/drift"].item() <= 1
+
+
+class Ages(FederatedCallback):
+    def on_client_end(self, trainer, pl_module, client, update):
+        update.metrics["age"] = np.float32(40)
+
+
+def test_checkpoints_hold_no_numbers_of_numpy(federated_trainer, tmp_path):
+    fitted = federated_trainer(max_rounds=1, seed=np.int64(3), callbacks=[Ages()])
+    fitted.fit(module(), datamodule=data())
+    fitted.save_checkpoint(tmp_path / "last.ckpt")
+    state = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"]["Federation"]
+    assert state["seed"] == 3
+    assert float(fitted.callback_metrics["clients/age"]) == 40
