@@ -45,8 +45,9 @@ class ClientFault(Exception):
     """A fault of one client, which is left out of the round; the fit goes on with the others.
 
     Callbacks raise it on the client's side, in
-    :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_receive` and
-    :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_batch`, with the reason in words. Any other exception
+    :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_receive`,
+    :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_batch` and
+    :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_end`, with the reason in words. Any other exception
     there is the program's, and ends the fit.
 
     Example:

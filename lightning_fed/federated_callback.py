@@ -33,6 +33,8 @@ class FederatedCallback(L.Callback):
         needs_local_clients: Reason why the callback cannot work with clients on other machines; empty where it can.
         can_recalibrate_remotely: Whether clients on other machines can measure BatchNorm's statistics with the global
             model (``batch_norm="recalibrate"``), with the messages that there are for it.
+        keeps_privacy: Whether what the callback sends, or writes into a model, tells nothing of a client's data beside
+            its step, so that it may go with ``CentralDP`` and ``DPSGD``.
         has_own_models: Whether clients have whole models of their own, with which they are evaluated.
 
     Example:

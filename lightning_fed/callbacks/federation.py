@@ -112,9 +112,10 @@ class Federation(L.Callback):
         a round has changed are named in the log. Buffers with ``persistent=False`` start every visit as they were at
         the start of the round.
 
-        Checkpoints hold ``rounds``, ``seed``, ``totals``, ``failed_rounds`` (ints), ``method``, ``clients`` (texts),
-        the states of ``chain`` and ``store``, ``initial_statistics`` (tensors; empty but for pooled statistics of
-        unseen data) and ``held`` (which clients have which entries that do not train).
+        Checkpoints hold ``rounds``, ``seed``, ``number`` of fits before (ints), ``method``, ``clients`` (texts), the
+        states of ``totals``, ``failed_rounds``, ``chain`` and ``store``, ``initial_statistics`` (tensors; empty but
+        for pooled statistics of unseen data), ``unset`` (buffers that had no values; ``None`` before a fit) and
+        ``held`` (which clients have which entries that do not train).
 
     Example:
         >>> federation = Federation("fedavg", clients_per_round=10, local_epochs=2)

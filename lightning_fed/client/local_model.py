@@ -90,7 +90,7 @@ class LocalModel:
         buffers = ((name, value) for name, value in module.named_buffers() if name not in self.sliced)
         self._buffers = {name: (module.get_submodule(name.rpartition(".")[0]), value) for name, value in buffers}
         self.memory: State = {}
-        # What the store has of a client whose visit begins, so that it is read once; each for one reader.
+        # What the store has of a client whose visit begins, so that what there is is read once; each for one reader.
         self._recalled: dict[Client, State] = {}
         self._optimizer_state: dict[Client, State] = {}
 

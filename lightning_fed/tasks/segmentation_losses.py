@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -13,7 +12,6 @@ from lightning_fed.method import parse_method
 from lightning_fed.modules.absent_classes import absent_class_loss
 
 Mode = Literal["multiclass", "binary", "multilabel"]
-LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 _REGION = {"dice": "DiceLoss", "jaccard": "JaccardLoss", "tversky": "TverskyLoss"}
 _PIXEL = {"lovasz": "LovaszLoss", "focal": "FocalLoss"}

@@ -155,7 +155,7 @@ class LayerwiseTraining(FederatedCallback):
         federation = find_federation(trainer)
         rule = _rule(federation)
         local = federation.local_model(pl_module)
-        check_options(federation, rule, local)
+        check_options(federation, local)
         pin = [*self.pin, *local.server_entries]
         extra = resize_groups(
             self.extra_groups, [rule.widths.get(group.name, group.size) for group in self.extra_groups]
@@ -221,7 +221,7 @@ class LayerwiseTraining(FederatedCallback):
         """Makes the client's model of the entries that it has and those that it is sent."""
         federation = find_federation(trainer)
         memory = federation.client_memory
-        broadcast.state = self._client_model(federation, module, client, broadcast, memory)
+        broadcast.state = self._client_model(federation, client, broadcast, memory)
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
@@ -295,7 +295,7 @@ class LayerwiseTraining(FederatedCallback):
             message = rule.broadcast(Request(visit.client))
             server.sent(visit.client, message)
             local.recall(visit.client)
-            state = self._client_model(federation, module, visit.client, message, dict(local.memory))
+            state = self._client_model(federation, visit.client, message, dict(local.memory))
             local.load_client(visit.client, state)
 
         visits = [visit for visit in federation.cohort.visits if visit.client in current.assignments]
@@ -323,7 +323,6 @@ class LayerwiseTraining(FederatedCallback):
     def _client_model(
         self,
         federation: Federation,
-        module: L.LightningModule,
         client: Client,
         broadcast: Broadcast,
         memory: State,

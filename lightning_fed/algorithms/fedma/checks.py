@@ -10,7 +10,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping
 
-from lightning_fed.algorithms.fedma.aggregator import FedMA
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.errors import OptionError
@@ -19,12 +18,11 @@ from lightning_fed.lightning.internals import callbacks_of
 _log = logging.getLogger(__name__)
 
 
-def check_options(federation: Federation, rule: FedMA, local: LocalModel) -> None:
+def check_options(federation: Federation, local: LocalModel) -> None:
     """Refuses options of the federation.
 
     Args:
         federation: The federation.
-        rule: Its rule.
         local: The module as a client sees it.
 
     Raises:

@@ -17,7 +17,7 @@ from lightning_fed.messages import Client, ClientUpdate
 class LocalEvaluation(FederatedCallback):
     """Evaluates every client of a round after its local training, on its own validation data.
 
-    :class:`~lightning_fed.callbacks.Federation` evaluates the global model, after the round. Papers also report
+    :class:`~lightning_fed.callbacks.ClientEvaluation` evaluates the global model, after the round. Papers also report
     the accuracy of the models that clients have trained from it: with classes of their own these are far better on
     them. Logged as ``clients/local/<metric>``, the mean over the round's clients, for all that ``validation_step``
     logs.
