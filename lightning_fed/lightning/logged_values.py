@@ -119,7 +119,7 @@ class LoggedValue:
 
     @property
     def is_finite(self) -> bool:
-        """Whether there is a value, neither NaN nor infinite."""
+        """True if there is a value, neither NaN nor infinite."""
         return self.total is not None and math.isfinite(float(self.total))
 
     @property
