@@ -123,9 +123,9 @@ def main() -> None:
     rows.append(["second annotator", *best, f"{100 * statistics.fmean(ceiling.values()):.1f}", "", "", "", ""])
     header = ["", *retina.names, "mean", "to central", "to recalibrate", "shift", "seeds"]
     text = (
-        f"`python benchmarks/hospitals.py --data DATA --rounds {arguments.rounds} --out benchmarks/results/hospitals.md`."
-        " Vessels of the retina: 20"
-        " pictures for training of each camera, DRIVE and CHASE, 128 x 128 pixels; a small U-Net (three stages of"
+        f"`python benchmarks/hospitals.py --data DATA --rounds {arguments.rounds} --out"
+        " benchmarks/results/hospitals.md`. Vessels of the retina: 20 pictures"
+        " for training of each camera, DRIVE and CHASE, 128 x 128 pixels; a small U-Net (three stages of"
         f" ResNet-18, from scratch), {arguments.rounds} rounds of {appearance.EPOCHS} local epochs (central and"
         " alone: as"
         f" many epochs), AdamW, batches of {appearance.BATCH}. Dice of the vessels on other patients' pictures of the"

@@ -56,9 +56,10 @@ def written(text):
 
 
 def tables_of(path):
-    """The numbers of a page's tables, with those that its scripts write beside themselves."""
-    pages = [path, ROOT / "benchmarks" / "results" / path.name] if path.parent == FOLDER else [path]
-    return [number for page in pages if page.exists() for number in written(page.read_text())]
+    """The numbers of a page's tables, with those of the files of results that it links."""
+    linked = re.findall(r"benchmarks/results/(\w+\.md)", path.read_text()) if path.parent == FOLDER else []
+    pages = [path, *(ROOT / "benchmarks" / "results" / name for name in dict.fromkeys(linked))]
+    return [number for page in pages for number in written(page.read_text())]
 
 
 def is_among(number, numbers):
