@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 from torchmetrics import Metric, MetricCollection
 
 from lightning_fed.callbacks.evaluation.metric_states import (
@@ -91,6 +92,9 @@ def evaluate_data(
 
     with ExitStack() as stack:
         stack.enter_context(isolated_pass(module, intercepted(take), is_reloaded=not keeps, is_alone=pool is None))
+        if not trainer.loggers:  # on a node, say, whose module counts on those of the server
+            trainer.loggers = [DummyLogger()]
+            stack.callback(setattr, trainer, "loggers", [])
         stack.enter_context(_in_stage(trainer, stage))
         call("model_eval")
         call("start")
