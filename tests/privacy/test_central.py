@@ -500,7 +500,7 @@ def test_methods_that_can():
         ([MaxMedianNorm(2.0), DP], "no `MaxMedianNorm` inside of `KnownKey`: it compares single updates"),
         ([DP, MaxMedianNorm(2.0)], "no `MaxMedianNorm` with `CentralDP`: through it one client changes what others"),
         ([DP, ALIE(1)], "no `ALIE` with `CentralDP`"),
-        ([UniformWeights(), SecureSum(1.0), DP], "Expected `KnownKey` inside of a secure sum"),
+        ([UniformWeights(), SecureSum(1.0), DP], "Expected `KnownKey` inside of `SecureSum`"),
     ],
 )
 def test_steps_beside_which_it_cannot_be_right(steps, words):
