@@ -83,6 +83,11 @@ class Chain:
         kinds = {step.reveals for step in self.steps}
         return "model" if "model" in kinds else "sum" if "sum" in kinds else "update"
 
+    @property
+    def is_coded(self) -> bool:
+        """True if a step changes the form of what travels, which is no model then."""
+        return self._plain < len(self.steps)
+
     def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round from the shared entries of the global model."""
         self._state = state

@@ -294,12 +294,9 @@ class ClientEvaluation(FederatedCallback):
                 " epoch's end from what stays with a client. Log a torchmetrics object, or compute it from one."
             )
         for name in sorted({name for report in listed for name in report.logged}):
-            bad = [
-                client
-                for client, report in reports.items()
-                if name in report.logged and not report.logged[name].is_finite
-            ]
-            if bad and len(bad) < len(reports):
+            holders = {client: report.logged[name] for client, report in reports.items() if name in report.logged}
+            bad = [client for client, logged in holders.items() if not logged.is_finite]
+            if 0 < len(bad) < len(holders):
                 self._say_once(
                     f"{name!r} over all clients is without that of {', '.join(map(repr, bad[:5]))}: not finite."
                 )

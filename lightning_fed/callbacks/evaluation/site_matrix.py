@@ -15,10 +15,9 @@ from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluatio
 from lightning_fed.callbacks.evaluation.tables import GLOBAL, Table, row_name
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.lightning.internals import callbacks_of, is_overridden
+from lightning_fed.lightning.internals import callbacks_of
 from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.model.entries import copy_state, live_entries, load_entries
-from lightning_fed.steps.update_step import UpdateStep
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class SiteMatrix(FederatedCallback):
         chain, reason = federation.server.chain, ""
         if federation.has_personal_entries:
             reason = "entries of the clients' own do not leave them, and without them there is no model"
-        elif chain.reveals != "update" or any(is_overridden("form", step, UpdateStep) for step in chain.steps):
+        elif chain.reveals != "update" or chain.is_coded:
             reason = "the server sees no single client's model, because of privacy or compression"
         elif not any(isinstance(callback, ClientEvaluation) for callback in callbacks_of(trainer)):
             reason = "it needs a `ClientEvaluation` among the callbacks"
