@@ -434,6 +434,7 @@ DP = CentralDP(1.0, 1e-3, noise_multiplier=1.0)
     [
         ([SecureSum(1.0)], "Expected `MaxSamples`, the most examples that count of a client, or `UniformWeights`"),
         ([SecureSum(1.0), UniformWeights()], "Expected `MaxSamples`, the most examples that count of a client, or"),
+        ([MaxSamples(9), SecureSum(1.0), UniformWeights()], "Expected `UniformWeights` inside of `SecureSum`"),
         ([MaxSamples(9), SecureSum(1.0), MaxNorm(1.0)], "Expected `MaxNorm` inside of `SecureSum`, before"),
         ([MaxSamples(9), SecureSum(1.0), SignFlip(1)], "Expected `SignFlip` inside of `SecureSum`, before"),
         ([MaxSamples(9), SecureSum(1.0), ALIE(1)], "Expected `ALIE` inside of `SecureSum`, before"),
