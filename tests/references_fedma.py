@@ -34,7 +34,7 @@ def train(layers, data, frozen, steps, lr, momentum):
     return [[part.detach() for part in layer] for layer in layers]
 
 
-def fedma_pass(clients, data, steps, lr, momentum, gamma, generators, passes=5, last="class", matches=True):
+def fedma_pass(clients, data, steps, lr, momentum, gamma, generators, passes=5, last="class", matches=True, prior=0):
     """One pass; returns the global layers, and for each client and hidden layer the places of its neurons.
 
     Args:
@@ -48,9 +48,11 @@ def fedma_pass(clients, data, steps, lr, momentum, gamma, generators, passes=5, 
         passes: Most passes over the clients.
         last: ``"class"`` or ``"size"``.
         matches: Whether neurons are matched; otherwise they stay in their places.
+        prior: Clients of the mean size that a prior with mean 0 counts for.
 
     """
     sizes = [len(targets) for _, targets in data]
+    prior_size = prior * sum(sizes) / len(sizes)
     settled, places = [], [[] for _ in clients]
     for n in range(len(clients[0]) - 1):
         clients = [train(layers, own, n, steps[n], lr, momentum) for layers, own in zip(clients, data, strict=True)]
@@ -63,7 +65,10 @@ def fedma_pass(clients, data, steps, lr, momentum, gamma, generators, passes=5, 
             found = [[(j, i) for j in range(len(vectors))] for i in range(len(vectors[0]))]
         # the mean of every neuron over the clients that have it, weighted by their examples
         theta = np.array(
-            [sum(sizes[j] * vectors[j][i] for j, i in members) / sum(sizes[j] for j, _ in members) for members in found]
+            [
+                sum(sizes[j] * vectors[j][i] for j, i in members) / (prior_size + sum(sizes[j] for j, _ in members))
+                for members in found
+            ]
         )
         weight, bias = torch.from_numpy(theta[:, :-1]).float(), torch.from_numpy(theta[:, -1]).float()
         settled.append([weight, bias])

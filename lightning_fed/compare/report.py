@@ -200,7 +200,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
     from matplotlib.figure import Figure  # the extra `demo`
 
     parts, monitor = _parts(results), results[0]["monitor"]
-    figure = Figure(figsize=(max(5 * len(parts), 6), 4), layout="constrained")
+    figure = Figure(figsize=(max(5 * len(parts), 8), 5), layout="constrained")
     panels = figure.subplots(1, len(parts), squeeze=False, sharey=True)[0]
     central = [_score(run, last) for run in results if run["method"] == CENTRAL]
     for axes, part in zip(panels, parts, strict=True):
@@ -218,11 +218,12 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
             goal = _goal(results[0]["mode"], target, statistics.fmean(central))
             axes.axhline(statistics.fmean(central), color="0.3", linewidth=0.8, label=CENTRAL)
             axes.axhline(goal, color="0.3", linewidth=0.8, linestyle=":", label=f"{target:.0%} of it")
-        axes.set(title=f"{part:.0%} stragglers" if any(parts) else "", xlabel="round")
+        axes.set(title=f"{part:.0%} stragglers" if len(parts) > 1 else "", xlabel="round")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel(monitor)
-    panels[-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize="small", loc="outside lower center", ncols=2)  # below: it takes no width
     figure.savefig(path, dpi=100)
 
 

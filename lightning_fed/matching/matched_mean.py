@@ -1,7 +1,8 @@
 """The mean of networks whose neurons have been matched.
 
 Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1. The published mean of a layer
-is over all clients, and that of the program is drawn to 0; here every neuron's is over the clients that have it.
+is over all clients; here every neuron's is over the clients that have it. That of the program is drawn to 0, which
+``prior_weight=1`` does too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lightning_fed.argument_checks import check_nonnegative
 from lightning_fed.matching.permutation import PermutationGroup, grow_neurons, neuron_features, resize_groups
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.weighted_mean import WeightedMean
@@ -24,15 +26,17 @@ def matched_mean(
     assignments: Sequence[Sequence[Tensor]],
     sizes: Sequence[int],
     weights: Sequence[float],
+    prior_weight: float = 0.0,
 ) -> dict[str, Tensor]:
     r"""The mean of clients whose neurons have been matched: every neuron's over the clients that have it.
 
     With :math:`S_k` the assignments of client *k*'s neurons and :math:`\tilde w_k` its state in the wide network, with
     zeros for the neurons that it does not have, row *i* of an entry is
 
-    .. math:: \bar w_i = \frac{\sum_k a_k \tilde w_{k,i}}{\sum_{k:\, i \in S_k} a_k}
+    .. math:: \bar w_i = \frac{\sum_k a_k \tilde w_{k,i}}{b \bar a + \sum_{k:\, i \in S_k} a_k}
 
-    and 0 if nobody has it. Columns that a client does not have count as 0, so that the mean is one of pre-activations.
+    and 0 if nobody has it, with :math:`\bar a` the mean weight and *b* that of a prior. Columns that a client does not
+    have count as 0, so that the mean is one of pre-activations.
     It is that of :class:`WeightedMean` where all clients have all neurons.
 
     Args:
@@ -42,12 +46,15 @@ def matched_mean(
         sizes: Number of neurons that each group has in the mean.
         weights: Weight of each client, greater than 0: its number of examples. Integer entries are those of the client
             with the largest.
+        prior_weight: Clients, *b*, that a prior with mean 0 counts for, 0 or more: with 1 and equal weights the mean of
+            *n* owners is multiplied by n/(n+1), as in the authors' program for convolutional networks.
 
     Returns:
         The wide network's state.
 
     Raises:
-        ValueError: If the numbers differ, a weight is not greater than 0, or as :func:`grow_neurons`.
+        ValueError: If the numbers differ, a weight is not greater than 0, ``prior_weight`` is negative or not finite,
+            or as :func:`grow_neurons`.
 
     Example:
         >>> states = [{"bias": torch.tensor([2.0, 7.0])}, {"bias": torch.tensor([5.0, 4.0])}]
@@ -63,6 +70,8 @@ def matched_mean(
         )
     if not all(0 < weight < float("inf") for weight in weights):
         raise ValueError(f"Expected `weights` to be greater than 0 and finite, but got {list(weights)}.")
+    check_nonnegative("prior_weight", prior_weight)
+    prior = prior_weight * sum(weights) / len(weights)
     out_groups = [_out_axes(group) for group in groups]
     names = {name for group in out_groups for name, _ in group.entries if states[0][name].is_floating_point()}
     ungrouped, sums, owned = WeightedMean(), dict[str, Tensor](), dict[str, Tensor]()
@@ -78,7 +87,7 @@ def matched_mean(
             sums[name] = sums[name].add_(value) if name in sums else value
             owned[name] = owned[name].add_(rows[name], alpha=weight) if name in owned else rows[name] * weight
     owned = {name: weight.where(weight > 0, 1) for name, weight in owned.items()}
-    means = ungrouped.mean() | {name: cast_back(sums[name] / owned[name], states[0][name]) for name in names}
+    means = ungrouped.mean() | {name: cast_back(sums[name] / (owned[name] + prior), states[0][name]) for name in names}
     return {name: means[name] for name in states[0]}
 
 

@@ -86,6 +86,7 @@ def match_states(
     score: MatchScore = "marginal",
     max_growth: WidthLimit = "auto",
     sweeps: int = 0,
+    prior_weight: float = 0.0,
     **options: Any,
 ) -> StateMatch:
     """Matches the neurons of several networks, group by group, and averages.
@@ -119,6 +120,7 @@ def match_states(
         max_growth: Most neurons of a group, as a multiple of those of a network; ``None`` for no limit; ``"auto"``:
             1.25 with the marginal score, and no limit with the published one, as published.
         sweeps: Most sweeps over all networks and groups in which they are ordered anew; 0 for none.
+        prior_weight: See :func:`~lightning_fed.matching.matched_mean`.
         options: Passed to :func:`~lightning_fed.matching.match_neurons`, such as ``gamma``.
 
     Returns:
@@ -190,7 +192,7 @@ def match_states(
         inverse = align_networks(states, groups.groups, inverse, generator, sweeps)
         assignments = [[torch.argsort(indices) for indices in network] for network in inverse]
     weights = [1.0] * len(states) if weights is None else weights
-    state = matched_mean(states, groups.groups, assignments, sizes, weights)
+    state = matched_mean(states, groups.groups, assignments, sizes, weights, prior_weight)
     shares = agreement(state, states, groups.groups, assignments, sizes, weights)
     resized = groups.resized(dict(zip(groups.names, sizes, strict=True)))
     named = [dict(zip(groups.names, assignment, strict=True)) for assignment in assignments]

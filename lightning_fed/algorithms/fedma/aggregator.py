@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.fedma.class_mean import class_mean
 from lightning_fed.algorithms.fedma.matching_pass import COUNTS, REQUIRED_STEP, STEP, MatchingPass, tensor_hash
-from lightning_fed.argument_checks import check_count, check_option, check_positive
+from lightning_fed.argument_checks import check_count, check_nonnegative, check_option, check_positive
 from lightning_fed.console import round_number
 from lightning_fed.errors import BadUpdate, OptionError
 from lightning_fed.matching.neuron_matching import MatchScore
@@ -95,6 +95,9 @@ class FedMA(ResizingAggregator, PlanningAggregator):
         passes: Most passes over the clients in the matching of a group.
         max_width: Most neurons of a group, as a multiple of those of a client; ``None`` for no limit; ``"auto"``: 1.25
             with the marginal score, and no limit with the published one, as published.
+        prior_weight: Clients that a prior with mean 0 counts for in a neuron's mean. With 1 and
+            ``weighting="uniform"`` the mean of *n* owners is multiplied by n/(n+1), as in the authors' program for
+            convolutional networks; the paper has no such factor.
         seed: Seed of the order in which clients are matched.
 
     Attributes:
@@ -135,6 +138,7 @@ class FedMA(ResizingAggregator, PlanningAggregator):
         gamma: float | None = None,
         passes: int = 5,
         max_width: WidthLimit = "auto",
+        prior_weight: float = 0.0,
         seed: int = 0,
     ) -> None:
         check_option("mode", mode, MatchMode)
@@ -153,6 +157,7 @@ class FedMA(ResizingAggregator, PlanningAggregator):
         self.gamma = gamma
         self.passes = check_count("passes", passes, 0)
         self.max_width = check_width_limit("max_width", max_width)
+        self.prior_weight = check_nonnegative("prior_weight", prior_weight)
         self.seed = check_count("seed", seed, 0)
         self.client_widths: dict[str, int] = {}
         self._groups = PermutationGroups(())
@@ -312,6 +317,7 @@ class FedMA(ResizingAggregator, PlanningAggregator):
             mode=self.mode,
             weights=[float(update.num_samples) for update in updates],
             max_growth=self.max_width,
+            prior_weight=self.prior_weight,
             score=self.score,
             gamma=self.gamma,
             passes=self.passes,

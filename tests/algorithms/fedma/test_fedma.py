@@ -28,11 +28,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 # --- the protocol -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "last"), [("grow", "class"), ("grow", "size"), ("none", "class")])
-def test_a_pass_is_that_of_the_reference(either_trainer, mode, last):
+@pytest.mark.parametrize(("mode", "last", "prior"), [("grow", "class", 0), ("grow", "size", 1), ("none", "class", 0)])
+def test_a_pass_is_that_of_the_reference(either_trainer, mode, last, prior):
     """Widths, neurons, biases and the output layer, after training in between."""
     clients_data = parts()
-    rule = FedMA(mode, last_layer=last, score="published", gamma=7.0, max_width=None, seed=5)
+    rule = FedMA(mode, last_layer=last, score="published", gamma=7.0, max_width=None, prior_weight=prior, seed=5)
     module, logger = models.Module(mlp(), momentum), MemoryLogger()
     trainer = either_trainer(max_rounds=3, method=rule, local_epochs=3, logger=logger)
     fit(trainer, module, data_of(clients_data))
@@ -47,6 +47,7 @@ def test_a_pass_is_that_of_the_reference(either_trainer, mode, last):
         generators=[np.random.default_rng([5, round]) for round in range(3)],
         last=last,
         matches=mode == "grow",
+        prior=prior,
     )
     layers_after = layers_of(module.net)
     assert [len(bias) for _, bias in layers_after] == [len(bias) for _, bias in expected]
@@ -55,7 +56,7 @@ def test_a_pass_is_that_of_the_reference(either_trainer, mode, last):
     assert float(trainer.callback_metrics["fedma/growth"]) == sizes[0] / sizes[1]
     assert logged(logger, "fedma/net.0/width") == [len(layers_after[0][1])]
     (agreement,) = logged(logger, "fedma/net.0/agreement")
-    assert 0.5 < agreement < 1.0
+    assert (0.5 if prior == 0 else 0.2) < agreement < 1.0
     for (weight, bias), (weight_, bias_) in zip(layers_after, expected, strict=True):
         torch.testing.assert_close(weight, weight_, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(bias, bias_, rtol=1e-4, atol=1e-6)

@@ -122,6 +122,7 @@ def test_a_checkpoint_with_other_classes_is_refused(federated_trainer, tmp_path,
         ({"stages": ["net.0.*", "*"]}, r"a list of patterns for each stage, but got \['net"),
         ({"gamma": 0.0}, "gamma"),
         ({"passes": -1}, "passes"),
+        ({"prior_weight": -1.0}, "prior_weight"),
     ],
 )
 def test_options_out_of_range(options, message):
