@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedTrainer, FixedStatistics, LocalStatistics
+from lightning_fed.algorithms import Ditto, FedMargin, FedRep
 from lightning_fed.data import IID, ByGroup, Dirichlet, Look, Partition, PartitionedData
 from lightning_fed.datasets import CamVid, Shapes
+from lightning_fed.method import Method
 from lightning_fed.metrics import SegmentationScores
 from lightning_fed.modules import UnseenStatistics
 from lightning_fed.tasks import SegmentationTask
@@ -48,8 +50,31 @@ TREATMENTS: dict[str, dict[str, Any]] = {
     "frozen": {"batch_norm": "frozen"},
     "group": {},
 }
-NAMES = ("central", "alone", *TREATMENTS)
+METHODS: dict[str, Callable[[], Method]] = {  # with the default statistics; their visits have two epochs in all, too
+    "fedmargin": FedMargin,
+    "fedrep": lambda: FedRep(head_epochs=1, body_epochs=1),
+    "ditto": lambda: Ditto(local_epochs=1, personal_epochs=1),
+}
+OWN = ("local", "personal", "fedrep", "ditto")  # clients are served by states of their own
+NAMES = ("background", "central", "alone", *TREATMENTS)
 AGAINST = ("central", "average")
+
+
+class Background(nn.Module):
+    """The floor: class 0 everywhere.
+
+    Args:
+        num_classes: Number of classes.
+
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of shape (N, classes, H, W) for images of shape (N, channels, H, W)."""
+        return torch.eye(self.num_classes)[:, 0].view(1, -1, 1, 1).repeat(len(images), 1, *images.shape[2:])
 
 
 class NearestStatistics(UnseenStatistics):
@@ -120,9 +145,7 @@ def task_of(classes: int, norm: str, seed: int, start: str, arguments: argparse.
     return SegmentationTask("Unet", classes, encoder_name=encoder, encoder_weights=str(arguments.weights), **optimizer)
 
 
-def scores_of(
-    task: SegmentationTask, states: Mapping[Any, Mapping[str, Any]], data: Any, serve: Any = None
-) -> dict[str, Any]:
+def scores_of(task: Any, states: Mapping[Any, Mapping[str, Any]], data: Any, serve: Any = None) -> dict[str, Any]:
     """Mean IoU on each client's test data with the state of its own, and on all of them together.
 
     Args:
@@ -170,7 +193,9 @@ def train(
     curve = Curve(f"{setting}, {start}, {name}, seed {seed}:")
     clients = list(data.test)
     result: dict[str, Any] = {"name": name, "seed": seed, "machine": machine(arguments.threads)}
-    if name == "central":
+    if name == "background":
+        result["scores"] = {"": scores_of(Background(classes), {client: {} for client in clients}, data)}
+    elif name == "central":
         trainer = L.Trainer(max_epochs=rounds * epochs, callbacks=[curve], limit_val_batches=0, **QUIET)
         trainer.fit(task, data.train_dataloader())
         result["scores"] = {"": scores_of(task, dict.fromkeys(clients, task.state_dict()), data)}
@@ -186,12 +211,13 @@ def train(
         }
         result["scores"] = {"": {**scores_of(task, states, data), "everywhere": everywhere}}
     else:
-        options = dict(TREATMENTS[name])
+        options = {"method": METHODS[name]()} if name in METHODS else dict(TREATMENTS[name])
+        if name not in ("fedrep", "ditto"):  # which say themselves how long a visit is
+            options["local_epochs"] = epochs
         if name == "fixed":
             options["batch_norm"] = FixedStatistics(rounds // 2)
         trainer = FederatedTrainer(
             max_rounds=rounds,
-            local_epochs=epochs,
             seed=seed,
             callbacks=[curve],
             limit_val_batches=0,
@@ -202,7 +228,7 @@ def train(
         shared = {key: value.clone() for key, value in task.state_dict().items()}
         own_states = {client: trainer.federation.client_state(client) for client in clients}
         result["scores"] = {"": scores_of(task, dict.fromkeys(clients, shared), data)}
-        if name in ("local", "personal"):
+        if name in OWN:
             result["scores"] = {"own": scores_of(task, own_states, data)}
         if name == "local":
             result["scores"]["batch"] = scores_of(task, dict.fromkeys(clients, shared), data, "batch")
@@ -271,7 +297,7 @@ def draw(results: dict[tuple[str, str], dict[str, list[dict[str, Any]]]], path: 
         for name, runs in found.items():
             for way in runs[0]["scores"]:
                 bars[f"{name} {way}".strip()] = sum(mean_client(result["scores"][way]) for result in runs) / len(runs)
-        colors = ["tab:grey" if name in ("central", "alone") else "tab:blue" for name in bars]
+        colors = ["tab:grey" if name in ("background", "central", "alone") else "tab:blue" for name in bars]
         axes.barh(range(len(bars)), list(bars.values()), color=colors)
         axes.set_yticks(range(len(bars)), list(bars), fontsize=7)
         axes.invert_yaxis()
@@ -325,6 +351,7 @@ def main() -> None:
         " mean over clients, each with its differences to central training and to averaged statistics (`average`) in"
         " points, paired by seed; of the worst client; mean ± standard deviation over seeds. Shift: share of the"
         " variance of BatchNorm's inputs between clients, in the layer where it is largest, in the last round."
+        " Background: class 0 everywhere."
         f" {'; '.join(dict.fromkeys(result['machine'] for result in runs))}."
     ]
     apart = [f"to {name}" for name in AGAINST]

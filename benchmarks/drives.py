@@ -27,6 +27,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "three drives": {"clients": "drives"},
     "three drives, optimizers kept": {"clients": "drives", "optimizer_state": "keep"},
     f"three drives, {STEPS} steps a round": {"clients": "drives", "local_steps": STEPS},
+    "three drives, half the rate": {"clients": "drives", "rate": 0.5},
+    "three drives, twice the rate": {"clients": "drives", "rate": 2},
     "three drives, trained three times as long": {"clients": "drives", "longer": 3},
 }
 AGAINST = ("central", "three alike", "three drives")
@@ -42,12 +44,29 @@ def clients_of(kind: str, data: Any, seed: int) -> FederatedDataModule:
     return FederatedDataModule({f"part {place}": part for place, part in enumerate(parts)}, batch_size=appearance.BATCH)
 
 
-def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def data_of(seed: int, arguments: argparse.Namespace) -> PartitionedData:
     source = CamVid(arguments.data, image_size=(48, 64), batch_size=appearance.BATCH, val_size=0)
     data = PartitionedData(source, ByGroup(), val_fraction=0.05, test_fraction=0.25, seed=seed)
     data.setup("fit")
+    return data
+
+
+def balance(data: PartitionedData, seed: int) -> dict[str, float]:
+    """How far a client's share of pixels by class is from that of all: the total variation, mean over the clients."""
+    found = {}
+    for kind in ("alike", "drives"):
+        parts = [torch.stack([mask for _, mask in frames]) for frames in clients_of(kind, data, seed).clients.values()]
+        counts = torch.stack([part[part < 11].bincount(minlength=11).double() for part in parts])
+        shares, whole = counts / counts.sum(1, keepdim=True), counts.sum(0) / counts.sum()
+        found[kind] = float((shares - whole).abs().sum(1).mean() / 2)
+    return found
+
+
+def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    data = data_of(seed, arguments)
     task = appearance.task_of(11, "batch", seed, "scratch", arguments)
     curve, options = Curve(f"{name} {seed}:"), dict(WAYS[name])
+    task.lr *= options.pop("rate", 1)
     rounds = ROUNDS * options.pop("longer", 1)
     if "local_steps" in options:  # as many steps in all as the clients have in the mean
         batches = sum(-(-len(frames) // appearance.BATCH) for frames in data.clients.values()) / len(data.clients)
@@ -76,6 +95,8 @@ def main() -> None:
     if not results:
         return
     scores = {name: {each["seed"]: 100 * each["all"] for each in found} for name, found in results.items()}
+    seed = arguments.seeds[0]
+    apart_by = balance(data_of(seed, arguments), seed)
     rows = []
     for name, own in scores.items():
         row = [name, f"{results[name][0]['rounds']}", spread(list(own.values()), 1)]
@@ -92,6 +113,8 @@ def main() -> None:
         " `three alike` has parts of the"
         " drives' sizes, drawn from all frames. Mean IoU on a quarter of every drive's frames, held out, %, mean ±"
         f" standard deviation over seeds. {PAIRED} {machine(arguments.threads)}."
+        f" A client's share of pixels by class is {apart_by['drives']:.2f} from that of all with drives, and"
+        f" {apart_by['alike']:.2f} with clients that are alike (total variation, mean over clients, seed {seed})."
     )
     header = ["", "rounds", "mean IoU", *(f"to {other}" for other in AGAINST), "seeds"]
     write_section(arguments.out, "drives", f"{words}\n\n{table(header, rows)}")
