@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from appearance import Background
 from common import (
     PAIRED,
     load_json,
@@ -32,7 +33,7 @@ from common import (
 
 from lightning_fed.compare import CENTRAL, MethodChoice, Plan, draw, load_results, markdown, run_comparison, summarize
 from lightning_fed.compare.run import CHECKPOINT, Run, quiet
-from lightning_fed.metrics import AggregateMeanMargin
+from lightning_fed.metrics import AggregateMeanMargin, SegmentationScores
 from lightning_fed.metrics.functional import maximum_mean_discrepancy, median_distance, softmax_entropy
 from lightning_fed.modules import extract_features
 
@@ -232,6 +233,10 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
     command += " --out benchmarks/results/fedmargin.md"
     drawn = " Other data with every seed." if study.overrides == DRAWN else ""
     parts = [f"`{command}`. {study.words}; `recipes/{study.recipe}`.{drawn} {machine(arguments.threads)}."]
+    if study.monitors == ("val_miou",):
+        parts.append(
+            f"Class 0 everywhere has a mean IoU of {floor(next(iter(make_plans(name, arguments).values()))[0])}."
+        )
     options = [MethodChoice.parse(text).label for text in study.options]
     main = {variant: [run for run in found if run["method"] not in options] for variant, found in results.items()}
     if len(results) > 1:
@@ -253,6 +258,20 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
     return "\n\n".join(parts)
 
 
+def floor(plan: Plan) -> str:
+    """Mean IoU of class 0 everywhere on the validation data, over the seeds."""
+    found = []
+    for seed in plan.seeds:
+        with quiet():
+            cli = plan.build(seed)
+        cli.datamodule.setup("fit")
+        scores, background = SegmentationScores(cli.model.num_classes), Background(cli.model.num_classes)
+        for images, masks in cli.datamodule.val_dataloader():
+            scores.update(background(images), masks)
+        found.append(float(scores.compute()["miou"]))
+    return spread(found)
+
+
 def compare_pairs(found: Sequence[Any], study: Study, monitor: str, last: int) -> str:
     """Differences of every method to others, and how far FedMargin's attention is from equal weights."""
     against = [other for other in study.against if any(run["method"] == other for run in found)]
@@ -265,10 +284,13 @@ def compare_pairs(found: Sequence[Any], study: Study, monitor: str, last: int) -
         scores.setdefault(run["method"], {})[run["seed"], run["stragglers"]] = statistics.fmean(values[-last:])
         attention.setdefault(run["method"], []).extend(measure_attention(run["rounds"]))
     names = [f"`{monitor}`, difference to `{other}`" for other in against]
+    has_goal = monitor == study.monitors[0] and any(run["method"] == CENTRAL for run in found)
+    names += [f"rounds to 80 %, % fewer than `{other}`" for other in against if has_goal]
     rows = [
         [
             f"`{method}`",
             *differences(scores, method, against),
+            *(fewer_rounds(found, method, against) if has_goal else ()),
             f"{len(own)}",
             *(spread([pair[which] for pair in attention[method]]) for which in (0, 1)),
         ]
@@ -280,6 +302,23 @@ def compare_pairs(found: Sequence[Any], study: Study, monitor: str, last: int) -
         f" {study.cohort} clients of a round count alike."
     )
     return "\n\n".join([table(["method", *names, "runs", "entropy of attention", "largest weight"], rows), note])
+
+
+def fewer_rounds(found: Sequence[Any], method: str, against: Sequence[str]) -> list[str]:
+    """How many fewer rounds than others a method needs to 80 % of the same seed's central score, in %, by pairs."""
+    reached: dict[str, dict[Any, int]] = {}
+    for (name, part), cell in summarize(found).items():
+        seeds = [run["seed"] for run in found if (run["method"], run["stragglers"]) == (name, part)]
+        for seed, number in zip(seeds, cell.rounds_to_target, strict=False):  # of central training there are none
+            if number is not None:
+                reached.setdefault(name, {})[seed, part] = number
+    own = reached.get(method, {})
+    cells = []
+    for other in against:
+        theirs = {} if other == method else reached.get(other, {})
+        shares = {key: 100 * (1 - number / theirs[key]) for key, number in own.items() if key in theirs}
+        cells.append(f"{paired(by_seed(shares), 0)}, {len(shares)} runs" if shares else "")
+    return cells
 
 
 def measure_attention(rounds: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
