@@ -65,15 +65,14 @@ def report(results: dict[str, Any], threads: int) -> str:
         f"`python benchmarks/dpsgd_cost.py --out benchmarks/results/method_costs.md`."
         f" {machine(threads)}{busy}. All clients in every"
         " round, one local epoch. Ratios are medians over repetitions of the ratio within a repetition, with the"
-        " quartiles in brackets; *process* counts this process' own seconds."
+        " quartiles in brackets; seconds are the process' own."
     ]
-    header = ["", "s / round, process", "s / round, wall", "/ plain, process", "/ plain, wall"]
+    header = ["", "s / round", "/ plain"]
     for result in (results[name] for name in SETTINGS if name in results):
         seconds, rows = result["seconds"], []
         for name, (words, _) in METHODS.items():
-            wall, own = np.median(np.array(seconds[name]), axis=0)
-            cells = [spread(ratios(seconds, name, "plain", clock)) for clock in (1, 0)]
-            rows.append([words, f"{own:.3f}", f"{wall:.3f}", *cells])
+            own = np.median(np.array(seconds[name])[:, 1])
+            rows.append([words, f"{own:.3f}", spread(ratios(seconds, name, "plain", 1))])
         what = f"**{result['words']}; {result['parameters']:,} parameters**"
         parts += [f"{what}: {len(seconds['plain'])} repetitions of a round.", table(header, rows)]
     return "\n\n".join(parts)

@@ -72,15 +72,14 @@ def report(results: dict[str, Any], threads: int) -> str:
         f"`python benchmarks/fusion_cost.py --out benchmarks/results/method_costs.md`."
         f" {machine(threads)}{busy}. All clients in every"
         " round. Ratios are medians over repetitions of the ratio within a repetition, with the quartiles in brackets;"
-        " *process* counts this process' own seconds."
+        " seconds are the process' own."
     ]
-    header = ["", "s / round, process", "s / round, wall", "/ FedAvg, process", "/ FedAvg, wall"]
+    header = ["", "s / round", "/ FedAvg"]
     for result in (results[name] for name in PARTS if name in results):
         seconds, rows = result["seconds"], []
         for name in seconds:
-            wall, own = np.median(np.array(seconds[name]), axis=0)
-            cells = [spread(ratios(seconds, name, "fedavg", clock)) for clock in (1, 0)]
-            rows.append([METHODS[name][0], f"{own:.3f}", f"{wall:.3f}", *cells])
+            own = np.median(np.array(seconds[name])[:, 1])
+            rows.append([METHODS[name][0], f"{own:.3f}", spread(ratios(seconds, name, "fedavg", 1))])
         epochs = "one local epoch" if result["epochs"] == 1 else f"{result['epochs']} local epochs"
         count = len(seconds["fedavg"])
         parts += [f"**{result['words']}, {epochs}**: {count} repetitions of a round.", table(header, rows)]

@@ -111,15 +111,14 @@ def report(results: dict[str, Any], threads: int) -> str:
         f"`python benchmarks/margin_cost.py --out benchmarks/results/method_costs.md`."
         f" {machine(threads)}. One local epoch; all"
         " clients in every round. Ratios are medians over repetitions of the ratio within a repetition, with the"
-        " quartiles in brackets; *process* counts this process' own seconds."
+        " quartiles in brackets; seconds are the process' own."
     ]
-    header = ["", "s / round, process", "s / round, wall", "/ FedAvg, process", "/ FedAvg, wall"]
+    header = ["", "s / round", "/ FedAvg"]
     for result in (results[name] for name in SETTINGS if name in results):
         seconds, rows = result["seconds"], []
         for name, words in WORDS.items():
-            wall, own = np.median(np.array(seconds[name]), axis=0)
-            cells = [spread(ratios(seconds, name, "fedavg", clock)) for clock in (1, 0)]
-            rows.append([words, f"{own:.3f}", f"{wall:.3f}", *cells])
+            own = np.median(np.array(seconds[name])[:, 1])
+            rows.append([words, f"{own:.3f}", spread(ratios(seconds, name, "fedavg", 1))])
         count = len(seconds["fedavg"])
         parts += [f"**{result['words']}**: {count} repetitions of {result['rounds']} rounds.", table(header, rows)]
     return "\n\n".join(parts)
