@@ -452,6 +452,11 @@ def outputs(plan: Plan, seed: int, folder: Path) -> tuple[torch.Tensor, torch.Te
         cli = plan.build(seed)
     cli.model.load_state_dict(torch.load(folder / CHECKPOINT, weights_only=True)["state_dict"])
     cli.datamodule.setup("fit")
+    return outputs_of(cli)
+
+
+def outputs_of(cli: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Features, logits and labels of a model as it is, on the validation data."""
     batches = list(cli.datamodule.val_dataloader())
     features = extract_features(cli.model, batches, max_samples=None)
     with torch.no_grad():

@@ -1,0 +1,177 @@
+"""FedMargin's figures: training loss, aggregate margin and discrepancy by round; segmentations and their entropy.
+
+The first is on Synthetic(1,1), other clients with every seed, half of them stragglers; the second on the generated
+scenes of the study `shapes`. Both are of the same recipes and methods as `fedmargin.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import fedmargin
+import lightning as L
+import torch
+from common import machine, parser, prepare, run_all, spread, table, write_section
+
+from lightning_fed.compare import CENTRAL, MethodChoice
+from lightning_fed.compare.run import Run, quiet, train
+from lightning_fed.metrics.functional import median_distance, softmax_entropy
+
+METHODS = ("fedavg", "fairavg", "fedmargin")
+MEASURES = {"train_loss": "training loss", "amm": "aggregate margin", "mmd": "discrepancy to central features"}
+ROUNDS_SHOWN = (1, 5, 10, 20, 30)
+SCENES, SCENE_ROUNDS = 4, 20
+
+
+class Watch(L.Callback):
+    """Measures the global model after every round.
+
+    Args:
+        cli: Model and data.
+        reference: Features of the central model.
+
+    """
+
+    def __init__(self, cli: Any, reference: torch.Tensor) -> None:
+        self.cli, self.reference, self.bandwidth = cli, reference, median_distance(reference)
+        self.values: list[dict[str, float]] = []
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self.values.append(fedmargin.measure(*fedmargin.outputs_of(self.cli), self.reference, self.bandwidth))
+
+
+def train_quietly(cli: Any, method: str, seed: int, stragglers: float | None) -> list[dict[str, float]]:
+    """Trains the recipe's model with a method; the numbers of every round."""
+    with TemporaryDirectory() as folder, quiet():
+        run = Run(MethodChoice.parse(method), seed, stragglers)
+        rounds: list[dict[str, float]] = train(cli, run, Path(folder), Path(folder), lambda *_: None)["rounds"]
+    return rounds
+
+
+def curves(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The measures of every method by round, and of central training at its end."""
+    plan = fedmargin.make_plan("steps", "", METHODS, [0.5], arguments)
+    with quiet():
+        central = plan.build(seed)
+    train_quietly(central, CENTRAL, seed, None)
+    reference, logits, labels = fedmargin.outputs_of(central)
+    found = {CENTRAL: [fedmargin.measure(reference, logits, labels, reference, median_distance(reference))]}
+    for method in METHODS:
+        with quiet():
+            cli = plan.build(seed)
+        watch = Watch(cli, reference)
+        cli.trainer.callbacks.append(watch)
+        rounds = train_quietly(cli, method, seed, 0.5)
+        found[method] = [
+            {"train_loss": values["train_loss"], **measured}
+            for values, measured in zip(rounds, watch.values, strict=True)
+        ]
+        print(f"{name} {seed} {method} {found[method][-1]}", flush=True)
+    return {"seed": seed, "curves": found}
+
+
+def draw_curves(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """A panel for every measure: mean over seeds, with their range."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    panels = figure.subplots(1, len(MEASURES))
+    for axes, (measure, words) in zip(panels, MEASURES.items(), strict=True):
+        for method in METHODS:
+            columns = list(zip(*([one[measure] for one in run["curves"][method]] for run in results), strict=True))
+            numbers = range(1, len(columns) + 1)
+            (line,) = axes.plot(numbers, [statistics.fmean(values) for values in columns], label=method)
+            lows, highs = [min(values) for values in columns], [max(values) for values in columns]
+            axes.fill_between(numbers, lows, highs, alpha=0.15, color=line.get_color(), linewidth=0)
+        if measure == "amm":
+            central = statistics.fmean(run["curves"][CENTRAL][0][measure] for run in results)
+            axes.axhline(central, color="0.3", linewidth=0.8, label=CENTRAL)
+        axes.set(xlabel="round", ylabel=words)
+        axes.grid(alpha=0.3)
+    handles, labels = panels[1].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize="small", loc="outside lower center", ncols=4)
+    figure.savefig(path, dpi=100)
+
+
+def draw_maps(path: Path, arguments: argparse.Namespace) -> None:
+    """Scenes for validation: image, truth, and of two methods what they see and how unsure they are."""
+    from matplotlib.figure import Figure
+
+    plan = fedmargin.make_plan("shapes", "Dirichlet 1", ("fedavg", "fedmargin"), [0.0], arguments)
+    length = ["--trainer.max_rounds", "1" if arguments.quick else str(SCENE_ROUNDS)]
+    plan = replace(plan, overrides=[*plan.overrides, *length])
+    columns: list[tuple[str, torch.Tensor, dict[str, Any]]] = []
+    for method in ("fedavg", "fedmargin"):
+        with quiet():
+            cli = plan.build(0)
+        train_quietly(cli, method, 0, 0.0)
+        images, masks = next(iter(cli.datamodule.val_dataloader()))
+        with torch.no_grad():
+            logits = cli.model.eval()(images[:SCENES])
+        classes = {"vmin": 0, "vmax": logits.shape[1] - 1, "cmap": "tab10"}
+        if not columns:
+            low, high = images[:SCENES].min(), images[:SCENES].max()
+            columns += [("image", ((images[:SCENES] - low) / (high - low)).permute(0, 2, 3, 1), {})]
+            columns += [("truth", masks[:SCENES], classes)]
+        entropy = softmax_entropy(logits)
+        columns += [(method, logits.argmax(1), classes), ("entropy", entropy, {"vmin": 0, "vmax": 1.8})]
+    figure = Figure(figsize=(1.7 * len(columns), 1.7 * SCENES), layout="constrained")
+    for row, line in enumerate(figure.subplots(SCENES, len(columns))):
+        for axes, (words, values, options) in zip(line, columns, strict=True):
+            axes.imshow(values[row].numpy(), **options)
+            axes.set_axis_off()
+            axes.set_title(words if row == 0 else "", fontsize="small")
+    figure.savefig(path, dpi=100)
+
+
+def report(results: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> str:
+    rows = []
+    for measure, words in MEASURES.items():
+        for method in METHODS:
+            own = [run["curves"][method] for run in results]
+            shown = [spread([one[min(number, len(one)) - 1][measure] for one in own]) for number in ROUNDS_SHOWN]
+            rows.append([f"{words}, `{method}`", *shown])
+    central = spread([run["curves"][CENTRAL][0]["amm"] for run in results])
+    text = (
+        "`python benchmarks/margin_figures.py --out benchmarks/results/fedmargin.md --figures docs/assets`."
+        " Synthetic(1,1), other data with every seed, half of the clients stragglers; the global model on validation"
+        " data after every round: aggregate margin (half the mean distance between the means of two classes' features),"
+        " and discrepancy (maximum mean discrepancy to the features of the central model of the same seed, Gaussian"
+        " kernel, median bandwidth). Mean ± standard deviation over"
+        f" {len(results)} seeds. Central training ends with an aggregate margin of {central}."
+        f" {machine(arguments.threads)}.\n\n{table(['after round', *map(str, ROUNDS_SHOWN)], rows)}"
+    )
+    if arguments.figures is None or arguments.out is None:
+        return text
+    folder = os.path.relpath(arguments.figures, arguments.out.parent)
+    return (
+        f"{text}\n\n![Training loss, aggregate margin and discrepancy by round]({folder}/fedmargin_rounds.png)\n\n"
+        f"Scenes of the study `shapes`, after {SCENE_ROUNDS} rounds, seed 0; entropy in nats, from 0 (dark) to 1.8:\n\n"
+        f"![Scenes, what FedAvg and FedMargin see, and their entropy]({folder}/fedmargin_entropy.png)"
+    )
+
+
+def main() -> None:
+    made = parser(__doc__.splitlines()[0], data=False, seeds=(0, 1, 2, 3, 4))
+    made.add_argument("--figures", type=Path, default=None, help="folder for the PNG files")
+    arguments = made.parse_args()
+    prepare(arguments)
+    arguments.test, arguments.data = False, None
+    results = run_all("margin_figures", ["curves"], curves, arguments)["curves"]
+    if arguments.figures is not None:
+        arguments.figures.mkdir(parents=True, exist_ok=True)
+        draw_curves(results, arguments.figures / "fedmargin_rounds.png")
+        draw_maps(arguments.figures / "fedmargin_entropy.png", arguments)
+    write_section(arguments.out, "fedmargin-rounds", report(results, arguments))
+
+
+if __name__ == "__main__":
+    main()
