@@ -97,7 +97,7 @@ class FedMA(ResizingAggregator, PlanningAggregator):
             with the marginal score, and no limit with the published one, as published.
         prior_weight: Clients that a prior with mean 0 counts for in a neuron's mean. With 1 and
             ``weighting="uniform"`` the mean of *n* owners is multiplied by n/(n+1), as in the authors' program for
-            convolutional networks; the paper has no such factor.
+            convolutional networks; the paper has no such factor. The logged agreement falls with it.
         seed: Seed of the order in which clients are matched.
 
     Attributes:
