@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_fed.numerics.chunks import cache_chunks
-from lightning_fed.numerics.precision import to_float64
+from lightning_fed.numerics.precision import at_least_float32, to_float64
 
 _MOST_ELEMENTS = 1 << 24
 """Most numbers in intermediate results at a time: 64 MiB in float32."""
@@ -85,7 +85,7 @@ def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
 
 
 def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Euclidean norm of each tensor, float32, shape ``()``.
+    """Euclidean norm of each tensor, shape ``()``; float32, but of 64-bit tensors float64.
 
     Example:
         >>> norms([torch.tensor([3.0, 4.0]), torch.tensor([2])])
@@ -93,7 +93,7 @@ def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
 
     """
     return [
-        length.float()
+        at_least_float32(length)
         for batch in _batches((value if value.dtype in _NORMED else value.float(),) for value in tensors)
         for length in torch._foreach_norm([value for (value,) in batch])  # noqa: SLF001
     ]

@@ -66,12 +66,16 @@ def test_norms_and_distances():
     exact = [torch.linalg.vector_norm(value.to(torch.complex128)) for value in left]
     found = sorted(float(value) for value in foreach.norms(iter(left)))
     assert found == pytest.approx(sorted(map(float, exact)), rel=1e-6)
-    assert all(value.dtype == torch.float32 for value in foreach.norms(left))
+    wide = (torch.float64, torch.complex128)
+    types = [torch.float64 if value.dtype in wide else torch.float32 for value in left]
+    assert [length.dtype for length in foreach.norms(left)] == types
     steps = [a.to(torch.complex128) - b.to(torch.complex128) for a, b in zip(left, right, strict=True)]
     expected = torch.cat([step.flatten() for step in steps]).norm()
     states = [{str(number): value for number, value in enumerate(values)} for values in (left, right)]
     assert distance(*states, states[0]) == pytest.approx(float(expected), rel=2e-3)  # of bfloat16 numbers
     assert foreach.norms([]) == []
+    states = [{"w": value.double()} for value in (torch.tensor([1e-9, 1.0]), torch.tensor([1e-9, -1e-9]))]
+    assert distance(*states, ["w"]) == pytest.approx(1 + 1e-9, rel=1e-15)  # a bound on it is as exact as the model
 
 
 @pytest.mark.usefixtures("way")
