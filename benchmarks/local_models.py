@@ -1,13 +1,15 @@
 """What the clients' own models reach without a federation: each alone, and their ensemble (baselines of FedMA's paper).
 
-The data, network, split and learning rate are those of `cifar10_long` in `fedma.py`. Each client starts with weights of
-its own and trains with a plain Trainer; the ensemble's prediction is the mean of their class probabilities.
+The data, network, split and learning rate are those of `cifar10_long`, or with `--full` of `cifar10_full`, in
+`fedma.py`. Each client starts with weights of its own and trains with a plain Trainer; the ensemble's prediction is the
+mean of their class probabilities.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -19,22 +21,39 @@ from lightning_fed.data import Dirichlet
 from lightning_fed.datasets.cifar10 import CIFAR10
 from lightning_fed.tasks.classification import ClassificationTask
 
-IMAGES, VALIDATION, CLIENTS, BATCH, LR = 12000, 2000, 4, 32, 0.01
+VALIDATION, LR = 2000, 0.01
 EPOCHS = {"10 epochs": 10, "30 epochs": 30}
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A setting of `fedma.py`: its study, images, clients, batch and network."""
+
+    study: str
+    images: int
+    clients: int
+    batch: int
+    width: float
+    words: str
+
+
+LONG = Setting("cifar10_long", 12000, 4, 32, 0.25, "a quarter of VGG-9's channels")
+FULL = Setting("cifar10_full", 48000, 16, 64, 1.0, "all channels of VGG-9")
+
+
 def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    source = CIFAR10(arguments.data, train_size=IMAGES, val_size=VALIDATION, batch_size=500)
+    setting = FULL if arguments.full else LONG
+    source = CIFAR10(arguments.data, train_size=setting.images, val_size=VALIDATION, batch_size=500)
     source.setup("fit")
-    parts = Dirichlet(CLIENTS, alpha=0.5).split(source.train_dataset, seed)
+    parts = Dirichlet(setting.clients, alpha=0.5).split(source.train_dataset, seed)
     batches = list(source.val_dataloader())
     labels = torch.cat([target for _, target in batches])
     predictions = []
     for place, indices in enumerate(parts.values()):
         L.seed_everything(1000 * seed + place, verbose=False)
-        network = {"width": 0.25, "init": "kaiming"}
+        network = {"width": setting.width, "init": "kaiming"}
         task = ClassificationTask("vgg9", 10, 3, 32, model_kwargs=network, lr=LR, momentum=0.9)
-        loader = DataLoader(Subset(source.train_dataset, indices), batch_size=BATCH, shuffle=True)
+        loader = DataLoader(Subset(source.train_dataset, indices), batch_size=setting.batch, shuffle=True)
         L.Trainer(max_epochs=1 if arguments.quick else EPOCHS[name], **QUIET).fit(task, loader)
         task.eval()
         with torch.no_grad():
@@ -46,9 +65,12 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    arguments = parser(__doc__.splitlines()[0], seeds=(0, 1)).parse_args()
+    made = parser(__doc__.splitlines()[0], seeds=(0, 1))
+    made.add_argument("--full", action="store_true", help="the setting of `cifar10_full`: all images and channels")
+    arguments = made.parse_args()
     prepare(arguments)
-    results = run_all("local_models", EPOCHS, run, arguments)
+    setting, flag, suffix = (FULL, " --full", "-full") if arguments.full else (LONG, "", "")
+    results = run_all(f"local_models{suffix}", EPOCHS, run, arguments)
     if not results:
         return
     rows = [
@@ -62,14 +84,14 @@ def main() -> None:
         for name, found in results.items()
     ]
     words = (
-        f"`python benchmarks/local_models.py --data DATA --out benchmarks/results/fedma.md`. What the clients' own"
-        f" models reach: CIFAR-10 ({IMAGES:,} images), a quarter of VGG-9's channels, {CLIENTS} clients (Dirichlet 0.5"
-        f" per class), as in the table of `cifar10_long`; weights of each client's own, batches of {BATCH}, rate {LR}"
-        f" with momentum. Accuracy on {VALIDATION:,} other images, mean ± standard deviation over seeds; the ensemble"
-        f" takes the mean of the class probabilities. {machine(arguments.threads)}."
+        f"`python benchmarks/local_models.py --data DATA{flag} --out benchmarks/results/fedma.md`. What the clients'"
+        f" own models reach: CIFAR-10 ({setting.images:,} images), {setting.words}, {setting.clients} clients"
+        f" (Dirichlet 0.5 per class), as in the table of `{setting.study}`; weights of each client's own, batches of"
+        f" {setting.batch}, rate {LR} with momentum. Accuracy on {VALIDATION:,} other images, mean ± standard deviation"
+        f" over seeds; the ensemble takes the mean of the class probabilities. {machine(arguments.threads)}."
     )
     header = ["trained for", "a client, mean", "the best client", "ensemble", "seeds"]
-    write_section(arguments.out, "fedma-local-models", f"{words}\n\n{table(header, rows)}")
+    write_section(arguments.out, f"fedma-local-models{suffix}", f"{words}\n\n{table(header, rows)}")
 
 
 if __name__ == "__main__":
