@@ -15,6 +15,9 @@ from lightning_fed.messages import State
 OPTIMIZER = "optimizer:"
 """Prefix of the names of packed optimizer state."""
 
+_HYPERPARAMETERS = ("lr", "initial_lr", "momentum", "betas", "weight_decay")  # that schedulers and users set
+_GROUP = "group"
+
 
 class StepScheduler(Protocol):
     """Interface of a learning-rate scheduler."""
@@ -142,7 +145,7 @@ class LocalOptimizers:
 
     def resume(self, snapshot: Mapping[str, Any]) -> None:
         """Goes on from a :meth:`snapshot`; rates that epoch schedulers have set since, in a last batch, stay."""
-        self._load({**snapshot, "groups": self._rates(snapshot["groups"])})
+        self._load({**snapshot, "groups": self._rates(snapshot["groups"], snapshot["groups"])})
         self._step_again(snapshot["epoch_schedulers"])
 
     def end_visit(self, position: int = 0) -> State:
@@ -167,16 +170,26 @@ class LocalOptimizers:
         finals = {position: self.finals[position] for position in counting if position in self.finals}
         middle = self._median(finals, lambda final: max(self.steps_of(final) or [0]))
         scaler = self._median(finals, lambda final: final["scaler"].get("scale", 0.0))["scaler"]
-        groups = self._rates(middle["groups"])
+        groups = self._rates(self._start["groups"], middle["groups"])
         self._load({**self._start, "schedulers": middle["schedulers"], "scaler": scaler, "groups": groups})
         self._step_again(middle["epoch_schedulers"])
 
-    def _rates(self, visited: Sequence[Any]) -> list[Any]:
-        """Hyper-parameters of a visit where schedulers step in it, and elsewhere those of now."""
+    def _rates(self, groups: Sequence[Any], visited: Sequence[Any]) -> list[Any]:
+        """Groups with the hyper-parameters of a visit where schedulers step in it, and elsewhere with those of now.
+
+        What else the steps of an optimizer have written into its groups is its state, and stays as it is in ``groups``.
+        """
         stepped = {id(scheduler.optimizer) for scheduler in self.step_schedulers}
+        sources = [
+            in_visit if id(optimizer) in stepped else _hyperparameters(optimizer)
+            for optimizer, in_visit in zip(self.optimizers, visited, strict=True)
+        ]
         return [
-            groups if id(optimizer) in stepped else _hyperparameters(optimizer)
-            for optimizer, groups in zip(self.optimizers, visited, strict=True)
+            [
+                {**group, **{name: now[name] for name in _HYPERPARAMETERS if name in now}}
+                for group, now in zip(own, source, strict=True)
+            ]
+            for own, source in zip(groups, sources, strict=True)
         ]
 
     def _median(self, finals: Mapping[int, dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> dict[str, Any]:
@@ -261,7 +274,7 @@ def _count_steps(scheduler_state: Mapping[str, Any]) -> int | None:
 
 
 def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
-    """The optimizers' buffers as a flat dictionary of tensors.
+    """The optimizers' buffers, and the numbers that they count in their groups, as a flat dictionary of tensors.
 
     Raises:
         TypeError: If a buffer is neither a tensor nor a number.
@@ -269,7 +282,8 @@ def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
     """
     packed: State = {}
     for number, optimizer in enumerate(optimizers):
-        for parameter, buffers in _buffers(optimizer).items():
+        counted = {f"{_GROUP}{place}": numbers for place, numbers in enumerate(_counted(optimizer))}
+        for parameter, buffers in [*_buffers(optimizer).items(), *counted.items()]:
             for name, value in buffers.items():
                 key = f"{OPTIMIZER}{number}:{parameter}:{name}"
                 if isinstance(value, Tensor):
@@ -288,7 +302,7 @@ def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
 
 
 def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tensor]) -> None:
-    """Restores buffers from the form of :func:`pack_optimizers`; hyper-parameters do not change."""
+    """Restores what :func:`pack_optimizers` packed; hyper-parameters do not change."""
     states: list[dict[Any, dict[str, Any]]] = [{} for _ in optimizers]
     for key, value in packed.items():
         number, parameter, name, kind = key.removeprefix(OPTIMIZER).split(":")
@@ -296,7 +310,8 @@ def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tens
         buffer = value.clone() if kind == "tensor" else {"float": float, "int": int, "bool": bool}[kind](value.item())
         states[int(number)].setdefault(index, {})[name] = buffer
     for optimizer, state in zip(optimizers, states, strict=True):
-        optimizer.load_state_dict({"state": state, "param_groups": _groups(optimizer)})
+        groups = [{**group, **state.pop(f"{_GROUP}{place}", {})} for place, group in enumerate(_groups(optimizer))]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _buffers(optimizer: Optimizer) -> dict[Any, Any]:
@@ -309,6 +324,20 @@ def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The optimizer's groups as its state has them, likewise."""
     groups: list[dict[str, Any]] = optimizer.state_dict().get("param_groups", [])
     return groups
+
+
+def _counted(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Numbers of each group, but for hyper-parameters, that are not those with which the optimizer began."""
+    return [
+        {
+            name: value
+            for name, value in group.items()
+            if name not in _HYPERPARAMETERS
+            and isinstance(value, int | float | Tensor)
+            and (isinstance(value, Tensor) or value != optimizer.defaults.get(name))
+        }
+        for group in _groups(optimizer)
+    ]
 
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:

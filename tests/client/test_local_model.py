@@ -29,6 +29,7 @@ OPTIMIZERS = {
     "Rprop": {},
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
     "SparseAdam": {},
+    "Counting": {"lr": 0.1},
 }
 KEPT = [name for name in OPTIMIZERS if name != "LBFGS"]
 
@@ -38,11 +39,28 @@ def test_every_optimizer_of_torch_is_in_the_table():
     assert kinds == {name for name in OPTIMIZERS if hasattr(torch.optim, name)}
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups, as optimizers without schedules do (schedule-free ones, Prodigy)."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr, "k": 0, "total": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure):
+        closure()
+        for group in self.param_groups:
+            group["k"] += 1
+            group["total"] = torch.as_tensor(group["total"]) + 0.5
+            for parameter in group["params"]:
+                parameter -= group["lr"] / group["k"] * parameter.grad / group["total"]
+
+
 class Job:
     """A small problem and one of torch's optimizers of it, in two groups where it can have them."""
 
     def __init__(self, name, lr=None):
-        if not hasattr(torch.optim, name):
+        kind = getattr(torch.optim, name, globals().get(name))
+        if kind is None:
             pytest.skip(f"this torch has no {name}")
         generator = torch.Generator().manual_seed(0)
         self.is_sparse = name == "SparseAdam"
@@ -50,7 +68,7 @@ class Job:
         self.targets = torch.randn(4, 3, generator=generator)
         options = OPTIMIZERS[name] | ({} if lr is None else {"lr": lr})
         groups = self.parameters if name == "LBFGS" else [{"params": [p]} for p in self.parameters]
-        self.optimizer = getattr(torch.optim, name)(groups, **options)
+        self.optimizer = kind(groups, **options)
 
     def train(self, steps):
         for _ in range(steps):
