@@ -428,11 +428,11 @@ def draw(name: str, runs: Sequence[Mapping[str, Any]], path: Path) -> None:
         scores = [
             statistics.fmean(values[monitor] for values in of_round) for of_round in zip(*curves(own), strict=True)
         ]
-        style = ":" if method == CENTRAL else "-"
+        style = ":" if method == CENTRAL else "-" if len(scores) > 1 else "o"
         panels[0].plot(range(1, len(scores) + 1), scores, style, color=f"C{number}", label=method)
         if method != CENTRAL:
             sent = [statistics.fmean(map(megabytes, of_round)) for of_round in zip(*curves(own), strict=True)]
-            panels[1].plot(sent, scores, color=f"C{number}")
+            panels[1].plot(sent, scores, style, color=f"C{number}")
     panels[0].set(xlabel="round", ylabel=monitor)
     panels[1].set(xlabel="megabytes, all clients, up and down", xscale="log")
     figure.legend(loc="outside lower center", ncols=2, fontsize="small")

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 from lightning_fed import FederatedDataModule
 
 IGNORED, ROUNDS = 255, 20
-NAMES = ("central", "alone", "recalibrate", "average", "local", "personal", "fixed", "group", *appearance.METHODS)
+NAMES = ("central", "alone", *appearance.TREATMENTS, *appearance.METHODS)
 
 
 def smaller(masks: Tensor) -> Tensor:
@@ -101,20 +101,27 @@ def main() -> None:
     made = parser(__doc__.splitlines()[0], seeds=(0, 1, 2))
     made.add_argument("--names", nargs="+", default=list(NAMES), choices=NAMES, help="ways to train")
     made.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of two local epochs")
-    made.add_argument("--deeplab", action="store_true", help="DeepLabV3+ in place of a small U-Net")
+    networks = made.add_mutually_exclusive_group()
+    networks.add_argument("--deeplab", action="store_true", help="DeepLabV3+ in place of a small U-Net")
+    networks.add_argument("--weights", type=Path, help="weights of EfficientNet-Lite0 on ImageNet: a U-Net that has them")
     arguments = made.parse_args()
     prepare(arguments)
     if arguments.quick:
         arguments.rounds, arguments.seeds, arguments.names = 1, [0], ["central", "local"]
-    arguments.small = not arguments.deeplab
-    network = "-deeplab" if arguments.deeplab else ""
+    arguments.small = not arguments.deeplab and arguments.weights is None
+    start, network = ("scratch" if arguments.weights is None else "pretrained"), ""
+    flag, words = "", "a small U-Net (three stages of ResNet-18), from scratch"
+    if arguments.deeplab:
+        network, flag, words = "-deeplab", " --deeplab", "DeepLabV3+ with ResNet-18, from scratch"
+    if arguments.weights is not None:
+        network, flag, words = "-pretrained", " --weights WEIGHTS", "U-Net with EfficientNet-Lite0 from ImageNet"
     retina = Retina(arguments.data)
     found: dict[str, list[dict[str, Any]]] = {}
     for seed in arguments.seeds:
         for name in arguments.names:
             path = arguments.runs / f"hospitals{network}" / f"{name}_{arguments.rounds}_{seed}.json"
             if not path.exists() and not arguments.report:
-                save_json(path, appearance.train(name, retina.hospitals(), 2, seed, "scratch", arguments, "hospitals"))
+                save_json(path, appearance.train(name, retina.hospitals(), 2, seed, start, arguments, "hospitals"))
             if path.exists():
                 found.setdefault(name, []).append(load_json(path))
     if not found:
@@ -124,12 +131,10 @@ def main() -> None:
     best = [f"{100 * ceiling[name]:.1f}" for name in retina.names]
     rows.append(["second annotator", *best, f"{100 * statistics.fmean(ceiling.values()):.1f}", "", "", "", ""])
     header = ["", *retina.names, "mean", "to central", "to recalibrate", "shift", "seeds"]
-    flag = " --deeplab" if arguments.deeplab else ""
-    words = "DeepLabV3+ with ResNet-18" if arguments.deeplab else "a small U-Net (three stages of ResNet-18)"
     text = (
         f"`python benchmarks/hospitals.py --data DATA{flag} --rounds {arguments.rounds} --out"
         " benchmarks/results/hospitals.md`. Vessels of the retina: 20 pictures"
-        f" for training of each camera, DRIVE and CHASE, 128 x 128 pixels; {words}, from scratch,"
+        f" for training of each camera, DRIVE and CHASE, 128 x 128 pixels; {words},"
         f" {arguments.rounds} rounds of {appearance.EPOCHS} local epochs (central and alone: as many epochs), AdamW,"
         f" batches of {appearance.BATCH}. Dice of the vessels on other patients' pictures of the same camera, %,"
         " mean ± standard deviation over seeds; differences of the mean over cameras, in points."
