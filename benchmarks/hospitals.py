@@ -103,7 +103,7 @@ def main() -> None:
     made.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of two local epochs")
     networks = made.add_mutually_exclusive_group()
     networks.add_argument("--deeplab", action="store_true", help="DeepLabV3+ in place of a small U-Net")
-    networks.add_argument("--weights", type=Path, help="weights of EfficientNet-Lite0 on ImageNet: a U-Net that has them")
+    networks.add_argument("--weights", type=Path, help="weights of EfficientNet-Lite0 on ImageNet: a U-Net with them")
     arguments = made.parse_args()
     prepare(arguments)
     if arguments.quick:
