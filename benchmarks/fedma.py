@@ -306,7 +306,21 @@ def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Nam
         f" client's; agreement the share of the squared length of the neurons' incoming weights that their means keep,"
         f" mean over the layers of the first pass, where it is logged. {machine(arguments.threads)}.\n\n"
         f"{table(header, rows)}"
+        + (f"\n\nBy round:\n\n{by_round(runs, study.monitor)}" if name.endswith("_full") else "")
     )
+
+
+def by_round(runs: Sequence[Mapping[str, Any]], monitor: str) -> str:
+    """The score after every round, and the megabytes until then, mean over seeds."""
+    rows = []
+    for method in dict.fromkeys(run["method"] for run in runs):
+        rounds = list(zip(*(run["rounds"] for run in runs if run["method"] == method), strict=True))
+        scores = [statistics.fmean(values[monitor] for values in of_round) for of_round in rounds]
+        sent = [statistics.fmean(map(megabytes, of_round)) for of_round in rounds]
+        rows.append(
+            [f"`{method}`", *(f"{score:.3f} ({size:.0f} MB)" for score, size in zip(scores, sent, strict=True))]
+        )
+    return table(["method", *(f"{number}" for number in range(1, len(rows[0])))], rows)
 
 
 def with_bytes(run: Mapping[str, Any], budget: float, monitor: str) -> float:
