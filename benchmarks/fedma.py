@@ -431,21 +431,20 @@ def draw_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], path: Path) ->
 
 
 def draw(name: str, runs: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The score by rounds, and by megabytes; means over seeds."""
+    """The score by rounds, and by megabytes; means over seeds. FedMA has a model at the end of a pass only."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     monitor = STUDIES[name].monitor
     for number, method in enumerate(dict.fromkeys(run["method"] for run in runs)):
-        own = [run for run in runs if run["method"] == method]
-        scores = [
-            statistics.fmean(values[monitor] for values in of_round) for of_round in zip(*curves(own), strict=True)
-        ]
-        style = ":" if method == CENTRAL else "-" if len(scores) > 1 else "o"
-        panels[0].plot(range(1, len(scores) + 1), scores, style, color=f"C{number}", label=method)
+        rounds = list(zip(*curves([run for run in runs if run["method"] == method]), strict=True))
+        ends = [place for place, (first, *_) in enumerate(rounds) if "fedma/growth" in first] or range(len(rounds))
+        scores = [statistics.fmean(values[monitor] for values in rounds[place]) for place in ends]
+        style = ":" if method == CENTRAL else "-" if len(ends) == len(rounds) > 1 else "o--"
+        panels[0].plot([place + 1 for place in ends], scores, style, color=f"C{number}", label=method)
         if method != CENTRAL:
-            sent = [statistics.fmean(map(megabytes, of_round)) for of_round in zip(*curves(own), strict=True)]
+            sent = [statistics.fmean(map(megabytes, rounds[place])) for place in ends]
             panels[1].plot(sent, scores, style, color=f"C{number}")
     panels[0].set(xlabel="round", ylabel=monitor)
     panels[1].set(xlabel="megabytes, all clients, up and down", xscale="log")
