@@ -47,6 +47,7 @@ class Study:
         variants: Name to further arguments of the recipe.
         published: Variant and method's name to the published accuracy, in percent.
         seeds: Seeds.
+        rounds: Rounds of the small setting.
 
     """
 
@@ -60,6 +61,7 @@ class Study:
     variants: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"": ()})
     published: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     seeds: Sequence[int] = (0, 1, 2)
+    rounds: int = 0
 
 
 STUDIES = {
@@ -121,23 +123,36 @@ STUDIES = {
             }
         },
         seeds=(0, 1),
+        rounds=60,
     ),
 }
+TWO_EPOCHS = ("ditto", "fedrep")  # a round of theirs has two local epochs, of the others one
 
 
-def make_plan(name: str, variant: str, arguments: argparse.Namespace) -> Plan:
+def make_plans(name: str, variant: str, arguments: argparse.Namespace) -> list[Plan]:
+    """The plan, or with `--equal-steps` that of the methods with one epoch a round and that of the others."""
+    methods = arguments.methods or STUDIES[name].methods
+    if not arguments.equal_steps:
+        return [make_plan(name, variant, arguments, methods, arguments.rounds)]
+    long = [text for text in methods if text.startswith(TWO_EPOCHS)]
+    short = [text for text in methods if text not in long]
+    parts = ((short, 0), (long, STUDIES[name].rounds // 2))
+    return [make_plan(name, variant, arguments, some, rounds) for some, rounds in parts if some]
+
+
+def make_plan(name: str, variant: str, arguments: argparse.Namespace, methods: Sequence[str], rounds: int) -> Plan:
     study = STUDIES[name]
     overrides = [study.data, str(arguments.data), *study.variants[variant]]
     overrides += [] if arguments.full else study.small
     if arguments.quick:
         nested = "source." if "source" in study.data else ""
         overrides += [f"--data.{nested}train_size", "1000", "--trainer.max_rounds", "1", "--trainer.local_epochs", "1"]
-    overrides += ["--trainer.max_rounds", str(arguments.rounds)] if arguments.rounds else []
-    length = [f"{arguments.rounds}_rounds"] if arguments.rounds else []
+    overrides += ["--trainer.max_rounds", str(rounds)] if rounds else []
+    length = [f"{rounds}_rounds"] if rounds else []
     folder = "_".join([name, *variant.lower().split(), *(["full"] if arguments.full else []), *length])
     return Plan(
         recipe=ROOT / "recipes" / study.recipe,
-        methods=[MethodChoice.parse(text) for text in arguments.methods or study.methods],
+        methods=[MethodChoice.parse(text) for text in methods],
         seeds=arguments.seeds or study.seeds,
         out=arguments.runs / "drift" / folder,
         monitor=study.monitor,
@@ -170,7 +185,9 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
     given = {key: getattr(arguments, key) for key in ("variants", "methods", "seeds")}
     command += "".join(f" --{key} {shlex.join(map(str, values))}" for key, values in given.items() if values)
     command += f" --rounds {arguments.rounds}" if arguments.rounds else ""
+    command += " --equal-steps" if arguments.equal_steps else ""
     words = study.words.format(rounds=arguments.rounds or 20)
+    words += "; here FedRep and Ditto have half of the rounds: as many client steps" if arguments.equal_steps else ""
     parts = [
         f"`{command} --out benchmarks/results/drift.md`. {words}; `recipes/{study.recipe}`."
         f" Published: {study.source}. `{study.monitor}` in percent, mean over the last {arguments.last} rounds, ±"
@@ -211,6 +228,7 @@ def main() -> None:
     made.add_argument("--seeds", type=int, nargs="+", default=[], help="else those of the study")
     made.add_argument("--last", type=int, default=3, help="rounds at the end whose mean is the score")
     made.add_argument("--rounds", type=int, default=0, help="rounds; 0 for those of the study")
+    made.add_argument("--equal-steps", action="store_true", help="half of the rounds where these have two epochs")
     made.add_argument("--full", action="store_true", help="as long as the publications, with all images")
     made.add_argument("--report", action="store_true", help="only make the tables of what is there")
     arguments = made.parse_args()
@@ -222,15 +240,17 @@ def main() -> None:
         for variant in STUDIES[name].variants:
             if arguments.variants and variant not in arguments.variants:
                 continue
-            plan = make_plan(name, variant, arguments)
-            if not arguments.report:
-                print(f"{name} {variant}".strip(), flush=True)
-                run_comparison(plan)
-            runs = load_results(plan)
+            runs = []
+            for plan in make_plans(name, variant, arguments):
+                if not arguments.report:
+                    print(f"{name} {variant}".strip(), flush=True)
+                    run_comparison(plan)
+                runs += load_results(plan)
             if runs:
                 results[variant] = runs
         if results:
             length = f"-{arguments.rounds}" if arguments.rounds else ""
+            length += "-equal-steps" if arguments.equal_steps else ""
             write_section(arguments.out, f"drift-{name}{length}", report(name, results, arguments))
 
 
