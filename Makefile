@@ -39,8 +39,9 @@ demo: $(STAMP) ## DeepLabV3+ on 24 clients, about two minutes; on CamVid with DA
 test: $(STAMP) ## the tests but for the slow ones, and those of the pages
 	$(PYTEST) -m "not slow and not prose" $(ARGS)
 
-test-pages: $(STAMP) ## the tests of what the pages say: links, numbers, names, code
-	$(PYTEST) -m "prose and not slow" tests/test_pages.py tests/test_results_pages.py tests/test_tutorials.py $(ARGS)
+test-pages: $(STAMP) ## the tests of what the pages say: links, numbers, names, code, English
+	$(PYTEST) -m "prose and not slow" tests/test_pages.py tests/test_results_pages.py tests/test_tutorials.py \
+		tests/test_prose.py $(ARGS)
 
 test-slow: $(STAMP) ## the slow tests: reproductions that take minutes
 	$(PYTEST) -m slow $(ARGS)

@@ -89,3 +89,30 @@ def test_links_of_the_package_index_lead_out_of_it(built):
     targets = re.findall(r"\]\(([^)]+)\)", built[2])
     assert targets
     assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+
+
+# --- hooks of a commit ------------------------------------------------------------------------------------------------
+
+
+def test_the_hook_runs_the_ruff_of_the_tests():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["tests"]
+    assert f"ruff=={hooks[0]['rev'].removeprefix('v')}" in tools
+
+
+@pytest.mark.parametrize(
+    ("message", "is_allowed"),
+    [
+        (72 * "a", True),
+        (73 * "a", False),
+        ("Add a limit\n\nReason.", True),
+        ("Add a limit\nReason.", False),
+        ("Add a limit\n# comment of git", True),
+        (f'Revert "{72 * "a"}"', True),
+    ],
+)
+def test_a_commit_has_a_short_subject(message, is_allowed, tmp_path):
+    file = tmp_path / "message"
+    file.write_text(message + "\n")
+    run = subprocess.run([ROOT / ".ci" / "commit-subject", file], capture_output=True, check=False)
+    assert (run.returncode == 0) == is_allowed
