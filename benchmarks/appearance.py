@@ -3,8 +3,9 @@
 Settings: generated scenes whose clients have cameras of their own (mild, strong, and negatives for every second one),
 CamVid by drive, and scenes of which clients have seen few classes. The network starts from scratch (DeepLabV3+,
 ResNet-18), or its encoder from weights on ImageNet (U-Net, EfficientNet-Lite0, ``--weights``). In training BatchNorm
-normalises by batch with three of the treatments (`average`, `recalibrate`, `local`): these have the same weights, and
-differ in the running statistics that evaluate them.
+normalises by batch with three treatments (`average`, `recalibrate`, `silobn`). Their weights are equal, and only the
+running statistics differ. The weights of `silobn` are scored with the statistics from the clients' last visits (`own`),
+with each client's statistics measured after the last aggregation (`measured`), pooled, and with those of each batch.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from common import QUIET, Curve, load_json, machine, parser, picture, prepare, s
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fed import FederatedTrainer, FixedStatistics, LocalStatistics
+from lightning_fed import FederatedTrainer, FixedStatistics
 from lightning_fed.algorithms import Ditto, FedMargin, FedRep
 from lightning_fed.data import IID, ByGroup, Dirichlet, Look, Partition, PartitionedData
 from lightning_fed.datasets import CamVid, Shapes
 from lightning_fed.method import Method
 from lightning_fed.metrics import SegmentationScores
-from lightning_fed.modules import UnseenStatistics
+from lightning_fed.modules import UnseenStatistics, recalibrate_batch_norm
 from lightning_fed.tasks import SegmentationTask
 
 EPOCHS, BATCH, CLIENTS = 2, 8, 6
@@ -44,7 +45,7 @@ SETTINGS = ("alike", *LOOKS, "drives", *(f"classes {alpha}" for alpha in ALPHAS)
 TREATMENTS: dict[str, dict[str, Any]] = {
     "average": {"batch_norm": "average"},
     "recalibrate": {"batch_norm": "recalibrate"},
-    "local": {"batch_norm": LocalStatistics()},
+    "silobn": {"method": "silobn"},
     "fixed": {},  # after half of the rounds
     "personal": {"batch_norm": "personal"},
     "frozen": {"batch_norm": "frozen"},
@@ -55,7 +56,7 @@ METHODS: dict[str, Callable[[], Method]] = {  # with the default statistics; the
     "fedrep": lambda: FedRep(head_epochs=1, body_epochs=1),
     "ditto": lambda: Ditto(local_epochs=1, personal_epochs=1),
 }
-OWN = ("local", "personal", "fedrep", "ditto")  # clients are served by states of their own
+OWN = ("silobn", "personal", "fedrep", "ditto")  # every client has a state
 NAMES = ("background", "central", "alone", *TREATMENTS)
 AGAINST = ("central", "average")
 
@@ -230,7 +231,9 @@ def train(
         result["scores"] = {"": scores_of(task, dict.fromkeys(clients, shared), data)}
         if name in OWN:
             result["scores"] = {"own": scores_of(task, own_states, data)}
-        if name == "local":
+        if name == "silobn":
+            for way, states in measured_states(task, shared, data).items():
+                result["scores"][way] = scores_of(task, states, data)
             result["scores"]["batch"] = scores_of(task, dict.fromkeys(clients, shared), data, "batch")
             others = {}  # the most similar of the *other* clients: as if this one had not taken part
             for client in clients:
@@ -240,6 +243,22 @@ def train(
         result["shift"] = [values.get("fed/batch_norm_shift") for values in curve.rounds]
     result["seconds"] = sum(values["cpu_s"] for values in curve.rounds)
     return result
+
+
+def measured_states(task: Any, weights: Mapping[str, Tensor], data: Any) -> dict[str, dict[Any, dict[str, Tensor]]]:
+    """States with running statistics from one pass through the final weights: by client, and over all clients."""
+
+    def measure(names: Sequence[Any]) -> dict[str, Tensor]:
+        task.load_state_dict(weights)
+        loaders = [
+            DataLoader(data.clients[name], BATCH, drop_last=len(data.clients[name]) % BATCH == 1) for name in names
+        ]
+        recalibrate_batch_norm(task, itertools.chain(*loaders))
+        return {key: value.clone() for key, value in task.state_dict().items()}
+
+    clients = list(data.test)
+    pooled = measure(clients)
+    return {"measured": {client: measure([client]) for client in clients}, "pooled": dict.fromkeys(clients, pooled)}
 
 
 def _only(data: Any, client: Any) -> Any:

@@ -107,7 +107,7 @@ def main() -> None:
     arguments = made.parse_args()
     prepare(arguments)
     if arguments.quick:
-        arguments.rounds, arguments.seeds, arguments.names = 1, [0], ["central", "local"]
+        arguments.rounds, arguments.seeds, arguments.names = 1, [0], ["central", "silobn"]
     arguments.small = not arguments.deeplab and arguments.weights is None
     start, network = ("scratch" if arguments.weights is None else "pretrained"), ""
     flag, words = "", "a small U-Net (three stages of ResNet-18), from scratch"

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +85,13 @@ main()
         (["fitt"], 2, "Did you mean 'fit'?"),
         (["doctor"], 0, "torch cannot be imported: ModuleNotFoundError"),
         (["flower", "--help"], 0, "certificates"),
+        (["methods"], 0, "fedmargin"),
+        (["methods", "fedproxx"], 2, "Did you mean 'fedprox'?"),
+        (["compare"], 2, "--methods"),
+        (["data", "a.yaml", "--bogus"], 2, "--bogus"),
+        (["nvflare", "new", "--help"], 0, "RECIPE"),
+        (["privacy", "absent.yaml"], 1, "absent.yaml"),
+        (["privacy", str(Path(__file__).parents[1] / "recipes" / "shapes_deeplab.yaml")], 1, "CentralDP"),
     ],
 )
 def test_commands_that_train_nothing_do_without_torch(arguments, status, says):

@@ -42,7 +42,7 @@ from lightning_fed.callbacks import (
     find_federation,
 )
 from lightning_fed.cli.main import main
-from lightning_fed.cli.methods import costs_of
+from lightning_fed.cli.methods import costs_of, read_methods
 from lightning_fed.compare import MethodChoice
 from lightning_fed.steps import UniformWeights
 from tests import models, warm_process
@@ -272,6 +272,10 @@ class Reset(FederatedCallback):
 
     def on_train_epoch_start(self, trainer, module):
         module.counts.batches.clear()
+
+
+def test_the_listed_methods_are_those_registered():
+    assert read_methods() == {name: inspect.getdoc(METHODS[name]) for name in method_names()}
 
 
 COSTS = {name: costs_of(inspect.getdoc(kind)) for name, kind in METHODS.items()}

@@ -8,10 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_fed.cli.methods import read_methods
 from lightning_fed.cli.recipes import split_options
-from lightning_fed.compare.method_options import CENTRAL, MethodChoice, method_choices
-from lightning_fed.compare.plan import Plan, run_comparison
-from lightning_fed.compare.report import write_report
 
 _COMMA = r",(?![^\[]*\])"  # except inside brackets: ``fedfusion:levels=[2,-1]`` is one method
 
@@ -26,6 +24,11 @@ def run(args: Sequence[str]) -> None:
     parser = _parser()
     mine, own = split_options(args)
     options = parser.parse_args(mine)
+    # Only now, because these import torch.
+    from lightning_fed.compare.method_options import MethodChoice
+    from lightning_fed.compare.plan import Plan, run_comparison
+    from lightning_fed.compare.report import write_report
+
     try:
         if options.last < 1 or not 0 < options.target <= 1:
             raise ValueError("Expected `--last` to be at least 1 and `--target` to be in (0, 1].")
@@ -67,9 +70,9 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="METHOD",
-        help=f"of {', '.join(method_choices())}; with options: fedprox:mu=0.1 fedmargin:combine=lpm. {CENTRAL} trains"
-        " on all data at once. fedper, fedrep, fedbn, silobn, fesem, ditto and fedala give clients models of their own,"
-        " which only `--monitor fed/<metric>/mean` measures",
+        help=f"of central, {', '.join(read_methods())}; with options: fedprox:mu=0.1 fedmargin:combine=lpm."
+        " central trains on all data at once. fedper, fedrep, fedbn, silobn, fesem, ditto and fedala train a model per"
+        " client: compare them with `--monitor fed/<metric>/mean`",
     )
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, from 0 on (default: %(default)s)")
     parser.add_argument(
@@ -79,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--monitor", help="metric to compare (default: that of the recipe's ModelCheckpoint)")
     parser.add_argument("--mode", choices=["max", "min"], help="which end of `--monitor` is good (default: max)")
     parser.add_argument(
-        "--target", type=float, default=0.8, help=f"share of {CENTRAL}'s score to be reached (default: %(default)s)"
+        "--target", type=float, default=0.8, help="share of central's score to be reached (default: %(default)s)"
     )
     parser.add_argument(
         "--last", type=int, default=1, help="rounds at the end whose mean is the score (default: %(default)s)"

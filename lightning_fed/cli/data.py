@@ -6,14 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any
 
-from lightning_fed.backends.wire.data import read_data
 from lightning_fed.cli.recipes import split_options
-from lightning_fed.compare.run import quiet
-from lightning_fed.data.client_report import report_clients
-from lightning_fed.recipe import FederatedCLI
-from lightning_fed.trainer import FederatedTrainer
 
 
 def run(args: Sequence[str]) -> None:
@@ -28,9 +23,16 @@ def run(args: Sequence[str]) -> None:
     """
     mine, own = split_options(args)
     options = _parser().parse_args(mine)
+    # Only now, because these import torch.
+    from lightning_fed.backends.wire.data import read_data
+    from lightning_fed.compare.run import quiet
+    from lightning_fed.data.client_report import report_clients
+    from lightning_fed.recipe import FederatedCLI
+
     with quiet():
         cli = FederatedCLI(["-c", str(options.recipe), *own], run=False)
-    population, _ = read_data(cast(FederatedTrainer, cli.trainer).federation, cli.datamodule)
+    trainer: Any = cli.trainer
+    population, _ = read_data(trainer.federation, cli.datamodule)
     report = report_clients(
         population,
         getattr(cli.datamodule, "num_classes", None),

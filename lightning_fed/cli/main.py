@@ -32,7 +32,7 @@ commands:
   compare RECIPE            train with several methods on equal rounds: --methods fedavg fedmargin --seeds 3
   data RECIPE               show each client's data, and how its images look, before anything trains
   methods                   list the methods and their options
-  privacy RECIPE            compute what a recipe's rounds cost of the clients' privacy
+  privacy RECIPE            compute the privacy budget of a recipe
   merge CKPT CKPT -o CKPT   match the neurons of trained models, and average them
   flower new DIR -c RECIPE  write a Flower app: the same federation, across machines
   nvflare new DIR -c RECIPE write the same as an NVFLARE job
@@ -95,17 +95,20 @@ def _dispatch(given: Sequence[str], is_process: bool) -> None:
         else:
             import_module(f"lightning_fed.cli.{command}").run(given[1:])
     except Exception as error:
-        if not isinstance(error, _mistakes(command)):
+        if not _is_mistake(error, command):
             raise
         _stop(error)
 
 
-def _mistakes(command: str) -> tuple[type[Exception], ...]:
-    """Errors that the user can mend, which are shown without a traceback."""
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
+def _is_mistake(error: Exception, command: str) -> bool:
+    """Returns whether the user can correct an error, so that no traceback is shown."""
+    if isinstance(error, FileNotFoundError | OptionError):
+        return True
+    if command not in _RECIPE_COMMANDS and isinstance(error, OSError | ModuleNotFoundError):
+        return True
+    from lightning.fabric.utilities.exceptions import MisconfigurationException  # imports torch
 
-    of_any = (FileNotFoundError, MisconfigurationException, OptionError)
-    return of_any if command in _RECIPE_COMMANDS else (*of_any, OSError, ModuleNotFoundError)
+    return isinstance(error, MisconfigurationException)
 
 
 def _find_own_modules() -> None:
@@ -115,7 +118,7 @@ def _find_own_modules() -> None:
 
 
 def _stop(error: Exception) -> NoReturn:
-    """Ends the program with the error's text; with the switch, with its traceback."""
+    """Ends the program with the error message. JSONARGPARSE_DEBUG=true shows the traceback."""
     if os.environ.get("JSONARGPARSE_DEBUG", "").lower() == "true":
         raise error
     sys.stderr.write(f"error: {error}\n")

@@ -1,17 +1,18 @@
-"""``lightning-fed methods``: the methods that there are, what each costs, and their options."""
+"""``lightning-fed methods``: list the methods, their costs and their options."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-import lightning_fed.recipe  # noqa: F401 - enters all methods in their table
-from lightning_fed.method import build_method, find_method, list_options, method_names
+from lightning_fed.argument_checks import check_option
 
 
 def run(args: Sequence[str]) -> None:
@@ -24,6 +25,9 @@ def run(args: Sequence[str]) -> None:
     parser = _parser()
     options = parser.parse_args(args)
     try:
+        for name in options.methods:
+            if "." not in name:
+                check_option("method", name.lower().replace("_", ""), list(read_methods()))
         text = "\n".join(map(describe_method, options.methods)) if options.methods else table_of_methods()
     except ValueError as error:
         parser.error(str(error))
@@ -31,38 +35,60 @@ def run(args: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Parser of the command."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed methods",
-        description="List the methods, and the clients that each is for. Describe those that are named: what each sends"
-        " in a visit, what clients and server keep between rounds, what it costs beside the training, its options with"
-        " their defaults, and those of its callbacks. One model is as many bytes as its shared entries have.",
-        epilog="In a recipe: `method: fedprox:mu=0.1`. A method of your own is named by the path of its class:"
+        description="List all methods with their target clients, or describe the named methods: payload of a visit,"
+        " state between rounds, cost on top of training, and options with defaults. One model counts as the bytes of"
+        " the shared entries.",
+        epilog="In a recipe: `method: fedprox:mu=0.1`. A custom method has the path of its class as name:"
         " my_project.FedMine:option=value",
     )
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="describe these (default: list all)")
     return parser
 
 
+def read_methods() -> dict[str, str]:
+    """Name and docstring of every registered method, sorted by name.
+
+    The names come from the sources, because an import of the methods takes seconds.
+
+    Example:
+        >>> read_methods()["fedprox"].partition(";")[0]
+        "The average of the clients' models by their numbers of examples"
+
+    """
+    trees = [ast.parse(path.read_text()) for path in (Path(__file__).parents[1] / "algorithms").rglob("*.py")]
+    statements = [statement for tree in trees for statement in tree.body]
+    classes = {statement.name: statement for statement in statements if isinstance(statement, ast.ClassDef)}
+    registered = set()
+    for name, body in classes.items():
+        if any(ast.unparse(decorator).startswith("register") for decorator in body.decorator_list):
+            registered.add(name)
+    for statement in statements:
+        if isinstance(statement, ast.Expr) and ast.unparse(statement).startswith("register("):
+            registered.add(ast.unparse(statement.value.args[0]))
+    return {name.lower(): ast.get_docstring(classes[name]) or "" for name in sorted(registered, key=str.lower)}
+
+
 def table_of_methods() -> str:
-    """All methods by name, each with the clients that it is for."""
-    names = method_names()
-    width = max(map(len, names))
+    """Table of all methods and their target clients."""
+    methods = read_methods()
+    width = max(map(len, methods))
     lines = [f"{'METHOD':{width}}  FOR"]
-    lines += [f"{name:{width}}  {costs_of(inspect.getdoc(find_method(name)) or '')['For']}" for name in names]
+    lines += [f"{name:{width}}  {costs_of(text)['For']}" for name, text in methods.items()]
     return "\n".join([*lines, "", "`lightning-fed methods NAME` describes a method, its costs and its options.", ""])
 
 
 def describe_method(name: str) -> str:
-    """A method's name, what it is and costs, options with defaults, and those of the callbacks that it brings.
+    """Describes a method: purpose, costs, options with defaults, and options of the method's callbacks.
 
-    What it costs are the points of its documentation that begin with "Sends", "Keeps", "Costs" and "For".
+    The costs are the points "Sends", "Keeps", "Costs" and "For" in the docstring.
 
     Args:
-        name: Its name, or the path of its class.
+        name: Name of the method, or path of a class.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If no such method exists.
 
     Example:
         >>> print(describe_method("fedprox"))
@@ -76,6 +102,9 @@ def describe_method(name: str) -> str:
         <BLANKLINE>
 
     """
+    import lightning_fed.recipe  # noqa: F401 - registers all methods
+    from lightning_fed.method import build_method, find_method, list_options
+
     method_class = find_method(name)
     options = list_options(method_class)
     text = inspect.getdoc(method_class) or ""
@@ -92,10 +121,10 @@ def describe_method(name: str) -> str:
 
 
 def costs_of(text: str) -> dict[str, str]:
-    r"""The points of a method's documentation on what it sends, keeps and costs, and for whom it is.
+    r"""Points "Sends", "Keeps", "Costs" and "For" in the docstring of a method.
 
     Args:
-        text: The documentation.
+        text: The docstring.
 
     Example:
         >>> costs_of("An average.\n\n- Sends: 1 model down,\n  1 up.\n- Keeps: nothing.")

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_fed.cli.recipe_halves import write_halves
-
 _TEMPLATES = {
     "meta.json": "meta.json.txt",
     "app/config/config_fed_server.json": "config_fed_server.json.txt",
@@ -35,12 +33,13 @@ def run(args: Sequence[str]) -> None:
 
     """
     options = _parser().parse_args(args)
+    from lightning_fed.cli.recipe_halves import write_halves  # imports torch
+
     write_halves(options.folder, options.config, _TEMPLATES, "nvflare")
     sys.stdout.write(_NEXT.format(recipe=options.config, folder=options.folder))
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Parser of the command."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed nvflare", description="Write a federation across machines, on NVFLARE."
     )

@@ -8,16 +8,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lightning_fed.backends.wire.data import read_data
-from lightning_fed.callbacks.pictures import has_matplotlib
-from lightning_fed.cli.recipe_halves import Recipe, read_recipe
+import yaml  # type: ignore[import-untyped]
+
 from lightning_fed.cli.recipes import split_options
 from lightning_fed.errors import OptionError
-from lightning_fed.privacy.accounting import Budget, calibrate
-from lightning_fed.privacy.audit import audit_mean
-from lightning_fed.privacy.central import CentralDP
 
+if TYPE_CHECKING:
+    from lightning_fed.cli.recipe_halves import Recipe
+    from lightning_fed.privacy.accounting import Budget
+    from lightning_fed.privacy.central import CentralDP
+
+_NO_PRIVACY = "Expected a recipe with a `CentralDP` among the `steps` of its `trainer`, but there is none."
 _CANARIES = 1000
 _EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 
@@ -34,10 +37,21 @@ def run(args: Sequence[str]) -> None:
     """
     mine, own = split_options(args)
     options = _parser().parse_args(mine)
+    if not own and not _has_steps(options.recipe):
+        raise OptionError(_NO_PRIVACY)  # before torch is imported
+    from lightning_fed.cli.recipe_halves import read_recipe
+
     recipe = read_recipe(options.recipe, own)
     sys.stdout.write(describe_privacy(recipe, options.audit))
     if options.figure is not None:
         draw_epsilon(recipe, options.figure)
+
+
+def _has_steps(recipe: Path) -> bool:
+    """Returns whether update steps can come from a recipe: by name, by a federation, or by a custom method."""
+    trainer = (yaml.safe_load(recipe.read_text()) or {}).get("trainer") or {}
+    method = str(trainer.get("method", "")).partition(":")[0]
+    return bool(trainer.get("steps") or trainer.get("federation") or "." in method)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,6 +79,9 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
         OptionError: If it has no differential privacy, or its budget cannot be kept.
 
     """
+    from lightning_fed.privacy.accounting import calibrate
+    from lightning_fed.privacy.audit import audit_mean
+
     privacy, budget, rounds = _plan(recipe)
     population, cohort = budget.population, budget.cohort
     num_parameters = sum(parameter.numel() for parameter in recipe.model.parameters())
@@ -109,6 +126,8 @@ def draw_epsilon(recipe: Recipe, path: Path) -> None:
         OptionError: If it has no differential privacy, its budget cannot be kept, or matplotlib is not installed.
 
     """
+    from lightning_fed.callbacks.pictures import has_matplotlib
+
     if not has_matplotlib():
         raise OptionError("Expected matplotlib for a figure: pip install 'lightning-fed[demo]'.")
     from matplotlib.figure import Figure  # the extra `demo`
@@ -131,9 +150,12 @@ def draw_epsilon(recipe: Recipe, path: Path) -> None:
 
 def _plan(recipe: Recipe) -> tuple[CentralDP, Budget, int]:
     """The recipe's differential privacy, its budget, and the number of rounds."""
+    from lightning_fed.backends.wire.data import read_data
+    from lightning_fed.privacy.central import CentralDP
+
     privacy = next((step for step in recipe.federation.server.chain.steps if isinstance(step, CentralDP)), None)
     if privacy is None:
-        raise OptionError("Expected a recipe with a `CentralDP` among the `steps` of its `trainer`, but there is none.")
+        raise OptionError(_NO_PRIVACY)
     population = len(read_data(recipe.federation, recipe.data)[0].clients)
     rounds = int(recipe.server_trainer["max_epochs"])
     return privacy, privacy.plan(population, recipe.federation.schedule.cohort_size(population), rounds), rounds
