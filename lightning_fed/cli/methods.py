@@ -65,8 +65,9 @@ def read_methods() -> dict[str, str]:
         if any(ast.unparse(decorator).startswith("register") for decorator in body.decorator_list):
             registered.add(name)
     for statement in statements:
-        if isinstance(statement, ast.Expr) and ast.unparse(statement).startswith("register("):
-            registered.add(ast.unparse(statement.value.args[0]))
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "register":
+            registered.add(ast.unparse(call.args[0]))
     return {name.lower(): ast.get_docstring(classes[name]) or "" for name in sorted(registered, key=str.lower)}
 
 
