@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -132,13 +132,17 @@ class FederatedCallback(L.Callback):
 
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
-    ) -> None:
+    ) -> Iterator[None] | None:
         """Client side, after its last batch: may add extras and metrics, compress, clip, add noise.
+
+        A generator trains a second model on the last batches of the visit: every ``yield`` waits for the training step
+        on one batch (:class:`~lightning_fed.callbacks.PersonalModel`).
 
         Raises:
             ClientFault: If the client is to be left out for what it would send.
 
         """
+        return None
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
         """Server side, on receipt, before the update is checked: may unpack what :meth:`on_client_end` packed."""

@@ -37,7 +37,8 @@ from lightning_fed.algorithms import METHODS
 from lightning_fed.client import client_store
 from lightning_fed.client.client_store import FolderStore, MemoryStore
 from lightning_fed.rounds.round import Round
-from lightning_fed.rounds.visits import Visits
+from lightning_fed.rounds.visit_driver import VisitDriver
+from lightning_fed.rounds.visit_flow import ServerHalf
 from lightning_fed.server.server import Server
 from tests.resume_script import last_checkpoint, prepare, rows
 
@@ -92,9 +93,9 @@ SEAMS = {
     "checkpoint deleted": ([(Strategy, "remove_checkpoint")], AROUND),
     "log write": ([(CSVLogger, "save")], ("after",)),
     "message out": ([(Server, "sent")], BEFORE),
-    "message in": ([(Visits, "receive")], BEFORE),
-    "visit start": ([(Visits, "start_group")], BEFORE),
-    "visit end": ([(Visits, "end_group")], BEFORE),
+    "message in": ([(ServerHalf, "answer")], BEFORE),
+    "visit start": ([(VisitDriver, "start")], BEFORE),
+    "visit end": ([(VisitDriver, "end")], BEFORE),
     "aggregate": ([(Round, "aggregate")], AROUND),
     "recalibrate": ([(Round, "measure_batch_norm")], AROUND),
 }

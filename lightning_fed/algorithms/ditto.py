@@ -6,7 +6,7 @@ https://arxiv.org/abs/2012.04221
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -18,11 +18,11 @@ from lightning_fed.algorithms.visit_tensors import refuse_rows
 from lightning_fed.argument_checks import check_count, check_nonnegative
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.client.local_model import OWN_MODEL
+from lightning_fed.errors import ClientFault
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.messages import Broadcast, Client, State, with_prefix, without_prefix
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, with_prefix, without_prefix
 from lightning_fed.method import Method, register
 from lightning_fed.model.entries import copy_state, find_non_finite, live_entries
-from lightning_fed.rounds.visits import VisitModel
 from lightning_fed.rule import Aggregator
 
 
@@ -72,14 +72,11 @@ class PersonalModel(FederatedCallback):
     def __init__(self, lam: float, global_epochs: int = 1) -> None:
         self.lam = check_nonnegative("lam", lam)
         self.global_epochs = check_count("global_epochs", global_epochs)
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        self._batches = 0  # of the visit so far
-        self._global_batches = 0
-        self._first_model: State = {}  # of a client that has none of its own yet
+    def _reset(self) -> None:
+        self._first_model: State = {}  # of a client without an own model
         self._pulls: dict[nn.Parameter, Tensor] = {}  # x, by parameter
-        self._global: VisitModel | None = None  # while the client's own model trains
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Checks the lengths of the visits."""
@@ -97,10 +94,12 @@ class PersonalModel(FederatedCallback):
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
         """Notes what the client was sent."""
-        self._forget()
+        self._reset()
         refuse_rows(broadcast, "Ditto")
         federation = find_federation(trainer)
-        self._global_batches = self.global_epochs * (federation.population.batches_per_epoch(client) or 0)
+        assert federation.open_visit is not None
+        batches = federation.population.batches_per_epoch(client)
+        federation.open_visit.main_batches = batches and self.global_epochs * batches
         self._pulls = {
             parameter: broadcast.state[name].to(parameter.device)
             for name, parameter in module.named_parameters()
@@ -111,36 +110,33 @@ class PersonalModel(FederatedCallback):
             policies = federation.policies
             self._first_model = copy_state({name: entries[name] for name in entries if policies[name] != "frozen"})
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Goes on with the client's own model after the global one's last batch, and back after its last one."""
-        federation = find_federation(trainer)
-        planned = federation.current_visit
-        if planned is None or planned.fault is not None:
+    def on_client_end(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
+    ) -> Iterator[None]:
+        """Trains the client's own model, on the batches after the global epochs."""
+        visit = find_federation(trainer).open_visit
+        assert visit is not None
+        if visit.main_batches is None or visit.planned.num_batches <= visit.main_batches:
             return
-        self._batches += 1
-        is_over = self._batches == planned.num_batches
-        if self._global is None and self._batches == self._global_batches and not is_over:
-            model = without_prefix(federation.client_memory, OWN_MODEL)
-            self._global = federation.exchange_model(VisitModel(model or self._first_model))
-        elif self._global is not None and is_over:
-            model = federation.exchange_model(self._global).state
-            self._global = None
-            fault = find_non_finite(model)
-            if fault is not None:
-                planned.fault = f"of its own model, {fault}"
-                return
-            federation.client_memory.update(with_prefix(model, OWN_MODEL))
+        model = without_prefix(visit.memory, OWN_MODEL) or self._first_model
+        with visit.second_model(model) as entries:
+            for _ in range(visit.planned.num_batches - visit.main_batches):
+                yield
+            model = entries()
+        fault = find_non_finite(model)
+        if fault is not None:
+            raise ClientFault(f"of its own model, {fault}")
+        visit.memory.update(with_prefix(model, OWN_MODEL))
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Pulls the client's own model towards the global one."""
-        if self._global is not None:
+        visit = find_federation(trainer).open_visit
+        if visit is not None and visit.trains_second_model:
             add_to_gradients(trainer, optimizer, self._difference, self.lam)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Forgets the visit."""
-        self._forget()
+        """Releases the tensors of the visit."""
+        self._reset()
 
     def _difference(self, parameter: nn.Parameter) -> Tensor | None:
         """The parameter's difference to the global model."""

@@ -43,7 +43,7 @@ from lightning_fed.rounds.client_models import Answers, ClientModels
 from lightning_fed.rounds.loop import RoundLoop
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.scheduler_steps import check_estimate, count_scheduler_steps
-from lightning_fed.rounds.visits import VisitModel
+from lightning_fed.rounds.visit_flow import ClientVisit
 from lightning_fed.rule import Aggregator
 from lightning_fed.server.held_entries import HeldEntries
 from lightning_fed.server.interface import ServerInterface
@@ -218,25 +218,30 @@ class Federation(L.Callback):
         return self._fit.round_log
 
     @property
+    def open_visit(self) -> ClientVisit | None:
+        """The client's half of the visit under way; ``None`` between visits."""
+        return None if self._loop.round is None else self._loop.round.driver.current
+
+    @property
     def current_visit(self) -> PlannedVisit | None:
-        """The visit that is under way; ``None`` between visits."""
-        return None if self._loop.round is None else self._loop.round.visits.current
+        """The visit under way; ``None`` between visits."""
+        return None if self.open_visit is None else self.open_visit.planned
 
     @property
     def visit(self) -> PlannedVisit:
-        """The visit that is under way, in a hook of a visit."""
+        """The visit under way, in a hook of a visit."""
         assert self.current_visit is not None
         return self.current_visit
 
     @property
     def current_visits(self) -> Sequence[PlannedVisit]:
-        """The visits that train now: one, or those that train at once, in the order of their rows in a stack.
+        """The visits that train now: one visit, or several visits at once, in the order of their rows in a stack.
 
-        None while a client trains a model beside the one that it was sent (:meth:`exchange_model`): no correction of
-        the latter's gradients belongs there.
+        Empty while a client trains a second model, whose gradients take no correction.
         """
-        round = self._loop.round
-        return () if round is None or not round.visits.trains_sent_model else round.visits.group
+        if self._loop.round is None or (self.open_visit is not None and self.open_visit.trains_second_model):
+            return ()
+        return self._loop.round.driver.group
 
     @property
     def cohort(self) -> Cohort:
@@ -256,26 +261,9 @@ class Federation(L.Callback):
             RuntimeError: Between visits.
 
         """
-        round = self._loop.round
-        if round is None or round.visits.current is None:
+        if self.open_visit is None:
             raise RuntimeError("No client is training: its memory can be asked for during its visit.")
-        return round.local.memory
-
-    def exchange_model(self, model: VisitModel) -> VisitModel:
-        """Makes the module another model in the middle of a visit, for a client that trains two; returns the former.
-
-        Args:
-            model: The model, with whole entries; its optimizers go on from their state, or begin as in a new visit.
-                Until the former is given back, :attr:`current_visits` is empty.
-
-        Raises:
-            RuntimeError: Between visits.
-
-        """
-        round = self._loop.round
-        if round is None or round.visits.current is None:
-            raise RuntimeError("No client is training: its model can be exchanged during its visit.")
-        return round.visits.exchange_model(model)
+        return self.open_visit.memory
 
     @property
     def has_server(self) -> bool:

@@ -47,8 +47,6 @@ class LocalModel:
         initial: Values of personal entries with which a client's first visit starts, where they are not the server's.
 
     Attributes:
-        memory: Tensors that callbacks keep for the client between its visits, after :meth:`recall`; empty before its
-            first visit.
         server_entries: The server's values of the entries that do not travel.
 
     Raises:
@@ -89,7 +87,6 @@ class LocalModel:
         self._other_values = copy_state(self._other_buffers)
         buffers = ((name, value) for name, value in module.named_buffers() if name not in self.sliced)
         self._buffers = {name: (module.get_submodule(name.rpartition(".")[0]), value) for name, value in buffers}
-        self.memory: State = {}
         # What the store has of a client whose visit begins, so that what there is is read once; each for one reader.
         self._recalled: dict[Client, State] = {}
         self._optimizer_state: dict[Client, State] = {}
@@ -162,18 +159,29 @@ class LocalModel:
         """Loads what :meth:`client_entries` returned, in the middle of a visit."""
         self._load(state)
 
-    def recall(self, client: Client) -> None:
-        """Loads ``memory`` of a client, before its request."""
+    def recall(self, client: Client) -> State:
+        """Reads a client's state from the store, before its request.
+
+        Returns:
+            The client's memory: the tensors of callbacks and steps. Empty before the first visit.
+
+        """
         client_state = self.store.get(client) or {}
         self._recalled = {client: client_state}
-        self.memory = without_prefix(client_state, _MEMORY)
+        return without_prefix(client_state, _MEMORY)
 
-    def keep(self, client: Client, round: int, optimizer_state: Mapping[str, Tensor]) -> None:
-        """Stores the client's personal entries, optimizer state and memory, if there are any, until its next visit."""
+    def keep(
+        self,
+        client: Client,
+        round: int,
+        optimizer_state: Mapping[str, Tensor],
+        memory: Mapping[str, Tensor],
+    ) -> None:
+        """Stores a client's personal entries, optimizer state and memory, if there are any, until the next visit."""
         self._find_buffers()
         self._recalled, self._optimizer_state = {}, {}
         client_state = {name: self.entries[name] for name in self.personal} | dict(optimizer_state)
-        client_state |= {f"{_MEMORY}{name}": value for name, value in self.memory.items()}
+        client_state |= {f"{_MEMORY}{name}": value for name, value in memory.items()}
         if client_state:
             self.store.put(client, round, client_state)
 

@@ -84,6 +84,17 @@ class ClientGenerators:
         else:
             self._restore(state)
 
+    def snapshot(self) -> tuple[Any, ...]:
+        """The states of all clients, for :meth:`restore`."""
+        return list(self._states), self._current, None if self._current is None else self._capture()
+
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
+        """Restores the states of all clients."""
+        states, self._current, state = snapshot
+        self._states = list(states)
+        if state is not None:
+            self._restore(state)
+
     def _capture(self) -> tuple[Any, ...]:
         return torch_generator_states(), _host_states() if self._everywhere else None
 
@@ -126,6 +137,14 @@ class StackedBatch(NamedTuple):
 
     clients: tuple[int, ...]
     batch: Any
+
+    def split(self) -> list[StackedBatch]:
+        """The rows as stacks of one client each."""
+        tensors = batch_tensors(self.batch)
+        return [
+            StackedBatch((client,), rebuild_batch(self.batch, iter([tensor[row : row + 1] for tensor in tensors])))
+            for row, client in enumerate(self.clients)
+        ]
 
 
 def stack_batches(batches: Mapping[int, Any]) -> list[StackedBatch]:

@@ -79,7 +79,7 @@ class VisitsAtOnce(ABC):
                 model.
 
         Returns:
-            :class:`~lightning_fed.rounds.simultaneous_visits.SimultaneousVisits`, or ``None``.
+            :class:`~lightning_fed.rounds.visit_driver.VisitPlan`, or ``None``.
 
         """
 

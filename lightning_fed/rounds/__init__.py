@@ -9,5 +9,5 @@ from lightning_fed.rounds.client_errors import client_fault as client_fault
 from lightning_fed.rounds.client_models import Answers as Answers
 from lightning_fed.rounds.remote import RemoteSide as RemoteSide
 from lightning_fed.rounds.round import Round as Round
-from lightning_fed.rounds.simultaneous_visits import SimultaneousVisits as SimultaneousVisits
-from lightning_fed.rounds.visits import VisitModel as VisitModel
+from lightning_fed.rounds.visit_driver import VisitDriver as VisitDriver
+from lightning_fed.rounds.visit_driver import VisitPlan as VisitPlan

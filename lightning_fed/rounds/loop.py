@@ -7,8 +7,8 @@ What happens inside a round is in :mod:`lightning_fed.rounds.round`, inside a vi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -45,8 +45,6 @@ from lightning_fed.lightning.internals import (
     callbacks_of,
     datamodule_of,
     end_with_batch,
-    ends_after_batch,
-    exchange_last_batch,
     exchange_reload_interval,
     exchange_validation_time,
     forget_length,
@@ -57,12 +55,13 @@ from lightning_fed.lightning.internals import (
     move_log_position,
 )
 from lightning_fed.messages import Client
+from lightning_fed.rounds.batch_hooks import BatchHooks
 from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.round_averages import RoundAverages
-from lightning_fed.rounds.simultaneous_visits import SimultaneousVisits
+from lightning_fed.rounds.visit_driver import VisitPlan
 from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)
@@ -85,17 +84,12 @@ class RoundLoop:
         self.fit, self.remote = fit, remote
         self.failed_rounds = FailedRounds(fit.options.faults.max_failed_rounds)
         self.is_planned = False
-        self._round: Round | None = None
-        self._executor: SimultaneousVisits | None = None
-        self._batch_loop: BatchLoop | None = None
+        self._plan = VisitPlan()
+        self._hooks: BatchHooks | None = None
         self._averages: RoundAverages | None = None
         self._partition: Partition | None = None
-        self._loader: RoundLoader | None = None
-        self._finished_loader: RoundLoader | None = None
-        self._is_left_out = False  # the batch, whose visit the module has ended
         self._has_advised = False
         self._overridden: list[OverriddenMethod | HandedDataModule] = []
-        self._waiting: list[Callable[[], object]] = []  # callbacks that look at the round's last batch after it
         self._reload_interval: int | None = None  # the user's
         self._last_look = 0  # round in which the clients' data were asked for
         self._validation_time: float | None = None  # of the last validation, by Lightning's clock
@@ -105,12 +99,12 @@ class RoundLoop:
     @property
     def round(self) -> Round | None:
         """The round that is under way; ``None`` between rounds."""
-        return None if self._round is None or self._round.is_over else self._round
+        return None if self._hooks is None else self._hooks.open_round
 
     @property
     def trains_at_once(self) -> bool:
         """True if several visits train at once."""
-        return self._executor is not None
+        return self._plan.groups is not None
 
     # The fit
 
@@ -156,24 +150,10 @@ class RoundLoop:
             trainer.limit_train_batches = 1.0  # the batches are those of every client, not of the round
         self._train_dataloader = OverriddenMethod(loader_owner, "train_dataloader", self._plan_round)
         self._save_checkpoint = OverriddenMethod(module, "on_save_checkpoint", self._on_save_checkpoint)
-        self._has_batch_end = _has_own(module, "on_train_batch_end")
-        self._batch_end = OverriddenMethod(module, "on_train_batch_end", self._on_train_batch_end)
-        self._step = OverriddenMethod(module, "training_step", self._training_step)
-        self._backward = OverriddenMethod(module, "backward", self._on_backward)
-        self._overridden += [
-            self._backward,
-            self._train_dataloader,
-            self._save_checkpoint,
-            self._batch_end,
-            self._step,
-        ]
-        self._has_batch_start = _has_own(module, "on_train_batch_start")
-        if self._has_batch_start:
-            self._batch_start = OverriddenMethod(module, "on_train_batch_start", self._on_train_batch_start)
-            self._overridden.append(self._batch_start)
-
+        self._hooks = BatchHooks(fit, module, self._close_round)
+        self._overridden += [self._train_dataloader, self._save_checkpoint, *self._hooks.overridden]
         savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
-        self._overridden += [self._after_round(callback) for callback in savers]
+        self._overridden += [self._hooks.delay(callback) for callback in savers]
         for owner in (datamodule_of(trainer), module):
             for hook in TRANSFER_HOOKS:
                 if owner is not None and is_overridden(hook, owner):
@@ -189,7 +169,8 @@ class RoundLoop:
         fit = self.fit
         if self._averages is not None:
             self._averages.check_entries()
-        self._batch_loop = self._fuse()
+        assert self._hooks is not None
+        self._hooks.batch_loop = self._fuse(self._hooks.has_batch_start)
         if fit.options.optimizer_state == "keep":
             check_optimizers(fit.trainer.optimizers)
         fit.note_initial_statistics()
@@ -200,14 +181,14 @@ class RoundLoop:
         self.find_population()
         if fit.is_batch_norm_fixed:
             freeze_batch_norm(fit.module)  # as in a round
-        self._executor = visits.plan(fit)
+        self._plan = visits.plan(fit) or VisitPlan()
         if fit.is_batch_norm_fixed:
             thaw_batch_norm(fit.module)
 
-    def _fuse(self) -> BatchLoop | None:
+    def _fuse(self, has_batch_start: bool) -> BatchLoop | None:
         """Decides whether visits are fused; the log says why not, where that is left to it."""
         trainer, module, visits = self.fit.trainer, self.fit.module, self.fit.options.visits_one_by_one
-        obstacle = None if visits == "lightning" else find_obstacle(trainer, module, self._has_batch_start)
+        obstacle = None if visits == "lightning" else find_obstacle(trainer, module, has_batch_start)
         if obstacle is not None and visits == "fused":
             raise MisconfigurationException(
                 f"`visits='fused'`: the visits cannot be fused, because {obstacle}. With visits='auto' Lightning's own"
@@ -254,7 +235,7 @@ class RoundLoop:
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         self._overridden, self._reload_interval, self._frozen = [], None, []
-        self._executor = self._batch_loop = None
+        self._plan, self._hooks = VisitPlan(), None
         self.fit.close()
         self._generators.close()
 
@@ -326,7 +307,7 @@ class RoundLoop:
             fit.trainer.limit_train_batches,
             process_group_of(fit.trainer),
             fit.synchronisation.visit_costs,
-            None if self._executor is None else self._executor.groups,
+            self._plan.groups,
             fit.clock,
         )
         if remote is None:
@@ -348,177 +329,31 @@ class RoundLoop:
                     f"Round {round_number(self.fit.trainer.current_epoch)} is in the checkpoint already, and only"
                     " its validation is not: resume with a Trainer that validates as the one before."
                 )
-            self._loader = loader
             self.fit.start_round(cohort)
-            self._open_round()
-
-    def _open_round(self) -> Round:
-        if self.round is not None:
-            return self.round
-        assert self._loader is not None
-        if self.remote is not None:
-            self.remote.start(self.fit)
-        round = self._round = Round(self.fit, self._loader, self.fit.cohort, self._executor)
-        round.open()
-        return round
+            if self.remote is not None:
+                self.remote.start(self.fit)
+            assert self._hooks is not None
+            self._hooks.round = Round(self.fit, loader, cohort, self._plan)
+            self._hooks.round.open()
 
     def start_batch(self) -> None:
-        """Starts the visit, or those that train at once, if this is their first batch."""
-        group = () if self._loader is None else self._loader.group
-        if group and (self.round is None or self.round.visits.group is not group):
-            self._open_round().visits.start_group(group)
+        """Starts the visit, or the visits that train at once, before the first batch."""
+        assert self._hooks is not None
+        self._hooks.start_batch()
 
-    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        """Override of the module's ``on_train_batch_start``."""
-        loader, round = self._loader, self.round
-        planned = None if loader is None else loader.current
-        self._is_left_out = planned is not None and planned.is_over
-        if self._is_left_out:
-            return None
-        with self._counting_in_visit(batch_idx) as local_idx:
-            response = self._batch_start.original(batch, local_idx)
-        if response != -1 or loader is None or round is None or planned is None:
-            return response
-        self._end_visit_early(round, loader, trained=planned.num_batches - loader.batches_left - 1)
-        if planned is loader.visits[-1] and process_group_of(self.fit.trainer).size == 1:
-            self._close_round(round, loader)
-            return -1
-        self._is_left_out = True
-        return None  # the other clients' batches come yet
-
-    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Override of the module's ``training_step``."""
-        round = self.round
-        if self._is_left_out:
-            self.fit.ignore_warning("`training_step` returned `None`")
-            return None
-        if round is None or not round.visits.group:  # beside the visits
-            return self._step.original(*args, **kwargs)
-        with self._counting_in_visit(0) as local_idx:
-            if len(args) > 1:  # the batch, and its index where the step takes one
-                args = (args[0], local_idx, *args[2:])
-            return round.visits.train_step(self._step.original, args, kwargs)
-
-    def _on_backward(self, *args: Any, **kwargs: Any) -> None:
-        """Override of the module's ``backward``."""
-        round = self.round
-        if round is None or not round.visits.group:
-            self._backward.original(*args, **kwargs)
-        else:
-            round.visits.backward(self._backward.original, args, kwargs)
-
-    def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Override of the module's ``on_train_batch_end``: then the visit ends if this was its last batch.
-
-        It is the last hook of a batch: what callbacks and the module do after a batch is part of the visit. Fused
-        visits go on from here.
-        """
-        self._finish_batch(outputs, batch, batch_idx)
-        batch_loop = self._batch_loop
-        if batch_loop is None or batch_loop.is_over:
-            return
-        batch_loop.prepare()
-        del outputs, batch
-        while not (batch_loop.is_over or self._is_stream_over):
-            batch_loop.end_batch()
-            self._finish_batch(*batch_loop.train())
-
-    @property
-    def _is_stream_over(self) -> bool:
-        """True if the round ends with this batch, of a stream of which Lightning does not know it."""
-        loader = self._loader
-        if loader is None or loader.current is None:
-            return False
-        return loader.current.is_stream and loader.is_over
-
-    def _after_round(self, callback: L.Callback) -> OverriddenMethod:
-        """Has a callback that saves checkpoints see a round's last batch when the round is over: with its model."""
-
-        def wait(*args: Any) -> None:
-            loader = self._loader
-            is_open = loader is not None and loader is not self._finished_loader
-            if loader is not None and is_open and (loader.is_over or self._is_cut(loader)):
-                self._waiting.append(lambda: method.original(*args))
-            else:
-                method.original(*args)
-
-        method = OverriddenMethod(callback, "on_train_batch_end", wait)
-        return method
-
-    def _finish_batch(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        planned = None if self._loader is None else self._loader.current
-        is_skipped = batch is None or self._is_left_out or (planned is not None and planned.fault is not None)
-        self._is_left_out = False
-        if self._has_batch_end and not is_skipped:
-            with self._counting_in_visit(batch_idx) as local_idx:
-                self._batch_end.original(outputs, batch, local_idx)
-        self._end_batch()
-
-    def _end_batch(self) -> None:
-        """Ends the visit if this was its last batch, and the round if it was the last visit."""
-        loader = self._loader
-        if self.round is not None and loader is not None:
-            self.round.visits.end_batch(loader.batches_left)
-            if self._is_cut(loader):
-                self._cut(self.round, loader)
-        if loader is None or loader.batches_left or loader is self._finished_loader:
-            return
-        round = self._open_round()
-        if loader.group and not loader.group[0].is_over:
-            round.visits.end_group(loader.group)
-        if loader.is_over:
-            self._close_round(round, loader)
-
-    def _is_cut(self, loader: RoundLoader) -> bool:
-        """True if the fit ends after this batch, inside the round.
-
-        Of several processes none knows how far the others are, and visits that train at once are given up.
-        """
-        is_alone = process_group_of(self.fit.trainer).size == 1 and self._executor is None
-        return is_alone and loader.current is not None and not loader.is_over and ends_after_batch(self.fit.trainer)
-
-    def _cut(self, round: Round, loader: RoundLoader) -> None:
-        """Ends the round with what its clients have trained so far."""
-        planned = loader.current
-        assert planned is not None
-        if loader.batches_left and not planned.is_over:
-            self._end_visit_early(round, loader, trained=planned.num_batches - loader.batches_left)
-        elif not planned.is_over:
-            round.visits.end_group(loader.group)
-        has_aggregate = self._close_round(round, loader)
-        _log.warning(
-            "Round %d was cut short: the fit ends in visit %d of %d, %s.",
-            round_number(self.fit.server.report.round),
-            loader.visits.index(planned) + 1,
-            len(loader.visits),
-            "with what was trained so far" if has_aggregate else "and the global model stays as it was",
-        )
-
-    def _end_visit_early(self, round: Round, loader: RoundLoader, trained: int) -> None:
-        """Ends a visit before its last batch: the client sends what it has trained."""
-        planned = loader.current
-        assert planned is not None
-        planned.is_over = True
-        if planned.fault is None and not trained:
-            planned.fault = "`on_train_batch_start` returned -1 before it had trained"
-        planned.num_batches = trained
-        round.visits.end_group(loader.group)
-
-    def _close_round(self, round: Round, loader: RoundLoader) -> bool:
+    def _close_round(self, round: Round) -> bool:
         """Ends the round; returns whether there is an aggregate."""
-        fit, server = self.fit, self.fit.server
+        fit, server, loader = self.fit, self.fit.server, round.loader
         round.join()
         if self.remote is not None:
             self.remote.exchange(round)
         move_log_position(fit.trainer, -min(self._padded_steps(loader), log_position(fit.trainer)))
         has_aggregate = round.close()
-        self._finished_loader = loader
         fit.progress.end_round(fit.trainer, is_cut=not loader.is_over)
         fit.count_rounds(server.report.round + 1)
         if has_aggregate and self._averages is not None:
             self._averages.end_round()
         round.end()  # what may raise comes when a checkpoint counts the round
-        waiting, self._waiting = self._waiting, []
         if fit.has_server:
             self.failed_rounds.end_round(
                 server.report,
@@ -528,8 +363,8 @@ class RoundLoop:
                 {**loader.errors, **server.errors},
                 process_group_of(fit.trainer),
             )
-        for save in waiting:
-            save()
+        assert self._hooks is not None
+        self._hooks.run_delayed()
         return has_aggregate
 
     def _padded_steps(self, loader: RoundLoader) -> int:
@@ -546,34 +381,11 @@ class RoundLoop:
             _log.warning("Round %d was cut short: the global model stays as it was.", number)
             round.abandon()
 
-    @contextmanager
-    def _counting_in_visit(self, batch_idx: int) -> Iterator[int]:
-        """The module meanwhile sees the batches counted as in a fit of its client alone.
-
-        Gives the index of the batch in the client's local epoch; ``trainer.is_last_batch`` meanwhile says whether it is
-        the local epoch's last, or the visit's. Of clients that train at once those of the first are counted. Between
-        visits nothing changes, and ``batch_idx`` is given.
-        """
-        position = None if self._loader is None else self._loader.epoch_position
-        if position is None:
-            yield batch_idx
-            return
-        is_last = exchange_last_batch(self.fit.trainer, position.is_last)
-        try:
-            yield position.number
-        finally:
-            exchange_last_batch(self.fit.trainer, is_last)
-
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Override of ``on_save_checkpoint``: a checkpoint inside a round holds the last complete global model."""
         if self.round is not None:
             self.round.start.patch(checkpoint)
         self._save_checkpoint.original(checkpoint)
-
-
-def _has_own(module: L.LightningModule, hook: str) -> bool:
-    """True if a hook is not Lightning's empty one: also if something has wrapped that in the module."""
-    return is_overridden(hook, module) or hook in vars(module)
 
 
 def _without_none(owner: Any, name: str) -> OverriddenMethod:

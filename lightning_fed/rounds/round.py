@@ -1,7 +1,7 @@
 """One round, from top to bottom.
 
 1. ``Round(...)`` and :meth:`Round.open`: the server starts the round from the global model.
-2. The visits, one after another: :mod:`lightning_fed.rounds.visits`.
+2. The visits, one after another: :mod:`lightning_fed.rounds.visit_flow`.
 3. :meth:`Round.join`: the processes that shared the visits join, and the answers of remote clients arrive;
    :meth:`Round.close`: :meth:`Round.aggregate`, :meth:`Round.load_global`, :meth:`Round.measure_batch_norm`,
    :meth:`Round.log`; when the round is counted, :meth:`Round.end`.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ from lightning_fed.model.entries import (
     untrained_entries,
 )
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, recalibrate, warn_of_batch_norm
-from lightning_fed.rounds.simultaneous_visits import SimultaneousVisits
-from lightning_fed.rounds.visits import Visits
+from lightning_fed.rounds.visit_driver import VisitPlan
+from lightning_fed.rounds.visit_flow import ClientVisit, ServerHalf
 from lightning_fed.rule import ResizingAggregator, RoundInfo
 from lightning_fed.server.schedule import Cohort
 
@@ -52,24 +53,24 @@ class Round:
         fit: The fit; its module holds the global model.
         loader: Serves the batches of the visits.
         cohort: The round's clients.
-        executor: Trains several visits at once; ``None`` where they come one by one.
+        plan: How visits train.
 
     Attributes:
         fit: The fit.
+        loader: Loader with the batches of the visits.
         cohort: The round's clients.
         local: The module's entries.
         start: The global model, optimizers and schedulers as the round found them.
-        visits: The clients' visits.
+        server_half: The server's replies to messages of clients.
+        driver: Drives the visits.
         is_over: True once the round is closed or given up.
 
     """
 
     # 1. Open
 
-    def __init__(
-        self, fit: FederatedFit, loader: RoundLoader, cohort: Cohort, executor: SimultaneousVisits | None = None
-    ) -> None:
-        self.fit, self.cohort, self._loader = fit, cohort, loader
+    def __init__(self, fit: FederatedFit, loader: RoundLoader, cohort: Cohort, plan: VisitPlan) -> None:
+        self.fit, self.cohort, self.loader = fit, cohort, loader
         self.is_over = self._is_new = False
         self._trainer, self._module, self._server = fit.trainer, fit.module, fit.server
         fit.progress.start_round(fit.trainer)
@@ -90,7 +91,9 @@ class Round:
         untrained = untrained_entries(fit.module) - self.local.sliced.keys()
         self._untrained = [name for name in self.start.state if name in untrained]
         self._writes = self._count_writes()
-        self.visits = Visits(fit, loader, self.local, self.start, self._untrained, executor)
+        self.server_half = ServerHalf(fit)
+        open_visit = partial(ClientVisit, fit, self.local, self.start, self._untrained)
+        self.driver = plan.driver(fit, loader, self.server_half, open_visit)
         unchanged = {name: self.start.state[name] for name in self._untrained}
         self._server.held.start_round(fit.trainer.current_epoch, unchanged)
         info = RoundInfo(
@@ -107,9 +110,9 @@ class Round:
         """Calls the hooks of the round's start, before the first batch."""
         self.fit.synchronisation.start_round()
         if process_group_of(self._trainer).rank == 0:
-            for client, reason in self._loader.failed.items():
-                self._server.fail(client, reason, self._loader.errors.get(client))
-        warn_of_batch_norm(self.fit, self.local, self._loader.visits)
+            for client, reason in self.loader.failed.items():
+                self._server.fail(client, reason, self.loader.errors.get(client))
+        warn_of_batch_norm(self.fit, self.local, self.loader.visits)
         for callback in self._server_callbacks:
             callback.on_server_round_start(self._trainer, self._module)
         self._attributes = note_attributes(self._module)
@@ -240,7 +243,7 @@ class Round:
 
     def abandon(self) -> None:
         """Gives the round up and restores the global model with which it began."""
-        self.visits.abandon()
+        self.driver.close()
         self.start.restore()
         self._server.abandon_round()
         self._settle(())

@@ -9,7 +9,6 @@ from lightning_fed import Availability, FederatedDataModule, Federation
 from lightning_fed.algorithms import Ditto
 from lightning_fed.callbacks import FederatedCallback, PersonalModel
 from lightning_fed.method import build_method
-from lightning_fed.rounds.visits import VisitModel
 from tests import models
 from tests.breadth import quick
 from tests.recorders import MemoryLogger, Recorder, SavesOnException, assert_same, bytes_of, state_of
@@ -245,8 +244,7 @@ class SpoilsOwn(FederatedCallback):
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         federation = trainer.federation
-        method = next(callback for callback in trainer.callbacks if isinstance(callback, PersonalModel))
-        trains_own = vars(method)["_global"] is not None
+        trains_own = federation.open_visit.trains_second_model
         if self.own and trainer.current_epoch == 1 and federation.current_client == "b" and trains_own:
             module.net[0].bias.grad.fill_(float("nan"))
 
@@ -305,13 +303,6 @@ def test_stragglers_that_do_not_get_that_far_keep_their_models(federated_trainer
     assert set(trained.values()) == {1, 2}
     for client, batches in trained.items():
         assert bool(own_model(trainer, client)) == (batches == 2)
-
-
-def test_a_model_is_exchanged_in_a_visit_only(federated_trainer):
-    trainer = federated_trainer(max_rounds=1, method="ditto")
-    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(SIZES)))
-    with pytest.raises(RuntimeError, match="its model can be exchanged during its visit"):
-        trainer.federation.exchange_model(VisitModel({}))
 
 
 def test_what_it_costs(federated_trainer):

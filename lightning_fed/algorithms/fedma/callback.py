@@ -294,8 +294,7 @@ class LayerwiseTraining(FederatedCallback):
         def load(visit: Visit) -> None:
             message = rule.broadcast(Request(visit.client))
             server.sent(visit.client, message)
-            local.recall(visit.client)
-            state = self._client_model(federation, visit.client, message, dict(local.memory))
+            state = self._client_model(federation, visit.client, message, local.recall(visit.client))
             local.load_client(visit.client, state)
 
         visits = [visit for visit in federation.cohort.visits if visit.client in current.assignments]

@@ -5,19 +5,21 @@ from __future__ import annotations
 import inspect
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.backends.vectorized.obstacles import Obstacle, check_entries, check_vectorizable
 from lightning_fed.backends.vectorized.stacked_model import StackedModel
+from lightning_fed.backends.vectorized.stacked_visits import StackedVisits
 from lightning_fed.backends.vectorized.vectorisation_check import check_vectorisation
-from lightning_fed.backends.vectorized.vectorized_visits import VectorizedVisits
 from lightning_fed.data.interleave import detect_draws
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything, seeded_generators
 from lightning_fed.data.round_loader import VisitGroups
 from lightning_fed.errors import describe
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.options import VisitsAtOnce
+from lightning_fed.rounds.visit_driver import VisitPlan
 from lightning_fed.server.schedule import Schedule
 
 _log = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ class Vectorized(VisitsAtOnce):
     def __post_init__(self) -> None:
         check_count("clients", self.clients)
 
-    def plan(self, fit: FederatedFit) -> VectorizedVisits | None:
+    def plan(self, fit: FederatedFit) -> VisitPlan | None:
         """See :class:`~lightning_fed.rounds.VisitsAtOnce`."""
         trainer, module, population = fit.trainer, fit.module, fit.population
         entries = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
@@ -66,8 +68,8 @@ class Vectorized(VisitsAtOnce):
             return None
         is_equal = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
         size = min(self.clients, fit.schedule.cohort_size(len(population.clients)))  # room for as many models
-        groups = VisitGroups(size, is_equal, has_drawn)
-        return VectorizedVisits(trainer, groups, StackedModel(module, names, size, draws))
+        model = StackedModel(module, names, size, draws)
+        return VisitPlan(partial(StackedVisits, model=model), VisitGroups(size, is_equal, has_drawn))
 
 
 def _first_batch(population: Population, schedule: Schedule) -> tuple[Any, bool]:

@@ -36,9 +36,6 @@ class StackedModel:
         size: Largest number of clients.
         draws: Whether the training step draws random numbers.
 
-    Attributes:
-        is_entered: Whether the module holds the stack.
-
     """
 
     def __init__(self, module: L.LightningModule, names: Sequence[str], size: int, draws: bool) -> None:
@@ -66,7 +63,6 @@ class StackedModel:
         self._rows: dict[str, Tensor] = {}  # of the clients that there are
         self._used: dict[tuple[int, ...], set[str]] = {}  # of a step's parts, the parameters that got gradients
         self._count = 0
-        self.is_entered = False
 
     @torch.no_grad()
     def take(self) -> None:
@@ -80,7 +76,6 @@ class StackedModel:
         self._rows = {name: value[: self._count] for name, value in self._whole.items()}
         self._plain = {name: parameter.data for name, parameter in self._parameters.items()}
         stack_parameters(self._parameters.values(), (self._rows[name] for name in self._parameters), optimizers)
-        self.is_entered = True
 
     def part(self) -> None:
         """The steps take copies from here on, so that what a step has of the module's own tensors can be told apart."""
@@ -118,7 +113,6 @@ class StackedModel:
         for name, plain in self._plain.items():
             set_tensor_data(self._parameters[name], plain)
         self._plain = {}
-        self.is_entered = False
 
     @torch.no_grad()
     def put(self, row: int) -> None:
@@ -148,6 +142,9 @@ class StackedModel:
 
         Returns:
             Their losses, shape ``(clients,)``.
+
+        Raises:
+            Exception: An error in the training step; buffers and random numbers are as before the step.
 
         """
         rows = _rows_of(part.clients, self._count)
@@ -189,7 +186,16 @@ class StackedModel:
             return loss.reshape(()), values, {name: entries[f"module.{name}"] for name in buffers}
 
         indices = self._indices[: len(part.clients)]
-        losses, values, after = vmap(one)(parameters, buffers, tensors, indices)
+        written = {name: buffers[name].clone() for name in self._buffers if name in buffers}
+        states = numbers.snapshot() if self._draws else None
+        try:
+            losses, values, after = vmap(one)(parameters, buffers, tensors, indices)
+        except Exception:
+            for name, value in written.items():
+                buffers[name].copy_(value)
+            if states is not None:
+                numbers.restore(states)
+            raise
         if rows is not None:
             self._used[part.clients] = used
         for name, value in after.items():

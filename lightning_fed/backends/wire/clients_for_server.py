@@ -155,7 +155,7 @@ class RemoteClientSide(RemoteSide):
                 if visit.client in server.report.failed:
                     continue
                 try:
-                    broadcast = round.visits.send(visit.client, request)
+                    broadcast = round.server_half.ask(request or Request(visit.client))
                 except Exception as error:
                     if request is None:
                         raise
@@ -195,7 +195,7 @@ class RemoteClientSide(RemoteSide):
         except Exception as error:
             server.refuse(client, f"its answer cannot be used: {describe(error)}", without_frames(error))
             return None
-        if not round.visits.receive(update):
+        if not round.server_half.answer(update):
             return None
         if said.keeps:
             self._client_store.note(client, server.report.round)

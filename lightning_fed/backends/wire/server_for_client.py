@@ -274,12 +274,7 @@ class RemoteServerSide(RemoteSide):
             return
         (planned,) = loader.visits
         if self._kind == REQUEST:
-            request = round.visits.request(planned)
-            round.visits.leave()
-            if planned.fault is None:
-                self.request = request
-            else:
-                self.server.fail(visit.client, planned.fault, planned.error)
+            self.request = round.driver.request(planned)
             return
         if self._kind == QUESTION:
             self._answer(round, visit)
@@ -289,7 +284,7 @@ class RemoteServerSide(RemoteSide):
         try:
             if step is None:
                 raise ClientFault("its module has no step to run")
-            round.local.load_client(visit.client, round.visits.send(visit.client).state)
+            round.local.load_client(visit.client, round.server_half.ask(Request(visit.client)).state)
             measured = client_statistics(trainer, module, fit.population, visit, layers_in_training(module), step)
             self.answer = ClientUpdate(visit.client, fit.population.num_samples(visit.client), {}, measured)
         except Exception as error:
@@ -303,7 +298,7 @@ class RemoteServerSide(RemoteSide):
             callback = next((one for one in federated_callbacks(trainer) if type(one).__name__ == name), None)
             if callback is None:
                 raise ClientFault(f"its half has no callback {str(name)[:100]!r}, which is asked")
-            state = round.visits.send(visit.client).state
+            state = round.server_half.ask(Request(visit.client)).state
             if question.get("own"):
                 round.local.load_client(visit.client, state, trains=False)
             else:

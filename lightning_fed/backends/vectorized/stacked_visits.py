@@ -1,0 +1,130 @@
+"""Driver of visits that train at once, in one stacked model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_fed.backends.vectorized.stacked_model import StackedModel, joint_loss
+from lightning_fed.data.interleave import StackedBatch, batch_tensors
+from lightning_fed.data.population import PlannedVisit
+from lightning_fed.rounds.visit_driver import VisitDriver
+from lightning_fed.rounds.visit_flow import ClientVisit
+
+_log = logging.getLogger(__name__)
+
+
+class StackedVisits(VisitDriver):
+    """Drives the visits of a group in lockstep, under ``torch.func.vmap``; a visit without a group trains alone.
+
+    Args:
+        arguments: Arguments of the base class.
+        model: Holds the models of the clients.
+
+    """
+
+    trains_at_once = True
+
+    def __init__(self, *arguments: Any, model: StackedModel) -> None:
+        super().__init__(*arguments)
+        self._model = model
+        self._visits: list[ClientVisit] = []
+
+    def start(self, group: Sequence[PlannedVisit]) -> None:
+        """Starts the visits of a group, before their first batch."""
+        if len(group) == 1:
+            super().start(group)
+            return
+        self.group = group
+        self.fit.synchronisation.start_visit(group[0])
+        for planned in group:
+            self.current = self._open_visit(planned)
+            self.current.advance(self.server)
+            self._visits.append(self.current)
+            self._model.take()  # a row also for a failed client, without training
+        self.current = None
+        self._model.enter(self.fit.trainer.optimizers)
+
+    def train_step(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the training step once for each shape of batches."""
+        if self.current is not None:  # alone, or in a pass over the data before the first batch
+            return super().train_step(training_step, args, kwargs)
+        parts: list[StackedBatch] = list(args[0])
+        if len(parts) == len(self.group) and not self.fit.has_warned("contents") and _has_equal_shapes(parts):
+            self.fit.note_warning("contents")
+            _log.warning(
+                "`Vectorized`: the batches of %d clients have the same shapes, but other texts, numbers or objects in"
+                " them (names of files?). Each client's step is run alone, which is slower than one client after"
+                " another: leave out of the batches what `training_step` does not need.",
+                len(parts),
+            )
+        losses: list[Tensor] = []
+        assert self._loader.numbers is not None
+        for part in parts:
+            try:
+                losses.append(self._model.step(training_step, part, args[1:], self._loader.numbers))
+            except Exception as error:
+                rows = part.split()
+                if len(rows) > 1:  # no model has changed: a retry of single rows finds the client
+                    parts += rows
+                else:
+                    self._fail(self.group[part.clients[0]], error)
+        return joint_loss(losses) if losses else self._skip_batch()
+
+    def backward(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Runs the module's backward pass; an error in a joint pass ends the fit."""
+        if self.current is not None:
+            super().backward(backward, args, kwargs)
+        else:
+            backward(*args, **kwargs)
+
+    def end(self, group: Sequence[PlannedVisit]) -> None:
+        """Ends the visits of a group after their last batch."""
+        if len(group) == 1:
+            super().end(group)
+            return
+        if self.group is group:
+            self._model.check_step()
+            self._model.leave()
+            for row, visit in enumerate(self._visits):
+                if visit.step is not None:
+                    self.current = visit
+                    self._model.put(row)
+                    visit.advance(self.server, has_loss=True)
+        else:
+            for planned in group:
+                self._exclude(planned)
+        self._clear()
+        self.fit.synchronisation.end_visit(group[0])
+
+    def close(self) -> None:
+        """Ends the visits of an abandoned round."""
+        self._model.leave()
+        for visit in self._visits:
+            self.current = visit
+            visit.close()
+        self._clear()
+        super().close()
+
+    def _advance(self) -> None:
+        if len(self.group) == 1:
+            super()._advance()
+            return
+        self._model.check_step()
+        finished = self.group[0].num_batches - self._loader.batches_left
+        for row, visit in enumerate(self._visits):
+            if visit.planned.num_batches == finished:  # the other clients have more batches
+                self._model.end(row)
+            elif visit.planned.num_batches > finished and visit.planned.fault is None:
+                visit.advance(self.server, has_loss=True)
+
+    def _clear(self) -> None:
+        self._model.clear()
+        self._visits, self.group, self.current = [], (), None
+
+
+def _has_equal_shapes(parts: Sequence[StackedBatch]) -> bool:
+    return len({tuple((tensor.shape, tensor.dtype) for tensor in batch_tensors(part.batch)) for part in parts}) == 1

@@ -1,0 +1,204 @@
+"""Hooks of a batch, in the place of the module's: Lightning's loop, or the fused loop, drives the visits of a round."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+
+from lightning_fed.console import round_number
+from lightning_fed.data.population import PlannedVisit
+from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.fit.synchronisation import process_group_of
+from lightning_fed.lightning.internals import OverriddenMethod, ends_after_batch, exchange_last_batch, is_overridden
+from lightning_fed.rounds.batch_loop import BatchLoop
+from lightning_fed.rounds.round import Round
+
+_log = logging.getLogger(__name__)
+
+
+class BatchHooks:
+    """Overrides of the module's batch hooks.
+
+    Args:
+        fit: The fit.
+        module: The module.
+        close_round: Closes the round; returns whether there is an aggregate.
+
+    Attributes:
+        round: The last round; ``None`` before the first one.
+        batch_loop: Trains fused visits; ``None`` in Lightning's loop.
+        has_batch_start: Whether the module implements ``on_train_batch_start``.
+        overridden: The overrides.
+
+    """
+
+    def __init__(self, fit: FederatedFit, module: L.LightningModule, close_round: Callable[[Round], bool]) -> None:
+        self.round: Round | None = None
+        self.batch_loop: BatchLoop | None = None
+        self._fit, self._close_round = fit, close_round
+        self._is_skipped = False  # the batch, of a visit that the module has ended
+        self._waiting: list[Callable[[], object]] = []  # callbacks that look at the round's last batch after it
+        self.has_batch_start = _is_implemented(module, "on_train_batch_start")
+        self._has_batch_end = _is_implemented(module, "on_train_batch_end")
+        self._backward = OverriddenMethod(module, "backward", self._on_backward)
+        self._batch_end = OverriddenMethod(module, "on_train_batch_end", self._on_train_batch_end)
+        self._step = OverriddenMethod(module, "training_step", self._training_step)
+        self.overridden = [self._backward, self._batch_end, self._step]
+        if self.has_batch_start:
+            self._batch_start = OverriddenMethod(module, "on_train_batch_start", self._on_train_batch_start)
+            self.overridden.append(self._batch_start)
+
+    @property
+    def open_round(self) -> Round | None:
+        """The round under way; ``None`` between rounds."""
+        return None if self.round is None or self.round.is_over else self.round
+
+    def start_batch(self) -> None:
+        """Starts the visit, or the visits that train at once, before the first batch."""
+        round = self.open_round
+        if round is not None and round.loader.group and round.driver.group is not round.loader.group:
+            round.driver.start(round.loader.group)
+
+    def delay(self, callback: L.Callback) -> OverriddenMethod:
+        """Delays a callback that saves checkpoints: its ``on_train_batch_end`` runs after the round's last batch."""
+
+        def wait(*args: Any) -> None:
+            round = self.open_round
+            if round is not None and (round.loader.is_over or self._is_cut(round)):
+                self._waiting.append(lambda: method.original(*args))
+            else:
+                method.original(*args)
+
+        method = OverriddenMethod(callback, "on_train_batch_end", wait)
+        return method
+
+    def run_delayed(self) -> None:
+        """Runs the delayed callbacks, after the round."""
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call()
+
+    def _on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        round = self.open_round
+        planned = None if round is None else round.loader.current
+        self._is_skipped = planned is not None and planned.is_over
+        if self._is_skipped:
+            return None
+        with self._counting_in_visit(batch_idx) as local_idx:
+            response = self._batch_start.original(batch, local_idx)
+        if response != -1 or round is None or planned is None:
+            return response
+        round.driver.end_early(planned, planned.num_batches - round.loader.batches_left - 1)
+        if planned is round.loader.visits[-1] and process_group_of(self._fit.trainer).size == 1:
+            self._close_round(round)
+            return -1
+        self._is_skipped = True
+        return None  # the batches of other clients follow
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+        round = self.open_round
+        if self._is_skipped:
+            self._fit.ignore_warning("`training_step` returned `None`")
+            return None
+        if round is None or not round.driver.group:  # outside of visits
+            return self._step.original(*args, **kwargs)
+        with self._counting_in_visit(0) as local_idx:
+            if len(args) > 1:  # the batch, and its index where the step takes one
+                args = (args[0], local_idx, *args[2:])
+            return round.driver.train_step(self._step.original, args, kwargs)
+
+    def _on_backward(self, *args: Any, **kwargs: Any) -> None:
+        round = self.open_round
+        if round is None or not round.driver.group:
+            self._backward.original(*args, **kwargs)
+        else:
+            round.driver.backward(self._backward.original, args, kwargs)
+
+    def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Ends a batch: Lightning calls this hook last, so a visit includes all other hooks of its batches.
+
+        Fused visits train the other batches of the round here.
+        """
+        self._end_batch(outputs, batch, batch_idx)
+        batch_loop = self.batch_loop
+        if batch_loop is None or batch_loop.is_over:
+            return
+        batch_loop.prepare()
+        del outputs, batch
+        while not (batch_loop.is_over or self._is_stream_over):
+            batch_loop.end_batch()
+            self._end_batch(*batch_loop.train())
+
+    @property
+    def _is_stream_over(self) -> bool:
+        """True if the round ends with this batch of a stream: Lightning does not know the stream's length."""
+        planned = None if self.round is None else self.round.loader.current
+        return planned is not None and planned.is_stream and self.round is not None and self.round.loader.is_over
+
+    def _end_batch(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Ends a batch, the visit after its last batch, and the round after its last visit."""
+        round = self.round
+        planned = None if round is None else round.loader.current
+        is_skipped = batch is None or self._is_skipped or (planned is not None and planned.fault is not None)
+        self._is_skipped = False
+        if self._has_batch_end and not is_skipped:
+            with self._counting_in_visit(batch_idx) as local_idx:
+                self._batch_end.original(outputs, batch, local_idx)
+        if round is None or round.is_over:
+            return
+        is_cut = self._is_cut(round)
+        round.driver.end_batch()
+        if is_cut and planned is not None:
+            self._cut(round, planned)
+        elif round.loader.is_over:
+            self._close_round(round)
+
+    def _is_cut(self, round: Round) -> bool:
+        """True if the fit ends after this batch, inside the round.
+
+        Several processes do not know each other's batches. Visits that train at once end without an update.
+        """
+        if process_group_of(self._fit.trainer).size > 1 or round.driver.trains_at_once:
+            return False
+        loader = round.loader
+        return loader.current is not None and not loader.is_over and ends_after_batch(self._fit.trainer)
+
+    def _cut(self, round: Round, planned: PlannedVisit) -> None:
+        """Ends the round with the training so far."""
+        loader = round.loader
+        if loader.batches_left and not planned.is_over:
+            round.driver.end_early(planned, planned.num_batches - loader.batches_left)
+        has_aggregate = self._close_round(round)
+        _log.warning(
+            "Round %d was cut short: the fit ends in visit %d of %d, %s.",
+            round_number(self._fit.server.report.round),
+            loader.visits.index(planned) + 1,
+            len(loader.visits),
+            "with what was trained so far" if has_aggregate else "and the global model stays as it was",
+        )
+
+    @contextmanager
+    def _counting_in_visit(self, batch_idx: int) -> Iterator[int]:
+        """Context in which the module counts batches as in a fit of the client alone.
+
+        Yields the index of the batch in the client's local epoch, of the first client if several train at once;
+        ``trainer.is_last_batch`` refers to the local epoch. Outside of visits yields ``batch_idx``.
+        """
+        position = None if self.round is None else self.round.loader.epoch_position
+        if position is None:
+            yield batch_idx
+            return
+        is_last = exchange_last_batch(self._fit.trainer, position.is_last)
+        try:
+            yield position.number
+        finally:
+            exchange_last_batch(self._fit.trainer, is_last)
+
+
+def _is_implemented(module: L.LightningModule, hook: str) -> bool:
+    """True if a hook is not Lightning's empty hook, or a wrapper of the empty hook."""
+    return is_overridden(hook, module) or hook in vars(module)

@@ -1,0 +1,222 @@
+"""Driver of visits one by one: the training steps of Lightning's loop, or of the fused loop, advance each visit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from lightning_fed.data.population import PlannedVisit
+from lightning_fed.data.round_loader import RoundLoader, VisitGroups
+from lightning_fed.errors import ClientFault, VisitTimeout
+from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.messages import Request
+from lightning_fed.rounds.client_errors import client_fault
+from lightning_fed.rounds.visit_flow import Ask, ClientVisit, ServerHalf
+
+_log = logging.getLogger(__name__)
+
+
+class VisitDriver:
+    """Drives the visits of one round.
+
+    Args:
+        fit: The fit.
+        loader: Loader with the batches of the visits.
+        server: Replies to messages.
+        open_visit: Builds the client's half of a visit.
+
+    Attributes:
+        current: The visit under way; ``None`` between visits, and while several visits train at once.
+        group: The visits under way.
+        trains_at_once: Whether the visits of a group train at once.
+
+    """
+
+    trains_at_once = False
+
+    def __init__(
+        self,
+        fit: FederatedFit,
+        loader: RoundLoader,
+        server: ServerHalf,
+        open_visit: Callable[[PlannedVisit], ClientVisit],
+    ) -> None:
+        self.fit, self.server = fit, server
+        self._loader, self._open_visit, self._module = loader, open_visit, fit.module
+        self.current: ClientVisit | None = None
+        self.group: Sequence[PlannedVisit] = ()
+        self._has_loss = False
+
+    def start(self, group: Sequence[PlannedVisit]) -> None:
+        """Starts the visits of a group, before their first batch."""
+        self.group = group
+        self.fit.synchronisation.start_visit(group[0])
+        self.current = self._open_visit(group[0])
+        self.current.advance(self.server)
+        self._has_loss = False  # of a pass over the data before the first batch
+
+    def train_step(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the module's training step on a batch of the visit; an error excludes the client.
+
+        Args:
+            training_step: The module's training step.
+            args: Its arguments, the batch first.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            The result of the step; ``None`` after an error, so that Lightning skips the batch.
+
+        """
+        visit = self.current
+        assert visit is not None
+        planned = visit.planned
+        if planned.fault is not None:
+            return self._skip_batch()
+        try:
+            with self._loader.clock.interrupting():
+                if args:
+                    args = (visit.prepare_batch(args[0]), *args[1:])
+        except (ClientFault, VisitTimeout) as error:
+            planned.fail(str(error), error)
+            return self._skip_batch()
+        # Manual optimization switches some parameters off during a step.
+        parameters = () if self._module.automatic_optimization else self._module.parameters()
+        switches = [(parameter, parameter.requires_grad) for parameter in parameters]
+        try:
+            with self._loader.clock.interrupting():
+                output = training_step(*args, **kwargs)
+        except Exception as error:
+            self._fail(planned, error)
+            for parameter, is_on in switches:
+                parameter.requires_grad_(is_on)
+            return self._skip_batch()
+        self._has_loss = self._has_loss or output is not None
+        return output
+
+    def backward(self, backward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Runs the module's backward pass; an error excludes the client.
+
+        Args:
+            backward: The module's backward pass.
+            args: Its arguments, the loss first.
+            kwargs: Its keyword arguments.
+
+        """
+        if not self._module.automatic_optimization:  # part of the training step
+            backward(*args, **kwargs)
+            return
+        assert self.current is not None
+        try:
+            with self._loader.clock.interrupting():
+                backward(*args, **kwargs)
+        except Exception as error:
+            self._fail(self.current.planned, error)
+            for parameter in self._module.parameters():  # the optimizer steps, and a loss scale needs gradients
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+
+    def end_batch(self) -> None:
+        """Advances the visit after a batch; the visit ends after its last batch."""
+        self.fit.synchronisation.end_batch()
+        group = self._loader.group
+        if not group or group[0].is_over:
+            return
+        if not self._loader.batches_left:
+            self.end(group)
+        elif self.group is group:
+            self._advance()
+
+    def end_early(self, planned: PlannedVisit, num_batches: int) -> None:
+        """Ends a visit before its last batch: the client sends the model so far.
+
+        Args:
+            planned: The visit.
+            num_batches: Number of batches that have trained.
+
+        """
+        planned.is_over, planned.num_batches = True, num_batches
+        if planned.fault is None and not num_batches:
+            planned.fault = "`on_train_batch_start` returned -1 before it had trained"
+        self.end(self._loader.group)
+
+    def end(self, group: Sequence[PlannedVisit]) -> None:
+        """Ends the visits of a group after their last batch, also without a first batch."""
+        planned = group[0]
+        if planned.fault is None and self._loader.clock.is_up:
+            planned.fault = str(self._loader.clock.timeout())
+        self._loader.clock.stop()
+        if self.group is group:
+            while self.current is not None and self.current.step is not None:  # again for a skipped first batch
+                self._advance()
+        else:
+            self._exclude(planned)
+        self.group, self.current = (), None
+        self.fit.synchronisation.end_visit(planned)
+
+    def request(self, planned: PlannedVisit) -> Request | None:
+        """Runs a visit up to its request; ``None`` if the client fails."""
+        self.current = self._open_visit(planned)
+        try:
+            with closing(self.current.run()) as flow:
+                return cast(Ask, next(flow)).request
+        except ClientFault as error:
+            planned.fail(str(error), error)
+            self.server.fail(planned)
+            return None
+        finally:
+            self.current = None
+
+    def close(self) -> None:
+        """Ends the visits of an abandoned round."""
+        self._loader.clock.stop()
+        if self.current is not None:
+            self.current.close()
+        self.group, self.current = (), None
+
+    def _advance(self) -> None:
+        if self.current is not None and self.current.step is not None:
+            self.current.advance(self.server, self._has_loss)
+        self._has_loss = False
+
+    def _exclude(self, planned: PlannedVisit) -> None:
+        """Excludes a client without a first batch."""
+        planned.fault = planned.fault or f"it had none of its {planned.num_batches} batches"
+        self.server.fail(planned)
+
+    def _fail(self, planned: PlannedVisit, error: Exception) -> None:
+        """Marks a visit as failed by an error in the module's step.
+
+        Raises:
+            Exception: The error, if the program cannot continue or there is no other client.
+
+        """
+        fault = client_fault(error, planned)
+        is_alone = self.fit.has_one_client and self.fit.options.faults.max_failed_rounds is not None
+        if fault is None or is_alone:
+            raise error
+        planned.fail(fault, error)
+        if not isinstance(error, ClientFault) and not self._loader.population.has_raised:
+            self._loader.population.has_raised = True
+            trace = error.__notes__[-1]
+            _log.warning(
+                "The step of client %r raised (this is shown for the first one only):\n%s", planned.visit.client, trace
+            )
+
+    def _skip_batch(self) -> None:
+        self.fit.ignore_warning("`training_step` returned `None`")
+
+
+class VisitPlan(NamedTuple):
+    """How the visits of a fit train.
+
+    Args:
+        driver: Builds the driver of a round.
+        groups: Rule for groups of visits that train at once; ``None`` for visits one by one.
+
+    """
+
+    driver: Callable[..., VisitDriver] = VisitDriver
+    groups: VisitGroups | None = None

@@ -1,0 +1,293 @@
+"""One visit, from top to bottom: request, broadcast, load, train, answer, keep.
+
+:meth:`ClientVisit.run` is a generator. The generator yields :class:`Ask`, :class:`Step` and :class:`Answer`, and waits
+for a reply. :class:`ServerHalf` replies to messages, a driver to steps (:mod:`lightning_fed.rounds.visit_driver`). A
+failed visit ends with ``throw``, the visit of an abandoned round with ``close``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fed.client.local_model import LocalModel
+from lightning_fed.client.local_optimizers import OPTIMIZER
+from lightning_fed.data.population import PlannedVisit
+from lightning_fed.errors import ClientFault, describe, without_frames
+from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
+from lightning_fed.fit.entry_policies import warn_of_filled
+from lightning_fed.fit.federated_fit import FederatedFit
+from lightning_fed.fit.round_start import RoundStart
+from lightning_fed.lightning.internals import is_overridden
+from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
+from lightning_fed.model.entries import identical_entries
+
+_FIT = f"{OPTIMIZER}fit"  # number of the fit that has stored an optimizer state
+
+
+class Ask(NamedTuple):
+    """Event of a visit: a request, answered with the server's broadcast."""
+
+    request: Request
+
+
+class Step(NamedTuple):
+    """Event of a visit: the training step on one batch, answered with whether the step gave a loss."""
+
+
+class Answer(NamedTuple):
+    """Event of a visit: an update, answered with whether the server accepts the update."""
+
+    update: ClientUpdate
+
+
+Flow: TypeAlias = Generator[Ask | Step | Answer, Any, None]
+"""A visit that runs."""
+
+
+class ClientVisit:
+    """The client's half of one visit.
+
+    Args:
+        fit: The fit. The module becomes the client's model.
+        local: The module's entries.
+        start: Global model, optimizers and schedulers at the start of the round.
+        untrained: Names of the entries without training.
+        planned: The visit.
+
+    Attributes:
+        planned: The visit.
+        memory: Tensors of callbacks and steps, stored with the client if the server accepts the update.
+        main_batches: Number of batches for the model of the broadcast; ``None`` for all. The callback with the limit
+            trains a second model on the other batches (:meth:`second_model`).
+        trains_second_model: Whether the module is the second model.
+        step: The next batch; ``None`` before the start and after the end of the visit.
+
+    """
+
+    def __init__(
+        self, fit: FederatedFit, local: LocalModel, start: RoundStart, untrained: Sequence[str], planned: PlannedVisit
+    ) -> None:
+        self._fit, self._local, self._start, self._untrained = fit, local, start, untrained
+        self._trainer, self._module = fit.trainer, fit.module
+        self._callbacks = federated_callbacks(fit.trainer)
+        self.planned, self.memory = planned, State()
+        self.main_batches: int | None = None
+        self.trains_second_model = False
+        self.step: Step | None = None
+        self._flow = self.run()
+
+    def run(self) -> Flow:
+        """Runs the visit.
+
+        Raises:
+            ClientFault: If the client is left out of the round.
+
+        """
+        trainer, module, client = self._trainer, self._module, self.planned.visit.client
+        try:
+            # Request.
+            self.memory = self._local.recall(client)
+            request = Request(client)
+            for callback in self._callbacks:
+                callback.on_client_request(trainer, module, client, request)
+            self._check_rows(request)
+            broadcast: Broadcast = yield Ask(request)
+            received = dict(broadcast.state)
+            for callback in self._callbacks:
+                callback.on_client_receive(trainer, module, client, broadcast)
+
+            # Load.
+            self._local.load_client(client, broadcast.state)
+            self._load_optimizers(request)
+            for callback in self._callbacks:
+                callback.on_client_start(trainer, module, client, broadcast)
+
+            # Train.
+            num_batches = num_losses = 0
+            while num_batches < self.planned.num_batches and num_batches != self.main_batches:
+                num_losses += yield Step()
+                num_batches += 1
+
+            # Answer.
+            self._check_trained(num_losses)
+            update = self._make_update(received)
+            for callback in self._callbacks:
+                for _ in callback.on_client_end(trainer, module, client, update) or ():
+                    if self.planned.is_over:
+                        raise ClientFault("its visit ended before the last batch of its second model")
+                    yield Step()
+            update = self._fit.server.chain.on_client(update, broadcast, self.memory)
+            self._leave_out_unchanged(update, received)
+            if not (yield Answer(update)):
+                return
+
+            # Keep.
+            self._local.keep(client, self.planned.visit.round, self._end_optimizers(), self.memory)
+        finally:
+            for callback in self._callbacks:
+                callback.on_client_visit_end(trainer, module, client)
+
+    def advance(self, server: ServerHalf, has_loss: bool | None = None) -> None:
+        """Advances to the next batch, and exchanges messages on the way; excludes the client of a failed visit.
+
+        Args:
+            server: Replies to messages.
+            has_loss: Whether the training step gave a loss; ``None`` before the first batch.
+
+        """
+        planned, self.step = self.planned, None
+        try:
+            if planned.fault is None:
+                event = self._flow.send(has_loss)
+            else:
+                event = self._flow.throw(ClientFault(planned.fault))
+            while not isinstance(event, Step):
+                reply = server.ask(event.request) if isinstance(event, Ask) else server.answer(event.update)
+                event = self._flow.send(reply)
+            self.step = event
+        except StopIteration:
+            pass
+        except ClientFault as error:  # any other exception is a bug and ends the fit
+            self._flow.close()
+            if planned.fault is None:
+                planned.fail(str(error), error)
+            server.fail(planned)
+
+    def close(self) -> None:
+        """Ends the visit of an abandoned round."""
+        self._flow.close()
+
+    def prepare_batch(self, batch: Any) -> Any:
+        """Prepares a batch for the training step."""
+        for callback in self._callbacks:
+            batch = callback.on_client_batch(self._trainer, self._module, self.planned.visit.client, batch)
+        return batch
+
+    @contextmanager
+    def second_model(self, state: State) -> Iterator[Callable[[], State]]:
+        """Context in which the module is another model, with the optimizers of a new visit.
+
+        Args:
+            state: Shared and personal entries of the model.
+
+        Yields:
+            Function that returns a copy of the entries.
+
+        """
+        optimizers = self._start.optimizers
+        entries, snapshot = self._local.client_entries(), optimizers.snapshot()
+        self._local.load_client_entries(state)
+        optimizers.start_visit()
+        self._clear_gradients()
+        self.trains_second_model = True
+        yield self._local.client_entries
+        self._local.load_client_entries(entries)
+        optimizers.resume(snapshot)
+        self._clear_gradients()
+        self.trains_second_model = False
+
+    def _check_rows(self, request: Request) -> None:
+        unsliced = sorted(request.rows.keys() - self._local.sliced.keys())
+        if unsliced:
+            raise MisconfigurationException(
+                f"A callback asks for rows of {unsliced}, which travel as a whole: name them in its `sliced_entries`."
+            )
+
+    def _load_optimizers(self, request: Request) -> None:
+        kept = {}
+        if self._fit.options.optimizer_state == "keep":
+            kept = self._local.kept_optimizer_state(request.client)
+        if kept.pop(_FIT, torch.tensor(0)) != self._fit.number:  # a fit begins with new optimizers
+            kept = {}
+        rows = [(self._local.sliced[name], rows) for name, rows in request.rows.items()]
+        self._start.optimizers.start_visit(kept, rows)
+        self._clear_gradients()
+
+    def _end_optimizers(self) -> State:
+        state = self._start.optimizers.end_visit(self.planned.position)
+        if state and self._fit.number:
+            state[_FIT] = torch.tensor(self._fit.number)
+        return state
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._module.parameters():  # not by the module's `zero_grad`, a hook of the user
+            parameter.grad = None
+
+    def _check_trained(self, num_losses: int) -> None:
+        must_train = self._module.automatic_optimization and not self._fit.has_one_client
+        if must_train and not num_losses:
+            raise ClientFault(f"its training step gave no loss in {self.planned.num_batches} batches")
+        fault = self._local.find_personal_fault(self.planned.visit.client)
+        if fault is not None:
+            raise ClientFault(f"of its personal entries, {fault}")
+
+    def _make_update(self, received: State) -> ClientUpdate:
+        # Callbacks may write into the update. Without such callbacks, unchanged entries need no copies.
+        has_callbacks = any(is_overridden("on_client_end", hooks, FederatedCallback) for hooks in self._callbacks)
+        known = None if has_callbacks else self._unchanged(received)
+        update = self._local.answer(self.planned.visit.client, self.planned.num_samples, known)
+        fit = self._fit
+        if fit.unset and not fit.has_warned("filled"):
+            frozen = [name for name in fit.unset if fit.policies[name] == "frozen"]
+            filled = self._local.changed_server_entries(frozen)
+            if filled:
+                fit.note_warning("filled")
+                warn_of_filled(filled)
+        return update
+
+    def _leave_out_unchanged(self, update: ClientUpdate, received: State) -> None:
+        """Marks the entries with the received values, which the message need not hold."""
+        if update.state.keys() == received.keys():
+            unchanged = self._unchanged(received)
+            update.unsent = identical_entries(unchanged, update.state)
+            update.state |= {name: unchanged[name] for name in update.unsent}
+
+    def _unchanged(self, received: State) -> State:
+        return {name: received[name] for name in self._untrained if name in received}
+
+
+class ServerHalf:
+    """The server's half of a visit: replies to the messages of clients, with the callbacks of the server's side.
+
+    Args:
+        fit: The fit.
+
+    """
+
+    def __init__(self, fit: FederatedFit) -> None:
+        self._trainer, self._module, self._server = fit.trainer, fit.module, fit.server
+        self._callbacks = fit.server_callbacks
+
+    def ask(self, request: Request) -> Broadcast:
+        """Returns the broadcast for a request."""
+        broadcast = self._server.prepare(request.client, request)
+        for callback in self._callbacks:
+            callback.on_server_send(self._trainer, self._module, request.client, broadcast)
+        self._server.sent(request.client, broadcast)
+        return broadcast
+
+    def answer(self, update: ClientUpdate) -> bool:
+        """Counts, unpacks and checks an update, and hands the update to the chain.
+
+        Returns:
+            Whether the update is good.
+
+        """
+        if not self._server.count(update):
+            return False
+        try:
+            for callback in self._callbacks:
+                callback.on_server_receive(self._trainer, self._module, update)
+        except Exception as error:  # an unreadable update is a fault of one client
+            reason = f"the server cannot read its update: {describe(error)}"
+            return self._server.refuse(update.client, reason, without_frames(error))
+        return self._server.accept(update)
+
+    def fail(self, planned: PlannedVisit) -> None:
+        """Leaves the client of a failed visit out of the round."""
+        self._server.fail(planned.visit.client, planned.fault or "", planned.error)
