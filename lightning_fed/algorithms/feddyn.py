@@ -20,7 +20,8 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.method import register
-from lightning_fed.numerics.precision import at_least_float32
+from lightning_fed.model.entries import parameter_entries
+from lightning_fed.numerics.precision import as_real, at_least_float32
 from lightning_fed.numerics.trees import move_beside
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
@@ -70,7 +71,7 @@ class DynamicRegularizer(FederatedCallback):
         federation = find_federation(trainer)
         planned, memory = federation.visit, federation.client_memory
         corrections: dict[nn.Parameter, Tensor] = {}
-        for name, parameter in module.named_parameters():
+        for parameter, name in parameter_entries(module).items():
             if name in broadcast.state and parameter.requires_grad:
                 correction = self.alpha * at_least_float32(broadcast.state[name].to(parameter.device))
                 if f"{_PREFIX}{name}" in memory:
@@ -87,7 +88,8 @@ class DynamicRegularizer(FederatedCallback):
             correction = self._corrections.of(parameter, visits)
             if correction is None:
                 return None
-            return (self.alpha * at_least_float32(parameter) - correction).to(parameter.dtype)
+            current = as_real(parameter.detach())
+            return (self.alpha * at_least_float32(current) - correction).to(current.dtype)
 
         if visits:
             add_to_gradients(trainer, optimizer, term)
@@ -99,9 +101,10 @@ class DynamicRegularizer(FederatedCallback):
         federation = find_federation(trainer)
         planned, memory = federation.visit, federation.client_memory
         start = self._broadcasts[planned.position]
-        for name, parameter in module.named_parameters():
+        for parameter, name in parameter_entries(module).items():
             if name in start and parameter.requires_grad:
-                change = at_least_float32(parameter.detach()) - at_least_float32(start[name].to(parameter.device))
+                current = at_least_float32(as_real(parameter.detach()))
+                change = current - at_least_float32(start[name].to(current.device))
                 before = memory.get(f"{_PREFIX}{name}", torch.zeros_like(change)).to(change.device)
                 memory[f"{_PREFIX}{name}"] = before - self.alpha * change
 

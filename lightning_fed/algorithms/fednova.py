@@ -23,6 +23,7 @@ from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.internals import callbacks_of, is_step_left_out
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.method import register
+from lightning_fed.model.entries import parameter_entries
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.averaging import AveragingAggregator
@@ -123,7 +124,7 @@ class StepLength(FederatedCallback):
         federation = find_federation(trainer)
         planned = federation.visit
         steps = planned.num_batches // trainer.accumulate_grad_batches  # the group may have made more
-        for name, parameter in module.named_parameters():
+        for parameter, name in parameter_entries(module).items():
             if name in update.state and (parameter.requires_grad or parameter in self._lengths):
                 lengths = self._lengths.get(parameter, [0.0])
                 length = lengths[steps - 1] if len(federation.current_visits) > 1 else lengths[-1]

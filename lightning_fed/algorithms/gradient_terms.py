@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fed.lightning.internals import gradient_scale
+from lightning_fed.numerics.precision import as_real
 
 
 @torch.no_grad()
@@ -39,7 +40,7 @@ def add_to_gradient(gradient: Tensor, term: Tensor, scale: float) -> None:
 
     Args:
         gradient: The gradient, dense or sparse.
-        term: The term, dense, of its shape.
+        term: The term, dense, of the gradient's shape; for a complex gradient the real view (``view_as_real``).
         scale: Its factor.
 
     Example:
@@ -49,4 +50,4 @@ def add_to_gradient(gradient: Tensor, term: Tensor, scale: float) -> None:
         [[0.0, 2.0], [5.0, 5.0], [0.0, 0.0]]
 
     """
-    gradient.add_(term.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else term, alpha=scale)
+    as_real(gradient).add_(term.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else term, alpha=scale)

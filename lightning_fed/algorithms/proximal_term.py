@@ -14,6 +14,8 @@ from lightning_fed.argument_checks import check_nonnegative
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Broadcast, Client
+from lightning_fed.model.entries import parameter_entries
+from lightning_fed.numerics.precision import as_real
 
 
 class ProximalTerm(FederatedCallback):
@@ -61,7 +63,7 @@ class ProximalTerm(FederatedCallback):
         """Notes where the visit starts."""
         self._starts = {
             parameter: broadcast.state[name].to(parameter.device)
-            for name, parameter in module.named_parameters()
+            for parameter, name in parameter_entries(module).items()
             if self.mu and name in broadcast.state
         }
 
@@ -76,9 +78,9 @@ class ProximalTerm(FederatedCallback):
 
     def _difference(self, parameter: nn.Parameter) -> Tensor | None:
         """The parameter's difference to the start of the visit."""
-        start = self._starts.get(parameter)
+        start, current = self._starts.get(parameter), as_real(parameter.detach())
         if start is None:
             return None
-        if start.shape != parameter.shape:  # the first step of several clients at once
-            start = self._starts[parameter] = parameter.detach().clone()
-        return parameter - start
+        if start.shape != current.shape:  # the first step of several clients at once
+            start = self._starts[parameter] = current.clone()
+        return current - start

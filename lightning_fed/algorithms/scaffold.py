@@ -22,7 +22,8 @@ from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.internals import gradient_scale, is_step_left_out
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, with_prefix, without_prefix
 from lightning_fed.method import register
-from lightning_fed.numerics.precision import at_least_float32, cast_back, to_float64
+from lightning_fed.model.entries import parameter_entries
+from lightning_fed.numerics.precision import as_real, at_least_float32, cast_back, to_float64
 from lightning_fed.numerics.trees import move_beside
 from lightning_fed.numerics.weighted_mean import WeightedMean
 from lightning_fed.rule import RoundInfo
@@ -73,7 +74,7 @@ class ControlVariates(FederatedCallback):
     ) -> None:
         """Looks up the two control variates."""
         federation = find_federation(trainer)
-        self._shared = {value: name for name, value in module.named_parameters() if name in broadcast.state}
+        self._shared = {value: name for value, name in parameter_entries(module).items() if name in broadcast.state}
         self._sums, self._steps = {}, {}
         corrections: dict[nn.Parameter, Tensor] = {}
         for parameter, name in self._shared.items():
@@ -98,8 +99,8 @@ class ControlVariates(FederatedCallback):
                 if parameter.grad is None or parameter not in self._shared:
                     continue
                 if parameter not in self._sums:
-                    self._sums[parameter] = at_least_float32(torch.zeros_like(parameter))
-                self._sums[parameter].add_(parameter.grad, alpha=1 / scale)
+                    self._sums[parameter] = at_least_float32(torch.zeros_like(as_real(parameter)))
+                self._sums[parameter].add_(as_real(parameter.grad), alpha=1 / scale)
                 self._steps[parameter] = self._steps.get(parameter, 0) + 1
                 correction = self._corrections.of(parameter, visits)
                 if correction is not None:

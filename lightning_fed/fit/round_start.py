@@ -64,7 +64,11 @@ class RoundStart:
         # Beside an average, which takes its place in the checkpoint, `WeightAveraging` saves the model under this name.
         model = checkpoint.get("current_model_state", checkpoint["state_dict"])
         firsts = tied_names({name: value for name, value in model.items() if isinstance(value, torch.Tensor)})
-        model |= {name: state[first].clone() for name, first in firsts.items() if first in state}
+        model |= {
+            name: (torch.view_as_complex(state[first]) if model[name].is_complex() else state[first]).clone()
+            for name, first in firsts.items()
+            if first in state
+        }
         if "optimizer_states" not in checkpoint:
             return
         checkpoint["optimizer_states"], schedulers, scaler = self.optimizers.checkpoint()

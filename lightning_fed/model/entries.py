@@ -15,11 +15,14 @@ from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import State
 from lightning_fed.numerics.foreach import are_equal, copies, copy_into, differences, norms
+from lightning_fed.numerics.precision import as_real
 
 Policy: TypeAlias = Literal["shared", "sliced", "personal", "frozen"]
 Selector: TypeAlias = type[nn.Module] | str | Callable[[nn.Module], Iterable[str]]
@@ -34,10 +37,11 @@ BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def live_entries(module: nn.Module) -> State:
-    """The module's state by name, as tensors that share memory with it: writing to them changes the module.
+    """Tensors that share memory with the module's state, by entry name: a write changes the module.
 
-    Tied entries (one tensor under several names) appear once, under their first name. A module's *extra state* is left
-    out, because it shares no memory with it: it stays as it is.
+    Tied entries (one tensor under several names) appear once, under the first name. A complex tensor appears as its
+    real view (:func:`torch.view_as_real`, shape ``(..., 2)``), so rules, steps and messages see real numbers only.
+    Entries without memory in the module are excluded: extra state, and copies that ``state_dict`` computes.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -46,13 +50,85 @@ def live_entries(module: nn.Module) -> State:
         3.0
 
     """
+    return {name: as_real(value) for name, value in _state_tensors(module).items()}
+
+
+def _state_tensors(module: nn.Module) -> State:
     state = {
         name: value
         for name, value in module.state_dict().items()
         if isinstance(value, Tensor) and name.rpartition(".")[2] != "_extra_state"
     }
     names = tied_names(state)
-    return {name: value for name, value in state.items() if names[name] == name}
+    state = {name: value for name, value in state.items() if names[name] == name}
+    owned = {_memory(tensor) for tensor in _tensors(module)}
+    others = {name: value for name, value in state.items() if _memory(value) not in owned}
+    if not others:
+        return state
+    again = module.state_dict()  # `state` is alive, so a copy has another address now
+    copied = {name for name, value in others.items() if name not in again or _memory(again[name]) != _memory(value)}
+    return {name: value for name, value in state.items() if name not in copied}
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers of a module, each once, without lazy ones."""
+    return [value for value in (*module.parameters(), *module.buffers()) if not is_lazy(value)]
+
+
+def _memory(value: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]] | None:
+    """Address and form of a tensor; ``None`` if the tensor has no memory (empty, meta, sparse)."""
+    if value.layout != torch.strided or not value.numel() or not value.data_ptr():
+        return None
+    return value.data_ptr(), value.dtype, value.shape, value.stride()
+
+
+def entry_names(module: nn.Module) -> dict[Tensor, str]:
+    """Names of the entries that hold the module's parameters and buffers, found by memory.
+
+    ``named_parameters()`` and ``state_dict()`` may use different names, for example with PyTorch's
+    ``checkpoint_wrapper``. Parameters and buffers without an entry are missing.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Parameters and buffers in PyTorch's order, with the names from :func:`live_entries`.
+
+    Raises:
+        MisconfigurationException: If a parameter that requires a gradient has no entry.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> entry_names(layer)[layer.weight]
+        'weight'
+
+    """
+    entries = _state_tensors(module)
+    names = {_memory(value): name for name, value in entries.items()}
+    names.pop(None, None)
+    found = {tensor: names[_memory(tensor)] for tensor in _tensors(module) if _memory(tensor) in names}
+    for path, parameter in module.named_parameters():
+        if parameter not in found and parameter.requires_grad and not is_lazy(parameter) and _memory(parameter):
+            raise MisconfigurationException(
+                f"Expected `{type(module).__name__}.state_dict()` to hold every parameter that trains, but {path!r}"
+                " shares no memory with an entry, so the server would never see the parameter: return the parameter"
+                " itself from `state_dict` (no copy, no other form, no part), or stop the gradient"
+                " (`requires_grad_(False)`)."
+            )
+    return found
+
+
+def parameter_entries(module: nn.Module) -> dict[nn.Parameter, str]:
+    """Names of the parameters' entries, see :func:`entry_names`.
+
+    Example:
+        >>> layer = nn.BatchNorm1d(2)
+        >>> list(parameter_entries(layer).values())
+        ['weight', 'bias']
+
+    """
+    names = entry_names(module)
+    return {parameter: names[parameter] for parameter in module.parameters() if parameter in names}
 
 
 def trainable_entries(module: nn.Module) -> frozenset[str]:
@@ -64,8 +140,7 @@ def trainable_entries(module: nn.Module) -> frozenset[str]:
         ['1.bias', '1.weight']
 
     """
-    memory = {parameter.data_ptr() for parameter in module.parameters() if parameter.requires_grad}
-    return frozenset(name for name, value in live_entries(module).items() if value.data_ptr() in memory)
+    return frozenset(name for parameter, name in parameter_entries(module).items() if parameter.requires_grad)
 
 
 def untrained_entries(module: nn.Module) -> frozenset[str]:
@@ -79,12 +154,13 @@ def untrained_entries(module: nn.Module) -> frozenset[str]:
         ['0.bias', '0.weight', '2.num_batches_tracked', '2.running_mean', '2.running_var']
 
     """
-    trained = trainable_entries(module)
-    names = {name for name, _ in module.named_parameters(remove_duplicate=False)} - trained
-    for path, layer in module.named_modules():
+    names = entry_names(module)
+    untrained: set[Tensor] = {parameter for parameter in module.parameters() if not parameter.requires_grad}
+    for layer in module.modules():
         if not layer.training:
-            names |= {f"{path}.{name}" if path else name for name, _ in layer.named_buffers(recurse=False)}
-    return frozenset(names.intersection(live_entries(module)))
+            untrained.update(layer.buffers(recurse=False))
+    trained = {name for tensor, name in names.items() if isinstance(tensor, nn.Parameter) and tensor.requires_grad}
+    return frozenset(name for tensor, name in names.items() if tensor in untrained) - trained
 
 
 def identical_entries(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> frozenset[str]:
@@ -118,11 +194,9 @@ def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
         {'a': 'a', 'b': 'a', 'c': 'c'}
 
     """
-    first: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
-    return {
-        name: first.setdefault((value.data_ptr(), value.shape, value.stride()), name) if value.numel() else name
-        for name, value in state.items()
-    }
+    first: dict[object, str] = {}
+    memories = {name: _memory(value) for name, value in state.items()}
+    return {name: name if key is None else first.setdefault(key, name) for name, key in memories.items()}
 
 
 def copy_state(state: Mapping[str, Tensor]) -> State:

@@ -49,3 +49,14 @@ def at_least_float32(value: Tensor) -> Tensor:
 
     """
     return value if value.dtype == torch.float64 else value.float()
+
+
+def as_real(value: Tensor) -> Tensor:
+    """View of complex numbers as pairs of real ones, shape ``(..., 2)``, on the same memory; other tensors unchanged.
+
+    Example:
+        >>> as_real(torch.tensor([1 + 2j])), as_real(torch.tensor([3.0]))
+        (tensor([[1., 2.]]), tensor([3.]))
+
+    """
+    return torch.view_as_real(value) if value.is_complex() else value
