@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,6 +19,7 @@ OPTIMIZER = "optimizer:"
 
 _HYPERPARAMETERS = ("lr", "initial_lr", "momentum", "betas", "weight_decay")  # that schedulers and users set
 _GROUP = "group"
+_DICTIONARIES = (dict, OrderedDict, defaultdict, Counter)
 
 
 class StepScheduler(Protocol):
@@ -201,7 +204,7 @@ class LocalOptimizers:
         """Repeats the step of epoch schedulers that have stepped since, from the rate of another client or model."""
         for scheduler, state in zip(self.epoch_schedulers, before, strict=True):
             if state and getattr(scheduler, "last_epoch", None) != state.get("last_epoch"):
-                scheduler.load_state_dict(copy.deepcopy(state))
+                scheduler.load_state_dict(copy_state(state))
                 scheduler.step()
 
     def checkpoint(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
@@ -210,13 +213,13 @@ class LocalOptimizers:
         The state of the loss scale is empty where there is none.
         """
         start = self._start
-        return self._optimizer_states(start), copy.deepcopy(start["schedulers"]), copy.deepcopy(start["scaler"])
+        return self._optimizer_states(start), copy_state(start["schedulers"]), copy_state(start["scaler"])
 
     def _optimizer_states(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
         """States of the optimizers, as these take them."""
         return [
             {
-                "state": copy.deepcopy(buffers),
+                "state": copy_state(buffers),
                 "param_groups": [{**group, **values} for group, values in zip(_groups(optimizer), groups, strict=True)],
             }
             for optimizer, buffers, groups in zip(self.optimizers, state["buffers"], state["groups"], strict=True)
@@ -225,12 +228,12 @@ class LocalOptimizers:
     def _capture(self, buffers: bool = True) -> dict[str, Any]:
         state: dict[str, Any] = {
             "groups": [_hyperparameters(optimizer) for optimizer in self.optimizers],
-            "schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in self.step_schedulers],
-            "epoch_schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in self.epoch_schedulers],
-            "scaler": copy.deepcopy(self.scaler.state_dict()) if self.scaler is not None else {},
+            "schedulers": [copy_state(scheduler.state_dict()) for scheduler in self.step_schedulers],
+            "epoch_schedulers": [copy_state(scheduler.state_dict()) for scheduler in self.epoch_schedulers],
+            "scaler": copy_state(self.scaler.state_dict()) if self.scaler is not None else {},
         }
         if buffers:
-            state["buffers"] = [copy.deepcopy(_buffers(optimizer)) for optimizer in self.optimizers]
+            state["buffers"] = [copy_state(_buffers(optimizer)) for optimizer in self.optimizers]
         return state
 
     def _sliced(
@@ -257,7 +260,7 @@ class LocalOptimizers:
         for optimizer, values in zip(self.optimizers, self._optimizer_states(state), strict=True):
             optimizer.load_state_dict(values)
         for scheduler, values in zip(self.step_schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(copy.deepcopy(values))
+            scheduler.load_state_dict(copy_state(values))
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 
@@ -340,8 +343,51 @@ def _counted(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def copy_state(value: Any, copied: dict[int, Any] | None = None) -> Any:
+    """Copy of a scheduler's or optimizer's state, which no later step changes.
+
+    Unlike ``copy.deepcopy`` the copy runs no code of a foreign class: a scheduler that forwards missing attributes to
+    another one recurses there without end. Optimizers, modules, functions and objects with a separate constructor are
+    referenced.
+
+    Args:
+        value: The state: containers, tensors, arrays, numbers, and schedulers inside.
+        copied: Copies of the objects around the value, by identity.
+
+    """
+    copied = {} if copied is None else copied
+    if id(value) in copied:
+        return copied[id(value)]
+    if isinstance(value, Tensor | np.ndarray | np.random.Generator | torch.Generator):
+        result = value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+    elif isinstance(value, dict) and type(value) in _DICTIONARIES:
+        result = copied[id(value)] = copy.copy(value)
+        for key, inside in value.items():
+            result[key] = copy_state(inside, copied)
+    elif type(value) in (list, deque):
+        result = copied[id(value)] = copy.copy(value)
+        result.clear()
+        result.extend(copy_state(inside, copied) for inside in value)
+    elif type(value) is tuple:
+        result = tuple(copy_state(inside, copied) for inside in value)
+    elif type(value) is set:
+        result = set(value)
+    elif _is_plain_object(value):
+        result = copied[id(value)] = object.__new__(type(value))
+        vars(result).update({name: copy_state(inside, copied) for name, inside in vars(value).items()})
+    else:
+        return value
+    copied[id(value)] = result
+    return result
+
+
+def _is_plain_object(value: Any) -> bool:
+    is_held = isinstance(value, Optimizer | torch.nn.Module | type) or callable(value)
+    return not is_held and type(value).__new__ is object.__new__ and type(value).__dictoffset__ != 0
+
+
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [
-        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+        {name: copy_state(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]

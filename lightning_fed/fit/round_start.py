@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Literal
 
 import lightning as L
 import torch
 
 from lightning_fed.client.local_model import LocalModel
-from lightning_fed.client.local_optimizers import LocalOptimizers
+from lightning_fed.client.local_optimizers import LocalOptimizers, copy_state
 from lightning_fed.lightning.internals import loss_scaler, loss_scaler_key
 from lightning_fed.messages import State
 from lightning_fed.model.entries import tied_names
@@ -43,7 +42,7 @@ class RoundStart:
         configs = trainer.lr_scheduler_configs
         self._per_step = [index for index, config in enumerate(configs) if is_manual or config.interval == "step"]
         per_epoch = [index for index in range(len(configs)) if index not in self._per_step]
-        self._epoch_schedulers = {index: copy.deepcopy(configs[index].scheduler.state_dict()) for index in per_epoch}
+        self._epoch_schedulers = {index: copy_state(configs[index].scheduler.state_dict()) for index in per_epoch}
         self.optimizers = LocalOptimizers(
             trainer.optimizers,
             [configs[index].scheduler for index in self._per_step],
@@ -77,4 +76,4 @@ class RoundStart:
         for index, scheduler in zip(self._per_step, schedulers, strict=True):
             checkpoint["lr_schedulers"][index] = scheduler
         for index, scheduler in self._epoch_schedulers.items():  # they have stepped when callbacks see the last batch
-            checkpoint["lr_schedulers"][index] = copy.deepcopy(scheduler)
+            checkpoint["lr_schedulers"][index] = copy_state(scheduler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ import lightning as L
 import torch
 
 from lightning_fed.client.local_model import LocalModel
+from lightning_fed.client.local_optimizers import copy_state
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seed_everything, seeded_generators
 from lightning_fed.errors import ClientFault, VisitTimeout
@@ -142,7 +142,7 @@ class ClientModels:
         state = local.global_state()
         local.load_client(client, self._shared(client, state), trains=False)
         try:
-            return copy.deepcopy(module.state_dict())
+            return copy_state(module.state_dict())
         finally:
             local.load_global(state)
 
