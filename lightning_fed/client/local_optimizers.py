@@ -356,6 +356,7 @@ def copy_state(value: Any, copied: dict[int, Any] | None = None) -> Any:
 
     """
     copied = {} if copied is None else copied
+    result: Any
     if id(value) in copied:
         return copied[id(value)]
     if isinstance(value, Tensor | np.ndarray | np.random.Generator | torch.Generator):
@@ -382,8 +383,9 @@ def copy_state(value: Any, copied: dict[int, Any] | None = None) -> Any:
 
 
 def _is_plain_object(value: Any) -> bool:
+    kind: Any = type(value)
     is_held = isinstance(value, Optimizer | torch.nn.Module | type) or callable(value)
-    return not is_held and type(value).__new__ is object.__new__ and type(value).__dictoffset__ != 0
+    return not is_held and kind.__new__ is object.__new__ and kind.__dictoffset__ != 0
 
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:

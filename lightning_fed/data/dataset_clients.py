@@ -15,9 +15,14 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.interleave import interleave, sequential_groups
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, client_keys, seed_everything
+from lightning_fed.data.sampler_stream import SamplerStream
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import derive_seed
+from lightning_fed.server.schedule import Visit
+
+_MOST_EMPTY = 100
+"""Passes of a sampler without a batch of a client, after which no further one is drawn."""
 
 SampleTransform: TypeAlias = Callable[[Any], Any]
 
@@ -35,8 +40,7 @@ class DatasetClients(Population):
         shuffle: Whether every epoch of every visit has its own order, drawn from the visit's seed.
         drop_last: Whether a trailing batch that is not full is left out.
         loader_options: Further arguments of the ``DataLoader`` (``num_workers``, ``pin_memory``, ...).
-        weights: Function that gives the weights of a client's examples, shape (num_samples,), by which every epoch
-            draws as many with replacement; ``None`` to pass over all of them.
+        draws: Passes of a sampler, in place of passes over all examples.
 
     Raises:
         ValueError: If ``batch_size`` is below 1.
@@ -50,7 +54,7 @@ class DatasetClients(Population):
         shuffle: bool = True,
         drop_last: bool = False,
         loader_options: Mapping[str, Any] | None = None,
-        weights: Callable[[Client], np.ndarray] | None = None,
+        draws: SamplerStream | None = None,
     ) -> None:
         super().__init__(source.clients)
         if batch_size < 1:
@@ -59,7 +63,7 @@ class DatasetClients(Population):
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last
-        self.weights = weights
+        self.draws = draws
         self._loader_options = loader_options or {}
         self._sampler = _RoundSampler(self, drop_last)
         self._loader = self._make_loader()
@@ -70,8 +74,14 @@ class DatasetClients(Population):
         return self._loader.num_workers
 
     def num_samples(self, client: Client) -> int:
-        """The client's local examples."""
-        return self.source.num_samples(client)
+        """The client's local examples; of a sampler the number of draws in the round's first pass."""
+        if self.draws is None:
+            return self.source.num_samples(client)
+        return len(self._draw(client, self.round, 0)[0])
+
+    def gives_all(self, client: Client) -> bool:
+        """True if one isolated pass gives all of the client's examples."""
+        return self.draws is None or len(set(self._draw(client, self.round, 0)[0])) == self.source.num_samples(client)
 
     def examples_per_batch(self, client: Client) -> int:
         """The batch size.
@@ -80,17 +90,57 @@ class DatasetClients(Population):
             OptionError: If a sampler draws the examples.
 
         """
-        if self.weights is not None:
+        if self.draws is not None:
             raise OptionError(
                 "Expected a DataLoader without a sampler of its own, because every example is drawn by itself, but got"
-                " sampler=WeightedRandomSampler."
+                f" sampler={type(self.draws.sampler).__name__}."
             )
         return self.batch_size
 
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int:
         """Batches in one pass over the client's data."""
-        count = count_batches(self.num_samples(client), self.batch_size, self.drop_last and not isolated)
+        if self.draws is None:
+            count = count_batches(self.num_samples(client), self.batch_size, self.drop_last and not isolated)
+        else:
+            count = sum(1 for _ in self.cut_draws(client, self.round, 0, self.drop_last and not isolated))
         return count if isolated else self.batches_to_overfit(count) or 0
+
+    def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
+        """Batches in each pass of a visit, if a sampler draws the examples."""
+        if self.draws is None or self.overfit_batches:
+            return ()
+        lengths: list[int] = []
+        while sum(lengths) < visit.steps if visit.steps is not None else len(lengths) < visit.epochs:
+            lengths.append(sum(1 for _ in self.cut_draws(visit.client, visit.round, len(lengths), self.drop_last)))
+            if not lengths[0]:
+                break  # the client is left out of the round
+            if not any(lengths[-_MOST_EMPTY:]):
+                raise ValueError(f"its sampler gave no batch in {_MOST_EMPTY} passes")
+        return tuple(lengths)
+
+    def cut_draws(self, client: Client, round: int, number: int, drop_last: bool) -> Iterator[np.ndarray]:
+        """Positions of the client's examples in every batch of a sampler's pass.
+
+        Args:
+            client: The client's key.
+            round: Index of the round.
+            number: Index of the pass in the round.
+            drop_last: Whether to skip a trailing batch that is not full.
+
+        """
+        positions, batches = self._draw(client, round, number)
+        assert self.draws is not None
+        if self.draws.batch_size is None:
+            yield from np.split(positions, np.flatnonzero(np.diff(batches)) + 1) if len(positions) else ()
+        else:
+            for start, end in cut_batches(len(positions), self.batch_size, drop_last):
+                yield positions[start:end]
+
+    def _draw(self, client: Client, round: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        assert self.draws is not None
+        if self.overfit_batches:
+            round = number = 0
+        return self.draws.part(client, round, number, round * self.local_epochs + number)
 
     def close(self) -> None:
         """Replaces the loader, and so ends its workers."""
@@ -330,24 +380,17 @@ class _RoundSampler:
                     visit.client, visit.round, number, planned.num_samples, population.batch_size
                 )
         for epoch in itertools.count():
-            weights = None if self._isolated else population.weights
-            if (population.overfit_batches and not self._isolated) or (weights is None and not population.shuffle):
+            if population.draws is not None:
+                drawn = population.cut_draws(visit.client, visit.round, epoch, self._drop_last)
+                yield from itertools.islice(drawn, planned.epoch_batches if population.overfit_batches else None)
+                continue
+            if (population.overfit_batches and not self._isolated) or not population.shuffle:
                 order = np.arange(planned.num_samples)
             else:
-                generator = np.random.default_rng([visit.seed, epoch])
-                whole = planned.num_samples
-                order = generator.permutation(whole) if weights is None else _draw(weights(visit.client), generator)
+                order = np.random.default_rng([visit.seed, epoch]).permutation(planned.num_samples)
             batches = cut_batches(planned.num_samples, population.batch_size, self._drop_last)
             for start, end in itertools.islice(batches, planned.epoch_batches):
                 yield order[start:end]
-
-
-def _draw(weights: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Positions drawn by weight with replacement, as many as there are weights."""
-    total = weights.sum()
-    if not total > 0:
-        raise ValueError("all of its examples have weight 0")
-    return generator.choice(len(weights), len(weights), p=weights / total)
 
 
 def _direct_batch(dataset: Dataset[Any], indices: np.ndarray) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -19,10 +20,8 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     Subset,
-    WeightedRandomSampler,
 )
 
 from lightning_fed.data.dataset_clients import (
@@ -33,12 +32,22 @@ from lightning_fed.data.dataset_clients import (
     cut_batches,
 )
 from lightning_fed.data.loader_clients import LoaderClients, check_client_loader, has_loader, inside
+from lightning_fed.data.loader_parts import (
+    LOADER_OPTIONS,
+    LOADERS_REMEDY,
+    batches_of,
+    changed_methods,
+    check_class,
+    is_whole,
+)
 from lightning_fed.data.partition_base import NumberedPartition
 from lightning_fed.data.partitions import Partition
-from lightning_fed.data.poisson import LOADER_OPTIONS, is_plain
 from lightning_fed.data.population import LazyClients, Population, client_keys
+from lightning_fed.data.sampler_stream import SamplerStream
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
+
+_log = logging.getLogger(__name__)
 
 ClientData: TypeAlias = Dataset[Any] | Iterable[Any]
 """A client's examples: a map-style data set, or a ``DataLoader`` (any iterable of batches)."""
@@ -381,11 +390,12 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
     Raises:
         TypeError: If it is neither a ``DataLoader`` over a map-style data set nor several, and there is more than one
             client.
-        ValueError: If a loader has a sampler of its own, whose order mixes clients, or several are split into other
-            clients each.
+        OptionError: If a loader's class changes how batches are made, its sampler cannot be divided, or several
+            loaders are split into different clients.
 
     """
-    is_ordinary = type(data) is DataLoader and _is_splittable(data) and data.batch_size is not None
+    is_ordinary = type(data) is DataLoader and not changed_methods(data)
+    is_ordinary = is_ordinary and data.batch_size is not None and _is_whole(data)
     if is_one_client(partition) and not is_ordinary:  # there is nothing to split
         several = isinstance(data, Mapping | list | tuple)
         clients = LoaderClients({0: CombinedLoader(data, "max_size_cycle") if several else data}, is_plain=True)
@@ -393,7 +403,7 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
         return clients
     if isinstance(data, CombinedLoader) or (isinstance(data, Mapping | list | tuple) and has_loader(data)):
         return _split_loaders(data, partition, seed)
-    if _is_splittable(data) and data.batch_size is None:
+    if isinstance(data, DataLoader) and data.batch_sampler is None and not isinstance(data.dataset, IterableDataset):
         return _split_loaders(data, partition, seed)
     return split_loader(data, partition, seed)
 
@@ -402,27 +412,43 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
     """Splits the data set of a user's ``DataLoader`` into clients, with its batch size, collation and workers.
 
     Args:
-        loader: The loader; ``shuffle=True`` becomes shuffling within each client, and a ``WeightedRandomSampler``
-            draws within each client by the same weights.
+        loader: The loader; ``shuffle=True`` becomes shuffling within each client. The passes of any other sampler are
+            divided, see :class:`~lightning_fed.data.sampler_stream.SamplerStream`.
         partition: The partition of the data set.
         seed: Seed of the split, unless the partition has its own.
 
     Raises:
         TypeError: If ``loader`` is not a ``DataLoader`` over a map-style data set.
-        ValueError: If it has a sampler of its own, whose order mixes clients.
+        OptionError: If its class changes how batches are made, or its sampler cannot be divided.
 
     """
-    indices, weights = _split(loader, partition, seed)
+    _check_splittable(loader)
+    if loader.batch_sampler is None:
+        raise OptionError(
+            "Expected a DataLoader with a batch size, because batches are cut within clients, but got batch_size=None."
+            f" {LOADERS_REMEDY}"
+        )
+    indices = partition.split(loader.dataset, seed)
+    sampler, batch_size, drop_last = batches_of(loader)
+    draws = None if _is_whole(loader) else SamplerStream(loader, indices, seed)
+    if draws is None and not isinstance(sampler, RandomSampler):  # a partition may list examples in another order
+        indices = {client: np.sort(own) for client, own in indices.items()}
+    if batch_size is None:
+        _log.warning(
+            "%s is divided batch by batch: a step of a client takes its part of a batch, fewer examples than the whole"
+            " one has. To keep the size of batches, give each client its own loader in a FederatedDataModule.",
+            type(sampler).__name__,
+        )
     transform = partial(partition.transform, seed=seed)
     changes_samples = transform(next(iter(indices))) is not None
     source = PartitionedSource(loader.dataset, indices, transform if changes_samples else None, loader.collate_fn)
     clients = DatasetClients(
         source,
-        loader.batch_size,
-        isinstance(loader.sampler, RandomSampler),
-        loader.drop_last,
+        batch_size or 1,
+        isinstance(sampler, RandomSampler),
+        drop_last,
         {name: getattr(loader, name) for name in (*LOADER_OPTIONS, "persistent_workers")},
-        None if weights is None else partial(_weights_of_client, indices, weights),
+        draws,
     )
     clients.split_loader = loader
     return clients
@@ -431,8 +457,16 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
 def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClients:
     """Splits the data sets of several loaders, of which a step takes a batch each, or of one that draws batches."""
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
-    parts = [(loader, *_split(loader, partition, seed, batches=True)) for loader in combined.flattened]
-    clients = [client_keys(indices) for _, indices, _ in parts]
+    for loader in combined.flattened:
+        _check_splittable(loader)
+        if not _is_whole(loader):
+            raise OptionError(
+                "Expected several loaders, or a loader with batch_size=None, to pass over all examples in batches, but"
+                f" got sampler={type(batches_of(loader)[0]).__name__}. Give each client its own loaders in a"
+                " FederatedDataModule."
+            )
+    parts = [(loader, partition.split(loader.dataset, seed)) for loader in combined.flattened]
+    clients = [client_keys(indices) for _, indices in parts]
     if any(list(keys) != list(clients[0]) for keys in clients):
         raise OptionError(
             "Expected a partition that splits the data sets of all loaders into the same clients, but got"
@@ -447,19 +481,11 @@ def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClien
     return LoaderClients(LazyClients(clients[0], partial(_part_of_loaders, combined, parts)))
 
 
-def _part_of_loaders(combined: CombinedLoader, parts: Sequence[tuple[Any, Any, Any]], client: Client) -> CombinedLoader:
+def _part_of_loaders(combined: CombinedLoader, parts: Sequence[tuple[Any, Any]], client: Client) -> CombinedLoader:
     """A client's part of several loaders; a function of its own, so that a Trainer that holds it can be pickled."""
     combined_part = copy.copy(combined)
-    combined_part.flattened = [
-        _loader_of(loader, indices[client], None if weights is None else weights[indices[client]])
-        for loader, indices, weights in parts
-    ]
+    combined_part.flattened = [_loader_of(loader, indices[client]) for loader, indices in parts]
     return combined_part
-
-
-def _weights_of_client(indices: Mapping[Client, np.ndarray], weights: np.ndarray, client: Client) -> np.ndarray:
-    part: np.ndarray = weights[indices[client]]
-    return part
 
 
 def is_one_client(partition: Partition | None) -> bool:
@@ -467,28 +493,35 @@ def is_one_client(partition: Partition | None) -> bool:
     return isinstance(partition, NumberedPartition) and partition.num_clients == 1
 
 
-def _is_splittable(loader: Any) -> bool:
-    """True for a loader whose examples a partition can split, in batches that are cut anew."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+def _check_splittable(loader: Any) -> None:
+    is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if not isinstance(loader, DataLoader) or is_iterable:
+        found = f"one over the iterable {type(loader.dataset).__name__}" if is_iterable else type(loader).__name__
+        raise TypeError(
+            "Expected `train_dataloader` to return a DataLoader over a map-style data set, or several, which a"
+            f" `partition` can split, but got {found}. {LOADERS_REMEDY}"
+        )
+    check_class(loader, "that a `partition` can split")
+
+
+def _is_whole(loader: DataLoader[Any]) -> bool:
+    """True for a map-style loader that passes over all examples, in batches that can be cut anew."""
+    if isinstance(loader.dataset, IterableDataset):
         return False
-    if loader.batch_size is None:  # the data set takes the indices of a batch
-        return type(loader.sampler) is BatchSampler and is_plain(loader.sampler.sampler)
-    is_ordinary = is_plain(loader.sampler) or _weights_of(loader) is not None
-    return is_ordinary and type(loader.batch_sampler) is BatchSampler
+    sampler, batch_size, _ = batches_of(loader)
+    return batch_size is not None and is_whole(sampler, loader.dataset)
 
 
-def _loader_of(loader: DataLoader[Any], indices: np.ndarray, weights: np.ndarray | None) -> DataLoader[Any]:
-    """A loader of some of the examples, in batches like those of the whole one."""
+def _loader_of(loader: DataLoader[Any], indices: np.ndarray) -> DataLoader[Any]:
+    """A loader of some of the examples, in batches like the whole one's."""
     part = Subset(loader.dataset, indices.tolist())
-    whole: Any = loader.sampler if loader.batch_size is None else loader.batch_sampler
-    sampler: Sampler[int] = SequentialSampler(part)
-    if weights is not None:
-        sampler = WeightedRandomSampler(weights.tolist(), len(part))
-    elif isinstance(whole.sampler, RandomSampler) and len(part):
-        sampler = RandomSampler(part)
+    whole, batch_size, drop_last = batches_of(loader)
+    is_shuffled = isinstance(whole, RandomSampler) and len(part)
+    batches = _Batches(RandomSampler(part) if is_shuffled else SequentialSampler(part), batch_size or 1, drop_last)
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
-    batches = _Batches(sampler, whole.batch_size, whole.drop_last)
-    draws: Any = {"batch_size": None, "sampler": batches} if loader.batch_size is None else {"batch_sampler": batches}
+    # Without a batch sampler the data set takes the indices of a batch.
+    has_batches = loader.batch_sampler is not None
+    draws: Any = {"batch_sampler": batches} if has_batches else {"batch_size": None, "sampler": batches}
     return DataLoader(part, collate_fn=loader.collate_fn, **draws, **options)
 
 
@@ -502,44 +535,3 @@ class _Batches(BatchSampler):
         order = list(self.sampler)
         for start, stop in cut_batches(len(order), self.batch_size, self.drop_last):
             yield order[start:stop]
-
-
-def _split(
-    loader: Any, partition: Partition, seed: int, batches: bool = False
-) -> tuple[Mapping[Client, np.ndarray], np.ndarray | None]:
-    """The indices of every client's examples in a loader's data set, and the weights by which its sampler draws.
-
-    Args:
-        loader: The loader.
-        partition: The partition.
-        seed: Seed of the split.
-        batches: Whether its sampler may draw whole batches.
-
-    """
-    is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
-    if not isinstance(loader, DataLoader) or is_iterable:
-        found = f"one over the iterable {type(loader.dataset).__name__}" if is_iterable else type(loader).__name__
-        raise TypeError(
-            "Expected `train_dataloader` to return a DataLoader over a map-style data set, or several, which a"
-            f" `partition` can split, but got {found}. Give each client its own loader in a FederatedDataModule."
-        )
-    sampler = loader.sampler
-    weights = _weights_of(loader)
-    if not _is_splittable(loader) or (loader.batch_size is None and not batches):
-        raise OptionError(
-            "Expected a DataLoader with a batch size and without a sampler of its own (but a WeightedRandomSampler that"
-            " draws as many examples as there are, with replacement), because batches are cut within"
-            f" clients, but got sampler={type(sampler).__name__} and batch_size={loader.batch_size}. Give each"
-            " client its own loader in a FederatedDataModule."
-        )
-    return partition.split(loader.dataset, seed), weights
-
-
-def _weights_of(loader: DataLoader[Any]) -> np.ndarray | None:
-    """Weights of a ``WeightedRandomSampler`` that draws as many examples as there are, with replacement."""
-    sampler = loader.sampler
-    if type(sampler) is not WeightedRandomSampler or not sampler.replacement:
-        return None
-    weights = np.asarray(sampler.weights, dtype=np.float64)
-    num_samples = len(loader.dataset)  # type: ignore[arg-type] # a map-style one
-    return weights if len(weights) == sampler.num_samples == num_samples else None

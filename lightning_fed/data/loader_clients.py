@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, Dataset, WeightedRandomSampler
 
 from lightning_fed.data.interleave import interleave, sequential_groups
+from lightning_fed.data.loader_parts import own_generators, samplers_of, seeded_own_generators, set_epoch
 from lightning_fed.data.poisson import check_poisson_loader, poisson_loader
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, batch_length, client_keys
 from lightning_fed.errors import OptionError
@@ -175,8 +175,8 @@ class LoaderClients(Population):
         visit = planned.visit
         in_visit = -(-planned.num_batches // planned.epoch_batches) if planned.epoch_batches else 1
         for number in itertools.count() if visit.steps is not None else range(visit.epochs):
-            _set_epoch(loader, visit.round * in_visit + number)
-            for generator in () if self.is_plain else _generators(loader):
+            set_epoch(_told_samplers(loader, self.is_plain), visit.round * in_visit + number)
+            for generator in () if self.is_plain else own_generators(_owners(loader)):
                 generator.manual_seed(derive_seed(visit.seed, number))
             has_batches = False
             for batch in itertools.islice(loader, planned.epoch_batches):
@@ -192,22 +192,20 @@ def _looking_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
         yield before, batch is _END
 
 
-def _set_epoch(loader: Any, epoch: int) -> None:
-    """Tells samplers which pass comes, by which they shuffle: Lightning tells those that it knows of."""
-    if isinstance(loader, _Streams):
-        for stream in loader.streams:
-            _set_epoch(stream, epoch)
-    for sampler in _samplers(loader):
-        if callable(getattr(sampler, "set_epoch", None)):
-            sampler.set_epoch(epoch)
-
-
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Random generators of a loader's own, and of its samplers."""
+def _told_samplers(loader: Any, is_plain: bool) -> list[Any]:
+    """The samplers that receive the number of a pass: in a plain fit the samplers of examples only."""
     parts = loader.streams if isinstance(loader, _Streams) else [loader]
-    owners = [owner for part in parts for owner in (part, *_samplers(part))]
-    generators = [getattr(owner, "generator", None) for owner in owners]
-    return [generator for generator in generators if isinstance(generator, torch.Generator)]
+    if not is_plain:
+        return [sampler for part in parts for sampler in samplers_of(part)]
+    holders = [holder for part in parts for holder in (part, getattr(part, "batch_sampler", None))]
+    samplers = {id(sampler): sampler for holder in holders if (sampler := getattr(holder, "sampler", None))}
+    return list(samplers.values())
+
+
+def _owners(loader: Any) -> list[Any]:
+    """Loaders and samplers, which may have random generators."""
+    parts = loader.streams if isinstance(loader, _Streams) else [loader]
+    return [owner for part in parts for owner in (part, *samplers_of(part))]
 
 
 def _end_workers(loader: Any) -> None:
@@ -324,11 +322,5 @@ def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
             " pass at a time: set `persistent_workers=False` (or measure prototypes with passes='online', or give"
             " `SampledSoftmax` the clients' `classes`)"
         )
-    states = [(generator, generator.get_state()) for generator in _generators(loader)]
-    for generator, _ in states:
-        generator.manual_seed(seed)
-    try:
+    with seeded_own_generators(_owners(loader), seed):
         yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)

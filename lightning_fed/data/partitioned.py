@@ -15,6 +15,7 @@ from lightning_fed.data.federated import FederatedDataModule, split_loader
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population
 from lightning_fed.data.sample_assignment import IndexArray
+from lightning_fed.errors import OptionError
 from lightning_fed.lightning.internals import TRANSFER_HOOKS
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import client_key
@@ -155,6 +156,12 @@ class PartitionedData(FederatedDataModule):
             self.seed = default_seed()
         seed = self.seed
         population = split_loader(self.source.train_dataloader(), self.partition, seed)
+        if population.draws is not None:
+            raise OptionError(
+                "Expected a training loader that passes over all examples, of which some are held out, but got"
+                f" sampler={type(population.draws.sampler).__name__}: pass the datamodule itself, with `partition=` on"
+                " the Trainer."
+            )
         source = population.source
         assert isinstance(source, PartitionedSource)
         train, val, test = {}, {}, {}

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_fed.data.loader_parts import LOADER_OPTIONS, batches_of, check_class, is_whole
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import client_key
@@ -71,16 +72,6 @@ class _ListedBatches:
         return (positions.tolist() for positions in self._batches)
 
 
-LOADER_OPTIONS = (
-    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
-)  # fmt: skip
-
-
-def is_plain(sampler: Any) -> bool:
-    """True for a sampler that draws every example once, in order or not."""
-    return type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
-
-
 def check_poisson_loader(loader: Any) -> DataLoader[Any]:
     """Returns a loader if its examples can be drawn one by one.
 
@@ -96,8 +87,9 @@ def check_poisson_loader(loader: Any) -> DataLoader[Any]:
             "Expected one DataLoader over a data set that can be indexed, of which every example is drawn by itself,"
             f" but got {type(loader).__name__}."
         )
-    sampler = loader.sampler
-    if not is_plain(sampler) or type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+    check_class(loader, "of which every example is drawn by itself")
+    sampler, batch_size, _ = batches_of(loader)
+    if batch_size is None or loader.batch_size is None or not is_whole(sampler, loader.dataset):
         raise OptionError(
             "Expected a DataLoader with a batch size and without a sampler of its own, because every example is drawn"
             f" by itself, but got sampler={type(sampler).__name__} and batch_size={loader.batch_size}."

@@ -38,6 +38,7 @@ class PlannedVisit:
         position: Index in the round, from 0.
         error: Exception by which it failed, if there was one, without its traceback.
         epoch_batches: Batches in one pass over the client's data; ``None`` where it has no length.
+        pass_batches: Batches in each pass of the visit, if a sampler gives passes different lengths.
         is_over: Whether the client has answered before its last batch.
         is_stream: Whether the visit ends with the client's loader; until then ``num_batches`` is the most there can be.
         is_counted: Whether the examples of the first pass are counted as they come.
@@ -54,6 +55,7 @@ class PlannedVisit:
     is_over: bool = False
     is_stream: bool = False
     is_counted: bool = False
+    pass_batches: tuple[int, ...] = ()
 
     def fail(self, fault: str, error: Exception) -> None:
         """Marks the visit as failed by an exception, whose traceback becomes a note, which holds no frames."""
@@ -100,6 +102,9 @@ class Population(ABC):
         sampling: Draw of the examples of every batch that trains; ``None`` for passes over all of them.
         local_steps: Batches of a visit, by which streams without a length are counted; ``None`` where visits are
             counted in passes.
+        local_epochs: Passes of a visit, otherwise.
+        round: Round whose sizes :meth:`num_samples` and :meth:`batches_per_epoch` give: a sampler may draw a different
+            number of a client's examples in every round.
         overfit_batches: Batches of each client, or share of them, on which it trains in every pass, in the order of its
             data: the Trainer's; 0 for all.
         split_loader: The user's own loader, whose data set a partition splits into the clients; ``None`` where each has
@@ -114,6 +119,8 @@ class Population(ABC):
     has_raised = False
     sampling: PoissonSampling | None = None
     local_steps: int | None = None
+    local_epochs = 1
+    round = 0
     overfit_batches: int | float = 0
     split_loader: DataLoader[Any] | None = None
 
@@ -147,6 +154,10 @@ class Population(ABC):
 
         """
 
+    def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
+        """Batches in each pass of a visit, if a sampler gives passes different lengths; otherwise empty."""
+        return ()
+
     @abstractmethod
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
@@ -173,6 +184,7 @@ class Population(ABC):
                 client's own gives what it gives); else over as many batches as a visit has, where visits count steps.
 
         """
+        self.round = visit.round
         seed = derive_seed(visit.seed, 1)
         per_epoch = self.batches_per_epoch(visit.client, isolated)
         again = Visit(visit.client, visit.round, seed, steps=None if isolated and per_epoch else visit.steps)

@@ -101,6 +101,7 @@ class RoundLoader:
     ) -> None:
         self.round = cohort.visits[0].round if cohort.visits else None
         self.population = population
+        population.round = self.round or 0
         self.clock = VisitClock(None) if clock is None else clock
         self.visits: list[PlannedVisit] = []
         self.failed: dict[Client, str] = {}
@@ -208,6 +209,10 @@ class RoundLoader:
             return None
         planned = self.group[0]
         number = planned.num_batches - 1 - self.batches_left
+        for length in planned.pass_batches:
+            if number < length:
+                return EpochPosition(number, self.batches_left == 0 or number + 1 == length)
+            number -= length
         length = planned.epoch_batches or planned.num_batches
         return EpochPosition(number % length, self.batches_left == 0 or (number + 1) % length == 0)
 
@@ -248,6 +253,7 @@ class RoundLoader:
                 if fault is not None:
                     return "it has no examples" if num_samples == 0 else fault
                 per_epoch = self.population.batches_per_epoch(visit.client)
+                passes = self.population.batches_by_pass(visit)
         except Exception as error:
             item = VisitBatch.failed(0, error)
             self._errors[visit.client] = error
@@ -257,7 +263,9 @@ class RoundLoader:
             reason = "has no length: set `local_steps`"
             self._errors[visit.client] = MisconfigurationException(f"The loader of client {visit.client!r} {reason}.")
             return f"its loader {reason}"
-        if is_stream:
+        if passes and visit.steps is None and visit.portion is None:
+            num_batches = sum(passes)
+        elif is_stream:
             num_batches = self._limit if isinstance(self._limit, int) else _ENDLESS
         else:
             num_batches = visit.num_batches((visit.steps or 0) if per_epoch is None else per_epoch)
@@ -268,6 +276,7 @@ class RoundLoader:
             epoch_batches=per_epoch,
             is_stream=is_stream,
             is_counted=is_counted,
+            pass_batches=passes,
         )
         if planned.num_batches == 0 and is_counted:
             return "its loader has no batch"

@@ -150,6 +150,7 @@ class FederatedFit:
             population.sampling, population.has_raised = self._population.sampling, self._population.has_raised
             self._population.close()
         self._population = population
+        population.local_epochs = self.schedule.local_epochs
         population.local_steps = self.schedule.local_steps
         population.overfit_batches = self.trainer.overfit_batches  # type: ignore[attr-defined]
         most, who = self.schedule.cohort_size(len(population.clients)), "of a round"

@@ -113,9 +113,10 @@ def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients:
     windows = [trainer.accumulate_grad_batches, *(window for each in schedules for window in each.scheduling.values())]
     for window in windows:
         for planned in visits:
-            length = planned.epoch_batches
-            if planned.visit.steps is None and length and planned.num_batches > length and length % window:
-                _refuse_window(window, f"an epoch of client {planned.visit.client!r} has {length}", "local epochs")
+            lengths = planned.pass_batches or (planned.epoch_batches or 0,)
+            for length in lengths if planned.visit.steps is None and planned.num_batches > lengths[0] else ():
+                if length % window:
+                    _refuse_window(window, f"an epoch of client {planned.visit.client!r} has {length}", "local epochs")
     if num_clients == 1:
         if any(planned.is_stream for planned in visits):
             _check_shares(trainer, "limit_train_batches", "val_check_interval")

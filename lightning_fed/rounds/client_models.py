@@ -142,7 +142,8 @@ class ClientModels:
         state = local.global_state()
         local.load_client(client, self._shared(client, state), trains=False)
         try:
-            return copy_state(module.state_dict())
+            own: dict[str, Any] = copy_state(module.state_dict())
+            return own
         finally:
             local.load_global(state)
 

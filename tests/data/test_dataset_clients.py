@@ -10,14 +10,11 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource, PartitionedSource, cut_batches
-from lightning_fed.data.federated import split_loader
-from lightning_fed.data.partitions import IID, ByGroup
 from lightning_fed.data.population import LazyClients, PlannedVisit
-from lightning_fed.errors import OptionError
 from lightning_fed.server.schedule import Visit
 
 SIZES = {"ann": 9, "bob": 4, "cid": 1, "dan": 11}
@@ -477,46 +474,3 @@ def test_nothing_more_is_fetched_for_a_visit_with_a_fault():
 def test_batches_of_nothing(batch_size):
     with pytest.raises(ValueError, match=f"Expected `batch_size` to be at least 1, but got {batch_size}"):
         separate_datasets(batch_size)
-
-
-# --- a sampler of the user's ------------------------------------------------------------------------------------------
-
-
-def weighted(weights, num_samples=None, batch_size=7, **options):
-    dataset = TensorDataset(torch.arange(len(weights)))
-    sampler = WeightedRandomSampler(weights, num_samples or len(weights), **options)
-    return DataLoader(dataset, batch_size, sampler=sampler)
-
-
-def drawn(population, client, seed, isolated=False):
-    count = population.num_samples(client)
-    visit = PlannedVisit(Visit(client, 0, seed), count, population.batches_per_epoch(client))
-    return torch.cat([item.batch[0] for item in population.stream([visit], isolated)])
-
-
-def test_a_weighted_sampler_draws_within_each_client():
-    """As many as the client has, of its own, by its weights: an example of weight 3 comes three times as often."""
-    weights = torch.tensor([1.0, 3.0, 0.0] * 20)
-    population = split_loader(weighted(weights), IID(2), seed=0)
-    for client in population.clients:
-        own = population.source.indices[client]
-        visits = [drawn(population, client, seed) for seed in range(300)]
-        assert all(len(visit) == len(own) for visit in visits)
-        counts = torch.bincount(torch.cat(visits), minlength=60)
-        assert not counts[sorted(set(range(60)) - set(own.tolist()))].any()
-        expected = weights[own] / weights[own].sum() * 300 * len(own)
-        assert ((counts[own] - expected).abs() <= 5 * expected.sqrt()).all()  # 5 standard deviations
-        assert torch.equal(visits[3], drawn(population, client, 3))
-        assert sorted(drawn(population, client, 0, isolated=True).tolist()) == sorted(own.tolist())
-
-
-def test_a_client_whose_examples_all_have_weight_0():
-    population = split_loader(weighted([0.0] * 8 + [1.0] * 8), ByGroup([0] * 8 + [1] * 8), seed=0)
-    (item, *_) = population.stream([PlannedVisit(Visit(0, 0, 0), 8, 2)])
-    assert "all of its examples have weight 0" in str(item.error)
-
-
-@pytest.mark.parametrize("options", [{"num_samples": 5}, {"num_samples": 8, "replacement": False}])
-def test_other_weighted_samplers_are_refused(options):
-    with pytest.raises(OptionError, match=r"WeightedRandomSampler that draws as many .*, with replacement"):
-        split_loader(weighted([1.0] * 8, **options), IID(2), seed=0)

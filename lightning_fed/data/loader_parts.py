@@ -1,0 +1,122 @@
+"""Parts of a ``DataLoader`` from which other loaders are made: samplers, batch size, random generators."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+
+from lightning_fed.errors import OptionError
+
+LOADER_OPTIONS = (
+    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
+)  # fmt: skip
+_ATTRIBUTES = ("dataset", "sampler", "batch_sampler", "batch_size", "drop_last", "collate_fn", "generator")
+LOADERS_REMEDY = "Give each client its own loader in a FederatedDataModule."
+
+
+def batches_of(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
+    """A loader's sampler of examples, batch size and ``drop_last``; of a batch sampler itself, ``None`` and ``False``.
+
+    Example:
+        >>> sampler, *rest = batches_of(DataLoader([1, 2], batch_sampler=BatchSampler([1, 0], 2, drop_last=True)))
+        >>> sampler, rest
+        ([1, 0], [2, True])
+
+    """
+    batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if type(batches) is BatchSampler:
+        return batches.sampler, batches.batch_size, batches.drop_last
+    return batches, None, False
+
+
+def is_whole(sampler: Any, dataset: Any) -> bool:
+    """True for a sampler of torch that draws every example of a data set once, in order or not."""
+    if type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples != len(dataset)):
+        return False
+    return type(sampler) in (RandomSampler, SequentialSampler) and len(sampler.data_source) == len(dataset)
+
+
+def changed_methods(loader: DataLoader[Any]) -> set[str]:
+    """Methods and attributes of a ``DataLoader`` that a subclass or the object itself replaces.
+
+    A subclass may set its attributes in ``__init__``, and add methods.
+
+    Example:
+        >>> class Half(DataLoader):
+        ...     def __len__(self):
+        ...         return super().__len__() // 2
+        >>> changed_methods(Half([1, 2])), changed_methods(DataLoader([1, 2]))
+        ({'__len__'}, set())
+
+    """
+    methods = {name for name, value in vars(DataLoader).items() if callable(value) or isinstance(value, property)}
+    methods = (methods | {"__getattribute__"}) - {"__init__"}
+    changed = vars(loader).keys() & methods
+    for layer in itertools.takewhile(lambda layer: layer is not DataLoader, type(loader).__mro__):
+        changed |= vars(layer).keys() & methods
+        changed |= {name for name in _ATTRIBUTES if inspect.isdatadescriptor(vars(layer).get(name))}
+    return changed
+
+
+def check_class(loader: DataLoader[Any], purpose: str) -> None:
+    """Refuses a subclass of ``DataLoader`` whose parts do not tell its batches.
+
+    Args:
+        loader: The loader.
+        purpose: The reason why its parts are used, as the error shows it.
+
+    Raises:
+        OptionError: If its class changes how a ``DataLoader`` makes batches.
+
+    """
+    changed = changed_methods(loader)
+    if changed:
+        raise OptionError(
+            f"Expected a DataLoader {purpose}, but {type(loader).__name__} has its own `{min(changed)}`, which would"
+            " have no effect: change batches in `collate_fn`, in the module's `on_after_batch_transfer`, or in a"
+            f" `sampler`. {LOADERS_REMEDY}"
+        )
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """The samplers of a loader, and the samplers that these hold."""
+    found: dict[int, Any] = {}
+    waiting = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    while waiting:
+        sampler = waiting.pop(0)
+        if sampler is not None and id(sampler) not in found:
+            found[id(sampler)] = sampler
+            waiting += [value for value in getattr(sampler, "__dict__", {}).values() if isinstance(value, Sampler)]
+    return list(found.values())
+
+
+def set_epoch(samplers: list[Any], epoch: int) -> None:
+    """Gives samplers the number of the pass, by which some shuffle; Lightning tells those that it knows of."""
+    for sampler in samplers:
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(epoch)
+
+
+def own_generators(owners: list[Any]) -> list[torch.Generator]:
+    """The random generators of loaders and samplers."""
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    return [generator for generator in generators if isinstance(generator, torch.Generator)]
+
+
+@contextmanager
+def seeded_own_generators(owners: list[Any], seed: int) -> Iterator[None]:
+    """Context that seeds the random generators of loaders and samplers, and restores their states afterwards."""
+    states = [(generator, generator.get_state()) for generator in own_generators(owners)]
+    for generator, _ in states:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)

@@ -1,0 +1,123 @@
+"""Passes of a user's sampler, of which every client serves its part."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from lightning_fed.data.loader_parts import LOADERS_REMEDY, batches_of, samplers_of, seeded_own_generators, set_epoch
+from lightning_fed.data.population import seeded_generators
+from lightning_fed.errors import OptionError
+from lightning_fed.messages import Client
+from lightning_fed.numerics.seeds import derive_seed
+
+_SAMPLER = 0x5A  # purpose of the seeds
+_NUM_CACHED = 4
+
+
+class SamplerStream:
+    """The passes of a sampler over a data set, and each client's part of them.
+
+    A pass is a function of ``seed``, the round, and the number of the pass in the round: all clients of a round share
+    the pass, in every process. The part of a client is the pass without the examples of other clients. A batch sampler
+    keeps its batches: each is reduced to the examples of the client, and empty ones are skipped.
+
+    Args:
+        loader: The loader with the sampler.
+        indices: Client to the indices of its examples in the data set.
+        seed: Seed of the passes.
+
+    Raises:
+        OptionError: If a pass cannot be divided: the sampler has no length or a state of its own, or draws anything
+            but indices of examples.
+
+    Example:
+        >>> from torch.utils.data import SubsetRandomSampler
+        >>> loader = DataLoader(range(6), 2, sampler=SubsetRandomSampler([0, 1, 2, 3]))
+        >>> stream = SamplerStream(loader, {"a": np.array([1, 2, 5]), "b": np.array([0, 3, 4])}, seed=0)
+        >>> parts = [stream.indices[client][stream.part(client, 0, 0, 0)[0]] for client in ("a", "b")]
+        >>> [sorted(part.tolist()) for part in parts]
+        [[1, 2], [0, 3]]
+
+    """
+
+    def __init__(self, loader: DataLoader[Any], indices: Mapping[Client, np.ndarray], seed: int) -> None:
+        self.indices = indices
+        self.sampler, self.batch_size, self.drop_last = batches_of(loader)
+        self._length = len(loader.dataset)  # type: ignore[arg-type] # a map-style one
+        self._seed = seed
+        self._samplers = samplers_of(loader)
+        self._passes: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+        name = type(self.sampler).__name__
+        if not callable(getattr(self.sampler, "__len__", None)):
+            raise OptionError(
+                f"Expected {name} to have a length, which ends a pass: define `__len__`. {LOADERS_REMEDY}"
+            )
+        first, _, again = (self._draw(0, number, number) for number in (0, 1, 0))
+        if not all(map(np.array_equal, first, again)):
+            raise OptionError(
+                f"Expected {name} to draw the same indices from the same seed, but its passes depend on a state that"
+                " the clients would share: shuffle by the global generators, by an attribute `generator` (a"
+                f" `torch.Generator`), or by `set_epoch(epoch)`. {LOADERS_REMEDY}"
+            )
+
+    def part(self, client: Client, round: int, number: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """A client's part of a pass.
+
+        Args:
+            client: The client's key.
+            round: Index of the round.
+            number: Index of the pass in the round.
+            epoch: Index of the pass in the fit, for samplers with ``set_epoch``.
+
+        Returns:
+            Positions among the client's examples, shape (examples,), and for a batch sampler the index of each one's
+            batch, else zeros.
+
+        """
+        key = round, number, epoch
+        if key not in self._passes:
+            while len(self._passes) >= _NUM_CACHED:
+                self._passes.pop(next(iter(self._passes)))
+            self._passes[key] = self._draw(*key)
+        drawn, batches = self._passes[key]
+        own = self.indices[client]
+        if not len(own):
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        order = np.argsort(own, kind="stable")
+        places = np.searchsorted(own, drawn, sorter=order).clip(max=len(own) - 1)
+        is_own = own[order[places]] == drawn
+        return order[places[is_own]], batches[is_own]
+
+    def _draw(self, round: int, number: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        seed = derive_seed(self._seed, _SAMPLER, round, number)
+        with seeded_generators(seed), seeded_own_generators(self._samplers, seed):
+            set_epoch(self._samplers, epoch)
+            # Lightning ends an epoch with the length of the loader, whatever else a batch sampler gives.
+            drawn = list(itertools.islice(self.sampler, len(self.sampler) + (self.batch_size is not None)))
+        name = type(self.sampler).__name__
+        if self.batch_size is not None and len(drawn) > len(self.sampler):
+            raise OptionError(
+                f"Expected {name} to draw no more than its length of {len(self.sampler)}, but a pass goes on: change"
+                f" `__len__`. {LOADERS_REMEDY}"
+            )
+        batches = [[index] for index in drawn] if self.batch_size is not None else drawn
+        try:
+            indices = np.array([operator.index(index) for batch in batches for index in batch], dtype=np.int64)
+        except TypeError:
+            raise OptionError(
+                f"Expected {name} to draw indices of examples, of which a partition assigns each to a client, but got"
+                f" {drawn[0]!r}. {LOADERS_REMEDY}"
+            ) from None
+        outside = (indices < 0) | (indices >= self._length)
+        if outside.any():
+            raise OptionError(
+                f"Expected {name} to draw indices from 0 to {self._length - 1}, but got {indices[outside][0]}."
+            )
+        numbers = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
+        return indices, numbers if self.batch_size is None else np.zeros_like(indices)
