@@ -6,13 +6,34 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.errors import ClientFault
 from lightning_fed.lightning.internals import callbacks_of
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 
 
-class FederatedCallback(L.Callback):
+class TrainerCallback(L.Callback):
+    """A callback of a Trainer alone: ``Fabric`` is refused, because Fabric never calls the hooks of a fit."""
+
+    def on_after_setup(self) -> None:
+        """Refuses Fabric, which calls this hook when ``setup`` is over.
+
+        Raises:
+            MisconfigurationException: Always.
+
+        """
+        raise MisconfigurationException(
+            f"Expected `{type(self).__name__}` among the callbacks of a `Trainer`, but got the callback in `Fabric`,"
+            " which would train without a federation: use `lightning_fed.FederatedTrainer`."
+        )
+
+    def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+        """Refuses Fabric, also without ``setup``."""
+        self.on_after_setup()
+
+
+class FederatedCallback(TrainerCallback):
     """An ordinary Lightning callback with more hooks, called by :class:`~lightning_fed.callbacks.Federation`.
 
     Before the first visit :meth:`on_server_round_start`; in the order of a visit :meth:`on_client_request`,

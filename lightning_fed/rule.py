@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 
 
@@ -137,6 +139,13 @@ class Aggregator(ABC):
 
 class RowAggregator(Aggregator):
     """A rule for updates of which some entries may be a few rows only (:attr:`ClientUpdate.rows`)."""
+
+    @abstractmethod
+    def held_rows(self) -> Mapping[str, Tensor]:
+        """Rows that clients of the aggregated round held, by entry: int64, shape ``(rows,)``.
+
+        An entry that one client held as a whole is missing.
+        """
 
 
 class PlanningAggregator(Aggregator):

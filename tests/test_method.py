@@ -71,7 +71,9 @@ def test_a_name_builds_its_class(name):
     method = build_method(name.upper(), **options)
     assert method.name == METHODS[name].__name__
     assert type(method if issubclass(METHODS[name], Method) else method.aggregator) is METHODS[name]
-    assert Federation(method).server.rule is method.aggregator
+    federation = Federation(method)
+    assert federation.server.rule is federation.method.aggregator
+    assert federation.server.rule is not method.aggregator
 
 
 def test_a_rule_comes_with_its_callbacks():

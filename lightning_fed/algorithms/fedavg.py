@@ -6,6 +6,8 @@ Data", AISTATS 2017, Algorithm 1. https://arxiv.org/abs/1602.05629
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.method import register
 from lightning_fed.rule import RowAggregator
@@ -48,3 +50,7 @@ class FedAvg(AveragingAggregator, RowAggregator):
     def weight(self, update: ClientUpdate) -> float:
         """The client's number of examples."""
         return float(update.num_samples)
+
+    def held_rows(self) -> dict[str, Tensor]:
+        """Rows that clients held in the round."""
+        return self.running.held_rows()

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_fed.messages import State
 from lightning_fed.numerics.chunks import chunk_steps
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.rule import Aggregator, ClusteredAggregator, ResizingAggregator
+from lightning_fed.rule import Aggregator, ClusteredAggregator, ResizingAggregator, RowAggregator
 from lightning_fed.steps.bounds import refuse_rule, trained_entries
 from lightning_fed.steps.update_step import UpdateStep
 
@@ -42,9 +42,9 @@ class ServerOptimizer(UpdateStep):
     Args:
         optimizer: Class of the optimizer, or its name in ``torch.optim``. It must step by gradients alone, which
             ``LBFGS`` does not.
-        lazy_rows: Of entries of which the clients hold some rows only, whether the rows that nobody moved in a round
-            are left alone, and what the optimizer remembers of them too. Otherwise they have a gradient of zero, and
-            momentum still moves them.
+        lazy_rows: For entries that clients hold in part: whether rows that no client held in a round stay as before,
+            with the optimizer's memory of these rows. Otherwise such rows have a gradient of zero, and momentum still
+            moves the rows.
         **optimizer_kwargs: Arguments of the optimizer. Its default for ``lr`` is one for local training.
 
     Raises:
@@ -73,21 +73,26 @@ class ServerOptimizer(UpdateStep):
         self.optimizer = _find_optimizer(optimizer)
         self.optimizer_kwargs = optimizer_kwargs
         self.lazy_rows = lazy_rows
+        self._rule: Aggregator | None = None
         self._memory: dict[str, dict[str, Any]] = {}
         self._try_step()
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules that do not make one model of the same shapes in every round."""
         refuse_rule(self, rule, ClusteredAggregator, ResizingAggregator)
+        self._rule = rule
 
     def on_aggregate(self, new: State, start: State) -> State:
         """The step."""
         memory: dict[str, dict[str, Any]] = {}
+        rule = self._rule if self.lazy_rows else None
+        held_rows = rule.held_rows() if isinstance(rule, RowAggregator) else {}
         for name in trained_entries(self.info, start):
             old = start[name]
             held = None
-            if self.lazy_rows and name in self.info.sliced:
-                held = (new[name] != old).flatten(1).any(1) if old.ndim > 1 else new[name] != old
+            if name in held_rows:
+                held = torch.zeros(len(old), dtype=torch.bool, device=old.device)
+                held[held_rows[name].to(old.device)] = True
             new[name], memory[name] = self._step(old, new[name], self._memory.get(name, {}), held)
         self._memory = {name: value for name, value in memory.items() if value}
         return new

@@ -24,7 +24,8 @@ from lightning_fed.client.client_store import ClientStore, build_store
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population
-from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.errors import describe
+from lightning_fed.federated_callback import FederatedCallback, TrainerCallback
 from lightning_fed.fit.checkpoint_checks import check_file, check_method, check_model, count_of, describe_clients
 from lightning_fed.fit.entry_policies import check_sliced
 from lightning_fed.fit.federated_fit import FederatedFit
@@ -59,7 +60,7 @@ _SETTINGS = ("local_epochs", "local_steps", "personal", "frozen", "batch_norm", 
 user's to set."""
 
 
-class Federation(L.Callback):
+class Federation(TrainerCallback):
     r"""Federated training on an ordinary Trainer: one epoch is one round.
 
     Inside an epoch the round's clients train one after another on the same module, each from what the server sent, and
@@ -67,8 +68,9 @@ class Federation(L.Callback):
     ``max_epochs``, validation, ``EarlyStopping``, ``ModelCheckpoint`` and epoch-interval schedulers count rounds.
 
     Args:
-        method: The federated method: its name, with options behind it if need be (``"fedss:num_negatives=40"``), a
-            :class:`~lightning_fed.Method`, or the server's rule. What it sets of the following arguments is its own.
+        method: Federated method: a name, with options if needed (``"fedss:num_negatives=40"``), a
+            :class:`~lightning_fed.Method`, or the server's rule. The federation copies the method, with rule, steps
+            and callbacks. Arguments below that the method sets cannot be set again.
         partition: How the data of a datamodule's or module's ``train_dataloader`` are split into clients; ``None`` with
             a :class:`~lightning_fed.data.FederatedDataModule`, which brings them.
         clients_per_round: Number of clients in a round (int) or fraction of all (float in (0, 1]).
@@ -91,19 +93,22 @@ class Federation(L.Callback):
         visits: Whether the visits' batches are trained in one loop without what nobody looks at (``"fused"``), in
             Lightning's own (``"lightning"``), fused where nothing stands in the way (``"auto"``; else the log says
             what), or those of several clients at once (:class:`~lightning_fed.Vectorized`). The results are the same.
-        steps: What happens to an update between a client's training and the new global model, the innermost step first:
-            next to the model (:mod:`lightning_fed.steps`). Those of the method are inside of them.
+        steps: Update steps between a client's training and the new global model, the innermost first
+            (:mod:`lightning_fed.steps`). Steps of the method are inside. The federation copies the steps.
         seed: Seed of the partition and the schedule; ``None`` takes that of ``lightning.seed_everything`` when a fit
             begins, or else 0.
 
     Attributes:
         arguments: What it was built with, by name.
         options: Those of the arguments that a fit reads, as they are with what the method sets.
-        method: The method. Its callbacks are added to a Trainer that has none of their kind.
+        method: The federation's copy of the method. A Trainer without callbacks of the same classes gets the method's
+            callbacks.
+        server: The server. Results of a fit are in ``server.rule`` and ``steps``, not in the objects that were given.
 
     Raises:
         ValueError: If an argument is out of its range or is the method's to set, or a selector matches nothing.
-        TypeError: If ``method`` is neither a name nor a method nor a rule, or ``partition`` is not a partition.
+        TypeError: If ``method`` is neither a name nor a method nor a rule, or cannot be copied; or ``partition`` is not
+            a partition.
         MisconfigurationException: In ``setup``, if the Trainer is asked for what cannot be right in a round; in
             ``fit``, if ``visits="fused"`` and they cannot be.
 
@@ -149,7 +154,7 @@ class Federation(L.Callback):
         given = locals()
         warn_of_two()
         self.arguments = {name: given[name] for name in inspect.signature(Federation).parameters}
-        self.method = build_method(method)
+        self.method = _copy_method(build_method(method))
         options = SimpleNamespace(**_settle(self.method, self.arguments))
         if not (partition is None or isinstance(partition, Partition)):
             raise TypeError(f"Expected `partition` to be a Partition object such as `IID(10)`, but got {partition!r}.")
@@ -195,6 +200,18 @@ class Federation(L.Callback):
         """Leaves one half of the federation to another machine: what a backend does before a fit."""
         self.server = remote.connect(self.server)
         self._reset(remote)
+
+    @property
+    def steps(self) -> Sequence[UpdateStep]:
+        """Update steps in use, the innermost first: those of the method, then those given as ``steps``.
+
+        Example:
+            >>> from lightning_fed.steps import MaxNorm
+            >>> Federation("fedadam", steps=[MaxNorm(1.0)]).steps[-1].bound
+            1.0
+
+        """
+        return tuple(self.server.chain.steps)
 
     @property
     def has_personal_entries(self) -> bool:
@@ -381,6 +398,11 @@ class Federation(L.Callback):
         self._loop.detach()
         fit, failed_rounds, held = self._fit, self._loop.failed_rounds, self.server.held
         self._reset(self._loop.remote)
+        if trainer.current_epoch and previous not in (None, trainer) and not self._fit.is_remote:
+            raise MisconfigurationException(
+                f"This Trainer is to go on after epoch {trainer.current_epoch}, but its `Federation` has served another"
+                " Trainer since: give each Trainer a `Federation` of its own (`federation.replace()` makes one)."
+            )
         if fit.rounds and previous is trainer and trainer.current_epoch:  # its `max_epochs` was raised
             self._fit.go_on_from(fit)
             self._loop.failed_rounds, self.server.held = failed_rounds, held
@@ -571,6 +593,22 @@ def _settle(method: Method, arguments: Mapping[str, Any]) -> dict[str, Any]:
         if given not in (default, value) and (given or default):  # a recipe's empty list is not given
             raise ValueError(f"Expected `{method.name}` without `{name}`, which it sets itself, but got {given!r}.")
     return {**arguments, **method.settings}
+
+
+def _copy_method(method: Method) -> Method:
+    """Copies a method, so that two federations share no state.
+
+    Raises:
+        TypeError: If a part of the method cannot be copied.
+
+    """
+    try:
+        return copy.deepcopy(method)
+    except Exception as error:
+        raise TypeError(
+            f"Expected `method` to hold objects that can be copied, but `{method.name}` does not ({describe(error)}):"
+            " give such a callback to the Trainer, or give its class a `__deepcopy__`."
+        ) from error
 
 
 def find_federation(trainer: L.Trainer) -> Federation:

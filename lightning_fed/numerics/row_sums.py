@@ -44,6 +44,11 @@ class RowSums:
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, sums, weights
         self._num_merged = self.num_rows = 0
 
+    @property
+    def rows(self) -> Tensor:
+        """Indices of the rows that were added, increasing: int64, shape ``(rows,)``."""
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *(rows.cpu() for rows, _, _ in self._parts)]).unique()
+
     @torch.no_grad()
     def add(self, rows: Tensor, values: Tensor, weight: float) -> None:
         """Adds some rows.

@@ -133,6 +133,10 @@ class WeightedMean:
             means[name] = self._with_whole(name, sums).mean(base[name], row_weighting, self.total)
         return means | {name: value.clone() for name, value in self._integers.items()}
 
+    def held_rows(self) -> dict[str, Tensor]:
+        """Rows that were added, by entry, of the entries that no state held as a whole: int64, shape ``(rows,)``."""
+        return {name: sums.rows for name, sums in self._rows.items() if name not in self._sums}
+
     def _completed(self, name: str, value: Tensor, base: Mapping[str, Tensor] | None) -> Tensor:
         """An entry's sum over all states, also those that do not hold it."""
         if base is None or self._weights[name] == self.total:

@@ -20,7 +20,6 @@ from lightning_fed.algorithms import (
     FedAvg,
     FedAvgM,
     FedMA,
-    FedMargin,
     FedProx,
     FedYogi,
     FeSEM,
@@ -364,10 +363,12 @@ def test_what_does_not_train_is_averaged(inner, federated_trainer):
 
 def test_the_pictures_of_fedmargin_find_it(federated_trainer, monkeypatch):
     """Behind the server's optimizer: its aggregate prototypes, which remember, and its attention."""
-    drawn, attention, rule = [], AttentionMap(), FedMargin()
+    drawn, attention = [], AttentionMap()
     monkeypatch.setattr(PrototypePlots, "_draw", lambda self, trainer, prototypes, title: drawn.append(prototypes))
-    trainer = federated_trainer(max_rounds=2, method=FedAvgM(aggregator=rule), callbacks=[attention, PrototypePlots()])
+    callbacks = [attention, PrototypePlots()]
+    trainer = federated_trainer(max_rounds=2, method=FedAvgM(aggregator="fedmargin"), callbacks=callbacks)
     trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(SIZES)))
+    rule = trainer.federation.server.rule
     assert drawn[-1] is rule.prototypes
     noted = attention.state_dict()["attention"]
     assert sorted(noted) == [0, 1]
@@ -483,6 +484,20 @@ def test_rows_and_the_whole_table(lazy):
     assert state["w"].flatten()[[0, 1, 3]].tolist() == pytest.approx([1.0 if lazy else 1.9] * 3)
     assert state["w"][2].item() == pytest.approx(1.5 + 0.9 * 1.5 - 0.5)
     assert state["bias"].tolist() == pytest.approx([1.9] * 3)
+
+
+@pytest.mark.parametrize("rule", ["fedavg", "fedmargin"])
+@pytest.mark.parametrize("values", [{0: 1.0}, {0: 2.0, 1: 0.0}], ids=["unchanged", "cancelled"])
+def test_a_held_row_without_a_mean_change_steps(rule, values):
+    """A row of mean change 0 that clients held: momentum moves the row, as without `lazy_rows`."""
+    tables = []
+    for lazy in (False, True):
+        chain, table = chain_of(FedAvgM(lazy_rows=lazy, aggregator=rule)), torch.zeros(3, 1, dtype=torch.float64)
+        table = rows_round(chain, 0, table, [(1, {0: 1.0}), (1, {0: 1.0})])
+        clients = [(1, {0: value}) for value in values.values()]
+        tables.append(rows_round(chain, 1, table, clients))
+    assert torch.equal(*tables)
+    assert tables[0][:, 0].tolist() == pytest.approx([1.9, 0, 0])
 
 
 def test_lazy_rows_in_shards():

@@ -86,10 +86,10 @@ def test_prototypes_are_those_of_the_student(federated_trainer, kind):
 
 @pytest.mark.parametrize("kind", KINDS[:3])
 def test_the_student_is_fused(federated_trainer, kind):
-    method = FedFusion("multi")
     module = Distilled(kind)
-    federated_trainer(max_rounds=1, partition=IID(2), method=method).fit(module, data())
-    assert method.callbacks[0].fusion.network is module.student
+    trainer = federated_trainer(max_rounds=1, partition=IID(2), method=FedFusion("multi"))
+    trainer.fit(module, data())
+    assert trainer.federation.method.callbacks[0].fusion.network is module.student
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -176,7 +176,7 @@ class LayerwiseTraining(FederatedCallback):
             if groups.sizes != rule.widths:
                 raise MisconfigurationException(
                     f"FedMA goes on from a model with {rule.widths} neurons, but the module has {groups.sizes}. If this"
-                    " is to be another fit, give it a rule of its own, which was in none."
+                    " is to be another fit, use a new Trainer with a new `Federation`."
                 )
             grown = groups
             groups = grown.resized(rule.client_widths)

@@ -184,6 +184,7 @@ class FedMargin(RowAggregator):
         self._info = RoundInfo(-1)
         self._state: State = {}
         self.updates: list[ClientUpdate] = []
+        self._held_rows: dict[str, Tensor] = {}
 
     def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round from ``state``."""
@@ -234,11 +235,15 @@ class FedMargin(RowAggregator):
         for update, weight in zip(self.updates, weights, strict=True):
             # Equal weights are exactly 1.
             mean.add(update.state, float(weight / largest), update.num_samples, update.rows)
-        state = mean.mean(self._state)
+        state, self._held_rows = mean.mean(self._state), mean.held_rows()
         self.updates = []
         if self.server_lr == 1:
             return state
         return {name: self._step(name, value) for name, value in state.items()}
+
+    def held_rows(self) -> dict[str, Tensor]:
+        """Rows that clients held in the aggregated round."""
+        return self._held_rows
 
     def metrics(self) -> dict[str, float]:
         """Margins and weights of the round, see the class's note."""

@@ -193,20 +193,21 @@ def test_groups_of_the_users_grow_with_a_model_that_is_resumed(federated_trainer
 
 
 def test_the_stages_of_a_pass_that_goes_on_cannot_change(federated_trainer, tmp_path):
-    """And a rule that was in a fit goes on from its model only."""
+    """A Trainer goes on from its own model only."""
     saver = ModelCheckpoint(tmp_path, save_last=True, save_on_train_epoch_end=True)
 
     def run(rule, rounds, **arguments):
         trainer = federated_trainer(max_rounds=rounds, method=rule, callbacks=[saver], enable_checkpointing=True)
         fit(trainer, models.Module(mlp(), momentum), data_of(parts()), **arguments)
+        return trainer
 
-    rule = FedMA(score="published", gamma=7.0)
-    run(rule, 5)
+    trainer = run(FedMA(score="published", gamma=7.0), 5)
     for stages in (1, 2, [["net.0.*", "net.2.*"], ["net.4.weight"], ["*"]]):
         with pytest.raises(ValueError, match=r"the `stages` of the pass that is to go on, of which 2 are matched"):
             run(FedMA(stages=stages), 6, ckpt_path=tmp_path / "last.ckpt")
-    with pytest.raises(MisconfigurationException, match="a rule of its own"):
-        run(rule, 6)
+    trainer.fit_loop.max_epochs = 6
+    with pytest.raises(MisconfigurationException, match="a new Trainer with a new `Federation`"):
+        fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
 
 
 def test_a_module_whose_inputs_are_not_found_says_what_to_give(federated_trainer):

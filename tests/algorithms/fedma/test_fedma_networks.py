@@ -92,7 +92,7 @@ def test_a_stage_that_comes_to_nothing_is_not_measured(federated_trainer, caplog
     trainer = federated_trainer(max_rounds=5, method=rule)
     fit(trainer, models.Module(norm_net(), momentum), data_of(parts()))
     assert "the stage is not used" in caplog.text
-    assert rule.state_dict()["last"]["origin"] == 2
+    assert trainer.federation.server.rule.state_dict()["last"]["origin"] == 2
     assert trainer.callback_metrics["fed/clients"] == 3
 
 
@@ -134,9 +134,10 @@ def test_a_residual_network_with_batch_norm(federated_trainer, mode, stages):
     ):
         module = models.Module(Residual(), lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
         rounds = 2 if name == "matched" else 1
-        fit(federated_trainer(max_rounds=rounds, method=rule, local_epochs=12), module, data_of(clients_data, 12))
-        assert rule.unfinished is None
-        assert rule.state_dict()["last"]["stage"] == rounds
+        trainer = federated_trainer(max_rounds=rounds, method=rule, local_epochs=12)
+        fit(trainer, module, data_of(clients_data, 12))
+        assert trainer.federation.server.rule.unfinished is None
+        assert trainer.federation.server.rule.state_dict()["last"]["stage"] == rounds
         scores[name] = float((module.eval()(images).argmax(1) == targets).float().mean())
     assert scores["matched"] > max(0.5, scores["averaged"] + 0.1)
 
@@ -155,7 +156,7 @@ def test_deeplab_grows_and_goes_on(federated_trainer):
     fit(trainer, module, data_of(masks, 4))
     assert net.encoder.conv1.out_channels > 64
     assert net.decoder.block2[0][0].groups == net.decoder.block2[0][0].in_channels
-    assert rule.unfinished is not None
+    assert trainer.federation.server.rule.unfinished is not None
     assert trainer.callback_metrics["fed/clients"] == 2
     with torch.no_grad():
         assert bool(module.eval()(torch.randn(2, 3, 64, 64)).isfinite().all())
@@ -183,8 +184,9 @@ def test_a_stage_in_which_nothing_trains_goes_with_the_one_before(federated_trai
     net = mlp()
     net[4].requires_grad_(False)
     module, rule = models.Module(net, momentum), FedMA(score="published", gamma=7.0, max_width=None)
-    fit(federated_trainer(max_rounds=2, method=rule), module, data_of(parts()))
-    assert rule.state_dict()["last"]["stage"] == 2
+    trainer = federated_trainer(max_rounds=2, method=rule)
+    fit(trainer, module, data_of(parts()))
+    assert trainer.federation.server.rule.state_dict()["last"]["stage"] == 2
     assert net[2].out_features > 6
     assert [parameter.requires_grad for parameter in net.parameters()] == [True] * 4 + [False] * 2
 

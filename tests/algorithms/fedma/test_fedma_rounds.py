@@ -121,7 +121,7 @@ def test_a_model_is_in_a_checkpoint_once(federated_trainer):
 
     class Held(L.Callback):
         def on_train_epoch_end(self, trainer, pl_module):
-            state = rule.state_dict()
+            state = trainer.federation.server.rule.state_dict()
             last = state["last"]["matched_state"] if trainer.current_epoch > 1 else {}
             held.append((len(last), len(state.get("current", {"matched_state": ()})["matched_state"])))
 
@@ -270,9 +270,10 @@ def test_a_new_pass_begins_where_nothing_came_of_a_round(federated_trainer, capl
             if trainer.current_epoch == 1:
                 next(iter(update.state.values())).fill_(float("nan"))
 
-    rule = FedMA()
     module = models.Module(mlp(), momentum)
-    fit(federated_trainer(max_rounds=5, method=rule, callbacks=[watch, Broken()]), module, data_of(parts()))
+    trainer = federated_trainer(max_rounds=5, method="fedma", callbacks=[watch, Broken()])
+    fit(trainer, module, data_of(parts()))
+    rule = trainer.federation.server.rule
     untrained = models.Module(mlp(), momentum)
     assert "a new pass begins" in caplog.text
     assert rule.unfinished is None
@@ -298,7 +299,7 @@ def test_a_pass_after_one_that_came_to_nothing_starts_from_the_last_model(federa
     options = {"callbacks": [Broken()], "faults": Faults(min_clients=min_clients)}
     trainer = federated_trainer(max_rounds=broken + 4, method=rule, **options)
     fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
-    last = rule.state_dict()["last"]
+    last = trainer.federation.server.rule.state_dict()["last"]
     assert last["origin"] == broken + 1
     assert last["assignments"].keys() == parts().keys()
     for client in parts():

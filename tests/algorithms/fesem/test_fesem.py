@@ -276,11 +276,11 @@ def test_a_fit_against_a_plain_loop(num_centers, pattern, init, federated_traine
         models.mlp(), clients, cross_entropy, models.momentum, num_centers, rounds=4, cohort_size=3, seed=4, epochs=2,
         pattern=pattern.removeprefix("net."), init=init,
     )  # fmt: skip
-    rule, recorder = FeSEM(num_centers, assign_on=pattern, init=init), Recorder()
-    seen = []
+    rule, recorder, seen = FeSEM(num_centers, assign_on=pattern, init=init), Recorder(), []
 
     class Look(Recorder):
         def on_server_aggregate(self, trainer, module, state):
+            rule = trainer.federation.server.rule
             seen.append((copy.deepcopy(rule.centers), dict(rule.assignments)))
 
     trainer = federated_trainer(
@@ -355,14 +355,15 @@ def test_clients_are_evaluated_with_their_own_centre(federated_trainer):
 
 def test_centres_are_evaluated_on_the_validation_data(federated_trainer):
     """The mean of the centres' metrics, weighted by the examples of their clients, in every round."""
-    logger, rule = MemoryLogger(), FeSEM(2)
-    history = []
+    logger, history = MemoryLogger(), []
 
     class Look(Recorder):
         def on_train_epoch_end(self, trainer, module):
+            rule = trainer.federation.server.rule
             history.append((copy.deepcopy(rule.centers), rule.sizes(), state_of(module)))
 
-    trainer, module = fit_opposed(federated_trainer, rule, rounds=3, logger=logger, callbacks=[Look()])
+    trainer, module = fit_opposed(federated_trainer, FeSEM(2), rounds=3, logger=logger, callbacks=[Look()])
+    rule = trainer.federation.server.rule
     pooled = [torch.cat(parts) for parts in zip(*opposed().values(), strict=True)]
     curve = logger.curve("fesem/val_loss")
     assert [step for step, _ in curve] == [0, 1, 2]
@@ -444,8 +445,9 @@ def test_callbacks_that_monitor_the_centres_see_this_validation(
 )
 def test_centres_of_a_checkpoint_are_evaluated(stage, fresh, federated_trainer, tmp_path):
     """On data of any kind, also with a Trainer that has not trained; the module keeps the global model."""
-    rule, val = FeSEM(2), TensorDataset(torch.randn(30, 6), torch.arange(30) % 3)
-    trainer, module = fit_opposed(federated_trainer, rule, rounds=2)
+    val = TensorDataset(torch.randn(30, 6), torch.arange(30) % 3)
+    trainer, module = fit_opposed(federated_trainer, FeSEM(2), rounds=2)
+    rule = trainer.federation.server.rule
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     expected = 0.0
     for index, size in rule.sizes().items():
@@ -486,8 +488,8 @@ def test_bytes_are_those_of_one_model(federated_trainer):
 
 def test_statistics_of_batch_norm_are_measured_for_every_centre(federated_trainer):
     """Each centre's are those of its own clients' data, through its own weights."""
-    rule = FeSEM(2)
-    fit_opposed(federated_trainer, rule, rounds=3, net=models.norm_mlp, batch_norm="recalibrate")
+    trainer, _ = fit_opposed(federated_trainer, FeSEM(2), rounds=3, net=models.norm_mlp, batch_norm="recalibrate")
+    rule = trainer.federation.server.rule
     for index, center in enumerate(rule.centers):
         client_updates = [
             opposed()[client][0] for client in sorted(rule.assignments) if rule.assignments[client] == index
@@ -547,10 +549,12 @@ def test_a_fit_that_breaks_after_the_aggregation_takes_the_centres_back(federate
 
     class Look(Recorder):
         def on_train_epoch_end(self, trainer, module):
+            rule = trainer.federation.server.rule
             seen.append((copy.deepcopy(rule.centers), dict(rule.assignments)))
 
-    seen, rule, clients = [], FeSEM(2), models.as_datasets(opposed())
-    trainer = federated_trainer(max_rounds=4, method=rule, callbacks=[Look()])
+    seen, clients = [], models.as_datasets(opposed())
+    trainer = federated_trainer(max_rounds=4, method=FeSEM(2), callbacks=[Look()])
+    rule = trainer.federation.server.rule
     with pytest.raises(Gone):
         trainer.fit(Breaks(models.norm_mlp(), models.momentum), clients)
     assert rule.assignments == seen[-1][1]
@@ -578,10 +582,11 @@ def test_failed_rounds_leave_the_centres(federated_trainer):
                 update.state["net.0.bias"] = update.state["net.0.bias"] * float("nan")
 
         def on_train_epoch_end(self, trainer, module):
+            rule = trainer.federation.server.rule
             seen.append((copy.deepcopy(rule.centers), dict(rule.assignments)))
 
-    seen, rule = [], FeSEM(2)
-    fit_opposed(federated_trainer, rule, rounds=4, callbacks=[Nonsense()])
+    seen = []
+    fit_opposed(federated_trainer, FeSEM(2), rounds=4, callbacks=[Nonsense()])
     assert seen[2][1] == seen[1][1]
     for before, after, later in zip(seen[1][0], seen[2][0], seen[3][0], strict=True):
         assert_same(before, after)
@@ -590,7 +595,7 @@ def test_failed_rounds_leave_the_centres(federated_trainer):
 
 def test_fit_with_data_sets_of_one_example(federated_trainer):
     clients = {name: TensorDataset(torch.full((1, 1), value)) for name, value in {"a": 0.0, "b": 3.0}.items()}
-    rule = FeSEM(2)
-    federated_trainer(max_rounds=4, local_epochs=2, method=rule).fit(models.Quadratic(1, lr=0.5), clients)
-    centers = sorted(center["w"].item() for center in rule.centers)
+    trainer = federated_trainer(max_rounds=4, local_epochs=2, method=FeSEM(2))
+    trainer.fit(models.Quadratic(1, lr=0.5), clients)
+    centers = sorted(center["w"].item() for center in trainer.federation.server.rule.centers)
     assert centers == pytest.approx([0.0, 3 * (1 - 0.5**8)])
