@@ -78,7 +78,9 @@ class FederatedTrainer(L.Trainer):
         if any(isinstance(callback, Federation) for callback in callbacks):
             raise ValueError("Expected a ready `Federation` as the argument `federation`, not among the `callbacks`.")
         if not any(isinstance(callback, ClientEvaluation) for callback in callbacks):
-            callbacks.insert(0, ClientEvaluation())
+            evaluation = ClientEvaluation()
+            evaluation.is_default = True
+            callbacks.insert(0, evaluation)
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if kwargs.get("enable_progress_bar", True) and not has_bar and not kwargs.get("barebones"):
             callbacks.append(default_progress_bar())

@@ -22,6 +22,7 @@ from lightning_fed.atomic_files import folders_of, write_checkpoints_atomically
 from lightning_fed.callbacks.unseen_data import UnseenData
 from lightning_fed.client.client_store import ClientStore, build_store
 from lightning_fed.client.local_model import LocalModel
+from lightning_fed.data.federated import evaluated_client
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.errors import describe
@@ -493,6 +494,8 @@ class Federation(TrainerCallback):
         try:
             if self.current_visit is not None:
                 exception.add_note(describe_visit(exception, self.current_visit))
+            elif (client := evaluated_client(trainer)) is not None:
+                exception.add_note(f"In the evaluation of client {client!r}.")
             if isinstance(exception, OSError) and exception.filename is None:
                 exception.add_note(f"This fit writes to {', '.join(folders_of(trainer))}.")
             self._fit.synchronisation.abort()

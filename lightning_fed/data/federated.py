@@ -112,7 +112,7 @@ class EvaluationData(L.LightningDataModule):
             if not self._is_of_clients(data):
                 return dict(loaders)
             by_index = itertools.zip_longest(*map(split_loaders, loaders.values()), fillvalue=())
-            chained = [ChainedLoaders(column) for column in by_index]
+            chained = [ChainedLoaders(column, list(loaders)) for column in by_index]
             return chained[0] if len(chained) == 1 else chained
         return self.evaluation_loader(data) if isinstance(data, Dataset) else data
 
@@ -303,6 +303,13 @@ def datamodule_of_handed(
 class ChainedLoaders:
     """Several loaders one after another, as one.
 
+    Args:
+        loaders: The loaders.
+        clients: Clients of the loaders, in the same order; empty for loaders of no client.
+
+    Attributes:
+        client: Client of the batch that was read last; ``None`` outside of an iteration and without clients.
+
     Example:
         >>> loader = ChainedLoaders([[1, 2], [3]])
         >>> len(loader), list(loader)
@@ -310,15 +317,29 @@ class ChainedLoaders:
 
     """
 
-    def __init__(self, loaders: Sequence[Any]) -> None:
-        self.loaders = loaders
+    def __init__(self, loaders: Sequence[Any], clients: Sequence[Client] = ()) -> None:
+        self.loaders, self.clients = loaders, clients
+        self.client: Client | None = None
 
     def __len__(self) -> int:
         return sum(len(loader) for loader in self.loaders)
 
     def __iter__(self) -> Iterator[Any]:
-        for loader in self.loaders:
+        for client, loader in itertools.zip_longest(self.clients, self.loaders):
+            self.client = client
             yield from loader
+        self.client = None
+
+
+def evaluated_client(trainer: L.Trainer) -> Client | None:
+    """The client whose batch Lightning validates or tests with; ``None`` outside of an evaluation by client."""
+    if trainer.testing:
+        loaders = trainer.test_dataloaders
+    else:
+        loaders = trainer.val_dataloaders if trainer.validating or trainer.sanity_checking else ()
+    chained = loaders if isinstance(loaders, list) else [loaders]
+    clients = [one.client for one in chained if isinstance(one, ChainedLoaders) and one.client is not None]
+    return clients[0] if clients else None
 
 
 def split_loaders(data: Any) -> Sequence[Any]:

@@ -4,11 +4,12 @@ import logging
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedDataModule, Federation
-from lightning_fed.callbacks import ClientEvaluation
+from lightning_fed.callbacks import ClientEvaluation, SiteMatrix
 from lightning_fed.client.client_store import FolderStore
 from lightning_fed.data import IID
 from lightning_fed.privacy import CentralDP
@@ -136,6 +137,32 @@ def test_an_error_in_an_evaluation_names_client_and_stage(stage, federated_train
     assert caught.value.__notes__[0] == f"In the {stage} of client 'ann'."
 
 
+class OneFails(Both):
+    """A step that fails with the data of one client."""
+
+    def fail(self, batch):
+        if bool((batch[0] == 9).any()):
+            raise KeyError("no mask")
+
+    def validation_step(self, batch, batch_idx):
+        self.fail(batch)
+        super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch, batch_idx):
+        self.fail(batch)
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test"])
+def test_an_error_in_lightnings_own_evaluation_names_the_client(stage, federated_trainer):
+    held_out = {name: (inputs.clone(), targets) for name, (inputs, targets) in HELD_OUT.items()}
+    held_out["bob"][0][-1] = 9
+    parts = models.as_datasets(held_out)
+    data = FederatedDataModule(models.as_datasets(CLIENTS), val=parts, test=parts, batch_size=8)
+    with pytest.raises(KeyError, match="no mask") as caught:
+        getattr(federated_trainer(max_rounds=1), stage)(OneFails(), datamodule=data)
+    assert caught.value.__notes__ == ["In the evaluation of client 'bob'."]
+
+
 # --- which mappings are clients ---------------------------------------------------------------------------------------
 
 
@@ -199,13 +226,12 @@ def test_privacy_says_that_clients_are_not_evaluated(steps, is_of_clients, feder
     assert ("client/ann/val_loss" in trainer.callback_metrics) == (not steps and is_of_clients)
 
 
-@pytest.mark.parametrize("has_folder", [True, False])
-def test_validation_data_that_are_not_the_clients_are_named_where_a_table_is_asked_for(
-    has_folder, federated_trainer, tmp_path, caplog
-):
-    pooled = models.as_datasets({"all": CLIENTS["ann"]})["all"]
-    evaluation = ClientEvaluation(folder=tmp_path if has_folder else None)
-    trainer = federated_trainer(max_rounds=1, partition=IID(2), callbacks=[evaluation])
-    with caplog.at_level(logging.WARNING):
-        trainer.fit(Both(), DataLoader(pooled, 8), DataLoader(pooled, 8))
-    assert ("`ClientEvaluation` has nothing to evaluate: the validation data are not" in caplog.text) is has_folder
+@pytest.mark.parametrize("callbacks", [[ClientEvaluation()], [SiteMatrix("val_acc")]])
+def test_a_callback_without_data_of_clients_is_refused(callbacks, federated_trainer):
+    """Without such a callback the same fit runs."""
+    pooled = DataLoader(models.as_datasets({"all": CLIENTS["ann"]})["all"], 8)
+    trainer = federated_trainer(max_rounds=1, partition=IID(2), callbacks=callbacks)
+    message = rf"`{type(callbacks[0]).__name__}` has nothing to evaluate: .* as a mapping of clients, split the data"
+    with pytest.raises(MisconfigurationException, match=message):
+        trainer.fit(Both(), pooled, pooled)
+    federated_trainer(max_rounds=1, partition=IID(2)).fit(Both(), pooled, pooled)

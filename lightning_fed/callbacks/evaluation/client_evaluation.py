@@ -15,11 +15,11 @@ import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.argument_checks import check_count
-from lightning_fed.callbacks.evaluation.data_pass import Stage, evaluate_data, limit_of, pooled_values
+from lightning_fed.callbacks.evaluation.data_pass import Stage, evaluate_data, limit_of, limited_values, pooled_values
 from lightning_fed.callbacks.evaluation.metric_states import REASONS, StateRules, check_state, named_metrics
 from lightning_fed.callbacks.evaluation.report import EvaluationReport, metric_of
 from lightning_fed.callbacks.evaluation.results import ClientResults
-from lightning_fed.callbacks.evaluation.tables import client_table
+from lightning_fed.callbacks.evaluation.tables import client_table, row_name
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.console import round_number
 from lightning_fed.data.federated import EvaluationData
@@ -38,8 +38,8 @@ from lightning_fed.rule import ClusteredAggregator
 _log = logging.getLogger(__name__)
 
 NO_CLIENTS = (
-    "has nothing to evaluate: the validation data are not those of clients. Give them as a mapping of clients, or split"
-    " the data with `PartitionedData`."
+    "has nothing to evaluate: the validation data are not those of clients. Give validation data as a mapping of"
+    " clients, split the data with `PartitionedData`, or remove the callback."
 )
 
 _MAX_CLIENTS_BY_NAME = 20
@@ -84,11 +84,12 @@ class ClientEvaluation(FederatedCallback):
             ``None`` for nowhere.
 
     Attributes:
-        results: The last evaluation by client; ``None`` before.
+        results: Last evaluation by client; ``None`` before the first evaluation.
         pooled: Its values over all clients.
 
     Raises:
         ValueError: If an argument is out of its range.
+        MisconfigurationException: In ``fit``, if neither validation nor test data are those of clients.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -98,6 +99,7 @@ class ClientEvaluation(FederatedCallback):
     """
 
     supports_vectorize = True
+    is_default = False  # added by `FederatedTrainer`, for users without data of clients too
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class ClientEvaluation(FederatedCallback):
         self._said: set[str] = set()
         self._kept_loaders: Mapping[Client, Iterable[Any]] = {}
         self._names: set[str] = set()
-        self._known: list[str] = []  # names over all clients, of the last round that had a score
+        self._known: set[str] = set()  # names over all clients, of all rounds that had a score
 
     # Lightning's hooks
 
@@ -132,14 +134,19 @@ class ClientEvaluation(FederatedCallback):
         callbacks.insert(callbacks.index(find_federation(trainer)) + 1, self)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Says it if clients are not evaluated: for the sake of their privacy, or for want of validation data."""
+        """Says why privacy keeps clients from an evaluation.
+
+        Raises:
+            MisconfigurationException: If clients have no validation or test data.
+
+        """
         federation = find_federation(trainer)
         if not (self.every_n_rounds and federation.has_server and trainer.is_global_zero):
             return
         if federation.is_remote or has_clients(trainer, "validation"):
             self._is_private(federation)
-        elif self.folder is not None:
-            _log.warning("`ClientEvaluation` %s", NO_CLIENTS)
+        elif not (self.is_default or has_clients(trainer, "test")):
+            raise MisconfigurationException(f"`ClientEvaluation` {NO_CLIENTS}")
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Takes the place of the module's step and hooks, where the only batch stands for the clients."""
@@ -265,7 +272,8 @@ class ClientEvaluation(FederatedCallback):
                 module.log(name, math.nan, on_step=False, on_epoch=True, batch_size=1)
             return
         values = self._pooled(trainer, module, stage, reports, is_muted=False)
-        self._known = [name for name in values if "/dataloader_idx_" not in name]
+        values |= dict.fromkeys(self._known - values.keys(), math.nan)  # nor a value of an earlier model
+        self._known |= {name for name in values if "/dataloader_idx_" not in name}
         shown = {name for report in reports.values() for name in report.shown}
         for name, value in values.items():
             if "/dataloader_idx_" in name:  # of which Lightning makes the names itself
@@ -285,16 +293,19 @@ class ClientEvaluation(FederatedCallback):
         reports: Mapping[Client, EvaluationReport],
         is_muted: bool = True,
     ) -> dict[str, float]:
-        """Values over all clients; says once which of them are means, and which there are not."""
+        """Values over all clients; the log says once which values are missing, and which clients count less."""
         listed = list(reports.values())
         values = pooled_values(trainer, module, listed, stage, is_muted=is_muted)
-        for name in sorted({name for report in listed for name in report.means}):
-            self._say_once(
-                f"{name!r} over all clients is the mean of theirs, weighted by their examples: it is computed at the"
-                " epoch's end from what stays with a client. Log a torchmetrics object, or compute it from one."
-            )
         for name in sorted({name for report in listed for name in report.logged}):
             holders = {client: report.logged[name] for client, report in reports.items() if name in report.logged}
+            values_in_mean = limited_values([reports[client] for client in holders], name)
+            pairs = zip(holders.items(), values_in_mean, strict=True)
+            light = [client for (client, logged), limited in pairs if limited.weight < logged.weight]
+            if light:
+                self._say_once(
+                    f"In {name!r} over all clients {', '.join(map(repr, light[:5]))} counts less than its weight, which"
+                    " is more than 100 times the median client's per example."
+                )
             bad = [client for client, logged in holders.items() if not logged.is_finite]
             if 0 < len(bad) < len(holders):
                 self._say_once(
@@ -309,7 +320,11 @@ class ClientEvaluation(FederatedCallback):
             self._say_once(f"The state of metric {name!r} does not leave {owners}: {reason}.")
         missing = sorted({name for report in listed for name in report.values} - values.keys())
         if missing:
-            self._say_once(f"There are no values over all clients of {', '.join(missing)}.")
+            self._say_once(
+                f"There are no values over all clients of {', '.join(missing)}: they do not follow from the sums and the"
+                " states of metrics that clients send. Log a `torchmetrics` object, or monitor the mean over clients,"
+                f" 'fed/{missing[0]}/mean'."
+            )
         return values
 
     def _log_clients(
@@ -488,8 +503,8 @@ def _advice(error: Exception) -> str:
 
 
 def _loggable(client: Client) -> str:
-    """A client's key as text that files can hold: what is no text in it, as in names of files, is escaped."""
-    return str(client).encode(errors="backslashreplace").decode()
+    """Name of a client in a log: quoted where another client has the same text, with escapes for what is no text."""
+    return row_name(client).encode(errors="backslashreplace").decode()
 
 
 def _check_clients(clients: object) -> Any:

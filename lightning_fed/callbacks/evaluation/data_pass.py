@@ -7,21 +7,30 @@ import logging
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torchmetrics import Metric, MetricCollection
 
 from lightning_fed.callbacks.evaluation.metric_states import (
+    RunningValue,
     StateRules,
+    as_nan,
+    compute_measured,
+    computing,
+    holds_states,
+    is_updated,
     join_states,
     named_metrics,
     read_state,
     support_of,
+    tracing,
     write_state,
 )
 from lightning_fed.callbacks.evaluation.report import EvaluationReport, known_names, metric_of, state_key
@@ -66,12 +75,19 @@ def evaluate_data(
 
     """
     limit = limit_of(trainer, stage) if limit is None else limit
+    # Processes that share the data synchronise their metrics: one alone does not know what the others have seen.
+    change = compute_measured if pool is None else _compute_as_usual
     report, logged, loaders = EvaluationReport(), LoggedValues(), split_loaders(data)
+
+    running: list[Metric] = []  # computed by the step that runs
 
     def take(call: LogCall) -> None:
         logged.take(call)
+        name = f"{call.name}{logged.suffix}" if call.add_dataloader_idx else call.name
         if call.prog_bar:
-            report.shown.add(f"{call.name}{logged.suffix}" if call.add_dataloader_idx else call.name)
+            report.shown.add(name)
+        if isinstance(call.value, RunningValue) or (running and isinstance(call.value, int | float)):
+            report.partial.add(name)
 
     def call(hook: str, *args: Any) -> None:
         getattr(module, f"on_{stage}_{hook}")(*args)
@@ -102,34 +118,42 @@ def evaluate_data(
         for place, loader in enumerate(loaders):
             index = [place] if len(loaders) > 1 else []
             logged.suffix = f"/dataloader_idx_{place}" if index else ""
-            for number, batch in enumerate(limited_batches(loader, limit)):
-                with trainer.precision_plugin.forward_context():
-                    prepared = logged.batch = prepare_batch(trainer, module, batch, place)
-                call("batch_start", prepared, number, *index)
-                output = run_prepared(trainer, module, f"{stage}_step", prepared, number, *index)
-                call("batch_end", output, prepared, number, *index)
-                report.num_samples += _count(prepared)
+            with tracing(named_metrics(module).values(), running):
+                for number, batch in enumerate(limited_batches(loader, limit)):
+                    with trainer.precision_plugin.forward_context():
+                        prepared = logged.batch = prepare_batch(trainer, module, batch, place)
+                    call("batch_start", prepared, number, *index)
+                    output = run_prepared(trainer, module, f"{stage}_step", prepared, number, *index)
+                    call("batch_end", output, prepared, number, *index)
+                    running.clear()
+                    report.num_samples += _count(prepared)
             if pool is not None:
                 logged.pool(pool.gather({name: value.on_cpu() for name, value in logged.sums.items()}))
             metrics = named_metrics(module)
             read(place if index else None)
             report.logged |= {name: value.on_cpu() for name, value in logged.sums.items()}
-            report.values |= logged.results()
+            with computing(metrics.values(), change):
+                report.values |= logged.results()
         metrics = named_metrics(module)
         if len(loaders) != 1:
             read(None)
-        report.support = next((found for metric in metrics.values() if (found := support_of(metric)) is not None), None)
         logged.batch, logged.suffix = None, ""
-        call("epoch_end")
-        at_end = logged.results()
-        report.values |= at_end
+        supports = {id(metric): support_of(metric) for metric in metrics.values() if is_updated(metric)}
+        counting = [id(metrics[metric_of(key)]) for key in report.metrics.values()]
+        with computing(metrics.values(), change):
+            call("epoch_end")
+            counting += [id(metric) for metric in logged.metrics.values()]
+            report.values |= logged.results()
+        counts = (supports.get(key) for key in [*counting, *supports])
+        report.support = next((count for count in counts if count is not None), None)
         call("end")
         if is_overridden(f"on_{stage}_model_train", module):
             call("model_train")
         report.higher_is_better = _monitored(trainer) | _collected(module) | logged.directions
-    if at_end and pool is None:
+    if pool is None:
+        values = report.values
         from_states = pooled_values(trainer, module, [report], stage, keeps=keeps)
-        report.means = {name for name, value in at_end.items() if not _is_close(value, from_states.get(name))}
+        report.partial |= {name for name in values if not _is_close(values[name], from_states.get(name, math.nan))}
     return report
 
 
@@ -143,7 +167,8 @@ def pooled_values(
 ) -> dict[str, float]:
     """Values over all the data of several reports, as one pass over them would log them.
 
-    A logged value that is not finite is left out, where another report has a finite one. In a mean, no report's
+    A value is missing if the value does not follow from sums and states of metrics, or if the data do not define the
+    value. A logged value that is not finite is left out, where another report has a finite one. In a mean, no report's
     examples weigh more than 100 times as much as those of the median report.
 
     Args:
@@ -159,61 +184,102 @@ def pooled_values(
         Values by name, in the order of the reports'.
 
     """
-    values: dict[str, float] = {}
     joined: dict[str, LoggedValue] = {}
     for name in {name: None for report in reports for name in report.logged}:
-        logged = _limited([(report.logged[name], report.num_samples) for report in reports if name in report.logged])
+        logged = limited_values([report for report in reports if name in report.logged], name)
         joined[name] = LoggedValue(logged[0].reduce_fx)
         for one in [one for one in logged if one.is_finite] or logged:
             joined[name].join(one)
-    values |= {name: value.value for name, value in joined.items()}
     names = known_names(reports)
-    # One client's word does not make an exact value a mean.
+    # One client's word does not make a value of all the others missing.
     holders = Counter(name for report in reports for name in report.values)
-    means = {name for name in names if 2 * sum(name in report.means for report in reports) > holders[name]}
-    values |= {name: _mean(reports, name) for name in means}
-    at_end = LoggedValues()
+    missing = {name for name in names if 2 * sum(name in report.partial for report in reports) > holders[name]}
+    run = partial(_run_end, trainer, module, reports, stage, keeps)
+    found = run(is_muted=is_muted, wanted=set(names) - joined.keys())
+    if len(reports) > 1:
+        # Values that stay finite without any metric are constants: all clients must have the same.
+        depends = {
+            name for name, value in run(wanted=found.keys(), change=_compute_nothing).items() if math.isnan(value)
+        }
+        for name in found.keys() - depends:
+            if not all(_is_close(report.values[name], found[name]) for report in reports if name in report.values):
+                missing.add(name)
+    values = {name: value for name, value in found.items() if not math.isnan(value)}
+    values |= {name: value.value for name, value in joined.items()}
+    return {name: values[name] for name in names if name in values and name not in missing}
+
+
+def _run_end(
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    reports: Sequence[EvaluationReport],
+    stage: Stage,
+    keeps: bool,
+    wanted: Collection[str],
+    is_muted: bool = True,
+    change: Callable[[Metric, Callable[[], Any]], Any] = compute_measured,
+) -> dict[str, float]:
+    """Values of the metrics and of the hook at the epoch's end, with the joint states of several reports.
+
+    The hook runs until it raises, as a hook may that needs what has stayed with the clients. A metric without a state
+    is NaN.
+
+    Args:
+        trainer: The Trainer.
+        module: The module.
+        reports: The reports.
+        stage: Stage of the hook.
+        keeps: Whether parameters and buffers that a hook writes have their values back.
+        wanted: Names of values; without any a muted hook is not run.
+        is_muted: Whether loggers do not see what the hook hands to them.
+        change: Replacement for the method ``compute`` of metrics that have a state.
+
+    """
+    if is_muted and not wanted:
+        return {}
+    at_end, values, known = LoggedValues(), dict[str, float](), set[int]()
+
+    def compute(metric: Metric, call: Callable[[], Any]) -> Any:
+        return change(metric, call) if id(metric) in known else torch.tensor(math.nan)
+
     with ExitStack() as stack:
         take = intercepted(at_end.take)
         stack.enter_context(isolated_pass(module, take, is_reloaded=not keeps, is_muted=is_muted))
         stack.enter_context(_in_stage(trainer, stage))
         getattr(module, f"on_{stage}_start")()
         getattr(module, f"on_{stage}_epoch_start")()
-        at_end.results()
         metrics = named_metrics(module)
+        stack.enter_context(computing(metrics.values(), compute))
+        at_end.results()
+        known |= {id(metric) for name, metric in metrics.items() if _load(metric, state_key(name), reports)}
         for name, key in {name: key for report in reports for name, key in report.metrics.items()}.items():
             metric = metrics.get(metric_of(key))
-            if metric is not None and _load(metric, key, reports):
+            if metric is None or id(metric) not in known:
+                continue
+            if key == metric_of(key):
                 values |= _computed(name, metric)
-        known = {id(metric) for name, metric in metrics.items() if _load(metric, state_key(name), reports)}
-        if not is_muted or set(names) - values.keys():  # pictures, too, are of all clients
-            found = _at_end(module, stage, at_end, known)
-            values |= {name: value for name, value in found.items() if name not in values}
-    return {name: values[name] for name in names if name in values}
-
-
-def _at_end(module: L.LightningModule, stage: Stage, logged: LoggedValues, known: set[int]) -> dict[str, float]:
-    """Values that the module's hook at the epoch's end logs, as many as there are until it raises.
-
-    It raises where it needs what has stayed with the clients: whoever sent the reports has found that out as well.
-
-    Args:
-        module: The module.
-        stage: Whose hook.
-        logged: Gets what it logs.
-        known: Identities of the metrics that have a state.
-
-    """
-    try:
-        getattr(module, f"on_{stage}_epoch_end")()
-    except Exception as error:
-        _log.debug("`on_%s_epoch_end` does not work with states alone: %r.", stage, error)
-    metrics, logged.metrics = logged.metrics, {}
-    values = logged.results()
-    for name, metric in metrics.items():
-        if id(metric) in known:
-            values |= _computed(name, metric)
+            elif holds_states(metric):  # of one of several loaders
+                if _load(metric, key, reports):
+                    values |= _computed(name, metric)
+                _load(metric, metric_of(key), reports)
+        if not is_muted or set(wanted) - values.keys():  # pictures, too, are of all clients
+            try:
+                getattr(module, f"on_{stage}_epoch_end")()
+            except Exception as error:
+                _log.debug("`on_%s_epoch_end` does not work with states alone: %r.", stage, error)
+            logged, at_end.metrics = at_end.metrics, {}
+            values = at_end.results() | values
+            for name, metric in logged.items():
+                values |= _computed(name, metric)
     return values
+
+
+def _compute_as_usual(metric: Metric, call: Callable[[], Any]) -> Any:
+    return call()
+
+
+def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:
+    return as_nan(compute_measured(metric, call))
 
 
 def _load(metric: Metric, key: str, reports: Sequence[EvaluationReport]) -> bool:
@@ -237,18 +303,11 @@ def _computed(name: str, metric: Metric) -> dict[str, float]:
         return {}
 
 
-def _limited(logged: Sequence[tuple[LoggedValue, int]]) -> list[LoggedValue]:
-    """Values of several reports with bounded weights; beside each, the number of its report's examples."""
-    most = _MOST_TIMES * statistics.median_low(value.weight / max(1, count) for value, count in logged)
-    return [value.limited(most * max(1, count)) for value, count in logged]
-
-
-def _mean(reports: Sequence[EvaluationReport], name: str) -> float:
-    """Mean over clients, weighted by examples, of those that have a finite value."""
-    pairs = [(report.values.get(name, math.nan), report.num_samples) for report in reports]
-    pairs = [(value, weight) for value, weight in pairs if math.isfinite(value)]
-    total = sum(weight for _, weight in pairs)
-    return sum(value * weight for value, weight in pairs) / total if total else math.nan
+def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[LoggedValue]:
+    """A logged value of each report, with a bounded weight."""
+    logged = [(report.logged[name], max(1, report.num_samples)) for report in reports]
+    most = _MOST_TIMES * statistics.median_low(value.weight / count for value, count in logged)
+    return [value.limited(most * count) for value, count in logged]
 
 
 def _is_close(value: float, other: float | None) -> bool:

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
 
 import lightning as L
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.nn.functional import one_hot
 from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import (
+    BinaryPrecisionRecallCurve,
+    MulticlassPrecisionRecallCurve,
+    MultilabelPrecisionRecallCurve,
+)
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+from torchmetrics.wrappers import Running
 
 from lightning_fed.errors import BadUpdate
 from lightning_fed.lightning.isolated_pass import find_metrics
 from lightning_fed.messages import State
 from lightning_fed.numerics.precision import at_least_float32
 
-REASONS = "it is withheld", "its state is a list of predictions or targets, which are data"
+REASONS = (
+    "it is withheld",
+    "its state is a list of predictions or targets, which are data",
+    "its states have no sum, minimum, maximum or concatenation as `dist_reduce_fx`, so that states cannot be merged",
+)
 """Reasons why a state stays with its client."""
+
+_MERGING = {dim_zero_sum, dim_zero_min, dim_zero_max, dim_zero_cat, torch.min, torch.max}
+_CURVES = BinaryPrecisionRecallCurve, MulticlassPrecisionRecallCurve, MultilabelPrecisionRecallCurve
 
 
 @dataclass
@@ -63,7 +83,7 @@ class StateRules:
             return REASONS[0]
         if holds_lists(metric) and not _matches(name, self.lists):
             return REASONS[1]
-        return None
+        return None if is_mergeable(metric) else REASONS[2]
 
 
 def holds_lists(metric: Metric) -> bool:
@@ -72,6 +92,152 @@ def holds_lists(metric: Metric) -> bool:
     return any(
         isinstance(defaults[name], list) or reduction is dim_zero_cat for name, reduction in _reductions(metric).items()
     )
+
+
+def is_mergeable(metric: Metric) -> bool:
+    """True for a metric whose states of two parts of data give the state of both parts.
+
+    The contract of ``dist_reduce_fx`` promises as much for a sum, a minimum, a maximum and a concatenation. Metrics of
+    torchmetrics merge other states in ``compute`` (``PearsonCorrCoef``), with the exception of ``Running``, which
+    depends on the order of batches.
+
+    Example:
+        >>> from torchmetrics import MeanMetric
+        >>> from torchmetrics.wrappers import Running
+        >>> is_mergeable(MeanMetric()), is_mergeable(Running(MeanMetric(), window=2))
+        (True, False)
+
+    """
+    is_known = type(metric).__module__.partition(".")[0] == "torchmetrics"
+    for name, reduction in _reductions(metric).items():
+        if isinstance(metric._defaults[name], list):  # noqa: SLF001
+            if reduction is not dim_zero_cat:
+                return False
+        elif reduction not in _MERGING and not is_known:
+            return False
+    return not isinstance(metric, Running)
+
+
+@contextmanager
+def computing(metrics: Iterable[Metric], change: Callable[[Metric, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Context in which ``metric.compute()`` is ``change(metric, compute)``."""
+    before = [(metric, metric.compute) for metric in metrics]
+    for metric, compute in before:
+        vars(metric)["compute"] = partial(change, metric, compute)
+    try:
+        yield
+    finally:
+        for metric, compute in before:
+            vars(metric)["compute"] = compute
+
+
+def holds_states(metric: Metric) -> bool:
+    """True for a metric with states of its own, unlike the sum of two metrics."""
+    return bool(metric._defaults)  # noqa: SLF001
+
+
+def is_updated(metric: Metric) -> bool:
+    """True unless a metric with states of its own has seen no batch."""
+    return not holds_states(metric) or metric.update_called
+
+
+def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
+    """The value of a metric, with NaN for numbers that the data do not define.
+
+    Undefined are all numbers of a metric that has seen no batch, and areas under curves of classes without positive or
+    without negative examples, for which torchmetrics returns 0 or 1.
+
+    Args:
+        metric: The metric.
+        compute: Its method ``compute``.
+
+    Example:
+        >>> from torchmetrics.classification import BinaryAUROC
+        >>> metric = BinaryAUROC(thresholds=5)
+        >>> metric.update(torch.tensor([0.2, 0.7]), torch.tensor([1, 1]))
+        >>> compute_measured(metric, metric.compute)
+        tensor(nan)
+
+    """
+    if not is_updated(metric):
+        return torch.tensor(math.nan)
+    undefined = _undefined_classes(metric)
+    if undefined is None or not bool(undefined.any()):
+        return compute()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of torchmetrics, on these classes
+        value = compute()
+    if isinstance(value, Tensor) and value.shape == undefined.shape:
+        return value.masked_fill(undefined.to(value.device), math.nan)
+    return as_nan(value)
+
+
+class RunningValue(Tensor):
+    """What a metric computes between two batches of a pass, and all numbers computed from such a value."""
+
+
+@contextmanager
+def tracing(metrics: Iterable[Metric], found: list[Metric]) -> Iterator[None]:
+    """Context in which ``compute`` of a metric, called by a step over several batches, gives a :class:`RunningValue`.
+
+    Such a value depends on the order of the batches. ``metric(...)`` gives the value of one batch, as usual.
+
+    Args:
+        metrics: The metrics.
+        found: Gets a metric whenever the metric is computed so.
+
+    """
+    metrics, depth = list(metrics), [0]
+
+    def forward(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        depth[0] += 1
+        try:
+            return call(*args, **kwargs)
+        finally:
+            depth[0] -= 1
+
+    def compute(metric: Metric, call: Callable[[], Any]) -> Any:
+        value = call()
+        if depth[0] or not holds_states(metric):
+            return value
+        found.append(metric)
+        return apply_to_collection(value, Tensor, lambda one: one.as_subclass(RunningValue))
+
+    for metric in metrics:
+        vars(metric)["forward"] = partial(forward, metric.forward)
+    try:
+        with computing(metrics, compute):
+            yield
+    finally:
+        for metric in metrics:
+            del vars(metric)["forward"]
+
+
+def as_nan(value: Any) -> Any:
+    """NaN for every tensor and number in a metric's value."""
+    return apply_to_collection(value, (Tensor, float, int), lambda one: torch.as_tensor(one).float() * math.nan)
+
+
+def _undefined_classes(metric: Metric) -> Tensor | None:
+    """Whether each class lacks positive or negative examples: bool, (classes,); ``None`` without a curve."""
+    if not isinstance(metric, _CURVES):
+        return None
+    state = metric.metric_state
+    confusion = state.get("confmat")
+    if isinstance(confusion, Tensor):  # (thresholds[, classes], 2, 2)
+        negatives, positives = confusion[0].sum(-1).unbind(-1)
+    else:
+        target = dim_zero_cat(state["target"])
+        classes = getattr(metric, "num_classes", None)
+        if classes is not None and getattr(metric, "average", None) != "micro":
+            hits = one_hot(target.clamp(min=0).flatten(), classes) * (target.flatten() >= 0)[:, None]
+            positives = hits.sum(0)
+            negatives = positives.sum() - positives
+        else:
+            positives, negatives = (target == 1).sum(0), (target == 0).sum(0)
+    if getattr(metric, "average", None) == "micro":
+        positives, negatives = positives.sum(), negatives.sum()
+    return (positives == 0) | (negatives == 0)
 
 
 def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
@@ -109,7 +275,9 @@ def read_state(metric: Metric) -> MetricState:
 
 
 def write_state(metric: Metric, state: MetricState) -> None:
-    """Gives a metric a state."""
+    """Gives a metric a state; one without states of its own, such as a sum of two metrics, stays as it is."""
+    if not holds_states(metric):
+        return
     metric.reset()
     for name, value in state.values.items():
         here = value.to(metric.device)

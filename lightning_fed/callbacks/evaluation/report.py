@@ -29,7 +29,7 @@ class EvaluationReport:
         states: States of metrics, by key (:func:`state_key`).
         metrics: Name in the log to the key of the metric that was logged under it.
         values: The client's own values, by name.
-        means: Names of those values that do not follow from sums and states: of all clients there is a mean.
+        partial: Names of values that do not follow from sums and states: missing over all clients.
         shown: Names of those that are for the progress bar.
         higher_is_better: Name to whether high values are good, where a metric says so.
         stays: Metric to the reason why its state stays with the client.
@@ -42,7 +42,7 @@ class EvaluationReport:
     states: dict[str, MetricState] = field(default_factory=dict)
     metrics: dict[str, str] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
-    means: set[str] = field(default_factory=set)
+    partial: set[str] = field(default_factory=set)
     shown: set[str] = field(default_factory=set)
     higher_is_better: dict[str, bool] = field(default_factory=dict)
     stays: dict[str, str] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class EvaluationReport:
         for held in (self.logged, self.metrics, self.values, self.higher_is_better):
             for name in held.keys() - names:
                 del held[name]
-        self.means &= names
+        self.partial &= names
         self.shown &= names
 
     def _read(self, entry: str, value: Tensor) -> None:
@@ -134,7 +134,7 @@ class EvaluationReport:
             self.stays[rest[0]] = about
         elif kind == "value":
             self.values[rest[0]] = float(value[0])
-            for flag, names in (("m", self.means), ("p", self.shown)):
+            for flag, names in (("m", self.partial), ("p", self.shown)):
                 if flag in about:
                     names.add(rest[0])
             if "h" in about or "l" in about:
@@ -145,7 +145,7 @@ class EvaluationReport:
     def _flags(self, name: str) -> str:
         direction = self.higher_is_better.get(name)
         end = "" if direction is None else "h" if direction else "l"
-        return ("m" if name in self.means else "") + ("p" if name in self.shown else "") + end
+        return ("m" if name in self.partial else "") + ("p" if name in self.shown else "") + end
 
 
 def state_key(metric: str, place: int | None = None) -> str:

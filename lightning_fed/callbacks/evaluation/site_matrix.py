@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation
+from lightning_fed.callbacks.evaluation.client_evaluation import NO_CLIENTS, ClientEvaluation, has_clients
 from lightning_fed.callbacks.evaluation.tables import GLOBAL, Table, row_name
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.federated_callback import FederatedCallback
@@ -38,7 +38,8 @@ class SiteMatrix(FederatedCallback):
 
     Raises:
         MisconfigurationException: In ``fit``, if clients have entries of their own, without which what they send is no
-            model; or if the server sees no single client's model, because of privacy or compression.
+            model; if the server sees no single client's model, because of privacy or compression; or if no client has
+            validation data.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -69,6 +70,17 @@ class SiteMatrix(FederatedCallback):
             reason = "it needs a `ClientEvaluation` among the callbacks"
         if reason:
             raise MisconfigurationException(f"`SiteMatrix` cannot be made: {reason}.")
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuses a fit without data for the matrix.
+
+        Raises:
+            MisconfigurationException: If no client has validation data.
+
+        """
+        federation = find_federation(trainer)
+        if federation.has_server and not federation.is_remote and not has_clients(trainer, "validation"):
+            raise MisconfigurationException(f"`SiteMatrix` {NO_CLIENTS}")
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Forgets the round before."""
@@ -112,6 +124,9 @@ class SiteMatrix(FederatedCallback):
                             values[name, site] = report.values[self.metric]
             finally:
                 load_entries(entries, before)
+        if not values:
+            _log.warning("`SiteMatrix` has no table: no client has logged %r in its `validation_step`.", self.metric)
+            return
         self.table = Table(f"{self.metric} of the model of", [GLOBAL, *models], list(sites), values)
         if trainer.is_global_zero:
             _log.info("Models by sites:\n\n%s\n", self.table.markdown())
