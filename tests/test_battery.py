@@ -767,7 +767,7 @@ def test_extra_state_stays_where_it_is(extra, federated_trainer):
             names.append(list(update.state))
 
     names, module = [], models.Module(Counter(extra))
-    checkpoints = ModelCheckpoint(every_n_train_steps=1, save_last=True)
+    checkpoints = ModelCheckpoint(filename="inside", every_n_train_steps=1, save_last=True)
     trainer = federated_trainer(max_rounds=1, enable_checkpointing=True, callbacks=[Names(), checkpoints])
     trainer.fit(module, models.as_datasets(models.vectors()))
     assert names == [["net.layer.weight", "net.layer.bias"]] * 10

@@ -146,18 +146,6 @@ def test_anybody_may_ask_for_the_training_loader(tmp_path):
     assert_same(*ends)
 
 
-def test_checkpoints_inside_rounds_have_names_of_their_own(tmp_path):
-    def files(trainer, folder):
-        keep = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)
-        trainer.callbacks.append(keep)
-        trainer.fit(module(), datamodule=data())
-        return sorted(path.name for path in folder.iterdir()), trainer.global_step
-
-    names, steps = files(FederatedTrainer(max_rounds=3, enable_checkpointing=False, **QUIET), tmp_path / "federated")
-    assert len(names) == steps // 3
-    assert all(int(name.split("step=")[1].split(".")[0]) % 3 == 0 for name in names)
-
-
 def test_client_scores_are_those_of_the_round_that_is_saved(tmp_path):
     class Score(Module):
         def validation_step(self, batch, batch_idx):

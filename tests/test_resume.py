@@ -452,7 +452,8 @@ def test_an_exception_leaves_the_last_global_model(run, how, where, whole, round
 @pytest.mark.skipif("save_on_exception" not in signature(ModelCheckpoint).parameters, reason="Lightning 2.6 brings it")
 def test_model_checkpoint_on_exception(whole, rounds, tmp_path):
     run = "personal-in-memory"
-    saver = ModelCheckpoint(tmp_path / "exception", save_on_exception=True, every_n_train_steps=10_000, save_last=True)
+    options = {"every_n_train_steps": 10_000, "save_last": True, "save_on_exception": True}
+    saver = ModelCheckpoint(tmp_path / "exception", "inside", **options)
     with pytest.raises(Trouble):
         fit(run, tmp_path, "a", [saver, At("on_train_batch_start", 2, "middle", raise_in_step)])
     path = last_checkpoint(tmp_path, "exception")

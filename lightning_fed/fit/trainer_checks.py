@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
 )
@@ -193,6 +194,29 @@ def check_trainer(trainer: L.Trainer) -> None:
         for refused, reason in _REFUSED.items():
             if isinstance(callback, refused):
                 raise MisconfigurationException(f"`{type(callback).__name__}` does not work in a federation: {reason}.")
+        if isinstance(callback, ModelCheckpoint):
+            _check_saver(callback)
+
+
+def _check_saver(saver: ModelCheckpoint) -> None:
+    """Refuses files from inside a round whose name or choice would be that of another state.
+
+    Raises:
+        MisconfigurationException: With what to do instead.
+
+    """
+    is_inside = saver.every_n_epochs == 0 or getattr(saver, "save_on_exception", False)  # new in Lightning 2.6
+    if not is_inside or saver.save_top_k == 0:
+        return
+    name = "{epoch}-{step}" if saver.filename is None else saver.filename
+    fault = f"monitor={saver.monitor!r}" if saver.monitor is not None else f"filename={name!r}" if "{" in name else ""
+    if fault:
+        raise MisconfigurationException(
+            "A checkpoint taken inside a round holds the model of the last complete round, but `ModelCheckpoint` would"
+            f" name or choose the file by the current batch ({fault}): save after rounds (`every_n_epochs=1`), or give a"
+            " constant name and no monitor (`ModelCheckpoint(every_n_train_steps=100, save_last=True, save_top_k=0)`;"
+            " for exceptions `OnExceptionCheckpoint`)."
+        )
 
 
 def check_schedulers(trainer: L.Trainer) -> None:

@@ -47,7 +47,8 @@ class RowSums:
     @property
     def rows(self) -> Tensor:
         """Indices of the rows that were added, increasing: int64, shape ``(rows,)``."""
-        return torch.cat([torch.zeros(0, dtype=torch.int64), *(rows.cpu() for rows, _, _ in self._parts)]).unique()
+        parts = [rows.cpu() for rows, _, _ in self._parts]
+        return torch.unique(torch.cat(parts)) if parts else torch.zeros(0, dtype=torch.int64)
 
     @torch.no_grad()
     def add(self, rows: Tensor, values: Tensor, weight: float) -> None:

@@ -328,7 +328,7 @@ def test_the_same_as_in_lightnings_loop(name, fit, tmp_path):
     """With and without somebody who looks at everything: the weights, the log, the counts, and all checkpoints."""
     row, found, traced = TABLE[name], {}, {}
     for visits in ("lightning", "fused"):
-        saver = ModelCheckpoint(tmp_path / "saved", "{step}", save_top_k=-1, every_n_train_steps=3)
+        saver = ModelCheckpoint(tmp_path / "saved", "inside", save_top_k=-1, every_n_train_steps=3)
         left = outcome(*fit(row, visits, saver, LearningRateMonitor()))
         found[visits] = left, take_checkpoints(tmp_path / "saved")
         tracer = Tracer()

@@ -244,7 +244,7 @@ def test_checkpoints_hold_the_whole_table(federated_trainer, tmp_path):
     options = {"max_rounds": 3, "clients_per_round": 3, "enable_checkpointing": True}
     whole = reader(adagrad)
     federated_trainer(callbacks=[OwnWords(data)], **options).fit(whole, data)
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{epoch}-{step}")
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="inside")
     federated_trainer(callbacks=[OwnWords(data), saving], **options).fit(reader(adagrad), data)
     paths = sorted(tmp_path.glob("*.ckpt"))
     assert len(paths) > 6

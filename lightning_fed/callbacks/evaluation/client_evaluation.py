@@ -321,7 +321,7 @@ class ClientEvaluation(FederatedCallback):
         missing = sorted({name for report in listed for name in report.values} - values.keys())
         if missing:
             self._say_once(
-                f"There are no values over all clients of {', '.join(missing)}: they do not follow from the sums and the"
+                f"There are no values over all clients of {', '.join(missing)}: they do not follow from the sums and"
                 " states of metrics that clients send. Log a `torchmetrics` object, or monitor the mean over clients,"
                 f" 'fed/{missing[0]}/mean'."
             )

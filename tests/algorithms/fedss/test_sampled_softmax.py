@@ -459,7 +459,7 @@ def test_resuming_inside_a_round(federated_trainer, tmp_path):
     options = {"max_rounds": 3, "enable_checkpointing": True}
     whole = models.Module(net(), models.adam)
     federated_trainer(callbacks=[SampledSoftmax(5)], **options).fit(whole, data)
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{epoch}-{step}")
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="inside")
     federated_trainer(callbacks=[SampledSoftmax(5), saving], **options).fit(models.Module(net(), models.adam), data)
     paths = sorted(tmp_path.glob("*.ckpt"))
     for path in (paths[1], paths[-2]):

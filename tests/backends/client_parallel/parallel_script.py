@@ -658,7 +658,7 @@ def refusals(folder, processes):
 
     attempt("max_steps", trainer={"max_steps": 5, "max_epochs": None})
     saves = {"enable_checkpointing": True}
-    attempt("every_n_train_steps", callbacks=[ModelCheckpoint(folder, every_n_train_steps=2)], trainer=saves)
+    attempt("every_n_train_steps", callbacks=[ModelCheckpoint(folder, "inside", every_n_train_steps=2)], trainer=saves)
     attempt("on_server_receive", callbacks=[Forgetful()])
     attempt("sync_batch_norm", Synchronized)
     attempt("sync_batchnorm", trainer={"sync_batchnorm": True})
