@@ -12,7 +12,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lightning_fed.algorithms.training_trace import trained_layer_names
+from lightning_fed.callbacks.training_trace import find_class_task, has_same_parameters
 from lightning_fed.errors import OptionError
 from lightning_fed.lightning.internals import is_fitting
 from lightning_fed.method import Method, register
@@ -38,8 +38,9 @@ class FedPer(Method):
         aggregator: The method for the base, by name or as an object.
 
     Raises:
-        ValueError: In ``fit``, if a selector matches nothing, or the layer that ``"auto"`` finds takes no part in the
-            training.
+        ValueError: In ``fit``, if a selector matches nothing, or the layer that ``"auto"`` finds is not the one whose
+            outputs meet labels of classes in the loss.
+        MisconfigurationException: In ``fit``, if a training step proves no such layer for ``"auto"``.
 
     Example:
         >>> from lightning_fed import Federation
@@ -74,20 +75,18 @@ def head_selectors(head: Selector | Sequence[Selector]) -> Sequence[Selector]:
 
 
 def _find_head(module: nn.Module) -> list[str]:
-    """Entries of the layer that makes the logits; in a fit, the loss must train through it."""
+    """Entries of the layer that makes the logits; in a fit, its outputs must meet labels of classes in the loss."""
+    remedy = "name the entries of the head, such as head='head.*'"
     name = find_classifier(module)
-    if name is None:
-        raise ValueError(
-            f"Expected {type(module).__name__} to have a linear layer or a convolution that makes the logits: name the"
-            " entries of the head."
-        )
     if isinstance(module, L.LightningModule) and _is_in_fit(module):
-        trained = find_classifier(module, trained_layer_names(module.trainer, module))
-        if trained != name:
+        task = find_class_task(module.trainer, module, remedy)
+        if name is None or not has_same_parameters(module, task.layer, name):
             raise OptionError(
-                f"The last layer of {type(module).__name__} that could make the logits, {name!r}, takes no part in the"
-                f" training, as in a teacher: name the entries of the head, such as head={f'{trained}.*'!r}."
+                f"The last layer of {type(module).__name__} that could make the logits, {name!r}, is not the one that"
+                f" the training compares with labels: name the entries of the head, such as head={f'{task.layer}.*'!r}."
             )
+    if name is None:
+        raise ValueError(f"Expected {type(module).__name__} to have a layer that makes the logits: {remedy}.")
     rank_zero_info(f"The head that stays with every client is {name!r}.")
     return [entry for entry in live_entries(module) if entry.startswith(f"{name}.")]
 

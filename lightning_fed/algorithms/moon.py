@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fed.algorithms.fedfusion.extractors import find_extractor, named_features
+from lightning_fed.algorithms.fedfusion.extractors import find_extractor_in_fit, named_features
 from lightning_fed.algorithms.fedfusion.frozen_extractor import FrozenExtractor
 from lightning_fed.algorithms.visit_tensors import refuse_rows
 from lightning_fed.argument_checks import check_nonnegative, check_positive
@@ -52,15 +52,16 @@ class ContrastiveTerm(FederatedCallback):
         mu: Strength :math:`\mu`; with 0 nothing is changed.
         temperature: :math:`\tau`.
         layer: Layer whose output is the features: its name, or ``"auto"``, see
-            :func:`~lightning_fed.modules.find_extractor`.
+            :func:`~lightning_fed.modules.find_extractor`. The layer that makes the logits is the one whose outputs meet
+            labels of classes in the loss of a training step.
         network: Name of the module that is called with the data and runs the layer; ``"auto"`` finds it, see
             :func:`~lightning_fed.modules.find_extractor`.
 
     Raises:
-        ValueError: If ``mu`` is negative or ``temperature`` not positive, or either is not finite; in ``setup``, if the
-            features cannot be found.
-        MisconfigurationException: In ``setup``, if the network is compiled; in ``fit``, if it does not run the layer,
-            or clients hold some rows of an entry only.
+        ValueError: If ``mu`` is negative or ``temperature`` not positive, or either is not finite; in ``fit``, if there
+            is no such layer.
+        MisconfigurationException: In ``fit``, if the network is compiled or does not run the layer, a training step
+            proves no classifier for ``"auto"``, or clients hold some rows of an entry only.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -84,11 +85,11 @@ class ContrastiveTerm(FederatedCallback):
         self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._has_run = False
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the features."""
-        if stage != "fit" or not self.mu:
+        if not self.mu:
             return
-        extractor = find_extractor(pl_module, self.layer, self.network)
+        extractor = find_extractor_in_fit(trainer, pl_module, self.layer, self.network, "layer")
         self._name, self._layer = extractor.network, extractor.layer
         network = pl_module.get_submodule(self._name)
         if is_compiled(pl_module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -40,16 +40,16 @@ class FeatureLayer(NamedTuple):
         return f"the {self.side} of {repr(self.path) if self.path else 'the network'}"
 
 
-def find_feature_layer(module: nn.Module, trained: Collection[str] | None = None) -> FeatureLayer:
+def find_feature_layer(module: nn.Module, classifier: str | None = None) -> FeatureLayer:
     """The end of the feature extractor of classifiers and of segmentation models.
 
     In this order: the output of the ``encoder`` of a model that also has a ``decoder`` or a ``segmentation_head``
     (all of ``segmentation_models_pytorch``); the output of the ``backbone`` of one that also has a ``classifier``
-    (torchvision's segmentation models); the input of the layer that :func:`find_classifier` finds.
+    (torchvision's segmentation models); the input of the classifier.
 
     Args:
-        module: The model, or a module that holds it. Networks in it that do not train, such as a teacher, are left out.
-        trained: Names of the layers that take part in the training, where they are known.
+        module: The model, or a module that holds it.
+        classifier: Name of the layer that makes the logits; ``None`` for the result of :func:`find_classifier`.
 
     Returns:
         The layer, and its input or output.
@@ -62,11 +62,11 @@ def find_feature_layer(module: nn.Module, trained: Collection[str] | None = None
         FeatureLayer(path='3', side='input')
 
     """
-    for name, layer in trained_layers(module, trained):
+    for name, layer in trained_layers(module):
         encoder = encoder_of(layer)
-        if encoder is not None:
+        if encoder is not None and (classifier is None or f"{classifier}.".startswith(f"{name}.".lstrip("."))):
             return FeatureLayer(f"{name}.{encoder}".lstrip("."))
-    return FeatureLayer(require_classifier(module, trained), "input")
+    return FeatureLayer(require_classifier(module) if classifier is None else classifier, "input")
 
 
 def encoder_of(layer: nn.Module) -> str | None:
@@ -84,14 +84,14 @@ def encoder_of(layer: nn.Module) -> str | None:
     return None
 
 
-def require_classifier(module: nn.Module, trained: Collection[str] | None = None) -> str:
+def require_classifier(module: nn.Module) -> str:
     """Name of the layer that :func:`find_classifier` finds, which must exist.
 
     Raises:
         ValueError: If there is no such layer.
 
     """
-    classifier = find_classifier(module, trained)
+    classifier = find_classifier(module)
     if classifier is None:
         raise ValueError(
             f"Expected {type(module).__name__} to have an encoder, a backbone, a linear layer or a convolution, but it"
@@ -100,15 +100,14 @@ def require_classifier(module: nn.Module, trained: Collection[str] | None = None
     return classifier
 
 
-def find_classifier(module: nn.Module, trained: Collection[str] | None = None) -> str | None:
+def find_classifier(module: nn.Module) -> str | None:
     """Name of the layer with the logits as its output.
 
     It is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, or else the result of ``get_classifier()`` (timm), or
     the ``segmentation_head`` (``segmentation_models_pytorch``), or the last layer that is linear or a convolution.
 
     Args:
-        module: The model, or a module that holds it. Networks in it that do not train, such as a teacher, are left out.
-        trained: Names of the layers that take part in the training, where they are known.
+        module: The model, or a module that holds it. Networks without gradients, such as a teacher, are left out.
 
     Returns:
         Its name, or ``None`` if there is no such layer.
@@ -118,7 +117,7 @@ def find_classifier(module: nn.Module, trained: Collection[str] | None = None) -
         '2'
 
     """
-    layers = dict(trained_layers(module, trained))
+    layers = dict(trained_layers(module))
     names = {id(layer): name for name, layer in layers.items()}
     heads = [name for name, layer in layers.items() if isinstance(layer, LogitsLayer)]
     if heads:
@@ -134,7 +133,7 @@ def find_classifier(module: nn.Module, trained: Collection[str] | None = None) -
     return names_of_classifiers[-1] if names_of_classifiers else None
 
 
-def count_classes(module: nn.Module, trained: Collection[str] | None = None) -> int | None:
+def count_classes(module: nn.Module) -> int | None:
     """Number of classes: channels of the logits, 2 where there is one; ``None`` if the classifier cannot be found.
 
     Example:
@@ -142,7 +141,7 @@ def count_classes(module: nn.Module, trained: Collection[str] | None = None) -> 
         2
 
     """
-    name = find_classifier(module, trained)
+    name = find_classifier(module)
     if name is None:
         return None
     classifier = module.get_submodule(name)
@@ -265,13 +264,10 @@ def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
             yield from named_layers(child, f"{prefix}.{name}".lstrip("."))
 
 
-def trained_layers(module: nn.Module, trained: Collection[str] | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the named modules without metrics, and without networks that do not train, such as a teacher.
+def trained_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the named modules without metrics, and without networks that have no gradients, such as a teacher.
 
-    Args:
-        module: The module.
-        trained: Names of the layers that take part in the training; ``None`` leaves out the layers with other layers in
-            them of which no parameter requires gradients, if there are any that do.
+    A network is a layer with parameters in its children. If nothing requires gradients, all modules are yielded.
 
     Example:
         >>> teacher = nn.Sequential(nn.Linear(2, 1)).requires_grad_(False)
@@ -284,13 +280,8 @@ def trained_layers(module: nn.Module, trained: Collection[str] | None = None) ->
     for name, layer in named_layers(module):
         if any(name.startswith(f"{network}.") for network in dropped):
             continue
-        parameters = list(layer.parameters())
-        if trained:
-            is_left_out = bool(parameters) and not any(f"{known}.".startswith(f"{name}.") for known in trained)
-        else:
-            is_network = any(True for child in layer.children() for _ in child.parameters())
-            is_left_out = has_trained and is_network and not any(parameter.requires_grad for parameter in parameters)
-        if name and is_left_out:
+        is_network = any(True for child in layer.children() for _ in child.parameters())
+        if name and has_trained and is_network and not any(value.requires_grad for value in layer.parameters()):
             dropped.append(name)
         else:
             yield name, layer

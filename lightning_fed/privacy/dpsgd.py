@@ -21,7 +21,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_fed.algorithms.training_trace import optimized_parameters
 from lightning_fed.argument_checks import (
     check_count,
     check_inside,
@@ -32,6 +31,7 @@ from lightning_fed.argument_checks import (
 )
 from lightning_fed.atomic_files import write_text_atomically
 from lightning_fed.callbacks.federation import Federation, federation_of
+from lightning_fed.callbacks.training_trace import optimized_parameters
 from lightning_fed.client.client_store import FolderStore
 from lightning_fed.console import round_number
 from lightning_fed.data.poisson import PoissonSampling, check_poisson_loader, poisson_loader

@@ -9,8 +9,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_fed.algorithms.training_trace import optimized_parameters
 from lightning_fed.callbacks.federation import Federation
+from lightning_fed.callbacks.training_trace import optimized_parameters
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.internals import callbacks_of, datamodule_of, is_compiled, is_overridden

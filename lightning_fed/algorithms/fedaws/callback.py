@@ -6,7 +6,7 @@ https://arxiv.org/abs/2004.10342
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import lightning as L
@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.algorithms.fedaws.spreadout import spreadout_margin, spreadout_top_k
-from lightning_fed.algorithms.training_trace import trained_layer_names
 from lightning_fed.argument_checks import check_count, check_nonnegative, check_option, check_positive
 from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.callbacks.training_trace import find_class_task
 from lightning_fed.errors import OptionError
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.entries import live_entries
-from lightning_fed.model.features import find_classifier
 from lightning_fed.numerics.precision import at_least_float32
 
 Variant: TypeAlias = Literal["top_k", "margin"]
@@ -60,12 +59,13 @@ class SpreadOut(FederatedCallback):
         comparison: Number of classes, drawn in every round, among which ``"top_k"`` looks for the nearest; ``None`` for
             all.
         normalize: Whether the vectors that the step moves get the length back that they had before it.
-        entry: Name of the layer's weight, one row per class; ``"auto"`` for that of the layer that makes the logits
-            (:func:`~lightning_fed.modules.find_classifier`) among those that take part in the training.
+        entry: Name of the layer's weight, one row per class; ``"auto"`` for that of the layer whose outputs meet labels
+            of classes in the loss of a training step.
 
     Raises:
         ValueError: If an option is unknown or out of its range; in ``fit``, if there is no such entry, or it does not
             travel.
+        MisconfigurationException: In ``fit``, if a training step proves no such layer for ``"auto"``.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -104,7 +104,8 @@ class SpreadOut(FederatedCallback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the layer."""
         if self.entry == "auto":
-            self._name = _find_weight(pl_module, trained_layer_names(trainer, pl_module))
+            layer = find_class_task(trainer, pl_module, "name the `entry` that holds one row per class").layer
+            self._name = f"{layer}.weight".lstrip(".")
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Checks the layer, and finds its learning rate in this round."""
@@ -173,17 +174,6 @@ def _with_lengths_of(new: Tensor, old: Tensor) -> Tensor:
     lengths = [torch.linalg.vector_norm(rows, dim=1, keepdim=True) for rows in (old, new)]
     changed = (new != old).any(1, keepdim=True)
     return torch.where(changed, new * (lengths[0] / lengths[1]), old)
-
-
-def _find_weight(module: nn.Module, trained: Collection[str] | None) -> str:
-    """Name of the weight of the layer that makes the logits, among those that train."""
-    name = find_classifier(module, trained)
-    if name is None:
-        raise OptionError(
-            f"Expected {type(module).__name__} to have a linear layer or a convolution that makes the logits: name the"
-            " `entry` that holds one row per class."
-        )
-    return f"{name}.weight".lstrip(".")
 
 
 def _learning_rate(trainer: L.Trainer, module: nn.Module, name: str) -> float:

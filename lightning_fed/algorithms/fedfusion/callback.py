@@ -9,7 +9,7 @@ Algorithm 1. The equations are in :mod:`lightning_fed.algorithms.fedfusion.equat
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning as L
@@ -18,23 +18,22 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_fed.algorithms.example_input import first_batch, forward_inputs
 from lightning_fed.algorithms.fedfusion.equations import smooth_weight
-from lightning_fed.algorithms.fedfusion.extractors import Extractor, find_extractor
+from lightning_fed.algorithms.fedfusion.extractors import Extractor, find_extractor, find_extractor_in_fit
 from lightning_fed.algorithms.fedfusion.feature_cache import FeatureCache
 from lightning_fed.algorithms.fedfusion.layers import FusionLayer
 from lightning_fed.algorithms.fedfusion.model_surgery import find_fusion, fuse
 from lightning_fed.algorithms.fedfusion.operators import ConvInit, OperatorName, build_operator
 from lightning_fed.algorithms.fedma.aggregator import FedMA
-from lightning_fed.algorithms.training_trace import (
+from lightning_fed.argument_checks import check_option, check_share
+from lightning_fed.callbacks.example_input import first_batch, forward_inputs
+from lightning_fed.callbacks.federation import federation_of, find_federation, move_behind_federation
+from lightning_fed.callbacks.training_trace import (
     TrainingTrace,
     has_forward,
     optimized_parameters,
     trace_training,
-    trained_layer_names,
 )
-from lightning_fed.argument_checks import check_option, check_share
-from lightning_fed.callbacks.federation import federation_of, find_federation, move_behind_federation
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError
 from lightning_fed.federated_callback import FederatedCallback
@@ -175,13 +174,12 @@ class FeatureFusion(FederatedCallback):
                 move_behind_federation(self, trainer)  # so that all others see a visit with its extractor
         is_fused = find_fusion(pl_module) is not None
         with seeded_generators(derive_seed(_federation_seed(trainer), _OPERATOR_STREAM)):
-            trained = trained_layer_names(trainer, pl_module) if stage == "fit" and self.at == "auto" else None
             try:
-                self._fusion = self._fuse(pl_module, trained)
+                self._fusion = self._fuse(trainer, pl_module)
             except OptionError:
                 if stage != "fit" or self.channels != "infer" or pl_module.example_input_array is not None:
                     raise
-                self._fusion = self._fuse_by_batch(trainer, pl_module, trained)
+                self._fusion = self._fuse_by_batch(trainer, pl_module)
         self._is_untrained = stage != "fit" and not is_fused and (self.operator, self.conv_init) == ("conv", "default")
         goes_on = stage != "fit" or trainer.current_epoch > 0
         self._reference = self._fusion.frozen.state() if goes_on and self._fusion.is_referring else {}
@@ -335,9 +333,7 @@ class FeatureFusion(FederatedCallback):
             personal = {name: value for name, value in entries.items() if policies.get(names[name]) == "personal"}
             self.fusion.refer(personal)
 
-    def _fuse(
-        self, module: L.LightningModule, trained: Collection[str] | None = None, trace: TrainingTrace | None = None
-    ) -> FusionLayer:
+    def _fuse(self, trainer: L.Trainer, module: L.LightningModule, trace: TrainingTrace | None = None) -> FusionLayer:
         fusion = find_fusion(module)
         if fusion is not None:
             extractor = Extractor(_name_of(fusion.network, module), fusion.layer)
@@ -355,7 +351,10 @@ class FeatureFusion(FederatedCallback):
                     )
             return fusion
         try:
-            extractor = find_extractor(module, self.at, self.network, trained)
+            if is_fitting(trainer):
+                extractor = find_extractor_in_fit(trainer, module, self.at, self.network, "at")
+            else:
+                extractor = find_extractor(module, self.at, self.network)
             fusion = fuse(
                 module,
                 self.operator,
@@ -375,20 +374,18 @@ class FeatureFusion(FederatedCallback):
         rank_zero_info(f"FeatureFusion: {self.operator!r} with {count} parameters fuses {extractor}.")
         return fusion
 
-    def _fuse_by_batch(
-        self, trainer: L.Trainer, module: L.LightningModule, trained: Collection[str] | None
-    ) -> FusionLayer:
+    def _fuse_by_batch(self, trainer: L.Trainer, module: L.LightningModule) -> FusionLayer:
         """Fuses with the sizes that a training batch has in the module."""
         trace = trace_training(trainer, module)
         if trace is not None or not has_forward(module):
-            return self._fuse(module, trained, trace)
+            return self._fuse(trainer, module, trace)
         try:
             example = forward_inputs(module, first_batch(find_federation(trainer)))
         except (ValueError, MisconfigurationException):
-            return self._fuse(module, trained)  # which says what to do
+            return self._fuse(trainer, module)  # which says what to do
         module.example_input_array = example
         try:
-            return self._fuse(module, trained)
+            return self._fuse(trainer, module)
         finally:
             module.example_input_array = None
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_fed.callbacks.training_trace import find_class_task
 from lightning_fed.model.features import FeatureLayer, encoder_of, require_classifier, trained_layers
 
 _EXTRACTOR_NAMES = ("features", "encoder", "backbone", "feature_extractor", "extractor", "body", "base")
@@ -43,7 +45,7 @@ def find_extractor(
     module: nn.Module,
     at: str | FeatureLayer = "auto",
     network: str = "auto",
-    trained: Collection[str] | None = None,
+    classifier: str | None = None,
 ) -> Extractor:
     """Finds the layer at which the feature extractor of a model ends.
 
@@ -59,13 +61,14 @@ def find_extractor(
     4. what goes into the layer that makes the logits (vision transformers).
 
     Args:
-        module: The model, or a module that holds it. ``"auto"`` leaves out networks in it that do not train, such as a
+        module: The model, or a module that holds it. ``"auto"`` leaves out networks in it without gradients, such as a
             teacher.
         at: Name of the layer whose output is the features, an end of it, or ``"auto"``.
         network: Name of the module that is called with the data and runs this layer; ``""`` for ``module`` itself. With
             ``"auto"`` it is the layer itself where that is found by its name or is a direct child of a LightningModule,
             else the outermost module that is not a LightningModule.
-        trained: Names of the layers that take part in the training, where they are known.
+        classifier: Name of the layer that makes the logits; ``None`` for the result of
+            :func:`~lightning_fed.modules.find_classifier`.
 
     Returns:
         The extractor.
@@ -82,8 +85,8 @@ def find_extractor(
     """
     layers = dict(module.named_modules())
     if at == "auto":
-        candidates = dict(trained_layers(module, trained))
-        layer = _find_extractor_module(candidates) or _find_classifier_input(module, candidates, trained)
+        candidates = dict(trained_layers(module))
+        layer = _find_extractor_module(candidates, classifier) or _find_classifier_input(module, candidates, classifier)
     else:
         layer = at if isinstance(at, FeatureLayer) else FeatureLayer(at)
     for name in (layer.path, *([] if network == "auto" else [network])):
@@ -164,22 +167,54 @@ def example_inputs(network: nn.Module) -> Iterator[Tensor]:
             return
 
 
-def _find_extractor_module(layers: Mapping[str, nn.Module]) -> FeatureLayer | None:
-    """An extractor that is a module of its own."""
+def find_extractor_in_fit(
+    trainer: L.Trainer, module: L.LightningModule, at: str | FeatureLayer, network: str, option: str
+) -> Extractor:
+    """Finds the layer as :func:`find_extractor` does, at the classifier that a training step proves.
+
+    A module that learns no classes has an extractor if a module in it is called so.
+
+    Args:
+        trainer: The Trainer.
+        module: The module.
+        at: Name of the layer, an end of it, or ``"auto"``.
+        network: Name of the module that is called with the data, or ``"auto"``.
+        option: Name of the argument that names the layer, for errors.
+
+    Raises:
+        ValueError: If there is no such layer.
+        MisconfigurationException: If the step proves no classifier, and no module is called an extractor.
+
+    """
+    if at != "auto":
+        return find_extractor(module, at, network)
+    try:
+        classifier = find_class_task(trainer, module, f"name the layer of the features in `{option}`").layer
+    except MisconfigurationException:
+        layer = _find_extractor_module(dict(trained_layers(module)), None)
+        if layer is None:
+            raise
+        return find_extractor(module, layer, network)
+    return find_extractor(module, at, network, classifier)
+
+
+def _find_extractor_module(layers: Mapping[str, nn.Module], classifier: str | None) -> FeatureLayer | None:
+    """An extractor that is a module of its own, beside the classifier in a network."""
     for name, layer in layers.items():
+        if classifier is not None and not f"{classifier}.".startswith(f"{name}." if name else ""):
+            continue
         trained = [part for part, child in layer.named_children() if any(True for _ in child.parameters())]
         first = trained[0] if len(trained) > 1 and trained[0] in _EXTRACTOR_NAMES else None
         extractor = encoder_of(layer) or first
-        if extractor is not None:
-            return FeatureLayer(f"{name}.{extractor}".lstrip("."))
+        path = f"{name}.{extractor}".lstrip(".")
+        if extractor is not None and (classifier is None or not f"{classifier}.".startswith(f"{path}.")):
+            return FeatureLayer(path)
     return None
 
 
-def _find_classifier_input(
-    module: nn.Module, layers: Mapping[str, nn.Module], trained: Collection[str] | None
-) -> FeatureLayer:
+def _find_classifier_input(module: nn.Module, layers: Mapping[str, nn.Module], classifier: str | None) -> FeatureLayer:
     """The layer of a classifier whose input is the features."""
-    head = require_classifier(module, trained)
+    head = require_classifier(module) if classifier is None else classifier
     for layer in layers.values():
         get_classifier: Any = getattr(layer, "get_classifier", None)
         heads = get_classifier() if callable(get_classifier) else None

@@ -15,7 +15,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_fed.algorithms.example_input import first_batch, forward_inputs
 from lightning_fed.algorithms.fedma.aggregator import FedMA
 from lightning_fed.algorithms.fedma.checks import check_growth, check_optimizers, check_options, warn_of_rounds
 from lightning_fed.algorithms.fedma.matching_pass import (
@@ -28,8 +27,9 @@ from lightning_fed.algorithms.fedma.matching_pass import (
     read_assignment,
     read_widths,
 )
-from lightning_fed.algorithms.training_trace import forward_of_training, has_forward
+from lightning_fed.callbacks.example_input import first_batch, forward_inputs
 from lightning_fed.callbacks.federation import Federation, find_federation
+from lightning_fed.callbacks.training_trace import forward_of_training, has_forward
 from lightning_fed.client.local_model import forget_memory
 from lightning_fed.errors import ClientFault
 from lightning_fed.federated_callback import FederatedCallback

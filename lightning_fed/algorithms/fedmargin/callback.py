@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
@@ -28,9 +29,9 @@ from lightning_fed.algorithms.fedmargin.margins import (
 )
 from lightning_fed.algorithms.fedmargin.prototype_messages import lpm_key, pack_prototypes, unpack_prototypes
 from lightning_fed.algorithms.fedmargin.prototypes import Prototypes
-from lightning_fed.algorithms.training_trace import trained_layer_names
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks.federation import federation_of, find_federation
+from lightning_fed.callbacks.training_trace import find_class_task
 from lightning_fed.data.loader_clients import isolated_generators
 from lightning_fed.data.population import PlannedVisit, seed_everything, seeded_generators
 from lightning_fed.errors import OptionError, describe
@@ -38,7 +39,7 @@ from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.isolated_pass import forward_step, until_fault
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.method import register
-from lightning_fed.model.features import FeatureLayer, count_classes, find_feature_layer, tap_features
+from lightning_fed.model.features import FeatureLayer, find_feature_layer, tap_features
 from lightning_fed.model.label_maps import VoidLabel
 
 _log = logging.getLogger(__name__)
@@ -70,15 +71,17 @@ class ClassPrototypes(FederatedCallback):
     has seen of its part of the data.
 
     Args:
-        layer: Name of the layer whose output is the features; ``"auto"`` takes what
-            :func:`~lightning_fed.modules.find_feature_layer` finds, and says so in the log.
-        num_classes: Number of classes; ``"auto"`` takes the module's hyper-parameter ``num_classes``, or else the
-            channels of the logits.
-        ignore_index: Label of void pixels; ``None`` for none, ``"auto"`` for 255 unless that is a class.
+        layer: Name of the layer whose output is the features; ``"auto"`` for the result of
+            :func:`~lightning_fed.modules.find_feature_layer` at the classifier. The classifier is the one layer whose
+            outputs meet labels of classes in the loss of a training step. That step is tried out before the training.
+        num_classes: Number of classes; ``"auto"`` for the outputs of the classifier.
+        ignore_index: Label of void pixels; ``None`` for none, ``"auto"`` for the label that the loss leaves out, or
+            else for 255 unless that is a class.
         exclude_classes: Classes that are left out, such as a background.
-        target: Labels of a batch: an index or key, or a function of the batch; by default the second
-            element, or ``batch["target"]``, ``["label"]``, ``["mask"]``, ``["y"]`` or their plurals. Integers of shape
-            ``(N,)`` or ``(N, [1,] *size)``; maps are brought to the features' size by nearest neighbour.
+        target: Labels of a batch: an index or key, or a function of the batch; by default the labels in the loss of
+            the training step. With a named ``layer`` and ``num_classes`` no step is tried out: then by default the
+            second element, or ``batch["target"]``, ``["label"]``, ``["mask"]``, ``["y"]`` or their plurals. Integers of
+            shape ``(N,)`` or ``(N, [1,] *size)``; maps are brought to the features' size by nearest neighbour.
         passes: ``"exact"`` or ``"online"``.
         max_batches: Largest number of batches of an exact pass; ``None`` for all.
         margin: Margin of a class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
@@ -93,8 +96,9 @@ class ClassPrototypes(FederatedCallback):
         classes_found: Number of classes in a fit; ``None`` before.
 
     Raises:
-        ValueError: If an option is unknown or out of its range; in ``fit``, if the layer or the number of classes
-            cannot be found, or a fit is resumed with another layer than its prototypes are of.
+        ValueError: If an option is unknown or out of its range; in ``fit``, if there is no such layer, or a fit is
+            resumed with another layer than its prototypes are of.
+        MisconfigurationException: In ``fit``, if the training step does not prove the classifier, or its labels.
 
     Example:
         >>> prototypes = ClassPrototypes(layer="model.encoder", exclude_classes=[0])
@@ -167,9 +171,33 @@ class ClassPrototypes(FederatedCallback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the layer and the number of classes."""
+        if federation_of(trainer):
+            self._find_roles(trainer, pl_module)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Finds them on a plain Trainer, whose loader is known by now."""
+        if not federation_of(trainer):
+            self._find_roles(trainer, pl_module)
+
+    def _find_roles(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Finds the layer of the features, the classes and the labels."""
         self.prototypes = None
-        trained = trained_layer_names(trainer, pl_module) if "auto" in (self.layer, self.num_classes) else None
-        self._layer = find_feature_layer(pl_module, trained) if self.layer == "auto" else FeatureLayer(self.layer)
+        classifier, classes, void, target = None, self.num_classes, self.ignore_index, self.target
+        excluded = set(self.exclude_classes)
+        if "auto" in (self.layer, classes):
+            task = find_class_task(trainer, pl_module, "give `ClassPrototypes` a `layer`, `num_classes` and a `target`")
+            classifier, target = task.layer, task.target if target is None else target
+            classes = task.num_classes if classes == "auto" else classes
+            if target is None:
+                raise MisconfigurationException(
+                    f"Expected the labels in the loss of {type(pl_module).__name__} to be one tensor of the batch with"
+                    " a class for each example or pixel, but they are not: give `ClassPrototypes` a `target`."
+                )
+            if void == "auto" and task.ignore_index is not None:
+                void = task.ignore_index
+                if 0 <= void < classes:
+                    excluded, void = excluded | {void}, None
+        self._layer = find_feature_layer(pl_module, classifier) if self.layer == "auto" else FeatureLayer(self.layer)
         self._layer_name = str(self._layer)
         compares_rounds = self.lpm_before == "last_local" or _rule(trainer) is not None
         if federation_of(trainer) and self._checkpoint_layer not in (None, self._layer_name) and compares_rounds:
@@ -177,10 +205,8 @@ class ClassPrototypes(FederatedCallback):
                 f"Expected `layer` of `ClassPrototypes` to be that of the checkpoint, with whose prototypes the new"
                 f" ones are compared: {self._checkpoint_layer}, but got {self._layer_name}."
             )
-        classes = find_num_classes(pl_module, trained) if self.num_classes == "auto" else self.num_classes
-        if classes is None:
-            raise ValueError("The number of classes cannot be found: pass `num_classes` to `ClassPrototypes`.")
-        self._options = FeatureSumOptions(classes, self.ignore_index, self.exclude_classes, self.target)
+        assert classes != "auto"
+        self._options = FeatureSumOptions(classes, void, tuple(excluded), target)
         self.classes_found = classes
         rule = _rule(trainer)
         if rule is not None:
@@ -374,15 +400,6 @@ def _rule(trainer: L.Trainer) -> FedMargin | None:
     federation = federation_of(trainer)
     rule = None if federation is None else federation.server.rule
     return rule if isinstance(rule, FedMargin) else None
-
-
-def find_num_classes(module: L.LightningModule, trained: Collection[str] | None = None) -> int | None:
-    """The module's hyper-parameter ``num_classes`` (or ``classes``), or else the channels of its logits."""
-    for name in ("num_classes", "classes"):
-        value = module.hparams.get(name)
-        if isinstance(value, int) and value > 1:
-            return value
-    return count_classes(module, trained)
 
 
 register(

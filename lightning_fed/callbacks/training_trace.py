@@ -1,0 +1,319 @@
+"""One run of a module's ``training_step``: the layers that it calls, and those that the loss trains through."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import lightning as L
+from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+
+from lightning_fed.callbacks.example_input import first_batch
+from lightning_fed.callbacks.federation import federation_of, find_federation
+from lightning_fed.data.loader_clients import isolated_generators
+from lightning_fed.data.population import seeded_generators
+from lightning_fed.errors import describe
+from lightning_fed.lightning.internals import is_overridden
+from lightning_fed.lightning.isolated_pass import isolated_pass, loss_in, prepare_batch, run_prepared
+from lightning_fed.model.batches import find_target
+from lightning_fed.model.class_losses import BatchPath, ClassLoss, ClassLosses
+from lightning_fed.model.features import (
+    LogitsLayer,
+    count_classes,
+    find_classifier,
+    trained_layers,
+    without_compiled_code,
+)
+from lightning_fed.numerics.trees import map_leaves, tree_leaves
+
+Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and named arguments."""
+
+
+class TrainingTrace(NamedTuple):
+    """Record of a ``training_step``.
+
+    Attributes:
+        calls: Arguments of the first call of the module, under "", and of each layer, by its name.
+        outermost: Names of the layers that the module itself has called.
+        trained: Names of the layers through whose outputs the loss reaches parameters that train.
+        class_losses: The losses in which the outputs of these layers meet labels of classes.
+
+    """
+
+    calls: Mapping[str, Call]
+    outermost: Collection[str]
+    trained: Collection[str]
+    class_losses: Collection[ClassLoss] = ()
+
+
+@dataclass(frozen=True)
+class ClassTask:
+    """Classes that a module learns to predict.
+
+    Attributes:
+        layer: Name of the layer that makes the logits.
+        num_classes: Number of classes.
+        ignore_index: Label that the loss leaves out; ``None`` if no such label is known.
+        target: Function that gives the labels of a batch; ``None`` if the labels are unknown, or are several at once.
+
+    """
+
+    layer: str
+    num_classes: int
+    ignore_index: int | None = None
+    target: Callable[[Any], Tensor] | None = None
+
+
+def find_class_task(trainer: L.Trainer, module: L.LightningModule, remedy: str) -> ClassTask:
+    """The classes that a module learns, as one training step proves.
+
+    The server of a network has no data: there the layer is the one of
+    :func:`~lightning_fed.modules.find_classifier`. Each client makes sure that its training step has the same layer.
+
+    Args:
+        trainer: The Trainer; without a federation, one whose training loader is known.
+        module: The module.
+        remedy: Advice at the end of an error.
+
+    Raises:
+        MisconfigurationException: If the step does not prove the classes, or proves others than the server's.
+
+    """
+    federation = federation_of(trainer)
+    is_remote = federation is not None and federation.is_remote
+    expected = _guess(module) if is_remote else None
+    if is_remote and expected is None:
+        raise MisconfigurationException(
+            f"Expected {type(module).__name__} to have a layer that makes the logits, but got none: {remedy}."
+        )
+    if expected is not None and federation is not None and federation.has_server:
+        return expected
+    try:
+        task = _task_in(module, _trace(trainer, module))
+    except _Unproven as fault:
+        raise MisconfigurationException(
+            f"Expected `training_step` of {type(module).__name__} to compare the outputs of one layer with labels of"
+            f" classes in a cross-entropy, binary cross-entropy or Dice loss, but {fault}: {remedy}."
+        ) from fault.__cause__
+    if expected is not None and (
+        not has_same_parameters(module, task.layer, expected.layer) or task.num_classes != expected.num_classes
+    ):
+        raise MisconfigurationException(
+            f"Expected the training to have the classifier that the server takes, {expected.layer!r} with"
+            f" {expected.num_classes} classes, but got {task.layer!r} with {task.num_classes}: on both sides, {remedy}."
+        )
+    return task
+
+
+def has_same_parameters(module: nn.Module, name: str, other: str) -> bool:
+    """True if two layers of a module, given by their names, have the same parameters."""
+    one, two = ({id(value) for value in module.get_submodule(path).parameters()} for path in (name, other))
+    return one == two
+
+
+def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace | None:
+    """Runs ``training_step`` once on a batch of the first client; leaves no trace.
+
+    Parameters that train are those of the Trainer's optimizers; before there are any, those that require gradients.
+
+    Args:
+        trainer: The Trainer, which has a federation.
+        module: The module.
+
+    Returns:
+        The trace; ``None`` if the step fails outside of the training, has no loss, or the module optimizes by hand.
+
+    """
+    try:
+        return _trace(trainer, module)
+    except _Unproven:  # its caller knows what to do without a trace
+        return None
+
+
+class _Unproven(Exception):
+    """Reason why a training step does not tell what it trains."""
+
+
+def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
+    if not module.automatic_optimization:
+        raise _Unproven("it optimizes by hand, so that no step can be tried out")
+    calls: dict[str, Call] = {}
+    outputs: dict[str, list[Any]] = {}
+    outermost: dict[str, None] = {}
+    modes = [(layer, layer.training) for layer in module.modules()]
+    with seeded_generators(0), without_compiled_code(), ExitStack() as stack:
+        try:
+            batch = _first_batch(trainer)
+            stack.enter_context(isolated_pass(module, gradients=True))
+            for layer, mode in modes:
+                layer.training = mode
+            batch = move_data_to_device(prepare_batch(trainer, module, batch), module.device)
+            losses = ClassLosses(batch)
+            with _watched(module, calls, outputs, outermost, losses), losses.following():
+                loss = loss_in(run_prepared(trainer, module, "training_step", batch, 0))
+            nodes = _training_nodes(loss.grad_fn, optimized_parameters(trainer) or set(map(id, module.parameters())))
+        except Exception as error:  # whatever the step raises outside of a fit
+            raise _Unproven(f"the step cannot be tried out before the training ({describe(error)})") from error
+    trained = [name for name, made in outputs.items() if any(node in nodes for node in made)]
+    found = [one for one in losses.found(loss) if one.layer in trained]
+    return TrainingTrace(calls, tuple(outermost), trained, found)
+
+
+def _first_batch(trainer: L.Trainer) -> Any:
+    if federation_of(trainer) is not None:
+        return first_batch(find_federation(trainer))
+    loader: Any = trainer.train_dataloader
+    with isolated_generators(loader, 0):
+        return next(iter(CombinedLoader(loader, "min_size")))[0]
+
+
+def _task_in(module: nn.Module, trace: TrainingTrace) -> ClassTask:
+    """The task of a module's one classifier."""
+    layers = list(dict.fromkeys(loss.layer for loss in trace.class_losses))
+    declared = [name for name, layer in trained_layers(module) if isinstance(layer, LogitsLayer)]
+    if not layers and len(declared) == 1:  # it may compute its loss itself
+        return ClassTask(declared[0], count_classes(module) or 0)
+    if len(layers) != 1:
+        raise _Unproven(f"the layers {layers} do" if layers else "no layer does")
+    losses = [loss for loss in trace.class_losses if loss.layer == layers[0]]
+    voids = frozenset[int]().union(*(loss.voids for loss in losses))
+    if len(voids) > 1:
+        raise _Unproven(f"its losses leave out different labels, {sorted(voids)}")
+    paths = frozenset[BatchPath]().union(*(loss.labels for loss in losses))
+    is_known = len(paths) == 1 and all(loss.has_labels and loss.kind != "multilabel" for loss in losses)
+    (*_, path) = paths or [()]
+    return ClassTask(layers[0], losses[0].num_classes, next(iter(voids), None), _reader(path) if is_known else None)
+
+
+def _reader(path: BatchPath) -> Callable[[Any], Tensor]:
+    def read(batch: Any) -> Tensor:
+        for key in path:
+            batch = batch[key] if isinstance(batch, Mapping | list | tuple) else getattr(batch, key)
+        return batch  # type: ignore[no-any-return]
+
+    return read
+
+
+def _guess(module: nn.Module) -> ClassTask | None:
+    name, count = find_classifier(module), count_classes(module)
+    return None if name is None or count is None else ClassTask(name, count, target=find_target)
+
+
+def optimized_parameters(trainer: L.Trainer) -> set[int]:
+    """Ids of the parameters that the Trainer's optimizers have; empty before there are any."""
+    return {
+        id(parameter)
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def has_forward(module: L.LightningModule) -> bool:
+    """True if the module has a ``forward`` of its own."""
+    return is_overridden("forward", module)
+
+
+@contextmanager
+def forward_of_training(trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
+    """Context in which a module without ``forward`` has that of the one network that its ``training_step`` trains.
+
+    Args:
+        trainer: The Trainer, which has a federation.
+        module: The module.
+
+    Yields:
+        What the network was called with: a tuple of positional inputs or a dictionary of named ones, cut to two
+        examples where they are tensors of one length.
+
+    Raises:
+        MisconfigurationException: If the step does not train one network.
+
+    """
+    trace = trace_training(trainer, module)
+    networks = [] if trace is None else [name for name in trace.outermost if name in trace.trained]
+    if trace is None or len(networks) != 1:
+        fault = "cannot be run beside the training" if trace is None else f"trains {networks or 'no network'}"
+        raise MisconfigurationException(
+            f"Expected {type(module).__name__} to have a `forward`, whose operations are followed, or a `training_step`"
+            f" that trains one network, but it has no `forward`, and its `training_step` {fault}: write a `forward`"
+            " that computes what the loss is made of."
+        )
+    network = module.get_submodule(networks[0])
+    vars(module)["forward"] = network.__call__
+    try:
+        yield _two_examples(inspect.signature(network.forward), *trace.calls[networks[0]])
+    finally:
+        del vars(module)["forward"]
+
+
+@contextmanager
+def _watched(
+    module: nn.Module,
+    calls: dict[str, Call],
+    outputs: dict[str, list[Any]],
+    outermost: dict[str, None],
+    losses: ClassLosses,
+) -> Iterator[None]:
+    """Context in which calls of the module's layers are noted."""
+    depth = 0
+    with ExitStack() as hooks:
+        root = module.register_forward_pre_hook(
+            lambda module, args, kwargs: calls.setdefault("", (args, kwargs)) and None, with_kwargs=True
+        )
+        hooks.callback(root.remove)
+        for path, child in [*module.named_modules()][1:]:
+
+            def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = path) -> None:
+                nonlocal depth
+                calls.setdefault(name, (args, kwargs))
+                losses.take_input(layer, (args, kwargs))
+                if depth == 0:
+                    outermost[name] = None
+                depth += 1
+
+            def leave(layer: nn.Module, args: Any, output: Any, name: str = path) -> None:
+                nonlocal depth
+                depth -= 1
+                made = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn]
+                outputs.setdefault(name, []).extend(made)
+                losses.take_output(name, layer, output)
+
+            hooks.callback(child.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            hooks.callback(child.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+def _training_nodes(loss: Any, trained: set[int]) -> set[Any]:
+    """Nodes of autograd's graph between a loss and parameters, given by their ids."""
+    order: list[Any] = []
+    waiting, seen = [(loss, False)], set[Any]()
+    while waiting:
+        node, is_left = waiting.pop()
+        if is_left:
+            order.append(node)
+        elif node is not None and node not in seen:
+            seen.add(node)
+            waiting.append((node, True))
+            waiting += [(child, False) for child, _ in node.next_functions]
+    nodes = set[Any]()
+    for node in order:  # inputs before what is computed from them
+        is_trained = id(getattr(node, "variable", None)) in trained
+        if is_trained or any(child in nodes for child, _ in node.next_functions):
+            nodes.add(node)
+    return nodes
+
+
+def _two_examples(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    inputs: Any = signature.bind(*args, **kwargs).arguments if kwargs else args
+    tensors = [value for value in tree_leaves(inputs) if isinstance(value, Tensor) and value.ndim]
+    if len({len(value) for value in tensors}) != 1 or len(tensors) < len(inputs):
+        return inputs
+    return map_leaves(lambda value: value[:2] if isinstance(value, Tensor) and value.ndim else value, inputs)

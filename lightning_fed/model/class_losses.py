@@ -1,0 +1,386 @@
+"""Follows tensors through a step: which layer makes scores of classes, and which labels of the batch meet these."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode  # torch has no public name
+
+from lightning_fed.numerics.trees import tree_leaves
+
+BatchPath: TypeAlias = tuple[Any, ...]
+"""Keys and indices that lead to a tensor of a batch."""
+
+_CROSS_ENTROPIES = {"nll_loss_forward", "nll_loss2d_forward"}
+_BINARY = {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
+_PROBABILITIES = {"_softmax", "_log_softmax", "sigmoid", "log_sigmoid_forward", "logsumexp", "exp"}
+_SUMS = {"sum", "mean", "linalg_vector_norm", "dot"}
+_VIEWS = {
+    *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "alias"),
+    *("slice", "select", "split", "split_with_sizes", "unbind", "diagonal", "unfold", "as_strided", "detach"),
+    *("index", "index_select", "_to_copy", "clone", "contiguous", "lift_fresh", "flip", "roll", "cat", "stack"),
+}
+_POOLS = {"avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "amax", "max"}
+_INDICES = {torch.int64, torch.int32, torch.int16, torch.uint8}
+_MASKINGS = {"mul", "masked_fill", "where"}
+_PRODUCTS = {"mul", "neg", "div"}
+_OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What has a number for every class: the outputs of a layer, and what is computed of these alone.
+
+    Attributes:
+        layer: Name of the layer.
+        channels: Number of the layer's outputs.
+        inputs: The batch's tensors of which the layer has made the outputs.
+        is_probability: Whether a softmax or a sigmoid was applied.
+        voids: Labels whose positions are left out.
+
+    """
+
+    layer: str
+    channels: int
+    inputs: frozenset[int]
+    is_probability: bool = False
+    voids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """What tells classes, of the batch alone.
+
+    Attributes:
+        leaves: The batch's tensors that it is made of.
+        kind: Indices of classes; zeros and ones for every class; where the label is a number, or is not; anything else.
+        is_exact: Whether the classes are those in the batch.
+        number: The number, of ``"equal"`` and ``"unequal"``.
+        voids: Labels whose positions are left out.
+
+    """
+
+    leaves: frozenset[int]
+    kind: Literal["index", "one_hot", "equal", "unequal", "other"] = "index"
+    is_exact: bool = True
+    number: int | None = None
+    voids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a tensor was computed of.
+
+    Attributes:
+        leaves: The batch's tensors among its sources.
+        losses: The losses of classes among its sources.
+        is_computed: Whether the output of a layer is among its sources.
+        scores: Set if it has scores of classes.
+        labels: Set if it has labels.
+        product: The loss of classes that its sum is.
+
+    """
+
+    leaves: frozenset[int] = frozenset()
+    losses: frozenset[int] = frozenset()
+    is_computed: bool = False
+    scores: _Scores | None = None
+    labels: _Labels | None = None
+    product: int | None = None
+
+
+@dataclass(frozen=True)
+class ClassLoss:
+    """A loss in which scores of classes meet labels.
+
+    Attributes:
+        layer: Name of the layer that makes the scores.
+        channels: Number of its outputs.
+        kind: One class of several, a class or not (one output), or several classes at once.
+        labels: Places of the labels in the batch; empty if they are not of the batch.
+        has_labels: Whether the labels of the loss are those of the batch, unchanged.
+        voids: Labels that count nowhere.
+
+    """
+
+    layer: str
+    channels: int
+    kind: Literal["multiclass", "binary", "multilabel"]
+    labels: frozenset[BatchPath]
+    has_labels: bool
+    voids: frozenset[int]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes: 2 for a single output."""
+        return max(2, self.channels)
+
+
+@dataclass
+class ClassLosses:
+    """Follows the tensors of a batch, and finds the losses in which scores of classes meet labels.
+
+    Labels meet the scores of a layer in a cross-entropy (negative log-likelihood, with and without logits) or binary
+    cross-entropy, where probabilities are gathered at labels, or in the sum of probabilities times, or less, zeros and
+    ones made of labels (Dice, Jaccard, focal loss). Between the layer and the loss nothing but elementwise operations
+    with constants and masks, views, means and resizing may come. Labels of zeros and ones must not be what the network
+    is given, as in an autoencoder.
+
+    Example:
+        >>> head, inputs, labels = nn.Linear(2, 3), torch.ones(4, 2), torch.tensor([0, 1, 2, 0])
+        >>> losses = ClassLosses((inputs, labels))
+        >>> with losses.following():
+        ...     scores = head(inputs)
+        ...     losses.take_output("head", head, scores)
+        ...     loss = nn.functional.cross_entropy(scores, labels)
+        >>> [(found.layer, found.num_classes, set(found.labels)) for found in losses.found(loss)]
+        [('head', 3, {(1,)})]
+
+    """
+
+    batch: Any
+    _origins: dict[Any, _Origin] = field(default_factory=dict, init=False)
+    _held: list[Any] = field(default_factory=list, init=False)  # so that no address is given twice
+    _losses: list[ClassLoss] = field(default_factory=list, init=False)
+    _fed: frozenset[int] = field(default=frozenset(), init=False)  # losses that a layer is fed with
+    _paths: list[BatchPath] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        named = _named_leaves(self.batch)
+        self._paths = [path for path, _ in named]
+        for _, tensor in named:  # a copy of the inputs is no other tensor: it has their place
+            place = next(place for place, (_, other) in enumerate(named) if _is_equal(tensor, other))
+            leaves = frozenset([place])
+            self._put(tensor, _Origin(leaves, labels=_Labels(leaves)))
+
+    def following(self) -> TorchDispatchMode:
+        """Context in which operations are followed."""
+        return _Following(self)
+
+    def take_input(self, layer: nn.Module, inputs: Any) -> None:
+        """Notes what a layer with parameters of its own is called with."""
+        if any(True for _ in layer.parameters(recurse=False)):
+            self._fed = self._fed.union(*(origin.losses for origin in self._all(inputs)))
+
+    def take_output(self, name: str, layer: nn.Module, outputs: Any) -> None:
+        """Notes what a layer has made."""
+        widths = _widths(layer)
+        if not widths and not any(True for _ in layer.parameters(recurse=False)):
+            return
+        for output in tree_leaves(outputs):
+            if not isinstance(output, Tensor) or not output.ndim:
+                continue
+            origin = replace(self._get(output), is_computed=True, labels=None)
+            sides = [output.shape[side] for side in (-1, min(1, output.ndim - 1))]
+            channels = next((side for side in sides if side in widths), None)
+            if channels is not None and origin.scores is None:
+                origin = replace(origin, scores=_Scores(name, channels, origin.leaves))
+            self._put(output, origin)
+
+    def found(self, loss: Any) -> list[ClassLoss]:
+        """The losses of classes of which a loss is made, without those that a layer reads."""
+        kept = self._get(loss).losses - self._fed if isinstance(loss, Tensor) else frozenset[int]()
+        return [self._losses[place] for place in sorted(kept)]
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def take(self, name: str, is_pointwise: bool, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Notes an operation."""
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        name = name.removesuffix("_")
+        operands = self._all((args, kwargs))
+        if not outputs or not any(origin != _Origin() for origin in operands):
+            for result in outputs:  # a constant may have the place of what was overwritten
+                self._origins.pop(_key(result), None)
+            return
+        origin = _Origin(
+            frozenset().union(*(origin.leaves for origin in operands)),
+            frozenset().union(*(origin.losses for origin in operands)),
+            any(origin.is_computed for origin in operands),
+        )
+        pairs = [origin for origin in operands if origin != _Origin()]
+        scores, labels = _scores_of(name, is_pointwise, pairs), None
+        if not origin.is_computed:
+            labels = self._labels_of(name, is_pointwise, args, outputs[0])
+        loss = self._loss_of(name, args)
+        losses = origin.losses if loss is None else origin.losses | {loss}
+        product = self._product_of(name, args) if loss is None else None
+        if product is None and name in (*_PRODUCTS, *_SUMS, *_VIEWS):
+            product = next((origin.product for origin in pairs if origin.product is not None), None)
+        if product is not None and name in _SUMS:
+            losses, product = losses | {product}, None
+        origin = replace(origin, losses=losses, scores=scores if loss is None else None, labels=labels, product=product)
+        for result in outputs:
+            self._put(result, origin)
+
+    def _loss_of(self, name: str, args: Sequence[Any]) -> int | None:
+        """The loss of classes that an operation is, if it is one."""
+        if name in _CROSS_ENTROPIES:
+            scores, void = self._get(args[0]).scores, int(args[4])
+            axis = min(1, args[0].ndim - 1)
+            if scores is None or args[0].shape[axis] != scores.channels:
+                return None
+            is_void = void != -100 or bool((args[1] == void).any())
+            return self._add(scores, "multiclass", self._get(args[1]).labels, {void} if is_void else set())
+        if name in _BINARY:
+            return self._add_binary(args[0], args[1])
+        if name in ("gather", "index"):
+            scores = self._get(args[0]).scores
+            indices = {args[1]: args[2]} if name == "gather" else dict(enumerate(args[1]))
+            for axis, index in indices.items():
+                labels = self._get(index).labels if isinstance(index, Tensor) else None
+                is_class = labels is not None and labels.kind == "index" and index.dtype in _INDICES
+                if scores is not None and scores.is_probability and is_class and args[0].shape[axis] == scores.channels:
+                    return self._add(scores, "multiclass", labels)
+        return None
+
+    def _product_of(self, name: str, args: Sequence[Any]) -> int | None:
+        """The loss of classes that the sum of a product or difference is."""
+        if name not in ("mul", "sub") or not all(isinstance(value, Tensor) for value in args[:2]):
+            return None
+        for first, second in (args[:2], args[1::-1]):
+            scores = self._get(first).scores
+            if scores is not None and scores.is_probability:
+                return self._add_binary(first, second)
+        return None
+
+    def _add_binary(self, input: Tensor, target: Tensor) -> int | None:
+        """A loss of scores and of zeros and ones."""
+        scores, origin = self._get(input).scores, self._get(target)
+        labels = origin.labels
+        if scores is None or labels is None or labels.leaves & scores.inputs:
+            return None
+        if labels.kind != "one_hot" and not bool(((target == 0) | (target == 1)).all()):
+            return None
+        if labels.kind == "unequal" and (scores.channels > 1 or labels.number):
+            return None  # a mask
+        if scores.channels == 1:
+            is_one = labels.kind == "index" or (labels.kind == "equal" and labels.number == 1)
+            return self._add(scores, "binary", replace(labels, is_exact=labels.is_exact and is_one))
+        return self._add(scores, "multiclass" if labels.kind in ("one_hot", "equal") else "multilabel", labels)
+
+    def _add(self, scores: _Scores, kind: Any, labels: _Labels | None, voids: Iterable[int] = ()) -> int:
+        leaves = labels.leaves if labels is not None else frozenset[int]()
+        is_exact = labels is not None and labels.is_exact
+        all_voids = scores.voids.union(voids, labels.voids if labels is not None else ())
+        paths = frozenset(self._paths[leaf] for leaf in leaves)
+        self._losses.append(ClassLoss(scores.layer, scores.channels, kind, paths, is_exact, all_voids))
+        return len(self._losses) - 1
+
+    def _labels_of(self, name: str, is_pointwise: bool, args: Sequence[Any], output: Tensor) -> _Labels | None:
+        """The labels in the result of an operation on the batch's tensors and constants."""
+        operands = [origin.labels for origin in self._all(args)]
+        known = [labels for labels in operands if labels is not None]
+        if not known:
+            return None
+        leaves = frozenset[int]().union(*(labels.leaves for labels in known))
+        first = self._get(args[0]).labels if isinstance(args[0], Tensor) else known[0]
+        if name == "index" and first is None:
+            is_row = output.ndim > 1 and bool(((output == 0) | (output == 1)).all() & (output.sum(-1) == 1).all())
+            return replace(known[0], kind="one_hot" if is_row else "other")
+        if name in ("scatter", "scatter_add") and first is None and len(known) == 1:
+            return replace(known[0], kind="one_hot")
+        if name in ("eq", "ne") and known[0].kind == "index":
+            number = args[1]
+            if isinstance(number, Tensor):
+                number = int(number) if number.numel() == 1 else None
+            if len(known) > 1 or not isinstance(number, int | float):
+                return replace(known[0], kind="one_hot" if len(known) == 1 and name == "eq" else "other", leaves=leaves)
+            return replace(known[0], kind="equal" if name == "eq" else "unequal", number=int(number))
+        if name in ("bitwise_not", "logical_not"):
+            return replace(known[0], kind=_OPPOSITES.get(known[0].kind, "other"))
+        masks = [labels for labels in known if labels.kind in _OPPOSITES]
+        others = [labels for labels in known if labels.kind not in _OPPOSITES]
+        if name in (*_MASKINGS, "index") and masks and others:
+            voids = frozenset(mask.number for mask in masks if mask.number is not None)
+            return replace(others[0], leaves=leaves, voids=others[0].voids | voids)
+        if name in _VIEWS or "nearest" in name:
+            return replace(known[0], leaves=leaves, is_exact=all(labels.is_exact for labels in known))
+        if is_pointwise:
+            is_one_hot = all(labels.kind == "one_hot" for labels in known)
+            return replace(known[0], kind="one_hot" if is_one_hot else "other", is_exact=is_one_hot, leaves=leaves)
+        return None
+
+    def _all(self, tree: Any) -> list[_Origin]:
+        return [self._get(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+    def _get(self, tensor: Tensor) -> _Origin:
+        return self._origins.get(_key(tensor), _Origin())
+
+    def _put(self, tensor: Tensor, origin: _Origin) -> None:
+        key = _key(tensor)
+        if key is not None:
+            self._origins[key] = origin
+            self._held.append(tensor.untyped_storage())
+
+
+class _Following(TorchDispatchMode):
+    def __init__(self, losses: ClassLosses) -> None:
+        super().__init__()
+        self._losses = losses
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        self._losses.take(name, torch.Tag.pointwise in func.tags, args, kwargs or {}, output)
+        return output
+
+
+def _scores_of(name: str, is_pointwise: bool, operands: Sequence[_Origin]) -> _Scores | None:
+    """The scores in the result of an operation: of one layer, and of what no layer has made."""
+    scores = [origin.scores for origin in operands if origin.scores is not None]
+    is_mixed = any(origin.is_computed and origin.scores is None for origin in operands)
+    if is_mixed or len({(one.layer, one.channels) for one in scores}) != 1:
+        return None
+    kept = is_pointwise or name in (*_VIEWS, *_POOLS, *_PROBABILITIES, *_SUMS) or name.startswith("upsample")
+    if not kept:
+        return None
+    voids = frozenset[int]().union(*(one.voids for one in scores))
+    for labels in (origin.labels for origin in operands):
+        if labels is not None and name in (*_MASKINGS, "index") and labels.kind in _OPPOSITES:
+            voids |= frozenset([labels.number] if labels.number is not None else [])
+    is_probability = name in _PROBABILITIES or any(one.is_probability for one in scores)
+    return replace(scores[0], is_probability=is_probability, voids=voids)
+
+
+def _named_leaves(batch: Any, path: BatchPath = ()) -> list[tuple[BatchPath, Tensor]]:
+    """Tensors of a batch, each with its place: of sequences, mappings and data classes."""
+    if isinstance(batch, Tensor):
+        return [(path, batch)]
+    if isinstance(batch, Mapping):
+        items: Iterable[tuple[Any, Any]] = batch.items()
+    elif isinstance(batch, list | tuple):
+        items = enumerate(batch)
+    elif dataclasses.is_dataclass(batch):
+        items = vars(batch).items()
+    else:
+        return []
+    return [leaf for key, value in items for leaf in _named_leaves(value, (*path, key))]
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other))
+
+
+def _widths(layer: nn.Module) -> set[int]:
+    """Numbers of outputs that a layer may have: as its class says, or else the sides of its own matrices."""
+    for name in ("num_classes", "out_features", "out_channels"):
+        width = getattr(layer, name, None)
+        if isinstance(width, int) and isinstance(getattr(layer, "weight", None), Tensor):
+            return {width}
+    matrices = [weight.shape for weight in layer.parameters(recurse=False) if weight.ndim > 1]
+    return {shape[side] for shape in matrices for side in (0, -1)}
+
+
+def _key(tensor: Tensor) -> Any:
+    """What tells a tensor's numbers from others'; ``None`` where it has no memory."""
+    try:
+        pointer = tensor.data_ptr()
+    except RuntimeError:  # of a transformation of torch.func
+        return None
+    return (pointer, tensor.shape, tensor.stride(), tensor.dtype) if pointer else None
