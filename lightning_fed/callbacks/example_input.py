@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.data.population import PlannedVisit, seeded_generators
+from lightning_fed.messages import Client
 from lightning_fed.model.batches import TARGET_KEYS, BatchKey, find_inputs
 from lightning_fed.server.schedule import Visit
 
@@ -21,18 +22,19 @@ _POSITIONAL = (
 )
 
 
-def first_batch(federation: Federation) -> Any:
-    """A batch of the first client's training data; the global generators are left as they are.
+def first_batch(federation: Federation, client: Client | None = None) -> Any:
+    """A batch of a client's training data; the global generators are left as they are.
 
     Args:
         federation: The federation, whose clients are known or can be found.
+        client: The client; ``None`` for the first.
 
     Raises:
         MisconfigurationException: If the client has none.
 
     """
     population = federation.find_population()
-    client = population.clients[0]
+    client = population.clients[0] if client is None else client
     visit = PlannedVisit(Visit(client, 0, 0, steps=1), population.num_samples(client), 1)
     with seeded_generators(0):
         batch = next((item.batch for item in population.stream([visit], True) if item.batch is not None), None)

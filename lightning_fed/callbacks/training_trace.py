@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import lightning as L
@@ -15,7 +17,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 
 from lightning_fed.callbacks.example_input import first_batch
-from lightning_fed.callbacks.federation import federation_of, find_federation
+from lightning_fed.callbacks.federation import federation_of
 from lightning_fed.data.loader_clients import isolated_generators
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import describe
@@ -34,6 +36,9 @@ from lightning_fed.numerics.trees import map_leaves, tree_leaves
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments."""
+
+
+_MOST_CLIENTS = 5  # whose data are tried
 
 
 class TrainingTrace(NamedTuple):
@@ -142,16 +147,27 @@ class _Unproven(Exception):
 
 
 def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
+    """The trace of the first client whose data and step can be tried out."""
     if not module.automatic_optimization:
         raise _Unproven("it optimizes by hand, so that no step can be tried out")
+    error: Exception | None = None
+    for read_batch in _batch_readers(trainer):
+        try:
+            return _trace_batch(trainer, module, read_batch)
+        except Exception as fault:  # whatever data and step raise outside of a fit
+            error = error or fault
+    assert error is not None
+    raise _Unproven(f"the step cannot be tried out before the training ({describe(error)})") from error
+
+
+def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Callable[[], Any]) -> TrainingTrace:
     calls: dict[str, Call] = {}
     outputs: dict[str, list[Any]] = {}
     outermost: dict[str, None] = {}
     modes = [(layer, layer.training) for layer in module.modules()]
-    with seeded_generators(0), without_compiled_code(), ExitStack() as stack:
-        try:
-            batch = _first_batch(trainer)
-            stack.enter_context(isolated_pass(module, gradients=True))
+    with seeded_generators(0), without_compiled_code():
+        batch = read_batch()
+        with isolated_pass(module, gradients=True):
             for layer, mode in modes:
                 layer.training = mode
             batch = move_data_to_device(prepare_batch(trainer, module, batch), module.device)
@@ -159,16 +175,22 @@ def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
             with _watched(module, calls, outputs, outermost, losses), losses.following():
                 loss = loss_in(run_prepared(trainer, module, "training_step", batch, 0))
             nodes = _training_nodes(loss.grad_fn, optimized_parameters(trainer) or set(map(id, module.parameters())))
-        except Exception as error:  # whatever the step raises outside of a fit
-            raise _Unproven(f"the step cannot be tried out before the training ({describe(error)})") from error
     trained = [name for name, made in outputs.items() if any(node in nodes for node in made)]
     found = [one for one in losses.found(loss) if one.layer in trained]
     return TrainingTrace(calls, tuple(outermost), trained, found)
 
 
-def _first_batch(trainer: L.Trainer) -> Any:
-    if federation_of(trainer) is not None:
-        return first_batch(find_federation(trainer))
+def _batch_readers(trainer: L.Trainer) -> Iterator[Callable[[], Any]]:
+    """Functions that give a batch each: of the first clients, or of the loader of a plain Trainer."""
+    federation = federation_of(trainer)
+    if federation is None:
+        yield partial(_plain_batch, trainer)
+        return
+    for client in itertools.islice(federation.find_population().clients, _MOST_CLIENTS):
+        yield partial(first_batch, federation, client)
+
+
+def _plain_batch(trainer: L.Trainer) -> Any:
     loader: Any = trainer.train_dataloader
     with isolated_generators(loader, 0):
         return next(iter(CombinedLoader(loader, "min_size")))[0]

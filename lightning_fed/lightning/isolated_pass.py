@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
@@ -43,7 +46,7 @@ def isolated_pass(
     submodules, or are in a list or dictionary of one. They stay the same objects and have their values back afterwards.
     So have parameters and buffers that a step writes (a running centre, a teacher that follows), and the attributes of
     the module and its submodules that are numbers, texts, tensors or plain containers, also where a step appends to
-    them; modes come back as they were. What a step does to any other object is not undone.
+    them, or random generators; modes come back as they were. What a step does to any other object is not undone.
 
     Args:
         module: The user's module.
@@ -64,6 +67,7 @@ def isolated_pass(
             for layer in {id(layer): layer for layer in (*module.modules(), *metrics)}.values():
                 left_out = lightning_attributes() if isinstance(layer, L.LightningModule) else frozenset()
                 stack.enter_context(_aside(layer, left_out))
+                stack.enter_context(_generators_aside(layer))
             for metric in metrics:
                 if isinstance(metric, Metric):
                     metric.reset()
@@ -265,6 +269,27 @@ def _aside(owner: nn.Module, but: frozenset[str]) -> Iterator[None]:
         vars(owner).update(before)
         for name in vars(owner).keys() - names:
             del vars(owner)[name]
+
+
+@contextmanager
+def _generators_aside(owner: nn.Module) -> Iterator[None]:
+    """Random generators among an object's attributes draw the same numbers again afterwards."""
+    restores: list[Callable[[], Any]] = []
+    for value in vars(owner).values():
+        if isinstance(value, torch.Generator):
+            restores.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            restores.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, np.random.Generator):
+            state = value.bit_generator.state
+            restores.append(partial(setattr, value.bit_generator, "state", state))
+        elif isinstance(value, np.random.RandomState):
+            restores.append(partial(value.set_state, value.get_state()))
+    try:
+        yield
+    finally:
+        for restore in restores:
+            restore()
 
 
 def _plain_attributes(owner: nn.Module, but: frozenset[str]) -> dict[str, Any]:

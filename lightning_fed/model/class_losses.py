@@ -27,7 +27,6 @@ _VIEWS = {
 }
 _POOLS = {"avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "amax", "max"}
 _INDICES = {torch.int64, torch.int32, torch.int16, torch.uint8}
-_MASKINGS = {"mul", "masked_fill", "where"}
 _PRODUCTS = {"mul", "neg", "div"}
 _OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
 
@@ -61,7 +60,7 @@ class _Labels:
         kind: Indices of classes; zeros and ones for every class; where the label is a number, or is not; anything else.
         is_exact: Whether the classes are those in the batch.
         number: The number, of ``"equal"`` and ``"unequal"``.
-        voids: Labels whose positions are left out.
+        fills: Pairs of a label (``None``: several) and the number that is in its place.
 
     """
 
@@ -69,7 +68,12 @@ class _Labels:
     kind: Literal["index", "one_hot", "equal", "unequal", "other"] = "index"
     is_exact: bool = True
     number: int | None = None
-    voids: frozenset[int] = frozenset()
+    fills: frozenset[tuple[int | None, int]] = frozenset()
+
+    def renamed(self, num_classes: int) -> frozenset[tuple[int | None, int]]:
+        """Fills by which labels of some classes become another class."""
+        classes = range(num_classes)
+        return frozenset((label, fill) for label, fill in self.fills if fill in classes and label in (None, *classes))
 
 
 @dataclass(frozen=True)
@@ -204,7 +208,7 @@ class ClassLosses:
             any(origin.is_computed for origin in operands),
         )
         pairs = [origin for origin in operands if origin != _Origin()]
-        scores, labels = _scores_of(name, is_pointwise, pairs), None
+        scores, labels = _scores_of(name, is_pointwise, pairs, _fill_of(name, args)), None
         if not origin.is_computed:
             labels = self._labels_of(name, is_pointwise, args, outputs[0])
         loss = self._loss_of(name, args)
@@ -265,10 +269,13 @@ class ClassLosses:
         return self._add(scores, "multiclass" if labels.kind in ("one_hot", "equal") else "multilabel", labels)
 
     def _add(self, scores: _Scores, kind: Any, labels: _Labels | None, voids: Iterable[int] = ()) -> int:
-        leaves = labels.leaves if labels is not None else frozenset[int]()
-        is_exact = labels is not None and labels.is_exact
-        all_voids = scores.voids.union(voids, labels.voids if labels is not None else ())
-        paths = frozenset(self._paths[leaf] for leaf in leaves)
+        labels = _Labels(frozenset(), is_exact=False) if labels is None else labels
+        renamed = labels.renamed(max(2, scores.channels))
+        filled = labels.fills - renamed
+        all_voids = scores.voids.union(voids).difference(fill for _, fill in filled)
+        all_voids |= {label for label, _ in filled if label is not None}
+        paths = frozenset(self._paths[leaf] for leaf in labels.leaves)
+        is_exact = labels.is_exact and not renamed
         self._losses.append(ClassLoss(scores.layer, scores.channels, kind, paths, is_exact, all_voids))
         return len(self._losses) - 1
 
@@ -294,11 +301,15 @@ class ClassLosses:
             return replace(known[0], kind="equal" if name == "eq" else "unequal", number=int(number))
         if name in ("bitwise_not", "logical_not"):
             return replace(known[0], kind=_OPPOSITES.get(known[0].kind, "other"))
-        masks = [labels for labels in known if labels.kind in _OPPOSITES]
+        masks = [labels for labels in known if labels.kind in ({"unequal"} if name == "mul" else _OPPOSITES)]
         others = [labels for labels in known if labels.kind not in _OPPOSITES]
-        if name in (*_MASKINGS, "index") and masks and others:
-            voids = frozenset(mask.number for mask in masks if mask.number is not None)
-            return replace(others[0], leaves=leaves, voids=others[0].voids | voids)
+        if name == "index" and first is not None:
+            return replace(first, leaves=leaves)  # some of them
+        fill = _fill_of(name, args)
+        if fill is not None and others and (masks or name != "mul"):
+            labels = next((one for one in others if one.kind in ("index", "one_hot")), others[0])
+            numbers = {mask.number for mask in masks} or {None}
+            return replace(labels, leaves=leaves, fills=labels.fills | {(number, fill) for number in numbers})
         if name in _VIEWS or "nearest" in name:
             return replace(known[0], leaves=leaves, is_exact=all(labels.is_exact for labels in known))
         if is_pointwise:
@@ -331,7 +342,7 @@ class _Following(TorchDispatchMode):
         return output
 
 
-def _scores_of(name: str, is_pointwise: bool, operands: Sequence[_Origin]) -> _Scores | None:
+def _scores_of(name: str, is_pointwise: bool, operands: Sequence[_Origin], fill: int | None) -> _Scores | None:
     """The scores in the result of an operation: of one layer, and of what no layer has made."""
     scores = [origin.scores for origin in operands if origin.scores is not None]
     is_mixed = any(origin.is_computed and origin.scores is None for origin in operands)
@@ -341,11 +352,24 @@ def _scores_of(name: str, is_pointwise: bool, operands: Sequence[_Origin]) -> _S
     if not kept:
         return None
     voids = frozenset[int]().union(*(one.voids for one in scores))
+    kinds = {"unequal"} if name in ("mul", "index") else {"equal", "unequal"}
     for labels in (origin.labels for origin in operands):
-        if labels is not None and name in (*_MASKINGS, "index") and labels.kind in _OPPOSITES:
+        if labels is not None and labels.kind in kinds and (name == "index" or fill is not None):
             voids |= frozenset([labels.number] if labels.number is not None else [])
     is_probability = name in _PROBABILITIES or any(one.is_probability for one in scores)
     return replace(scores[0], is_probability=is_probability, voids=voids)
+
+
+def _fill_of(name: str, args: Sequence[Any]) -> int | None:
+    """The number that an operation puts where a mask says so; ``None`` if it is none."""
+    if name == "mul":
+        return 0
+    if name not in ("masked_fill", "where"):
+        return None
+    for value in args[1:]:
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and not value.ndim):
+            return int(value)
+    return None
 
 
 def _named_leaves(batch: Any, path: BatchPath = ()) -> list[tuple[BatchPath, Tensor]]:

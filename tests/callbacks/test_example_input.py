@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedFusion, FedMA
-from lightning_fed.callbacks.example_input import first_batch, forward_inputs
 from lightning_fed.algorithms.fedma import callback
 from lightning_fed.callbacks import LayerwiseTraining
+from lightning_fed.callbacks.example_input import first_batch, forward_inputs
 from tests import models
 from tests.projects.scripts.graphs import GraphClassifier, Loader, Rings
 

@@ -371,7 +371,7 @@ class NoLayers(nn.Module):
         ),
         (models.mlp, {"entry": "net.2.bias"}, (), "with one row per class, but got 'net.2.bias'"),
         (models.mlp, {}, ["net.2.*"], "`entry` to be one that travels, but 'net.2.weight' does not"),
-        (NoLayers, {}, (), "to have a linear layer or a convolution that makes the logits: name the `entry`"),
+        (NoLayers, {}, (), "with one row per class, but got 'net.weight'"),
     ],
 )
 def test_layers_that_cannot_be(net, options, personal, message, federated_trainer):

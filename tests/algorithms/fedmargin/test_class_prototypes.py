@@ -12,6 +12,7 @@ import pytest
 import segmentation_models_pytorch as smp
 import torch
 import torchmetrics
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -516,7 +517,8 @@ def test_persistent_workers_of_a_plain_trainer(plain_trainer):
     loader = loaders(1, persistent_workers=True)["bob"]
     with pytest.raises(ValueError, match=r"workers are persistent .*: set `persistent_workers=False` .*'online'"):
         plain_trainer(max_epochs=1, callbacks=[ClassPrototypes()]).fit(models.Module(models.norm_mlp()), loader)
-    trainer = plain_trainer(max_epochs=1, callbacks=[ClassPrototypes(passes="online")])
+    prototypes = ClassPrototypes("net.0", num_classes=3, passes="online")
+    trainer = plain_trainer(max_epochs=1, callbacks=[prototypes])
     trainer.fit(models.Module(models.norm_mlp()), loader)
     assert trainer.callback_metrics["prototypes/lpm"] > 0
 
@@ -657,18 +659,21 @@ def test_where_the_labels_are(key, target, federated_trainer):
         assert_close(unpacked(visit.extras)[0], measured(loaded(models.mlp(), visit.end)[:2], *clients[client])[0])
 
 
-def test_labels_at_another_place_of_a_tuple(federated_trainer):
+@pytest.mark.parametrize("target", [2, None])
+def test_labels_at_another_place_of_a_tuple(target, federated_trainer):
+    """They are found in the loss."""
+
     class Last(models.Module):
         def training_step(self, batch, batch_idx):
             return self.loss(self(batch[0]), batch[2])
 
     clients = models.vectors(TWO)
     data = {client: TensorDataset(x, torch.rand(len(x)), y) for client, (x, y) in clients.items()}
-    visits = sent(federated_trainer, ClassPrototypes(target=2), Last(models.mlp()), data)
+    visits = sent(federated_trainer, ClassPrototypes(target=target), Last(models.mlp()), data)
     for client, visit in visits.items():
         assert_close(unpacked(visit.extras)[0], measured(loaded(models.mlp(), visit.end)[:2], *clients[client])[0])
     with pytest.raises(ValueError, match="Expected labels to be classes, but they are fractions") as caught:
-        sent(federated_trainer, ClassPrototypes(), Last(models.mlp()), data)
+        sent(federated_trainer, ClassPrototypes(target=1), Last(models.mlp()), data)
     assert any("all 2 clients failed by this error" in note for note in caught.value.__notes__)
     with pytest.raises(ValueError, match="a batch with labels, but found float"):
         sent(federated_trainer, ClassPrototypes(target=lambda batch: 1.0), Last(models.mlp()), data)
@@ -945,9 +950,11 @@ def test_manual_optimization(federated_trainer):
 
     data = {name: TensorDataset(x, y) for name, (x, y) in models.vectors(TWO).items()}
     with pytest.raises(ValueError, match="needs a `validation_step` for exact passes: add one, or use passes='online'"):
-        sent(federated_trainer, ClassPrototypes(num_classes=3), Bare(), data)
+        sent(federated_trainer, ClassPrototypes("first", num_classes=3), Bare(), data)
     module = models.ManualModule(models.mlp())
-    visits = sent(federated_trainer, ClassPrototypes(), module, data)
+    with pytest.raises(MisconfigurationException, match=r"optimizes by hand.*: give `ClassPrototypes` a `layer`"):
+        sent(federated_trainer, ClassPrototypes(num_classes=3), module, data)
+    visits = sent(federated_trainer, ClassPrototypes("net.1", num_classes=3), module, data)
     for client, visit in visits.items():
         expected = measured(loaded(models.mlp(), visit.end)[:2], *models.vectors(TWO)[client])
         assert_close(unpacked(visit.extras)[0], expected[0])
@@ -993,19 +1000,15 @@ def test_options_that_do_not_fit_the_model(options, message, federated_trainer, 
 
 
 def test_the_number_of_classes(federated_trainer):
-    """The module's hyper-parameter, before the model's logits; neither is an error."""
-
-    class Told(models.Module):
-        def __init__(self, num_classes):
-            super().__init__(models.mlp())
-            self.save_hyperparameters("num_classes")
-
+    """That of the logits in the loss, unless it is given; without such a loss an error."""
     data = models.as_datasets(models.vectors(TWO))
     with pytest.raises(ValueError, match=r"`labels` to be in 0 to 1"):
-        sent(federated_trainer, ClassPrototypes(), Told(2), data)
-    sent(federated_trainer, ClassPrototypes(), Told(7), data)
-    sent(federated_trainer, ClassPrototypes(), Told(1000), data)
-    with pytest.raises(ValueError, match="The number of classes cannot be found: pass `num_classes`"):
+        sent(federated_trainer, ClassPrototypes(num_classes=2), models.Module(models.mlp()), data)
+    for given, expected in (("auto", 3), (7, 7), (1000, 1000)):
+        prototypes = ClassPrototypes(num_classes=given)
+        sent(federated_trainer, prototypes, models.Module(models.mlp()), data)
+        assert prototypes.classes_found == expected
+    with pytest.raises(MisconfigurationException, match="but no layer does: give `ClassPrototypes` a `layer`"):
         sent(federated_trainer, ClassPrototypes(layer="w"), models.Quadratic(), data)
 
 
