@@ -25,6 +25,7 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.callbacks.pictures import draw_matrix, label_grid, log_picture
 from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors, segmentation_grid
 from lightning_fed.callbacks.segmentation_images import segmentation_logits, with_background
+from lightning_fed.callbacks.training_trace import describe_classes
 from lightning_fed.console import round_number
 from lightning_fed.data.federated import ChainedLoaders, EvaluationData, split_loaders
 from lightning_fed.data.population import seeded_generators
@@ -35,6 +36,7 @@ from lightning_fed.messages import Client
 from lightning_fed.metrics.functional.entropy import softmax_entropy
 from lightning_fed.metrics.segmentation import SegmentationScores
 from lightning_fed.model.batches import MASK_KEYS, BatchKey, find_inputs, find_target
+from lightning_fed.model.label_maps import VoidLabel, void_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,17 +74,20 @@ class ClientSegmentations(L.Callback):
         every_n_epochs: Rounds from one evaluation to the next.
         folder: Where the files go; ``None`` for ``segmentation`` beside the Trainer's logs.
         class_names: Names of the classes; classes beyond are shown by their number. Of a binary task the name of its
-            one class, or the background's and its.
+            one class, or the background's and its. By default in a fit ``class_names`` or ``classes`` of the module or
+            the datamodule, if there are as many as the module has classes.
         class_colors: Colour (red, green, blue; 0 to 255) of each class. None: a palette with black for class 0.
         mean: Mean that the data pipeline subtracted from the channels (one number per channel, or one for all).
         std: Standard deviation that it divided them by.
-        ignore_index: Class index of pixels without a label; None if there are none.
+        ignore_index: Class index of pixels without a label; None if there are none. ``"auto"``: in a fit the label that
+            the loss of a training step leaves out, or else 255 unless that is a class.
         inputs: Images of a batch: an index, key or function; None for the usual ones.
         target: Masks of a batch, likewise.
 
     Raises:
         ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` holds no colours.
-        MisconfigurationException: In ``fit`` and ``validate``, if the Trainer has no federation.
+        MisconfigurationException: In ``fit`` and ``validate``, if the Trainer has no federation, or a mask has a label
+            that is no class and not ignored.
 
     Example:
         >>> callback = ClientSegmentations(every_n_epochs=10, class_names=["background", "tumour"])
@@ -101,7 +106,7 @@ class ClientSegmentations(L.Callback):
         class_colors: Sequence[Sequence[int]] | None = None,
         mean: float | Sequence[float] | None = None,
         std: float | Sequence[float] | None = None,
-        ignore_index: int | None = 255,
+        ignore_index: VoidLabel = "auto",
         inputs: BatchKey = None,
         target: BatchKey = None,
     ) -> None:
@@ -114,6 +119,7 @@ class ClientSegmentations(L.Callback):
         self.target: BatchKey = target
         self.rows: list[tuple[int, str, str, float, float]] = []
         self._has_warned = False
+        self._void, self._class_names = self.ignore_index, self.class_names
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forgets an earlier run."""
@@ -121,6 +127,12 @@ class ClientSegmentations(L.Callback):
             find_federation(trainer)
         if stage == "fit" and trainer.current_epoch == 0:  # else the same Trainer goes on
             self.rows = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Finds the label of pixels that do not count, and the names of the classes."""
+        void, names = describe_classes(trainer, pl_module) if self.ignore_index == "auto" else ("auto", ())
+        self._void = void if self.ignore_index == "auto" else self.ignore_index
+        self._class_names = self.class_names or names
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluates the clients if it is time."""
@@ -196,7 +208,7 @@ class ClientSegmentations(L.Callback):
         for batch in limited_batches(loader, trainer.limit_val_batches):
             logits, _, mask = self._run(trainer, module, batch)
             if metric is None:
-                metric = scores_for(logits, mask, self.ignore_index, self._names(logits.shape[1]))
+                metric = scores_for(logits, mask, self._void_of(logits), self._names(logits.shape[1]))
             metric.update(logits, mask)
             if metric.mode == "multilabel":
                 continue
@@ -226,6 +238,7 @@ class ClientSegmentations(L.Callback):
     ) -> None:
         found: dict[int, list[Tensor]] = {}
         names: list[str] = []
+        void: int | None = None
         start = 0
         for batch in limited_batches(loader, trainer.limit_val_batches):
             if start > max(chosen):
@@ -235,9 +248,9 @@ class ClientSegmentations(L.Callback):
             if here:
                 raw_logits, inputs, mask = self._run(trainer, module, batch)
                 logits = with_background(raw_logits)
-                names = self._names(raw_logits.shape[1])
+                names, void = self._names(raw_logits.shape[1]), self._void_of(raw_logits)
                 if len(names) < logits.shape[1]:
-                    names = [*(self.class_names[:-1][:1] or ("background",)), *names]
+                    names = [*(self._class_names[:-1][:1] or ("background",)), *names]
                 entropy = softmax_entropy(logits, normalize=True)
                 for position in here:
                     row = position - start
@@ -253,11 +266,11 @@ class ClientSegmentations(L.Callback):
             class_colors=colors,
             mean=self.mean,
             std=self.std,
-            ignore_index=self.ignore_index,
+            ignore_index=void,
             maps=[entropies],
         )
         shown = sorted({label for mask in (*truths, *predictions) for label in mask.unique().tolist()})
-        legend = {names[index]: colors[index] for index in shown if index != self.ignore_index}
+        legend = {names[index]: colors[index] for index in shown if index != void}
         title = f"{client}, round {round_number(self._round(trainer))}"
         picture = label_grid(grid, title, ("image", "truth", "prediction", "entropy"), [*chosen.values()], legend)
         (folder / "clients").mkdir(exist_ok=True)
@@ -276,11 +289,19 @@ class ClientSegmentations(L.Callback):
                 f"Expected masks of shape (N, H, W), or of the logits' {tuple(logits.shape)}, for"
                 f" `ClientSegmentations`, but got {tuple(mask.shape)}."
             )
-        return logits, images, mask.long()
+        count, labels, void = logits.shape[1], mask.long(), self._void_of(logits)
+        is_unknown = (labels < 0) | (labels >= (2 if mask.ndim == 4 else max(2, count)))
+        unknown = labels[is_unknown if void is None else is_unknown & (labels != void)]
+        if len(unknown):
+            raise MisconfigurationException(
+                f"Expected masks of the {max(2, count)} classes that the module has logits of, but got the label"
+                f" {int(unknown[0])}: if its pixels do not count, give `ClientSegmentations` it as `ignore_index`."
+            )
+        return logits, images, labels
 
     def _quality(self, logits: Tensor, mask: Tensor) -> float:
         """Mean IoU of one image over its classes; NaN where it has none."""
-        metric = scores_for(logits, mask, self.ignore_index)
+        metric = scores_for(logits, mask, self._void_of(logits))
         metric.update(logits, mask)
         return float(metric.compute().get("miou", math.nan))
 
@@ -291,17 +312,21 @@ class ClientSegmentations(L.Callback):
             writer.writerows((round_number(round), *scores) for round, *scores in self.rows)
         write_text_atomically(folder / "scores.md", self.table() + "\n")
 
+    def _void_of(self, logits: Tensor) -> int | None:
+        return void_label(self._void, max(2, logits.shape[1]))
+
     def _names(self, num_logits: int) -> list[str]:
+        names = self._class_names
         if num_logits == 1:
-            return [*(self.class_names[1:2] or self.class_names or ("1",))]
-        return [*self.class_names[:num_logits], *map(str, range(len(self.class_names), num_logits))]
+            return [*(names[1:2] or names or ("1",))]
+        return [*names[:num_logits], *map(str, range(len(names), num_logits))]
 
     def _round(self, trainer: L.Trainer) -> int:
         """The round whose model is looked at: after a fit, its last."""
         return trainer.current_epoch - (trainer.state.fn != "fit")
 
     def _place(self, row: tuple[int, str, str, float, float]) -> int:
-        return self.class_names.index(row[2]) if row[2] in self.class_names else int(row[2])
+        return self._class_names.index(row[2]) if row[2] in self._class_names else int(row[2])
 
 
 def scores_for(

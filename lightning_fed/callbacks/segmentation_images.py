@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks.pictures import log_picture, report_other_loggers, tensorboards
 from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors, segmentation_grid
+from lightning_fed.callbacks.training_trace import describe_classes
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError
 from lightning_fed.lightning.internals import is_fitting
@@ -21,6 +22,7 @@ from lightning_fed.metrics.functional.entropy import Activation, feature_entropy
 from lightning_fed.model.batches import MASK_KEYS, BatchKey, find_inputs, find_target
 from lightning_fed.model.feature_extraction import evaluating
 from lightning_fed.model.features import FeatureLayer, find_feature_layer, tap_features, without_compiled_code
+from lightning_fed.model.label_maps import VoidLabel, void_label
 
 EntropyMap = Literal["softmax_entropy", "feature_entropy"]
 
@@ -53,7 +55,8 @@ class SegmentationImages(L.Callback):
         class_colors: Colour (red, green, blue; 0 to 255) of each class. None: a palette with black for class 0.
         mean: Mean that the data pipeline subtracted from the channels (one number per channel, or one for all).
         std: Standard deviation that it divided them by. With neither, images outside 0 to 1 are stretched to it.
-        ignore_index: Class index of pixels without a label, grey in the truth; None if there are none.
+        ignore_index: Class index of pixels without a label, grey in the truth; None if there are none. ``"auto"``: in a
+            fit the label that the loss of a training step leaves out, or else 255 unless that is a class.
         maps: Columns beside the prediction: ``"softmax_entropy"``, ``"feature_entropy"`` or both, in this order.
         layer: Name of the layer whose output is the features of ``"feature_entropy"``; ``"auto"`` takes the
             layer of :func:`~lightning_fed.modules.find_feature_layer`, and names it in the log.
@@ -85,7 +88,7 @@ class SegmentationImages(L.Callback):
         class_colors: Sequence[Sequence[int]] | None = None,
         mean: float | Sequence[float] | None = None,
         std: float | Sequence[float] | None = None,
-        ignore_index: int | None = 255,
+        ignore_index: VoidLabel = "auto",
         maps: Sequence[EntropyMap] = (),
         layer: str = "auto",
         activation: Activation = "relu",
@@ -110,7 +113,7 @@ class SegmentationImages(L.Callback):
         self._class_colors = checked_colors(class_colors)
         self._mean = mean
         self._std = std
-        self._ignore_index = ignore_index
+        self._ignore_index = self._void = ignore_index
         self._maps = tuple(maps)
         self._layer_name = layer
         self._activation: Activation = activation
@@ -135,6 +138,11 @@ class SegmentationImages(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Finds the layer of the features, before anything trains."""
         self._find_layer(trainer, pl_module)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Finds the label of pixels that do not count."""
+        if self._ignore_index == "auto" and tensorboards(trainer):
+            self._void, _ = describe_classes(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides whether this validation ends with a grid."""
@@ -188,7 +196,7 @@ class SegmentationImages(L.Callback):
             class_colors=self._class_colors or default_colors(max(predicted.num_classes)),
             mean=self._mean,
             std=self._std,
-            ignore_index=self._ignore_index,
+            ignore_index=void_label(self._void, max(predicted.num_classes)),
             maps=predicted.maps,
         )
         log_picture(trainer, self.tag, grid)

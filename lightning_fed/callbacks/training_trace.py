@@ -21,7 +21,7 @@ from lightning_fed.callbacks.federation import federation_of
 from lightning_fed.data.loader_clients import isolated_generators
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import describe
-from lightning_fed.lightning.internals import is_overridden
+from lightning_fed.lightning.internals import datamodule_of, is_overridden
 from lightning_fed.lightning.isolated_pass import isolated_pass, loss_in, prepare_batch, run_prepared
 from lightning_fed.model.batches import find_target
 from lightning_fed.model.class_losses import BatchPath, ClassLoss, ClassLosses
@@ -32,6 +32,7 @@ from lightning_fed.model.features import (
     trained_layers,
     without_compiled_code,
 )
+from lightning_fed.model.label_maps import VoidLabel
 from lightning_fed.numerics.trees import map_leaves, tree_leaves
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -115,6 +116,31 @@ def find_class_task(trainer: L.Trainer, module: L.LightningModule, remedy: str) 
             f" {expected.num_classes} classes, but got {task.layer!r} with {task.num_classes}: on both sides, {remedy}."
         )
     return task
+
+
+def describe_classes(trainer: L.Trainer, module: L.LightningModule) -> tuple[VoidLabel, tuple[str, ...]]:
+    """The void label and the names of the classes that a module learns, for reports and pictures.
+
+    The names are ``class_names`` or ``classes`` of the module, its hyper-parameters or the datamodule: as many texts as
+    there are classes.
+
+    Args:
+        trainer: The Trainer.
+        module: The module.
+
+    Returns:
+        The label, ``"auto"`` if none is known, and the names, if there are any.
+
+    """
+    try:
+        task = find_class_task(trainer, module, "")
+    except MisconfigurationException:
+        return "auto", ()
+    owners = (module, module.hparams, datamodule_of(trainer))
+    found = (getattr(owner, name, None) for owner in owners for name in ("class_names", "classes"))
+    names = (tuple(value) for value in found if isinstance(value, list | tuple))
+    fitting = (value for value in names if len(value) == task.num_classes and all(isinstance(n, str) for n in value))
+    return "auto" if task.ignore_index is None else task.ignore_index, next(fitting, ())
 
 
 def has_same_parameters(module: nn.Module, name: str, other: str) -> bool:

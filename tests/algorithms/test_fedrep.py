@@ -431,7 +431,7 @@ def test_the_chosen_head_is_logged(federated_trainer, caplog):
 
 def test_models_without_a_head(federated_trainer):
     trainer = federated_trainer(max_rounds=1, method=FedPer())
-    with pytest.raises(ValueError, match="Quadratic to have a linear layer or a convolution that makes the logits"):
+    with pytest.raises(MisconfigurationException, match=r"but no layer does: name the entries of the head"):
         trainer.fit(models.Quadratic(6), {"a": TensorDataset(torch.zeros(4, 6))})
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
@@ -299,3 +300,35 @@ def test_mistakes(plain_trainer):
         ClientSegmentations(0)
     with pytest.raises(Exception, match="has no `Federation` callback"):
         plain_trainer(max_epochs=1, callbacks=[ClientSegmentations()]).fit(module(), datamodule=data())
+
+
+def with_void(void):
+    scenes = models.scenes({"a": 4, "b": 3})
+    return {name: (x, y.where(torch.arange(32) > 5, void)) for name, (x, y) in scenes.items()}
+
+
+@pytest.mark.parametrize("void", [11, 3, -1])
+def test_the_loss_says_which_label_is_void(void, federated_trainer, tmp_path):
+    """The scores are those with the usual label; without a proof an error names the label."""
+    rows = []
+    for label, options in ((255, {"ignore_index": 255}), (void, {})):
+        data = models.as_datasets(with_void(label))
+        callback = ClientSegmentations(1, tmp_path, **options)
+        trained = models.Module(net(), models.adam, loss=partial(F.cross_entropy, ignore_index=label))
+        trainer = federated_trainer(max_rounds=1, callbacks=[callback], seed=1)
+        trainer.fit(trained, datamodule=FederatedDataModule(data, data, batch_size=3))
+        rows.append(callback.rows)
+    assert rows[0] == rows[1]
+    trained = models.Module(net(), models.adam, loss=lambda logits, mask: logits.square().mean())
+    trainer = federated_trainer(max_rounds=1, callbacks=[ClientSegmentations(1, tmp_path)])
+    with pytest.raises(MisconfigurationException, match=rf"but got the label {void}: .* as `ignore_index`"):
+        trainer.fit(trained, datamodule=FederatedDataModule(data, data, batch_size=3))
+
+
+def test_the_datamodule_names_the_classes(federated_trainer, tmp_path):
+    data = models.as_datasets(with_void(255))
+    datamodule = FederatedDataModule(data, data, batch_size=3)
+    datamodule.class_names = [*NAMES]
+    callback = ClientSegmentations(1, tmp_path)
+    federated_trainer(max_rounds=1, callbacks=[callback]).fit(module(), datamodule=datamodule)
+    assert {row[2] for row in callback.rows} == {*NAMES}

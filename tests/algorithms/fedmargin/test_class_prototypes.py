@@ -515,8 +515,12 @@ def test_an_epoch_without_a_length(plain_trainer):
 @pytest.mark.filterwarnings("ignore:.*persistent_workers")
 def test_persistent_workers_of_a_plain_trainer(plain_trainer):
     loader = loaders(1, persistent_workers=True)["bob"]
-    with pytest.raises(ValueError, match=r"workers are persistent .*: set `persistent_workers=False` .*'online'"):
-        plain_trainer(max_epochs=1, callbacks=[ClassPrototypes()]).fit(models.Module(models.norm_mlp()), loader)
+    message = r"workers are persistent .*: set `persistent_workers=False` .*'online'"
+    for options, error in (({"layer": "net.0", "num_classes": 3}, ValueError), ({}, MisconfigurationException)):
+        with pytest.raises(error, match=message):
+            plain_trainer(max_epochs=1, callbacks=[ClassPrototypes(**options)]).fit(
+                models.Module(models.norm_mlp()), loader
+            )
     prototypes = ClassPrototypes("net.0", num_classes=3, passes="online")
     trainer = plain_trainer(max_epochs=1, callbacks=[prototypes])
     trainer.fit(models.Module(models.norm_mlp()), loader)
@@ -950,7 +954,7 @@ def test_manual_optimization(federated_trainer):
 
     data = {name: TensorDataset(x, y) for name, (x, y) in models.vectors(TWO).items()}
     with pytest.raises(ValueError, match="needs a `validation_step` for exact passes: add one, or use passes='online'"):
-        sent(federated_trainer, ClassPrototypes("first", num_classes=3), Bare(), data)
+        sent(federated_trainer, ClassPrototypes("judge", num_classes=3), Bare(), data)
     module = models.ManualModule(models.mlp())
     with pytest.raises(MisconfigurationException, match=r"optimizes by hand.*: give `ClassPrototypes` a `layer`"):
         sent(federated_trainer, ClassPrototypes(num_classes=3), module, data)
@@ -1009,7 +1013,7 @@ def test_the_number_of_classes(federated_trainer):
         sent(federated_trainer, prototypes, models.Module(models.mlp()), data)
         assert prototypes.classes_found == expected
     with pytest.raises(MisconfigurationException, match="but no layer does: give `ClassPrototypes` a `layer`"):
-        sent(federated_trainer, ClassPrototypes(layer="w"), models.Quadratic(), data)
+        sent(federated_trainer, ClassPrototypes(layer="w"), models.Quadratic(6), data)
 
 
 # --- compiled models --------------------------------------------------------------------------------------------------
