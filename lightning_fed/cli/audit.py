@@ -55,8 +55,8 @@ def describe_line(line: Line, is_full: bool = False) -> str:
         is_full: Whether to have all of it, as JSON.
 
     Example:
-        >>> content = {"time": "2026-11-24T12:00:00.5+00:00", "client": "ann", "run": "3f9a77c0", "round": 4,
-        ...     "answer": "update", "entries": ["w", "b"], "bytes": 812, "digest": "9c0d11e5aa",
+        >>> content = {"event": "answer", "time": "2026-11-24T12:00:00.5+00:00", "client": "ann", "run": "3f9a77c0",
+        ...     "round": 4, "answer": "update", "entries": ["w", "b"], "bytes": 812, "digest": "9c0d11e5aa",
         ...     "rule": {"entries": ["*"]}}
         >>> describe_line(Line(7, "0a", content))
         '     7 2026-11-24T12:00:00 ann run 3f9a77c0 round 5 update: left, 2 names, 812 bytes, digest 9c0d11e5'
@@ -67,7 +67,8 @@ def describe_line(line: Line, is_full: bool = False) -> str:
         return f"{line.number} {line.digest} {json.dumps(content, sort_keys=True)}"
     refused = content["rule"].get("refused")
     is_fault = content["rule"].get("answers") == "fault"
-    outcome = f"refused by {refused}" if refused else "a fault left" if is_fault else "left"
+    begun = "begun" if content["event"] == "order" else "left"
+    outcome = f"refused by {refused}" if refused else "a fault left" if is_fault else begun
     whose = ""
     if content["client"] is not None:
         whose = f" {content['client']} run {content['run'][:8]} round {round_number(content['round'])}"

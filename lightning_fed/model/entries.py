@@ -32,6 +32,8 @@ modules, or a function of the module that returns the names of entries.
 Types come first, because the command line tries them in this order and every class path is a string too.
 """
 
+_MOST_MEAN_SQUARE = 1e10
+
 BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """The batch normalisation layers, with the subclasses that timm makes of them."""
 
@@ -290,6 +292,26 @@ def find_implausible(state: Mapping[str, Tensor]) -> str | None:
     if float(torch.stack([value.to(lowest[0].device) for value in lowest]).min()) >= 0:
         return None
     return f"entry {next(name for name, value in statistics.items() if value.min() < 0)!r} is negative"
+
+
+@torch.no_grad()
+def find_excessive(state: Mapping[str, Tensor]) -> str | None:
+    """Describes a state whose root mean square exceeds all trained models; ``None`` for other states.
+
+    Near the largest finite number a forward pass overflows for some inputs only, and so a fault would reveal the input.
+
+    Example:
+        >>> find_excessive({"w": torch.tensor([1e12, 1.0])})
+        'its numbers have the root mean square 7.07e+11, above 1e+10'
+
+    """
+    values = [value for value in state.values() if value.is_floating_point() or value.is_complex()]
+    count = sum(value.numel() for value in values)
+    values = [value.float() if value.dtype in (torch.float16, torch.bfloat16) else value for value in values]
+    root = float(norm(values)) / max(1, count) ** 0.5
+    if root <= _MOST_MEAN_SQUARE:
+        return None
+    return f"its numbers have the root mean square {root:.3g}, above {_MOST_MEAN_SQUARE:.3g}"
 
 
 def _is_never_negative(name: str) -> bool:

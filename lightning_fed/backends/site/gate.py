@@ -1,11 +1,12 @@
-"""The gate of a site: the last thing that an answer passes before it leaves, on whatever network carries it."""
+"""The gate of a site: every order and every answer passes the site's policy and enters the site's record."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,26 +23,29 @@ from lightning_fed.backends.site.policy import (
 )
 from lightning_fed.backends.site.record import DAY, Record, RecordError
 from lightning_fed.backends.site.signatures import split_signature
-from lightning_fed.backends.wire.packets import Fault, Packet, PacketError, write_fault
+from lightning_fed.backends.wire.packets import NOT_HELD, NOT_HERE, Fault, Packet, PacketError, write_fault
 from lightning_fed.console import round_number
 
 _log = logging.getLogger(__name__)
 
 POLICY_FILE = "site_policy.toml"
-"""Name of a policy in the folder of what is the clients'."""
+"""Default file name of a policy, in the folder of the client state."""
 
-_NOT_APPLIED = "its site's policy cannot be applied; the client's log says where"
+NOT_ANSWERED = "its site does not answer this order; the site's log has the reason"
+"""Text of every refusal and fault under a policy. A text that depends on the data would carry the data out."""
+
+_PROTOCOL = (NOT_HELD, NOT_HERE)  # the server reacts to these texts, and no data decide on them
 
 
 class SiteGate:
-    """Lets answers leave that the site's policy allows, and appends every answer to the site's record.
+    """Checks orders and answers against the site's policy, and appends both to the site's record.
 
-    The policy is read anew for every message, before the visit and before its answer leaves. If it cannot be read, or
-    the record cannot be written or does not verify, nothing leaves but this sentence.
+    The gate reads the policy anew for every message, before the visit and before the answer leaves. Without a readable
+    policy and a sound record, only a constant text leaves.
 
     Args:
         path: The policy's file.
-        is_required: Nothing leaves without the file; otherwise everything does, until it is there once.
+        is_required: Whether answers need the file. Otherwise the policy applies as soon as the file exists.
         half: The client half.
 
     """
@@ -61,11 +65,11 @@ class SiteGate:
 
         Args:
             kind: The type of the server's message.
-            packet: The packet; its text may have a signature.
+            packet: The packet; the text may have a signature.
             answer: Makes the answer to the packet without the signature.
 
         Raises:
-            PacketError: If it is none of ours, or asks who is there and is not told.
+            PacketError: If the packet is unreadable, or asks for the clients' names without permission.
 
         """
         bare = Packet(split_signature(packet.text)[0], packet.data)
@@ -75,17 +79,54 @@ class SiteGate:
         if order is None:
             raise PacketError("it is no message of lightning-fed")
         refused = self._decide(order, None)
-        reply = self._decide(order, answer(bare)) if refused is None else refused
-        assert reply is not None
-        return reply
+        if refused is not None:
+            return refused
+        try:
+            reply: Packet | Refusal = answer(bare)
+        except Refusal as refusal:
+            reply = refusal
+        except Exception as error:
+            if not isinstance(error, PacketError):
+                _log.exception("The order could not be answered.")
+            reply = write_fault(Fault(order.client or "", str(error) if isinstance(error, PacketError) else ""))
+        left = self._decide(order, reply)
+        assert left is not None
+        return left
+
+    def judge_entries(self, names: Iterable[str]) -> None:
+        """Judges the entries of an update before training.
+
+        Args:
+            names: Names of the entries.
+
+        Raises:
+            Refusal: If the policy does not allow an entry.
+
+        """
+        if self._is_in_force():
+            try:
+                read_policy(self._path).judge_entries(names)
+            except PolicyError as error:
+                raise Refusal("entries", str(error)) from error
 
     def _is_in_force(self) -> bool:
         self._is_required = self._is_required or self._path.exists() or self._path.is_symlink()
         return self._is_required
 
-    def _decide(self, order: Order, reply: Packet | None) -> Packet | None:
-        """The reply, or what leaves in its place; of no reply yet ``None``, if one may leave."""
-        reason = None
+    def _decide(self, order: Order, reply: Packet | Refusal | None) -> Packet | None:
+        """Records an order, or a reply to an order, and returns the packet that leaves.
+
+        Args:
+            order: The order.
+            reply: The reply; ``None`` before the visit.
+
+        Returns:
+            The packet; ``None`` if the visit may begin.
+
+        Raises:
+            PacketError: Instead of a fault, if the order asks for the clients' names.
+
+        """
         try:
             policy = read_policy(self._path)
             record = self._open_record(policy)
@@ -93,27 +134,31 @@ class SiteGate:
                 try:
                     rule, names = self._judge(policy, record, order, reply)
                 except Refusal as refusal:
-                    reason, rule, names = str(refusal), {"refused": refusal.rule}, []
-                    reply = write_fault(Fault(order.client or "", reason))
-                if reply is not None:
+                    rule, names = {"refused": refusal.rule}, []
+                    reply = write_fault(Fault(order.client or "", str(refusal)))
+                assert not isinstance(reply, Refusal)
+                if reply is not None and find_kind(reply.text) == "fault":
+                    reply = _without_reason(policy, order, reply)
+                if reply is not None or order.answer != "clients":
                     self._append(record, policy, order, reply, rule, names)
         except (PolicyError, RecordError, OSError) as error:
             _log.error("No answer leaves: %s.", error)
-            reason = _NOT_APPLIED
-            reply = write_fault(Fault(order.client or "", reason))
-        if reason is not None and order.client is None:  # who asks who is there reads no faults
-            raise PacketError(reason)
+            reply = write_fault(Fault(order.client or "", NOT_ANSWERED))
+        if reply is not None and order.client is None and find_kind(reply.text) == "fault":
+            raise PacketError(_reason_of(reply))
         return reply
 
     def _judge(
-        self, policy: SitePolicy, record: Record, order: Order, reply: Packet | None
+        self, policy: SitePolicy, record: Record, order: Order, reply: Packet | Refusal | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Of every rule what allowed the answer, and the names of all that it holds.
+        """Returns the pattern of each rule that allows the answer, and the names in the answer.
 
         Raises:
-            Refusal: If it is not to leave.
+            Refusal: If the answer must not leave.
 
         """
+        if isinstance(reply, Refusal):
+            raise reply
         if reply is not None and find_kind(reply.text) == "fault":
             return {"answers": "fault"}, []
         rule = policy.judge_order(order, self._half)
@@ -121,24 +166,32 @@ class SiteGate:
             return rule, []
         now = _now(record)
         lines = [line.content for line in record.recent if line.time > now - DAY]
-        counted = [content for content in lines if "rounds_per_day" in content["rule"]]
-        same = [content for content in counted if _what(content) == [order.client, order.answer, order.stage]]
-        if len(same) >= policy.rounds_per_day:
-            raise Refusal("rounds_per_day", f"its site's policy allows {policy.rounds_per_day} rounds in a day")
-        if reply is None:
-            return rule, []
-        allowed, names = policy.judge_answer(order.answer, reply.text)
-        size = _size(reply)
-        if sum(content["bytes"] for content in counted) + size > policy.bytes_per_day:
+        size = 0 if reply is None else _size(reply)
+        if reply is None:  # an order counts before the visit, whatever becomes of the visit
+            same = [content for content in lines if _is_order(content) and _subject(content) == _subject(vars(order))]
+            if len(same) >= policy.rounds_per_day:
+                raise Refusal("rounds_per_day", f"its site's policy allows {policy.rounds_per_day} rounds in a day")
+            allowed, names = dict[str, Any](), list[str]()
+        else:
+            allowed, names = policy.judge_answer(order.answer, reply.text)
+        spent = sum(content["bytes"] for content in lines if content["client"] is not None)
+        if spent + size > policy.bytes_per_day or spent >= policy.bytes_per_day:
             raise Refusal("bytes_per_day", f"its site's policy allows {policy.bytes_per_day} bytes in a day")
         limits = {"rounds_per_day": policy.rounds_per_day, "bytes_per_day": policy.bytes_per_day}
         return rule | allowed | limits, names
 
     def _append(
-        self, record: Record, policy: SitePolicy, order: Order, reply: Packet, rule: dict[str, Any], names: list[str]
+        self,
+        record: Record,
+        policy: SitePolicy,
+        order: Order,
+        reply: Packet | None,
+        rule: dict[str, Any],
+        names: list[str],
     ) -> None:
         now, clock = _now(record), time.time()
         content = {
+            "event": "order" if reply is None else "answer",
             "time": datetime.fromtimestamp(now, UTC).isoformat(),
             "client": order.client,
             "run": order.run,
@@ -146,8 +199,8 @@ class SiteGate:
             "answer": order.answer,
             "stage": order.stage,
             "entries": names,
-            "bytes": _size(reply),
-            "digest": hashlib.sha256(reply.text.encode() + b"\0" + reply.data).hexdigest(),
+            "bytes": 0 if reply is None else _size(reply),
+            "digest": _digest(order if reply is None else reply),
             "policy": policy.digest,
             "rule": rule,
         }
@@ -161,7 +214,7 @@ class SiteGate:
             order.client,
             order.round if order.round is None else round_number(order.round),
             content["bytes"],
-            f"refused by {rule['refused']}" if "refused" in rule else "left",
+            f"refused by {rule['refused']}" if "refused" in rule else "begun" if reply is None else "left",
             line.digest,
         )
 
@@ -173,13 +226,34 @@ class SiteGate:
 
 
 def _now(record: Record) -> float:
-    """The time, which does not go back where the clock does."""
+    """Current time; never earlier than the record's last line."""
     return max(time.time(), record.last.time)
 
 
-def _what(content: dict[str, Any]) -> list[Any]:
+def _is_order(content: dict[str, Any]) -> bool:
+    return content["event"] == "order" and "refused" not in content["rule"]
+
+
+def _subject(content: dict[str, Any]) -> list[Any]:
     return [content["client"], content["answer"], content["stage"]]
 
 
 def _size(packet: Packet) -> int:
     return len(packet.text.encode()) + len(packet.data)
+
+
+def _digest(packet: Packet | Order) -> str:
+    return hashlib.sha256(packet.text.encode() + b"\0" + packet.data).hexdigest()
+
+
+def _reason_of(fault: Packet) -> str:
+    return str(json.loads(fault.text)["header"]["reason"])
+
+
+def _without_reason(policy: SitePolicy, order: Order, fault: Packet) -> Packet:
+    """Logs the reason of a fault, and replaces the reason unless the policy lets reasons leave."""
+    reason = _reason_of(fault)
+    if reason in _PROTOCOL:
+        return fault
+    _log.warning("An order (%s) for client %r is not answered: %s.", order.answer, order.client, reason)
+    return write_fault(Fault(order.client or "", (policy.faults == "text" and reason) or NOT_ANSWERED))

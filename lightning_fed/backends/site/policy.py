@@ -16,6 +16,7 @@ from typing import Any, get_args
 from lightning_fed.backends.site.signatures import is_signed, read_public_key, split_signature
 from lightning_fed.backends.wire.packets import find_bad_place
 from lightning_fed.backends.wire.secure_sum_packets import Stage
+from lightning_fed.errors import ClientFault
 from lightning_fed.messages import Client
 from lightning_fed.privacy.secure_sum import SecureSum
 from lightning_fed.steps.update_step import UpdateStep
@@ -40,6 +41,9 @@ _CONTENTS: dict[str, tuple[set[str], dict[str, str | None]]] = {
 _NAMED_FIELDS = {"same": "entries", "metrics": "metrics"}
 """Fields that are mappings, and the rule for their names."""
 
+_NAMES = {"update": ("entries", "extras"), "statistics": ("extras",), "evaluation": ("metrics",)}
+"""Rules of names by the kind of answer: every answer of the kind has names under at least one of these rules."""
+
 _NEEDS = ("record", "steps", "clients_per_sum")
 """Rules that forbid where others allow, and the file by which days are counted. They come first: then half a policy
 allows no more than all of it."""
@@ -51,12 +55,12 @@ class PolicyError(Exception):
     """Reason why a policy cannot be read: nothing leaves then."""
 
 
-class Refusal(Exception):
-    """An answer that the policy does not let leave.
+class Refusal(ClientFault):
+    """Refusal to answer an order, by a rule of the policy.
 
     Args:
         rule: The rule.
-        reason: The reason, for the server and the log.
+        reason: The reason, for the site's log.
 
     """
 
@@ -170,6 +174,7 @@ class SitePolicy:
         bytes_per_day: Most bytes of all answers, in any 24 hours.
         clients_per_sum: Fewest clients of a secure sum; there must be one, if it is given.
         steps: Update steps that must be in the chain.
+        faults: ``"constant"`` sends one text for every refusal and fault; ``"text"`` sends the reason.
         record: File of the record; relative to the policy's folder.
 
     Example:
@@ -196,6 +201,7 @@ class SitePolicy:
     bytes_per_day: int = 0
     clients_per_sum: int | None = None
     steps: tuple[RequiredStep, ...] = ()
+    faults: str = "constant"
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
@@ -217,6 +223,9 @@ class SitePolicy:
         if order.answer not in self.answers:
             raise Refusal("answers", f"its site's policy allows no {order.answer}")
         allowed["answers"] = order.answer
+        rules = _NAMES.get(order.answer, ())
+        if rules and not any(getattr(self, rule) for rule in rules):
+            raise Refusal(rules[0], f"its site's policy allows no name in {' or '.join(rules)}")
         for required in self.steps:
             fault = required.find_fault(half)
             if fault is not None:
@@ -230,6 +239,18 @@ class SitePolicy:
                     f"the secure sum has {order.sum_size} clients, and its site's policy needs {self.clients_per_sum}",
                 )
         return allowed
+
+    def judge_entries(self, names: Iterable[str]) -> None:
+        """Judges the entries of an update before training.
+
+        Args:
+            names: Names of the entries.
+
+        Raises:
+            Refusal: If an entry is not allowed.
+
+        """
+        _find_pattern("entries", names, self.entries)
 
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
         """Judges what an answer holds, as it is to leave.
@@ -327,6 +348,10 @@ def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
         elif name == "record":
             if not isinstance(value, str) or not value:
                 raise ValueError(f"expected `record` to be a file's name, but got {value!r}")
+            read[name] = value
+        elif name == "faults":
+            if value not in ("constant", "text"):
+                raise ValueError(f"expected `faults` to be 'constant' or 'text', but got {value!r}")
             read[name] = value
         elif name in ("rounds_per_day", "bytes_per_day", "clients_per_sum"):
             if type(value) is not int or value < 0:

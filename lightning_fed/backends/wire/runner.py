@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 
 from lightning_fed.backends.site.gate import POLICY_FILE, SiteGate
-from lightning_fed.backends.site.policy import ANSWERS, Half
+from lightning_fed.backends.site.policy import ANSWERS, Half, Refusal
 from lightning_fed.backends.wire.answer_file import AnswerFile
 from lightning_fed.backends.wire.bounds import OrderBounds
 from lightning_fed.backends.wire.data import HalfData, read_data
@@ -153,6 +153,8 @@ class ClientRunner:
             if finished is not None:
                 finished.keep(reply)
             return reply
+        except Refusal:
+            raise
         except ClientFault as fault:
             return write_fault(Fault(train_request.visit.client, str(fault)))
 
@@ -171,7 +173,9 @@ class ClientRunner:
 
         """
         run, round, client = train_request.run, train_request.visit.round, train_request.visit.client
-        remote = RemoteServerSide(kind, train_request, broadcast, population, HeldFile(self._store / run))
+        remote = RemoteServerSide(
+            kind, train_request, broadcast, population, self._gate.judge_entries, HeldFile(self._store / run)
+        )
         try:
             if run != self._run:
                 L.seed_everything(train_request.seed, verbose=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
@@ -32,7 +32,14 @@ from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lightning.internals import keep_schedulers, loss_scaler
 from lightning_fed.lightning.isolated_pass import forward_step
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
-from lightning_fed.model.entries import copy_state, find_non_finite, live_entries
+from lightning_fed.model.entries import (
+    copy_state,
+    find_excessive,
+    find_implausible,
+    find_non_finite,
+    live_entries,
+    untrained_entries,
+)
 from lightning_fed.rounds.batch_norm import client_statistics, layers_in_training
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
@@ -95,7 +102,8 @@ class RemoteServer(ServerInterface):
         request = Request(client) if request is None else request
         if self._asked and digest_request(request) != self._asked:
             raise ClientFault("it asks for something else than before: its data are not always in the same order")
-        fault = find_non_finite(self._broadcast.state) or find_non_finite(self._broadcast.extras)
+        state = self._broadcast.state
+        fault = find_implausible(state) or find_excessive(state) or find_non_finite(self._broadcast.extras)
         if fault is not None:
             raise ClientFault(f"what the server sent cannot be used: {fault}")
         self._broadcast.rows = dict(request.rows)
@@ -138,6 +146,7 @@ class RemoteServerSide(RemoteSide):
         train_request: The train request.
         broadcast: The message that came with it.
         population: The clients of this node.
+        judge_entries: Raises an exception, before training, if an entry of the update may not leave the site.
         held: File of what the server sent before, for what it leaves out.
 
     Attributes:
@@ -155,9 +164,10 @@ class RemoteServerSide(RemoteSide):
         train_request: TrainRequest,
         broadcast: Broadcast,
         population: Population,
+        judge_entries: Callable[[Iterable[str]], None],
         held: HeldFile,
     ) -> None:
-        self.population, self._held = population, held
+        self.population, self._held, self._judge_entries = population, held, judge_entries
         self._kind, self._train_request, self._broadcast = kind, train_request, broadcast
         self.server: RemoteServer
         self.request: Request | None = None
@@ -204,6 +214,9 @@ class RemoteServerSide(RemoteSide):
             )
         if train_request.held:
             self._fill_in(fit, entries)
+        if self._kind == VISIT:
+            untrained = untrained_entries(fit.module)
+            self._judge_entries([name for name in self._broadcast.state if name not in untrained])
         if train_request.keeps:
             version = {VERSION: self._broadcast.extras[VERSION]} if VERSION in self._broadcast.extras else {}
             self._held.keep(self._broadcast.state | version)

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from lightning_fed.backends.flower.client import client_app
+from lightning_fed.backends.site.gate import NOT_ANSWERED
 from lightning_fed.backends.site.record import Record, RecordError, read_record
 from lightning_fed.backends.wire.packets import PacketError, write_packet
 from lightning_fed.callbacks.federation import Federation
@@ -127,7 +128,7 @@ def test_nothing_leaves_that_the_record_cannot_have(tmp_path, caplog, spoil, rea
     for _ in range(2):
         runner.answer("query", HELLO, {})
     spoil(path)
-    with pytest.raises(PacketError, match="its site's policy cannot be applied"):
+    with pytest.raises(PacketError, match=NOT_ANSWERED):
         runner.answer("query", HELLO, {})
     assert reason in caplog.text
 
@@ -139,7 +140,7 @@ def test_a_full_disk_lets_nothing_leave(tmp_path, monkeypatch):
     write = os.write
     with monkeypatch.context() as patch:
         patch.setattr("os.write", lambda descriptor, data: write(descriptor, data[:30]))
-        with pytest.raises(PacketError, match="cannot be applied"):
+        with pytest.raises(PacketError, match=NOT_ANSWERED):
             runner.answer("query", HELLO, {})
     with monkeypatch.context() as patch:
 
@@ -147,7 +148,7 @@ def test_a_full_disk_lets_nothing_leave(tmp_path, monkeypatch):
             raise OSError(errno.EIO, "input/output error")
 
         patch.setattr("os.fsync", fails)
-        with pytest.raises(PacketError, match="cannot be applied"):
+        with pytest.raises(PacketError, match=NOT_ANSWERED):
             runner.answer("query", HELLO, {})
     runner.answer("query", HELLO, {})
     lines = list(read_record(path))

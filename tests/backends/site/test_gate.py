@@ -1,0 +1,157 @@
+"""A server that a policy allows nothing learns nothing: neither from the text of a fault, nor from a count."""
+
+import json
+import struct
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("flwr")
+
+from lightning_fed import Federation
+from lightning_fed.backends.flower.client import client_app
+from lightning_fed.backends.flower.transport import from_records
+from lightning_fed.backends.site.gate import NOT_ANSWERED
+from lightning_fed.backends.wire.packets import Packet
+from lightning_fed.privacy import SecureSum
+from lightning_fed.steps import UniformWeights
+from tests import models
+from tests.backends.flower.halves import OPTIONS, SIZES, clients_of, on_flower
+from tests.backends.site.test_policy import lines_of, write_policy
+from tests.generators import same_random_numbers
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+LARGEST = 3.4e38
+
+
+class Counted(models.Module):
+    steps = 0
+
+    def training_step(self, batch, batch_idx):
+        Counted.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+def linear():
+    torch.manual_seed(0)
+    return Counted(nn.Linear(6, 3), models.momentum)
+
+
+def data_with(largest):
+    """Clients whose first feature is at most `largest`, and reaches that value."""
+    data = models.vectors(SIZES)
+    for inputs, _ in data.values():
+        inputs[:, 0] = inputs[:, 0].clamp(max=largest)
+        inputs[0, 0] = largest
+    return data
+
+
+def in_sum():
+    return Federation(steps=[UniformWeights(), SecureSum(5.0)], seed=3)
+
+
+@pytest.fixture(scope="module")
+def order(tmp_path_factory):
+    """A good order for the client `ann`."""
+    orders = []
+
+    def listen(node, message, content):
+        if message.metadata.message_type == "train":
+            orders.append(from_records(message.content))
+        return [content]
+
+    with same_random_numbers():
+        on_flower(tmp_path_factory.mktemp("run"), linear, models.vectors(SIZES), Federation, 1, change=listen)
+    return orders[0]
+
+
+def comparing(order, threshold):
+    """The same order with a model whose result overflows for a first feature above the threshold."""
+    values = [0.0] * 21
+    values[0], values[6] = LARGEST / threshold, -LARGEST / threshold
+    return Packet(order.text, struct.pack("21f", *values))
+
+
+def ask(folder, largest, orders):
+    runner = client_app(Federation(), linear, clients_of(data_with(largest)), OPTIONS, store=folder).runner
+    Counted.steps = 0
+    return [runner.answer("train", packet, {}) for packet in orders]
+
+
+def test_a_policy_that_allows_nothing_does_not_train_and_says_nothing(order, tmp_path):
+    """A binary search for the largest value of a feature sees one text, whatever the data."""
+    thresholds = [2.0**exponent for exponent in range(-2, 10)]
+    texts = {}
+    for largest in (0.5, 7.25):
+        folder = tmp_path / str(largest)
+        write_policy(folder, entries=[], rounds_per_day=100)
+        replies = ask(folder, largest, [comparing(order, threshold) for threshold in thresholds])
+        texts[largest] = [json.loads(reply.text)["header"]["reason"] for reply in replies]
+        assert Counted.steps == 0
+    assert texts[0.5] == texts[7.25] == [NOT_ANSWERED] * len(thresholds)
+
+
+def test_what_would_not_leave_is_not_trained(order, tmp_path, caplog):
+    """The names of an update are known before a visit."""
+    write_policy(tmp_path, entries=["net.bias"])
+    (reply,) = ask(tmp_path, 1.0, [order])
+    assert json.loads(reply.text)["header"]["reason"] == NOT_ANSWERED
+    assert "does not allow 'net.weight' in entries" in caplog.text
+    assert Counted.steps == 0
+    assert [line["rule"].get("refused") for line in lines_of(tmp_path)] == [None, "entries"]
+    write_policy(tmp_path, entries=["net.*"])
+    (reply,) = ask(tmp_path, 1.0, [order])
+    assert json.loads(reply.text)["kind"] == "update"
+    assert Counted.steps > 0
+
+
+def test_a_model_near_the_largest_number_is_not_trained(order, tmp_path, caplog):
+    """With allowed entries as well: otherwise a fault compares an input with a number that the server chooses."""
+    write_policy(tmp_path)
+    for largest in (0.5, 7.25):
+        (reply,) = ask(tmp_path, largest, [comparing(order, 2.0)])
+        assert json.loads(reply.text)["header"]["reason"] == NOT_ANSWERED
+        assert Counted.steps == 0
+    assert "root mean square" in caplog.text
+
+
+def test_orders_count_whatever_becomes_of_them(order, tmp_path, caplog):
+    """The second order of a day does not train, although nothing has left yet."""
+    write_policy(tmp_path, rounds_per_day=1)
+    broken = Packet(order.text, struct.pack("21f", *[1e9] * 21))  # plausible, but overflows with these inputs
+    replies = ask(tmp_path, 1e30, [broken, order])
+    assert [json.loads(reply.text)["header"]["reason"] for reply in replies] == [NOT_ANSWERED] * 2
+    steps = Counted.steps
+    assert steps > 0
+    assert "allows 1 rounds in a day" in caplog.text
+    events = [(line["event"], line["rule"].get("refused")) for line in lines_of(tmp_path)]
+    assert events == [("order", None), ("answer", None), ("answer", "rounds_per_day")]
+
+
+@pytest.mark.parametrize("federation", [Federation, in_sum])
+def test_an_exception_of_the_program_is_the_same_text(federation, tmp_path):
+    """Also in a secure sum: the class of an exception can depend on the data."""
+    left = []
+
+    class Raises(Counted):
+        def training_step(self, batch, batch_idx):
+            raise KeyError("patient 17")
+
+    def note(node, message, content):
+        if node == 11 and message.metadata.message_type == "train":
+            left.append(json.loads(from_records(content).text))
+        return [content]
+
+    write_policy(tmp_path / "11", extras=["*"])
+    module = lambda: Raises(nn.Linear(6, 3), models.momentum)  # noqa: E731
+    with pytest.raises(RuntimeError, match="clients"):
+        on_flower(tmp_path, module, models.vectors(SIZES), federation, 1, change=note)
+    assert {reply["header"]["reason"] for reply in left} == {NOT_ANSWERED}
+
+
+def test_reasons_leave_where_the_policy_lets_reasons_leave(order, tmp_path):
+    write_policy(tmp_path, entries=["net.bias"], faults="text")
+    (reply,) = ask(tmp_path, 1.0, [order])
+    assert "does not allow 'net.weight' in entries" in json.loads(reply.text)["header"]["reason"]
