@@ -1,19 +1,27 @@
-"""Atomic writes: a file is complete or absent, whenever the process is killed."""
+"""Atomic writes (a file is complete or absent, whenever the process is killed), and loading without pickle."""
 
 from __future__ import annotations
 
+import logging
 import os
+import pickle
 import shutil
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import Checkpoint
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -84,12 +92,40 @@ class RoundCheckpoint(Checkpoint):
             trainer.save_checkpoint(partial, weights_only=False)  # else Lightning logs its default, every round
 
 
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's own way to write checkpoints, with its temporary file beside the checkpoint.
+class SafeCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoints, written atomically and loaded without pickle.
 
-    Lightning writes into the folder for temporary files first. Where that folder is on another file system, a full disk
-    or a kill while the file is copied leaves a part of a file, or nothing, in place of the last complete one.
+    Lightning writes into the folder for temporary files first. If that folder is on another file system, a full disk
+    or a kill during the copy leaves a partial file, or no file, in place of the last complete checkpoint. Lightning
+    2.5 unpickles checkpoints by default, and a pickle can execute any code.
     """
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads a checkpoint.
+
+        Args:
+            path: The file.
+            map_location: As in ``torch.load``.
+            weights_only: ``False`` unpickles objects, which can execute code; by default they are an error.
+
+        Raises:
+            ValueError: If the file has objects other than tensors and primitives.
+
+        """
+        if weights_only is False:
+            _log.warning("The checkpoint %r is loaded with `weights_only=False`: objects in it run code.", str(path))
+        with get_filesystem(path).open(str(path), "rb") as file:
+            try:
+                content: dict[str, Any] = torch.load(file, map_location, weights_only=weights_only is not False)
+            except UnpicklingError as error:
+                raise ValueError(
+                    f"Expected tensors and primitives in the checkpoint {str(path)!r}, but got"
+                    f" {describe_objects(path)}: store plain values there. If you trust the file's origin, load it with"
+                    " `fit(..., weights_only=False)`, which executes code in it (from Lightning 2.6 on)."
+                ) from error
+        return content
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Writes a checkpoint; an exception gets a note that names the file, which is as it was before."""
@@ -113,10 +149,61 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_checkpoints_atomically(trainer: L.Trainer) -> None:
-    """Has a Trainer's checkpoints written whole or not at all, unless it has a ``CheckpointIO`` of the user's."""
+def describe_objects(path: str | Path) -> str:
+    """Names the entries of a checkpoint with pickled objects, and the objects' classes. Executes no code."""
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open(_find_pickle(archive)) as file:
+            found = dict(_find_objects(_InertUnpickler(file).load(), ""))
+        unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:  # a damaged or foreign file, with any content
+        return "other objects"
+    named = [f"an object of {origin!r} in {name!r}" for name, origin in found.items() if origin in unsafe]
+    return " and ".join(named[:3]) or f"objects of {sorted(unsafe)[:3]}"
+
+
+class _Inert(dict[Any, Any]):
+    """Stand-in for any pickled object."""
+
+    origin = ""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: object) -> None: ...
+
+    def append(self, value: object) -> None: ...
+
+    def extend(self, values: object) -> None: ...
+
+
+class _InertUnpickler(pickle.Unpickler):
+    """Unpickler whose classes and functions do nothing."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        return type(name, (_Inert,), {"origin": f"{module}.{name}"})
+
+    def persistent_load(self, pid: Any, /) -> None: ...
+
+
+def _find_pickle(archive: zipfile.ZipFile) -> str:
+    return next(name for name in archive.namelist() if name.endswith("data.pkl"))
+
+
+def _find_objects(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, _Inert):
+        yield name, value.origin
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _find_objects(part, f"{name}.{key}".removeprefix("."))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _find_objects(part, name)
+
+
+def protect_checkpoints(trainer: L.Trainer) -> None:
+    """Gives a Trainer the :class:`SafeCheckpointIO`, unless the user has chosen another ``CheckpointIO``."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        trainer.strategy.checkpoint_io = SafeCheckpointIO()
 
 
 def folders_of(trainer: L.Trainer) -> list[str]:

@@ -109,7 +109,8 @@ class FederatedTrainer(L.Trainer):
             datamodule: Any datamodule, which ``partition`` splits, or a
                 :class:`~lightning_fed.data.FederatedDataModule`.
             ckpt_path: Checkpoint to resume from.
-            weights_only: As in ``L.Trainer.fit`` from Lightning 2.6 on: whether to load tensors and primitives only.
+            weights_only: From Lightning 2.6 on, ``False`` loads a checkpoint with pickled objects, which can execute
+                code. By default such a checkpoint is an error.
 
         Raises:
             MisconfigurationException: If the data are not clients and there is no ``partition``, or the Trainer is

@@ -18,7 +18,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.aliases import warn_of_two
-from lightning_fed.atomic_files import folders_of, write_checkpoints_atomically
+from lightning_fed.atomic_files import folders_of, protect_checkpoints
 from lightning_fed.callbacks.unseen_data import UnseenData
 from lightning_fed.client.client_store import ClientStore, build_store
 from lightning_fed.client.local_model import LocalModel
@@ -383,6 +383,7 @@ class Federation(TrainerCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Checks the Trainer, puts the round's loader in place, adds the method's callbacks."""
         self._is_fit, self._models.is_lost = stage == "fit", False
+        protect_checkpoints(trainer)
         strategy = sharing_strategy(trainer)
         own = [callback for step in self.server.chain.steps for callback in step.callbacks()]
         shared = strategy.callbacks() if strategy is not None else ()
@@ -395,7 +396,6 @@ class Federation(TrainerCallback):
             if self._loop.remote is not None:
                 self._fit.meet(self._loop.remote.population)
             return
-        write_checkpoints_atomically(trainer)
         self._loop.detach()
         fit, failed_rounds, held = self._fit, self._loop.failed_rounds, self.server.held
         self._reset(self._loop.remote)

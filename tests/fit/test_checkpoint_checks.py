@@ -1,15 +1,22 @@
 """Checkpoints that a fit cannot go on from are refused or said: damaged files, other methods, other clients."""
 
+import os
 import tempfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
 
-from lightning_fed.atomic_files import RoundCheckpoint
+from lightning_fed import FederatedDataModule, Federation
+from lightning_fed.atomic_files import RoundCheckpoint, SafeCheckpointIO
+from lightning_fed.backends.wire.server import run_server
 from lightning_fed.fit.checkpoint_checks import check_file, check_method, describe_clients
+from tests.conftest import QUIET
 from tests.models import Module, as_datasets, mlp, vectors
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -126,3 +133,52 @@ def test_a_killed_server_leaves_nothing_behind(fit, tmp_path, monkeypatch):
     assert [path.name for path in last.parent.iterdir()] == ["last.ckpt"]
     assert tempfile.tempdir == before
     assert torch.load(last, weights_only=True)["epoch"] == 0
+
+
+class Payload:
+    """An object whose loading makes a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def poisoned(checkpoint, tmp_path):
+    """A checkpoint that executes code when pickle loads it, and the folder that the code makes."""
+    content = torch.load(checkpoint, weights_only=True)
+    content["callbacks"]["Mine"] = {"options": [1, Payload(tmp_path / "executed")]}
+    torch.save(content, tmp_path / "last.ckpt")
+    return tmp_path / "last.ckpt", tmp_path / "executed"
+
+
+@pytest.mark.parametrize("door", ["fit", "validate", "plain", "server"])
+def test_no_door_executes_code_from_a_checkpoint(door, poisoned, federated_trainer, fit):
+    """With every version of Lightning. The error names the entry."""
+    path, executed = poisoned
+    options = {**QUIET, "max_epochs": 2}
+    doors = {
+        "fit": lambda: fit(path, 2),
+        "validate": lambda: federated_trainer(max_rounds=1).validate(
+            Module(mlp()), DataLoader(DATA["a"], 8), ckpt_path=path
+        ),
+        "plain": lambda: L.Trainer(**options, callbacks=[Federation()]).fit(
+            Module(mlp()), datamodule=FederatedDataModule(DATA), ckpt_path=path
+        ),
+        "server": lambda: run_server(
+            Federation(), Module(mlp()), None, {**options, "enable_checkpointing": True}, SimpleNamespace(), ["a"],
+            path.parent,
+        ),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"object of '\w+.mkdir' in 'callbacks.Mine.options'"):
+        doors[door]()
+    assert not executed.exists()
+
+
+def test_an_explicit_choice_unpickles_with_a_warning(poisoned, caplog):
+    path, executed = poisoned
+    SafeCheckpointIO().load_checkpoint(path, weights_only=False)
+    assert executed.exists()
+    assert "objects in it run code" in caplog.text
