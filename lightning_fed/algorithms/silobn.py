@@ -35,7 +35,7 @@ class SiloBN(Method):
     Example:
         >>> from lightning_fed import Federation
         >>> Federation(SiloBN()).options.batch_norm
-        LocalStatistics(unseen='batch')
+        LocalStatistics(unseen='batch', measured='visit')
 
     References:
         Andreux et al., DART 2020.
@@ -47,4 +47,4 @@ class SiloBN(Method):
         unseen: Literal["batch", "pooled"] = "batch",
         aggregator: str | Method | Aggregator = "fedavg",
     ) -> None:
-        super().__init__(aggregator, batch_norm=LocalStatistics(unseen))
+        super().__init__(aggregator, batch_norm=LocalStatistics(unseen, measured="visit"))

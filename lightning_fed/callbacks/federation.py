@@ -27,7 +27,14 @@ from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.errors import describe
 from lightning_fed.federated_callback import FederatedCallback, TrainerCallback
-from lightning_fed.fit.checkpoint_checks import check_file, check_method, check_model, count_of, describe_clients
+from lightning_fed.fit.checkpoint_checks import (
+    check_batch_norm,
+    check_file,
+    check_method,
+    check_model,
+    count_of,
+    describe_clients,
+)
 from lightning_fed.fit.entry_policies import check_sliced
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.fit_summary import describe_end, describe_start, files_of, last_checkpoint
@@ -40,6 +47,7 @@ from lightning_fed.messages import Client, State
 from lightning_fed.method import Method, build_method
 from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.entries import Policy, Selector, live_entries
+from lightning_fed.rounds.batch_norm import is_plain
 from lightning_fed.rounds.client_errors import describe_visit
 from lightning_fed.rounds.client_models import Answers, ClientModels
 from lightning_fed.rounds.loop import RoundLoop
@@ -80,11 +88,14 @@ class Federation(TrainerCallback):
         personal: Entries that stay with their client: name patterns (``"head.*"``) and module types.
         frozen: Entries that never travel, do not train and stay as the server has them, likewise. Parameters without
             gradient need not be named: they travel only where the other side does not have their values.
-        batch_norm: BatchNorm's running statistics are measured with the new global model by the round's clients
-            (``"recalibrate"``), averaged like all entries (``"average"``), kept by each client with the layers'
-            weights (``"personal"``, FedBN) or without them (:class:`~lightning_fed.LocalStatistics`), fixed after some
-            rounds (:class:`~lightning_fed.FixedStatistics`), or those the model came with, also in training
-            (``"frozen"``).
+        batch_norm: Treatment of BatchNorm's running statistics. ``"auto"``: the clients of a round measure the
+            statistics with the new global model, and the first reports decide once for the whole fit. Similar clients
+            share pooled statistics, different clients (a shift above
+            :data:`~lightning_fed.rounds.batch_norm.LARGE_SHIFT`) have their own; a single client has the statistics of
+            a plain fit. ``"recalibrate"``: always pooled. :class:`~lightning_fed.LocalStatistics`: always each
+            client's own. ``"average"``: averaged like all entries. ``"personal"``: kept by each client with the
+            layers' weights (FedBN). :class:`~lightning_fed.FixedStatistics`: fixed after some rounds. ``"frozen"``:
+            the initial ones, also in training.
         optimizer_state: Every visit starts with fresh optimizer state (``"reset"``), or with the client's (``"keep"``).
         availability: Stragglers, and clients that never report (:class:`~lightning_fed.Availability`); ``None`` for
             none.
@@ -120,8 +131,9 @@ class Federation(TrainerCallback):
 
         Checkpoints hold ``rounds``, ``seed``, ``number`` of fits before (ints), ``method``, ``clients`` (texts), the
         states of ``totals``, ``failed_rounds``, ``chain`` and ``store``, ``initial_statistics`` (tensors; empty but
-        for pooled statistics of unseen data), ``unset`` (buffers that had no values; ``None`` before a fit) and
-        ``held`` (which clients have which entries that do not train).
+        for pooled statistics of unseen data), ``unset`` (buffers that had no values; ``None`` before a fit),
+        ``held`` (which clients have which entries that do not train), and of BatchNorm the option ``batch_norm`` and
+        its ``decision`` (texts), ``num_measured`` and ``model_round`` (ints), and ``norm_layers`` (names).
 
     Example:
         >>> federation = Federation("fedavg", clients_per_round=10, local_epochs=2)
@@ -143,7 +155,7 @@ class Federation(TrainerCallback):
         local_steps: int | None = None,
         personal: Sequence[Selector] = (),
         frozen: Sequence[Selector] = (),
-        batch_norm: BatchNormOption = "recalibrate",
+        batch_norm: BatchNormOption = "auto",
         optimizer_state: Literal["reset", "keep"] = "reset",
         availability: Availability | None = None,
         faults: Faults | None = None,
@@ -176,6 +188,7 @@ class Federation(TrainerCallback):
         self.schedule = Schedule(self.seed, clients_per_round, *work, self.options.availability)
         self.store = build_store(store)
         self._is_fit = True
+        self._preset_decision = ""
         self._clients = ""
         self._trainer: L.Trainer | None = None
         self._reset()
@@ -183,6 +196,7 @@ class Federation(TrainerCallback):
     def _reset(self, remote: RemoteSide | None = None) -> None:
         has_server, measure = (True, None) if remote is None else (remote.has_server, remote.measure)
         self._fit = FederatedFit(self.options, self.server, self.schedule, self.store, has_server, measure)
+        self._fit.decide(self._preset_decision)
         self.server.held = HeldEntries()
         self._loop = RoundLoop(self._fit, remote)
         self._models = ClientModels(self._fit, remote)
@@ -218,6 +232,26 @@ class Federation(TrainerCallback):
     def has_personal_entries(self) -> bool:
         """True if entries of the model stay with the clients, as far as the options say it."""
         return self.options.has_personal_entries
+
+    @property
+    def has_own_statistics(self) -> bool:
+        """True if each client has BatchNorm statistics of its data, in the current fit or evaluation."""
+        return self._fit.has_own_statistics
+
+    @property
+    def batch_norm_decision(self) -> str:
+        """Decision of ``batch_norm="auto"``: ``"own"`` or ``"pooled"`` statistics; empty for no decision."""
+        return self._fit.decision
+
+    def preset_decision(self, decision: str) -> None:
+        """Sets the decision of ``batch_norm="auto"`` for the next fit, as another fit has made it."""
+        self._preset_decision = decision if self.options.batch_norm == "auto" else ""
+        self._reset(self._loop.remote)
+
+    @property
+    def reports_statistics(self) -> bool:
+        """True if clients report BatchNorm statistics of new global models to the server."""
+        return self._fit.reports_statistics
 
     @property
     def seed(self) -> int:
@@ -388,8 +422,9 @@ class Federation(TrainerCallback):
         own = [callback for step in self.server.chain.steps for callback in step.callbacks()]
         shared = strategy.callbacks() if strategy is not None else ()
         add_callbacks(trainer, self, [*self.method.callbacks, *own, *shared])
-        if self.options.batch_norm == LocalStatistics("batch"):
-            add_callbacks(trainer, self, [UnseenData(self.store)])
+        option = self.options.batch_norm
+        if option == "auto" or (isinstance(option, LocalStatistics) and option.unseen == "batch"):
+            add_callbacks(trainer, self, [UnseenData(lambda: self._fit)])
         previous, self._trainer = self._trainer, trainer
         if stage != "fit":
             self._fit.attach(trainer)
@@ -421,7 +456,10 @@ class Federation(TrainerCallback):
         if self._loop.is_planned and not self._fit.is_remote:
             check_estimate(self._fit)
         self._fit.decide_policies(trainer, pl_module)
-        check_sliced(pl_module, self._fit.policies, self.server.rule, self.options)
+        fit = self._fit
+        check_sliced(pl_module, fit.policies, self.server.rule, self.options, fit.reports_statistics)
+        if fit.batch_norm != self.options.batch_norm and trainer.is_global_zero and self.has_server:
+            _log.info("BatchNorm: each client has its own statistics, because the server may not see a client's.")
         self._loop.start_fit()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -482,7 +520,7 @@ class Federation(TrainerCallback):
         if totals["rounds"] and trainer.is_global_zero:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             seconds = perf_counter() - self._start
-            again = self._fit.options.batch_norm == "recalibrate" and bool(batch_norm_layers(pl_module))
+            again = self._fit.reports_statistics and not is_plain(self._fit) and bool(batch_norm_layers(pl_module))
             _log.info(describe_end(self.method.name, totals, seconds, metrics, files, again))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -543,6 +581,7 @@ class Federation(TrainerCallback):
         """
         if self._is_fit:
             check_method(state_dict.get("method", ""), self.method.name)
+            check_batch_norm(state_dict.get("batch_norm", ""), repr(self.options.batch_norm))
         self._clients = state_dict.get("clients", "")
         self._fit.load_state_dict(state_dict)
         then, now = state_dict["seed"], self.schedule.seed

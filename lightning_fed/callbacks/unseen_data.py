@@ -2,90 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import lightning as L
 
-from lightning_fed.client.client_store import ClientStore
 from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.messages import Broadcast, Client
-from lightning_fed.model.entries import batch_norm_statistics
 from lightning_fed.model.unseen_statistics import UnseenStatistics
-from lightning_fed.rounds.batch_norm import layers_in_training
 
 
 class UnseenData(FederatedCallback):
-    """Normalises data of no known client with their batch's statistics.
+    """Normalises data without a client with the statistics of the batch, where clients have their own statistics.
 
-    It acts from the start of a validation, test or prediction until the next round, whenever the module is the global
-    model, or that of a client without statistics, and in evaluation mode: also where callbacks draw or measure then.
-    Layers that do not train (a frozen encoder's) keep their own statistics.
-    :class:`~lightning_fed.callbacks.Federation` adds it with ``batch_norm=LocalStatistics()``.
-
-    State: ``layers``, the names of the BatchNorm layers that train (a list, or None before the first round).
+    The callback acts from the start of a validation, test or prediction until the next round, while the module is the
+    global model or the model of a client without statistics. Layers that do not train (a frozen encoder's) keep their
+    running statistics. :class:`~lightning_fed.callbacks.Federation` adds the callback with ``batch_norm="auto"`` and
+    ``batch_norm=LocalStatistics(unseen="batch")``.
 
     Args:
-        store: Where the clients keep their statistics.
+        find_fit: Returns the current fit.
 
     """
 
     supports_vectorize = True
 
-    def __init__(self, store: ClientStore) -> None:
-        self._store = store
-        self._layers: list[str] | None = None
+    def __init__(self, find_fit: Callable[[], FederatedFit]) -> None:
+        self._find_fit = find_fit
         self._adapter: UnseenStatistics | None = None
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets the layers of an earlier fit."""
-        if stage == "fit":
-            self._layers = None
-
-    def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Notes the layers that train."""
-        self._layers = list(layers_in_training(module))
-
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Gives the layers back to training, in which they normalise by batch anyway."""
+        """Restores the layers for the training."""
         self._stop()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Changes the layers."""
         self._stop()
-        self._adapter = UnseenStatistics(pl_module, self._layers)
+        self._start(pl_module)
 
     on_test_start = on_predict_start = on_validation_start
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Leaves the layers alone in a visit, in which a client's model may be evaluated."""
+        """Pauses in a visit, in which a client's model may be evaluated."""
         self._switch(is_active=False)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Changes the layers again."""
+        """Resumes after a visit."""
         self._switch(is_active=True)
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Leaves the layers alone while the module is the model of a client that has statistics."""
-        state = None if client is None else self._store.get(client)
-        self._switch(is_active=state is None or not state.keys() & batch_norm_statistics(module))
+        """Pauses while the module is the model of a client that has statistics."""
+        if self._adapter is None:  # clients on other machines evaluate without a validation of the Trainer
+            self._start(module)
+        self._switch(is_active=client is None or self._find_fit().served_client != client)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Gives the layers back."""
+        """Restores the layers."""
         self._stop()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Gives the layers back."""
+        """Restores the layers."""
         self._stop()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the names of the layers that train."""
-        return {"layers": self._layers}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the names of the layers over."""
-        self._layers = state_dict["layers"]
+    def _start(self, module: L.LightningModule) -> None:
+        fit = self._find_fit()
+        if fit.has_own_statistics:
+            self._adapter = UnseenStatistics(module, fit.norm_layers)
 
     def _stop(self) -> None:
         if self._adapter is not None:

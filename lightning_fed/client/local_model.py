@@ -17,6 +17,7 @@ from lightning_fed.model.entries import (
     find_fault,
     find_implausible,
     identical_entries,
+    is_running_statistic,
     live_entries,
     load_entries,
 )
@@ -24,6 +25,9 @@ from lightning_fed.model.resize import resize_module, set_tensor_data
 
 OWN_MODEL = "model:"
 """Prefix of names in a client's memory: of the entries of a model of its own, which it is evaluated with."""
+
+STATISTICS = "batch_norm:"
+"""Prefix of names in the store: of a client's BatchNorm statistics, which the client is evaluated with."""
 
 _MEMORY = "memory:"
 _TRAVELS = ("shared", "sliced")
@@ -48,6 +52,7 @@ class LocalModel:
 
     Attributes:
         server_entries: The server's values of the entries that do not travel.
+        has_statistics: Whether the client that was loaded last has running statistics in its store.
 
     Raises:
         ValueError: If the module has entries without a policy, which were added since the policies were decided.
@@ -87,6 +92,7 @@ class LocalModel:
         self._other_values = copy_state(self._other_buffers)
         buffers = ((name, value) for name, value in module.named_buffers() if name not in self.sliced)
         self._buffers = {name: (module.get_submodule(name.rpartition(".")[0]), value) for name, value in buffers}
+        self.has_statistics = False
         # What the store has of a client whose visit begins, so that what there is is read once; each for one reader.
         self._recalled: dict[Client, State] = {}
         self._optimizer_state: dict[Client, State] = {}
@@ -128,15 +134,22 @@ class LocalModel:
         """Takes the global model's values of the entries that do not travel for the server's."""
         self.server_entries = copy_state({name: self.entries[name] for name in self.server_entries})
 
-    def load_client(self, client: Client, state: Mapping[str, Tensor], trains: bool = True) -> None:
+    def load_client(
+        self,
+        client: Client,
+        state: Mapping[str, Tensor],
+        trains: bool = True,
+        statistics: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Loads a client's model: shared entries from ``state``, personal ones from its store.
 
         Args:
             client: The client's key.
             state: The shared entries; of sliced ones any rows.
             trains: Whether the module will be trained or measured with, so that it needs copies of sliced entries too.
-                Otherwise it is the model that the client is evaluated with: entries of a model of its own that it has
-                in its memory (``OWN_MODEL``) are in the place of these.
+                Otherwise it is the model that the client is evaluated with: its stored BatchNorm statistics, and
+                entries of a model of its own that it has in its memory (``OWN_MODEL``), are in the place of these.
+            statistics: BatchNorm statistics in the place of the stored ones.
 
         Raises:
             ValueError: If ``state`` does not hold the shared entries, or the store's do not fit.
@@ -144,9 +157,20 @@ class LocalModel:
         """
         client_state = self._recalled.pop(client, None) or self.store.get(client) or {}
         self._optimizer_state = {client: _part(client_state, OPTIMIZER)} if trains else {}
-        personal = {name: value for name, value in client_state.items() if not name.startswith((OPTIMIZER, _MEMORY))}
+        prefixes = OPTIMIZER, STATISTICS, _MEMORY
+        personal = {name: value for name, value in client_state.items() if not name.startswith(prefixes)}
         copies = {name: state[name].clone() for name in self.sliced if name in state} if trains else {}
-        own_model = {} if trains else without_prefix(client_state, f"{_MEMORY}{OWN_MODEL}")
+        own_model = {}
+        if not trains:
+            shapes = {name: value.shape for name, value in {**self.entries, **state}.items()}
+            statistics = without_prefix(client_state, STATISTICS) if statistics is None else statistics
+            own_model = {
+                name: value.to(self.entries[name].dtype)
+                for name, value in statistics.items()
+                if value.shape == shapes.get(name)
+            }
+            own_model |= without_prefix(client_state, f"{_MEMORY}{OWN_MODEL}")
+        self.has_statistics = any(map(is_running_statistic, {**personal, **own_model}))
         initial = self._initial if trains else {}
         self._load({**state, **copies, **self.server_entries, **initial, **personal, **own_model})
 
@@ -184,6 +208,25 @@ class LocalModel:
         client_state |= {f"{_MEMORY}{name}": value for name, value in memory.items()}
         if client_state:
             self.store.put(client, round, client_state)
+
+    def keep_statistics(self, client: Client, round: int, statistics: Mapping[str, Tensor], model_round: int) -> None:
+        """Stores a client's BatchNorm statistics.
+
+        Args:
+            client: The client's key.
+            round: Round of the version in the store.
+            statistics: Running statistics by name of the entry.
+            model_round: Round of the global model that the statistics belong to.
+
+        """
+        client_state = {
+            name: value for name, value in (self.store.get(client) or {}).items() if not name.startswith(STATISTICS)
+        }
+        client_state[STATISTICS] = torch.tensor(model_round)
+        client_state |= {
+            f"{STATISTICS}{name}": value.to(self.entries[name].dtype) for name, value in statistics.items()
+        }
+        self.store.put(client, round, client_state)
 
     def find_personal_fault(self, client: Client) -> str | None:
         """Describes the first personal entry that the visit has left in another form, or not plausible.

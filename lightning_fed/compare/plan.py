@@ -10,7 +10,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -114,6 +114,8 @@ class Progress:
 def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[str, Any]]:
     """Trains what is not trained yet, one run after another.
 
+    The first run with a decision of ``batch_norm="auto"`` decides for all runs.
+
     Every run has a folder in ``<out>/runs``, with ``result.json`` and the checkpoint ``last.ckpt``. A run that was
     interrupted goes on after its last complete round.
 
@@ -143,7 +145,8 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
             progress.start(f"{number}/{len(runs)} {run}")
             begin = time.perf_counter()
             try:
-                rounds = _run(plan, run, folder, target[0], progress)
+                decision = _decision_of(folders.values())
+                rounds = _run(plan, run, folder, target[0], progress, decision)
             except BaseException:
                 progress.end("interrupted")
                 raise
@@ -164,7 +167,16 @@ def load_results(plan: Plan) -> list[dict[str, Any]]:
     return [_load(folder, target) for folder in folders if (folder / "result.json").exists()]
 
 
-def _run(plan: Plan, run: Run, folder: Path, monitor: str, progress: Progress) -> list[dict[str, float]]:
+def _decision_of(folders: Iterable[Path]) -> str:
+    """Decision of ``batch_norm="auto"`` in the finished runs; empty for no decision yet."""
+    for path in (folder / "result.json" for folder in folders):
+        decision: str = json.loads(path.read_text()).get("batch_norm_decision", "") if path.exists() else ""
+        if decision:
+            return decision
+    return ""
+
+
+def _run(plan: Plan, run: Run, folder: Path, monitor: str, progress: Progress, decision: str) -> list[dict[str, float]]:
     """Trains a run and saves its result; returns its rounds."""
 
     def show(number: int, count: int, values: Mapping[str, float]) -> None:
@@ -172,7 +184,7 @@ def _run(plan: Plan, run: Run, folder: Path, monitor: str, progress: Progress) -
 
     write_text_atomically(folder / "plan.json", json.dumps(_identity(plan, run)))
     with quiet():
-        result = train(plan.build(run.seed), run, folder, plan.out / "tensorboard", show)
+        result = train(plan.build(run.seed), run, folder, plan.out / "tensorboard", show, decision)
     write_text_atomically(folder / "result.json", json.dumps(result))
     gc.collect()  # a Trainer is part of cycles: the data of many runs would pile up
     rounds: list[dict[str, float]] = result["rounds"]

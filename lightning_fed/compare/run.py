@@ -18,6 +18,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fed.atomic_files import RoundCheckpoint
+from lightning_fed.callbacks.federation import federation_of
 from lightning_fed.compare.central import central_trainer
 from lightning_fed.compare.method_options import MethodChoice
 from lightning_fed.recipe import FederatedCLI
@@ -107,7 +108,9 @@ class RoundCurve(Callback):
             self._begin = None
 
 
-def train(cli: FederatedCLI, run: Run, folder: Path, logs: Path, on_round: OnRound) -> dict[str, Any]:
+def train(
+    cli: FederatedCLI, run: Run, folder: Path, logs: Path, on_round: OnRound, decision: str = ""
+) -> dict[str, Any]:
     """Trains a run, from its last complete round on if it was interrupted.
 
     Args:
@@ -116,23 +119,33 @@ def train(cli: FederatedCLI, run: Run, folder: Path, logs: Path, on_round: OnRou
         folder: Folder of the checkpoint ``last.ckpt``, which every round writes.
         logs: Folder of TensorBoard's logs.
         on_round: Called after each round with its number, from 1, how many there are, and its values.
+        decision: Decision of ``batch_norm="auto"`` in an earlier run of the comparison; empty for no decision yet.
 
     Returns:
-        The run and its ``rounds``, as JSON can hold them.
+        The run, its ``rounds`` and its ``batch_norm_decision``, as JSON can hold them.
 
     """
-    trainer, has_own_models = _make_trainer(cli, run)
+    trainer = _make_trainer(cli, run)
+    federation = federation_of(trainer)
+    if federation is not None:
+        federation.preset_decision(decision)
     curve = RoundCurve(lambda number, values: on_round(number, trainer.max_epochs, values))
     trainer.callbacks += [curve, RoundCheckpoint(folder / CHECKPOINT)]
     if find_spec("tensorboard"):
         trainer.loggers = [TensorBoardLogger(logs, name="", version=folder.name)]
     last = folder / CHECKPOINT
     trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=last if last.exists() else None)
+    has_own_models = federation is not None and (
+        federation.has_personal_entries
+        or federation.has_own_statistics
+        or isinstance(federation.server.rule, ClusteredAggregator)
+    )
     return {
         "method": run.method.label,
         "seed": run.seed,
         "stragglers": run.stragglers,
         "has_own_models": has_own_models,
+        "batch_norm_decision": "" if federation is None else federation.batch_norm_decision,
         "rounds": curve.rounds,
         "test": {},
     }
@@ -147,7 +160,7 @@ def evaluate(cli: FederatedCLI, run: Run, folder: Path) -> dict[str, float]:
         folder: The folder of its checkpoint.
 
     """
-    trainer, _ = _make_trainer(cli, run)
+    trainer = _make_trainer(cli, run)
     trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path=folder / CHECKPOINT, verbose=False)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
@@ -173,10 +186,9 @@ def quiet() -> Iterator[None]:
             log.setLevel(level)
 
 
-def _make_trainer(cli: FederatedCLI, run: Run) -> tuple[Any, bool]:
-    """The Trainer, and whether clients have models of their own."""
+def _make_trainer(cli: FederatedCLI, run: Run) -> Any:
+    """Builds the Trainer of a run."""
     trainer: Any = cli.trainer
-    has_own_models = False
     if run.stragglers is None:
         trainer = central_trainer(cli)
     else:
@@ -184,7 +196,5 @@ def _make_trainer(cli: FederatedCLI, run: Run) -> tuple[Any, bool]:
         federation = run.method.federation(trainer.federation.replace(availability=availability))
         trainer.callbacks[trainer.callbacks.index(trainer.federation)] = federation
         trainer.federation = federation
-        has_several = isinstance(federation.server.rule, ClusteredAggregator)
-        has_own_models = federation.has_personal_entries or has_several
     trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, _NOT_KEPT)]
-    return trainer, has_own_models
+    return trainer

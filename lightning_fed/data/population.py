@@ -179,15 +179,16 @@ class Population(ABC):
 
         Args:
             visit: The visit whose client's data are asked for.
-            isolated: Whether a visit is under way, whose batches go on afterwards. The pass is then over all the data
-                where their length is known, also over what ``drop_last`` leaves out of training (but a loader of the
-                client's own gives what it gives); else over as many batches as a visit has, where visits count steps.
+            isolated: Whether a visit is under way, whose batches go on afterwards. The pass is then also over what
+                ``drop_last`` leaves out of training (but a loader of the client's own gives what it gives).
+
+        Data of unknown length give as many batches as a visit has, where visits count steps.
 
         """
         self.round = visit.round
         seed = derive_seed(visit.seed, 1)
         per_epoch = self.batches_per_epoch(visit.client, isolated)
-        again = Visit(visit.client, visit.round, seed, steps=None if isolated and per_epoch else visit.steps)
+        again = Visit(visit.client, visit.round, seed, steps=None if per_epoch else visit.steps)
         planned = PlannedVisit(again, self.num_samples(visit.client), again.num_batches(per_epoch or 1))
         seed_everything(seed)
         for item in self.stream([planned], isolated):

@@ -78,6 +78,25 @@ def check_method(then: str, now: str) -> None:
         )
 
 
+def check_batch_norm(then: str, now: str) -> None:
+    """Checks that a fit treats BatchNorm's running statistics as the fit of its checkpoint.
+
+    Args:
+        then: The option of the checkpoint as text; empty in checkpoints without one.
+        now: The option of the fit.
+
+    Raises:
+        ValueError: If the options differ.
+
+    """
+    if then and then != now:
+        raise ValueError(
+            f"Expected `batch_norm` to be {then}, as in the checkpoint, but got {now}: resume with the same option, or"
+            " start a new fit from the model's weights:"
+            ' `model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])`.'
+        )
+
+
 def describe_clients(clients: Sequence[Client]) -> str:
     """Number and digest of a federation's clients, by which a checkpoint knows them again.
 

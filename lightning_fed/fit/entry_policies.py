@@ -39,8 +39,9 @@ def decide_policies(
         personal: Selectors of the personal entries.
         frozen: Selectors of the frozen entries.
         batch_norm: What becomes of BatchNorm: ``"personal"`` adds its layers to the personal entries, an object
-            :class:`~lightning_fed.LocalStatistics` its running statistics, and ``"frozen"`` adds these to the frozen
-            ones.
+            :class:`~lightning_fed.LocalStatistics` its running statistics where a visit measures them, and
+            ``"frozen"`` adds the running statistics to the frozen entries. Statistics that clients measure after the
+            aggregation are no part of a visit's update: frozen without reports to the server, else shared.
         sliced: Names of entries of which clients hold some rows only.
 
     Raises:
@@ -52,7 +53,7 @@ def decide_policies(
         'personal'
         >>> policies = decide_policies(nn.BatchNorm1d(2), [], [], LocalStatistics())
         >>> policies["weight"], policies["running_mean"]
-        ('shared', 'personal')
+        ('shared', 'frozen')
 
     """
     layers = {kind for kind in BatchNorm if any(isinstance(layer, kind) for layer in module.modules())}
@@ -69,8 +70,10 @@ def decide_policies(
     if batch_norm == "frozen" and layers:
         frozen = (*frozen, *sorted(statistics))
     policies = entry_policies(module, personal, frozen)
-    if keeps_statistics:
-        policies |= {name: "personal" for name in statistics if policies.get(name) == "shared"}
+    if isinstance(batch_norm, LocalStatistics):
+        unsent: Policy = "personal" if batch_norm.measured == "visit" else "frozen"
+        if batch_norm != LocalStatistics("pooled"):
+            policies |= {name: unsent for name in statistics if policies.get(name) == "shared"}
     for name in sliced:
         if policies.get(name) != "shared":
             raise OptionError(
@@ -149,6 +152,7 @@ def check_sliced(
     policies: Mapping[str, Policy],
     rule: Aggregator,
     options: FitOptions,
+    reports_statistics: bool,
 ) -> None:
     """Makes sure that the federation's options go with entries of which clients hold some rows only.
 
@@ -157,6 +161,7 @@ def check_sliced(
         policies: The policy of every entry.
         rule: The server's rule.
         options: The federation's options.
+        reports_statistics: Whether clients report BatchNorm statistics of a new global model.
 
     Raises:
         MisconfigurationException: If they do not.
@@ -182,7 +187,7 @@ def check_sliced(
                 f"Clients hold some rows of {entry!r} only, and its padding_idx={layer.padding_idx} would be another"
                 " word in every visit: make the embedding without `padding_idx`."
             )
-    if options.measures_batch_norm and batch_norm_statistics(module):
+    if reports_statistics and batch_norm_statistics(module):
         raise MisconfigurationException(
             "Measuring BatchNorm's running statistics (batch_norm='recalibrate', for one) would send all of"
             f" {sliced} to every client once more: convert the model with"

@@ -13,7 +13,7 @@ from lightning_fed.data.population import Population
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.entry_policies import decide_policies, freeze_unset, unset_buffers
-from lightning_fed.fit.options import FitOptions, LocalStatistics
+from lightning_fed.fit.options import BatchNormOption, FitOptions, LocalStatistics
 from lightning_fed.fit.round_log import RoundLog
 from lightning_fed.fit.synchronisation import RoundSynchronisation
 from lightning_fed.lightning.internals import IgnoredWarning
@@ -58,6 +58,12 @@ class FederatedFit:
         synchronisation: Steps of a round in which several processes join.
         initial_statistics: BatchNorm's running statistics with which clients start, where those of the global model are
             measured and clients keep their own.
+        batch_norm: The option ``batch_norm``, or its replacement where ``"auto"`` has no choice.
+        decision: Decision of ``batch_norm="auto"``: ``"own"``, ``"pooled"``, or empty before.
+        num_measured: Number of rounds in which clients have reported statistics.
+        model_round: Index of the round of the current global model; -1 for the initial one.
+        norm_layers: Names of the BatchNorm layers in training mode; ``None`` before the first round.
+        served_client: The client with BatchNorm statistics in the module, outside of visits; ``None`` for none.
 
     """
 
@@ -82,6 +88,11 @@ class FederatedFit:
         self.round_log, self.progress = RoundLog(), RoundProgress()
         self.synchronisation = RoundSynchronisation()
         self.initial_statistics: State = {}
+        self.batch_norm: BatchNormOption = options.batch_norm
+        self.decision = ""
+        self.num_measured, self.model_round = 0, -1
+        self.norm_layers: list[str] | None = None
+        self.served_client: Client | None = None
         self._population: Population | None = None
         self._ignored: list[IgnoredWarning] = []
         self._warnings: set[str] = set()
@@ -106,6 +117,28 @@ class FederatedFit:
         """True if BatchNorm normalises with its running statistics in training too, in the current round."""
         after = self.options.fixes_batch_norm_after
         return after is not None and self.trainer.current_epoch >= after
+
+    @property
+    def has_own_statistics(self) -> bool:
+        """True if each client has BatchNorm statistics of its data."""
+        return isinstance(self.batch_norm, LocalStatistics) or self.decision == "own"
+
+    @property
+    def has_measured_statistics(self) -> bool:
+        """True if each client measures its BatchNorm statistics with the global model."""
+        option = self.batch_norm
+        return option.measured == "aggregation" if isinstance(option, LocalStatistics) else self.decision == "own"
+
+    @property
+    def statistics_round(self) -> int | None:
+        """Round of the global model that clients measure their BatchNorm statistics with; ``None`` for no model."""
+        return self.model_round if self.has_measured_statistics and self.model_round >= 0 else None
+
+    @property
+    def reports_statistics(self) -> bool:
+        """True if the clients of a round report BatchNorm statistics to the server, which pools them."""
+        option = self.batch_norm
+        return option.unseen == "pooled" if isinstance(option, LocalStatistics) else option in ("auto", "recalibrate")
 
     @property
     def server_callbacks(self) -> list[FederatedCallback]:
@@ -166,14 +199,17 @@ class FederatedFit:
         """Decides which entries of a module travel, before it is trained or evaluated."""
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(module)}
         options = self.options
-        policies = decide_policies(module, options.personal, options.frozen, options.batch_norm, sliced)
+        if options.batch_norm == "auto":
+            has_hidden_updates = bool(sliced) or self.server.chain.reveals != "update"
+            self.batch_norm = LocalStatistics() if has_hidden_updates and batch_norm_statistics(module) else "auto"
+        policies = decide_policies(module, options.personal, options.frozen, self.batch_norm, sliced)
         if self.unset is None:  # a resumed fit knows them: by then they may have values
             self.unset = unset_buffers(module, policies)
         self.policies = freeze_unset(policies, self.unset)
 
     def note_initial_statistics(self) -> None:
         """Keeps the statistics with which clients start, before the first round's take their place in the module."""
-        if self.options.batch_norm == LocalStatistics("pooled") and not self.initial_statistics:
+        if self.batch_norm == LocalStatistics("pooled", "visit") and not self.initial_statistics:
             names = {name for name in batch_norm_statistics(self.module) if self.policies.get(name) == "personal"}
             entries = live_entries(self.module)
             self.initial_statistics = copy_state({name: entries[name] for name in entries if name in names})
@@ -185,6 +221,26 @@ class FederatedFit:
     def count_rounds(self, number: int) -> None:
         """Notes how many rounds are over."""
         self.rounds = number
+
+    def count_model(self, round: int) -> None:
+        """Records the round of a new global model."""
+        self.model_round = round
+
+    def set_norm_layers(self, names: Sequence[str]) -> None:
+        """Records the BatchNorm layers in training mode."""
+        self.norm_layers = list(names)
+
+    def serve(self, client: Client | None) -> None:
+        """Records the client with BatchNorm statistics in the module."""
+        self.served_client = client
+
+    def count_reports(self) -> None:
+        """Counts a round with reported BatchNorm statistics."""
+        self.num_measured += 1
+
+    def decide(self, decision: str) -> None:
+        """Records the decision of ``batch_norm="auto"``."""
+        self.decision = decision
 
     def note_warning(self, subject: str) -> bool:
         """Notes that the log warns of something; returns whether it does so for the first time in the fit."""
@@ -217,6 +273,11 @@ class FederatedFit:
             "number": self.number,
             "totals": self.round_log.state_dict(),
             "initial_statistics": self.initial_statistics,
+            "batch_norm": repr(self.options.batch_norm),
+            "decision": self.decision,
+            "num_measured": self.num_measured,
+            "model_round": self.model_round,
+            "norm_layers": self.norm_layers,
             "unset": None if self.unset is None else sorted(self.unset),
         }
 
@@ -225,6 +286,8 @@ class FederatedFit:
         self.rounds, self.number = state["rounds"], state.get("number", 0)
         self.round_log.load_state_dict(state["totals"])
         self.initial_statistics = state.get("initial_statistics", {})  # not in checkpoints of older versions
+        self.decision, self.num_measured = state.get("decision", ""), state.get("num_measured", 0)
+        self.model_round, self.norm_layers = state.get("model_round", self.rounds - 1), state.get("norm_layers")
         unset = state.get("unset")
         self.unset = None if unset is None else frozenset(unset)
 
@@ -232,6 +295,8 @@ class FederatedFit:
         """Goes on from another fit of the same Trainer."""
         self.rounds, self.round_log, self.number = fit.rounds, fit.round_log, fit.number + 1
         self.initial_statistics, self.unset = fit.initial_statistics, fit.unset
+        self.decision, self.num_measured, self.model_round = fit.decision, fit.num_measured, fit.model_round
+        self.norm_layers = fit.norm_layers
 
     # What follows from the options
 

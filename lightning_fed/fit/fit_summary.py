@@ -69,8 +69,8 @@ def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
     if counts["sliced"]:
         text.append(f"Of {counts['sliced']} more only the rows that a client asks for.")
     if batch_norm_layers(fit.module):
-        again = ", for which clients are sent the new model too" if fit.options.batch_norm == "recalibrate" else ""
-        text.append(f"BatchNorm: {fit.options.batch_norm!r}{again}.")
+        again = ", for which clients are sent the new model too" if fit.reports_statistics else ""
+        text.append(f"BatchNorm: {fit.batch_norm!r}{again}.")
     return " ".join([*text, f"Seed {fit.schedule.seed}."])
 
 

@@ -15,15 +15,21 @@ from lightning_fed.server.schedule import Availability
 
 @dataclass(frozen=True)
 class LocalStatistics:
-    """``batch_norm=``: every client keeps the running statistics of its own data, and shares the weights (SiloBN).
+    """``batch_norm=``: every client has running statistics of its data, and shares the weights.
+
+    After the aggregation each client of the round runs its data once through the new global model and stores mean and
+    variance of each BatchNorm layer. A client with statistics of an older model measures again before its evaluation.
+    A checkpoint holds the statistics of all clients: 8 bytes per channel and client, 384 MB for 10,000 clients with a
+    ResNet-18 (4,800 channels). Set ``store`` to a folder for so many clients.
 
     Args:
-        unseen: What normalises data of no known client, as those that the global model is evaluated on: the mean and
-            variance of the ``"batch"``, or those that the clients measure and the server pools (``"pooled"``: what
-            ``"recalibrate"`` costs and gives).
+        unseen: Statistics for data without a client: mean and variance of the ``"batch"``, or the measurements of the
+            round's clients as the server pools them (``"pooled"``, at the cost of ``"recalibrate"``).
+        measured: When the clients measure: with the new weights, after the ``"aggregation"``, or during the
+            ``"visit"``, while the weights move (the paper's SiloBN). Statistics of a visit belong to no shared weights.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If an argument is none of these values.
 
     Example:
         >>> from lightning_fed import Federation
@@ -33,9 +39,11 @@ class LocalStatistics:
     """
 
     unseen: Literal["batch", "pooled"] = "batch"
+    measured: Literal["aggregation", "visit"] = "aggregation"
 
     def __post_init__(self) -> None:
         check_option("unseen", self.unseen, ("batch", "pooled"))
+        check_option("measured", self.measured, ("aggregation", "visit"))
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,7 @@ class Faults:
         VisitClock(self.visit_timeout)
 
 
-BatchNormName = Literal["recalibrate", "average", "personal", "frozen"]
+BatchNormName = Literal["auto", "recalibrate", "average", "personal", "frozen"]
 VisitsName = Literal["auto", "lightning", "fused"]
 BatchNormOption: TypeAlias = BatchNormName | LocalStatistics | FixedStatistics
 VisitsOption: TypeAlias = VisitsName | VisitsAtOnce
@@ -133,7 +141,7 @@ class FitOptions:
 
     personal: Sequence[Selector] = ()
     frozen: Sequence[Selector] = ()
-    batch_norm: BatchNormOption = "recalibrate"
+    batch_norm: BatchNormOption = "auto"
     optimizer_state: Literal["reset", "keep"] = "reset"
     availability: Availability = field(default_factory=Availability)
     faults: Faults = field(default_factory=Faults)
@@ -169,11 +177,6 @@ class FitOptions:
     def has_personal_entries(self) -> bool:
         """True if entries of the model stay with the clients, as far as the options say it."""
         return bool(self.personal) or self.batch_norm == "personal" or isinstance(self.batch_norm, LocalStatistics)
-
-    @property
-    def measures_batch_norm(self) -> bool:
-        """True if clients measure BatchNorm's running statistics with every new global model."""
-        return self.batch_norm in ("recalibrate", LocalStatistics("pooled"))
 
     @property
     def fixes_batch_norm_after(self) -> int | None:

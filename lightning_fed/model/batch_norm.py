@@ -207,38 +207,56 @@ def pool_statistics(
     return mean, variance
 
 
-def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str) -> float | None:
-    r"""Share of the pooled variance of a layer's input that lies between clients, mean over the layer's channels.
+def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malicious: int = 0) -> float | None:
+    r"""Differences between clients in the inputs of a layer: the larger one of two shares from 0 to 1.
+
+    The first is the share of the pooled variance that lies between the clients' means, the second the share of the mean
+    square of the variances that lies between the clients' variances, both as means over the layer's channels:
 
     .. math:: \frac{1}{C} \sum_c \frac{\sum_k n_k (\mu_{kc} - \mu_c)^2}
-              {\sum_k n_k \left(\sigma_{kc}^2 + (\mu_{kc} - \mu_c)^2\right)},
+              {\sum_k n_k \left(\sigma_{kc}^2 + (\mu_{kc} - \mu_c)^2\right)}, \qquad
+              \frac{1}{C} \sum_c \frac{\sum_k n_k (\sigma_{kc}^2 - \bar{\sigma_c^2})^2}{\sum_k n_k \sigma_{kc}^4}.
 
-    0 where all clients have the same means, 1 where the channel is constant at every client and another one at each.
-    Channels without variance count nowhere.
+    Both are 0 for clients with equal statistics. Channels without variance do not count.
 
     Args:
         reports: Mean, variance and count of every client, of :meth:`InputStatistics.as_extras`.
         layer: Name of the layer.
+        num_malicious: Number f of clients that may report anything: no count counts, and the f smallest and f largest
+            means and variances of each channel are excluded.
 
     Returns:
-        The share, from 0 to 1; ``None`` if fewer than two clients used the layer, or no channel varies.
+        The share; ``None`` if fewer than two clients remain, or no channel varies.
 
     Example:
         >>> a = {"batch_norm:0:mean": torch.tensor([0.0]), "batch_norm:0:var": torch.tensor([1.0]),
         ...      "batch_norm:0:count": torch.tensor(2.0)}
         >>> shift_between([a, {**a, "batch_norm:0:mean": torch.tensor([2.0])}], "0")
         0.5
+        >>> round(shift_between([a, {**a, "batch_norm:0:var": torch.tensor([9.0])}], "0"), 2)
+        0.39
 
     """
     stacked = _stack_reports(reports, layer)
-    if stacked is None or len(stacked[0]) < 2:
+    if stacked is None:
         return None
     counts, means, variances = stacked
-    mean = (counts * means).sum(0) / counts.sum()
-    between = (counts * (means - mean).square()).sum(0)
-    total = between + (counts * variances).sum(0)
-    varies = total > 0
-    return float((between[varies] / total[varies]).mean()) if bool(varies.any()) else None
+    if num_malicious:
+        remaining = slice(num_malicious, len(means) - num_malicious)
+        counts, means, variances = (values.sort(0).values[remaining] for values in (counts, means, variances))
+        counts = torch.ones_like(counts)
+    if len(means) < 2:
+        return None
+    between, spread = (
+        (counts * (values - (counts * values).sum(0) / counts.sum()).square()).sum(0) for values in (means, variances)
+    )
+    within, squares = (counts * variances).sum(0), (counts * variances.square()).sum(0)
+    varies = within + between > 0
+    if not bool(varies.any()):
+        return None
+    of_means = (between / (within + between))[varies].mean()
+    of_variances = (spread / squares.where(squares > 0, 1.0))[varies].mean()
+    return float(torch.maximum(of_means, of_variances))
 
 
 def _trimmed_mean(values: Tensor, num_trimmed: int) -> Tensor:

@@ -26,7 +26,6 @@ from lightning_fed.argument_checks import check_inside, check_option, check_posi
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.errors import BadUpdate, ClientFault, OptionError
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
-from lightning_fed.fit.options import LocalStatistics
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.internals import is_overridden, loss_scaler
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
@@ -570,9 +569,9 @@ def refuse_statistics(module: L.LightningModule, federation: Federation, how: st
         MisconfigurationException: If they do.
 
     """
+    policies = federation.policies
     statistics = sorted(batch_norm_statistics(module))
-    stay = federation.options.batch_norm in ("personal", "frozen", LocalStatistics("batch"))
-    if statistics and not stay:
+    if statistics and (federation.reports_statistics or any(policies.get(name) == "shared" for name in statistics)):
         raise MisconfigurationException(
             f"BatchNorm's statistics ({statistics[0]}, ...) would leave the clients {how}: take batch_norm='personal',"
             " 'frozen' or LocalStatistics(), or GroupNorm (`lightning_fed.modules.to_group_norm`)."

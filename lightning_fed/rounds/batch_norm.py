@@ -14,8 +14,8 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_fed.client.local_model import LocalModel
-from lightning_fed.data.population import PlannedVisit, Population
+from lightning_fed.client.local_model import STATISTICS, LocalModel
+from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.data.visit_costs import balance_loads
 from lightning_fed.errors import describe
@@ -67,7 +67,7 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
     """
     if fit.has_warned("batch_norm"):
         return
-    option, rounds = fit.options.batch_norm, fit.trainer.max_epochs
+    option, rounds = fit.batch_norm, fit.trainer.max_epochs
     if isinstance(option, FixedStatistics) and option.after and rounds is not None and 0 <= rounds <= option.after:
         _log.warning(
             "batch_norm=%r never fixes the running statistics of BatchNorm layers: the fit ends after %d rounds. Until"
@@ -79,47 +79,60 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
     if visits and (option == "average" or isinstance(option, FixedStatistics)) and not fit.is_batch_norm_fixed:
         warn_of_averaging(fit.module, local, min(planned.num_batches for planned in visits))
         fit.note_warning("batch_norm")
-    if fit.options.measures_batch_norm and forward_step(fit.module) is None and layers_in_training(fit.module):
+    measures = (fit.reports_statistics or fit.has_measured_statistics) and not is_plain(fit)
+    if measures and forward_step(fit.module) is None and layers_in_training(fit.module):
         _log.warning(
             "batch_norm=%r cannot measure BatchNorm's running statistics, so that %s:"
             " with manual optimization `training_step` would train the model, and %s has no"
             " `validation_step` to run instead. Implement one, or choose another `batch_norm`.",
             option,
-            "they are averaged" if option == "recalibrate" else "the global model keeps those it came with",
+            "they are averaged" if fit.reports_statistics else "the model keeps its initial ones",
             type(fit.module).__name__,
         )
         fit.note_warning("batch_norm")
 
 
-def recalibrate(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
-    """Replaces the running statistics of the global model by those that the round's clients measure with it.
+def is_plain(fit: FederatedFit) -> bool:
+    """True if running statistics are left as in a plain fit: with ``batch_norm="auto"`` and one client."""
+    return fit.batch_norm == "auto" and len(fit.population.clients) == 1
 
-    Every client whose update was used runs its data once through the new global model, in evaluation mode except for
-    BatchNorm, which normalises with each batch's own statistics as in training. The exchange is counted: the global
-    model down, the statistics up. Layers in evaluation mode (a frozen backbone's) keep the statistics they have; where
-    no client can measure, the averages stay. A robust rule's clients are not trusted here either
-    (:class:`~lightning_fed.rule.TolerantAggregator`). Of several models that the
-    aggregator keeps each is measured by its own clients.
+
+def measure_round(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
+    """Measures BatchNorm's running statistics with the new global model, on the clients whose updates were used.
+
+    A client runs its data once through the model, in evaluation mode except for BatchNorm, which normalises with each
+    batch's statistics as in training. Where clients report, the server pools the statistics for the global model, and
+    the exchange is counted: the global model down, the statistics up. Where each client has its own statistics, the
+    client stores its measurement. With ``batch_norm="auto"`` the first reports decide between both, see
+    :func:`decide_statistics`.
+
+    Layers in evaluation mode (a frozen backbone's) keep their statistics; where no client can measure, the averages
+    stay. Values that a robust rule would trim do not count (:class:`~lightning_fed.rule.TolerantAggregator`). A model
+    of a :class:`~lightning_fed.rule.ClusteredAggregator` is measured by its clients.
 
     Args:
         fit: The fit, in a round; its module holds the new global model.
         local: The module's entries.
 
     Returns:
-        ``fed/batch_norm_shift``, the largest of the layers' :func:`~lightning_fed.model.batch_norm.shift_between`;
-        empty where fewer than two clients have measured.
+        ``fed/batch_norm_shift``, the largest shift of a layer (:func:`~lightning_fed.model.batch_norm.shift_between`);
+        empty where fewer than two clients have reported.
 
     """
     module, server = fit.module, fit.server
     layers = layers_in_training(module)
     if forward_step(module) is None or not layers:
         return {}
+    reports_statistics = fit.reports_statistics and not is_plain(fit)
+    if not (reports_statistics or (fit.has_measured_statistics and fit.measure_remotely is None)):
+        return {}
     state = local.global_state()
 
     def send(visit: Visit) -> Broadcast:
         served_state = model_of(server.rule, visit.client)
         broadcast = Broadcast(visit.round, state if served_state is None else served_state)
-        server.sent(visit.client, broadcast)
+        if reports_statistics:
+            server.sent(visit.client, broadcast)
         return broadcast
 
     visits = [visit for visit in fit.cohort.visits if visit.client in server.report.received]
@@ -133,11 +146,37 @@ def recalibrate(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
             layers,
             lambda visit: local.load_client(visit.client, send(visit).state),
             fit.clock,
+            reports_statistics,
         )
         local.load_global(state)
         tell_of_model(fit.trainer, module, None)
     else:
         measured = fit.measure_remotely(server, visits, send)
+    shift = pool_reports(fit, local, measured, list(layers)) if reports_statistics else {}
+    if fit.has_measured_statistics and fit.measure_remotely is None:
+        reports = dict(measured)
+        for client in (visit.client for visit in visits):
+            statistics = own_statistics(reports.get(client, {}))  # empty if the client cannot measure
+            local.keep_statistics(client, server.report.round, statistics, server.report.round)
+    return shift
+
+
+def pool_reports(
+    fit: FederatedFit, local: LocalModel, measured: Sequence[tuple[Client, State]], layers: Sequence[str]
+) -> dict[str, float]:
+    """Pools the clients' reports in the global model and in the models of clusters.
+
+    Args:
+        fit: The fit, in a round; its module holds the new global model.
+        local: The module's entries.
+        measured: Client and report.
+        layers: Names of the layers.
+
+    Returns:
+        ``fed/batch_norm_shift``.
+
+    """
+    server = fit.server
     reported = [server.report.received[client] for client, _ in measured]
     counted = [server.chain.counted(number) for number in reported]
     if counted != reported:
@@ -145,36 +184,158 @@ def recalibrate(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
         measured = [(client, report) for (client, _), report in zip(measured, limited, strict=True)]
     reports = [(model_of(server.rule, client), report) for client, report in measured]
     of_global = [report for model, report in reports if model is None] or [report for _, report in reports]
-    if isinstance(fit.options.batch_norm, LocalStatistics):
+    if isinstance(fit.batch_norm, LocalStatistics) and fit.batch_norm.measured == "visit":
         _write_statistics(local.entries, local.personal, of_global, layers, server.rule)
         local.keep_server_entries()
     else:
         _write_statistics(local.entries, local.shared, of_global, layers, server.rule)
-    for model in {id(model): model for model, _ in reports if model is not None}.values():
-        of_model = [report for measured, report in reports if measured is model]
+    groups = [of_global]
+    models = {id(model): model for model, _ in reports if model is not None}
+    for model in models.values():
+        of_model = [report for measured_model, report in reports if measured_model is model]
         _write_statistics(model, local.shared, of_model, layers, server.rule)
-    return _note_shift(fit, of_global, layers)
+        groups.append(of_model)
+    if models and not any(model is None for model, _ in reports):
+        groups = groups[1:]  # the global model serves no client: differences between clusters do not matter
+    return _record_shift(fit, groups, layers)
 
 
-def _note_shift(fit: FederatedFit, reports: Sequence[Mapping[str, Tensor]], layers: Iterable[str]) -> dict[str, float]:
-    """The numbers that the log gets, and a warning, once in a fit, where pooled statistics cannot fit the clients."""
-    shares = {name: share for name in layers if (share := shift_between(reports, name)) is not None}
-    if not shares:
+def _record_shift(
+    fit: FederatedFit, groups: Sequence[Sequence[Mapping[str, Tensor]]], layers: Iterable[str]
+) -> dict[str, float]:
+    """Decides on the reports of a round, of one group per model; returns the numbers for the log."""
+    rule = fit.server.rule
+    shifts: dict[str, float] = {}
+    for name in layers:
+        for reports in groups:
+            tolerated = rule.tolerated(len(reports)) if isinstance(rule, TolerantAggregator) else 0
+            shift = shift_between(reports, name, tolerated)
+            if shift is not None:
+                shifts[name] = max(shift, shifts.get(name, 0.0))
+    largest = max(shifts, key=lambda name: shifts[name], default="")
+    if fit.batch_norm == "auto" and not fit.decision:
+        decide_statistics(fit, largest, shifts.get(largest), sum(map(len, groups)))
+    if not shifts:
         return {}
-    largest = max(shares, key=lambda name: shares[name])
-    if shares[largest] > LARGE_SHIFT and fit.note_warning("shift"):
+    if fit.batch_norm == "recalibrate" and shifts[largest] > LARGE_SHIFT and fit.note_warning("shift"):
         _log.warning(
             "The clients' data differ so much that pooled BatchNorm statistics may fit none of them: of the variance of"
             " the inputs of BatchNorm layer %r %.0f %% lies between the clients, and the global model can score far"
-            " below what its weights are worth. %s;"
+            " below what its weights are worth. batch_norm=LocalStatistics() gives every client statistics of its own;"
             " `lightning_fed.modules.to_group_norm` (norm='group' of the ready tasks) does without statistics.",
             largest,
-            100 * shares[largest],
-            "The clients have statistics of their own already, and LocalStatistics(unseen='batch') serves others"
-            if isinstance(fit.options.batch_norm, LocalStatistics)
-            else "batch_norm=LocalStatistics() gives every client statistics of its own",
+            100 * shifts[largest],
         )
-    return {"fed/batch_norm_shift": shares[largest]}
+    return {"fed/batch_norm_shift": shifts[largest]}
+
+
+def decide_statistics(fit: FederatedFit, layer: str, shift: float | None, num_reports: int) -> None:
+    """Decides, once in a fit, whether clients have their own BatchNorm statistics or share pooled ones.
+
+    The first round with reports decides; the second one if fewer than half of the cohort have reported in the first.
+    At least two clients must report, and at least ``min_clients``.
+
+    Args:
+        fit: The fit, in a round.
+        layer: The layer with the largest shift.
+        shift: The largest shift; ``None`` where fewer than two clients have reported.
+        num_reports: Number of clients that have reported.
+
+    """
+    cohort = fit.cohort
+    is_first, size = not fit.num_measured, len(cohort.visits) + len(cohort.dropped)
+    if shift is not None and num_reports >= fit.server.min_clients and not (is_first and 2 * num_reports < size):
+        decision = "own" if shift > LARGE_SHIFT else "pooled"
+        text = (
+            "each client has its own statistics, and the statistics of the batch serve data without a client"
+            if decision == "own"
+            else "the clients share pooled statistics"
+        )
+        _log.info(
+            "BatchNorm: %.0f %% of the differences in the inputs of layer %r lie between the clients: %s.",
+            100 * shift,
+            layer,
+            text,
+        )
+        fit.decide(decision)
+    fit.count_reports()
+
+
+def own_statistics(report: Mapping[str, Tensor]) -> State:
+    """Running statistics of one client's data, in float64: mean and unbiased variance by name of the entry.
+
+    Args:
+        report: Mean, variance and count, as :meth:`InputStatistics.as_extras` has it.
+
+    Example:
+        >>> report = {"batch_norm:0:mean": torch.tensor([1.0]), "batch_norm:0:var": torch.tensor([1.0]),
+        ...           "batch_norm:0:count": torch.tensor(2.0)}
+        >>> {name: value.item() for name, value in own_statistics(report).items()}
+        {'0.running_mean': 1.0, '0.running_var': 2.0}
+
+    """
+    statistics: State = {}
+    for name in {key.removeprefix("batch_norm:").rpartition(":")[0]: None for key in report}:
+        pooled = pool_statistics([report], name)
+        if pooled is not None:
+            prefix = f"{name}." if name else ""
+            statistics |= {f"{prefix}running_mean": pooled[0], f"{prefix}running_var": pooled[1]}
+    return statistics
+
+
+def load_own_model(
+    fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int | None
+) -> State | None:
+    """Makes the module the model that a client is evaluated with.
+
+    A client with statistics of another model than the global one measures again, if its training data are here.
+
+    Args:
+        fit: The fit.
+        local: The module's entries.
+        client: The client.
+        state: The shared entries of the model.
+        measure_round: Round of the global model if clients measure their BatchNorm statistics with it; else ``None``.
+
+    Returns:
+        New statistics, which the store does not have yet; empty if the client cannot measure, ``None`` if no
+        measurement was due.
+
+    """
+    statistics: State | None = None
+    has_data = fit.is_population_known and not (fit.is_remote and fit.has_server)
+    if measure_round is not None and has_data and client in fit.population.clients:
+        stored = (local.store.get(client) or {}).get(STATISTICS)
+        if stored is None or int(stored) != measure_round:
+            statistics = _measure_client(fit, local, client, state, measure_round)
+    local.load_client(client, state, trains=False, statistics=statistics)
+    fit.serve(client if local.has_statistics else None)
+    return statistics
+
+
+def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int) -> State:
+    """Statistics of a client outside of a round; empty where the client cannot measure."""
+    module, step = fit.module, forward_step(fit.module)
+    layers = {name: layer for name, layer in batch_norm_layers(module).items() if name in (fit.norm_layers or ())}
+    if step is None or not layers:
+        return {}
+    local.load_client(client, state)
+    tell_of_model(fit.trainer, module, client)
+    visit = fit.schedule.visit_of(measure_round, client)
+    try:
+        with torch.inference_mode(False), seeded_generators(), fit.clock.visit():
+            report = client_statistics(fit.trainer, module, fit.population, visit, layers, step)
+        fault = find_bad_statistics(report, _means_of(layers))
+    except Exception as error:
+        fault = describe(error)
+    if fault is not None:
+        _log.warning("Client %r's BatchNorm statistics are left out: %s.", client, fault)
+        return {}
+    return own_statistics(report)
+
+
+def _means_of(layers: Mapping[str, nn.BatchNorm2d]) -> State:
+    return {f"{name}.running_mean".lstrip("."): layer.get_buffer("running_mean") for name, layer in layers.items()}
 
 
 def layers_in_training(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
@@ -222,6 +383,7 @@ def measure_statistics(
     layers: Mapping[str, nn.BatchNorm2d],
     load: Callable[[Visit], None],
     clock: VisitClock | None = None,
+    is_sent: bool = True,
 ) -> list[tuple[Client, State]]:
     """Statistics of the inputs of BatchNorm layers when clients run their data once through a model, as each reports.
 
@@ -234,6 +396,7 @@ def measure_statistics(
         layers: The layers by name. They normalise with each batch's own statistics.
         load: Makes the module the model to measure, as a client has it.
         clock: Ends a client's pass that takes longer than a visit may.
+        is_sent: Whether the clients send the statistics to the server.
 
     Returns:
         Client and :meth:`InputStatistics.as_extras`, without clients that cannot measure: the log names them.
@@ -243,7 +406,7 @@ def measure_statistics(
     if step is None:
         return []
     clock = VisitClock(None) if clock is None else clock
-    sent = {f"{name}.running_mean".lstrip("."): layer.get_buffer("running_mean") for name, layer in layers.items()}
+    sent = _means_of(layers)
     before = server.report.down_bytes, server.report.up_bytes
     reports: dict[Client, State] = {}
     visits = list(visits)
@@ -258,7 +421,7 @@ def measure_statistics(
             _log.warning("Client %r's BatchNorm statistics are left out: %s.", visit.client, describe(error))
             continue
         update = ClientUpdate(visit.client, server.report.received[visit.client], {}, extras)
-        server.report.up_bytes += update.nbytes
+        server.report.up_bytes += update.nbytes if is_sent else 0
         fault = find_bad_statistics(update.extras, sent)
         if fault is None:
             reports[visit.client] = update.extras

@@ -22,6 +22,7 @@ from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.seeds import client_key, derive_seed
+from lightning_fed.rounds.batch_norm import load_own_model
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rule import ResizingAggregator, model_of
 from lightning_fed.server.schedule import Visit
@@ -117,7 +118,7 @@ class ClientModels:
         state = local.global_state()
 
         def load(client: Client) -> None:
-            local.load_client(client, self._shared(client, state), trains=False)
+            self._load(local, client, state)
             tell_of_model(trainer, module, client)
 
         try:
@@ -140,8 +141,8 @@ class ClientModels:
         assert module is not None
         local = self.local(module)
         state = local.global_state()
-        local.load_client(client, self._shared(client, state), trains=False)
         try:
+            self._load(local, client, state)
             own: dict[str, Any] = copy_state(module.state_dict())
             return own
         finally:
@@ -161,6 +162,7 @@ class ClientModels:
         with torch.inference_mode(False):  # what is made in that mode cannot be trained
             local = self.local(module)
             self._name_strangers(clients, bool(local.personal))
+            measured: dict[Client, State] = {}
             state = local.global_state()
             seed = fit.schedule.end_seed(round)
             visits = [Visit(client, round, derive_seed(seed, client_key(client))) for client in clients]
@@ -173,6 +175,7 @@ class ClientModels:
             with self._counting() as answers, seeded_generators():
                 if self._remote is not None:
                     question = {**question, "callback": type(callback).__name__, "own": own}
+                    question["statistics_round"] = fit.statistics_round
                     for client, answer in self._remote.ask(fit, question, visits, send):
                         if isinstance(answer, str):
                             answers.failed[client] = answer
@@ -184,7 +187,8 @@ class ClientModels:
                     def answer_here(visit: Visit) -> ClientUpdate:
                         sent = send(visit).state
                         if own:
-                            local.load_client(visit.client, sent, trains=False)
+                            statistics = load_own_model(fit, local, visit.client, sent, fit.statistics_round)
+                            measured.update({} if statistics is None else {visit.client: statistics})
                         else:
                             local.load_global(sent)
                         tell_of_model(trainer, module, visit.client if own else None)
@@ -199,9 +203,23 @@ class ClientModels:
                         tell_of_model(trainer, module, None)
         if self._remote is None:
             answers = Answers.joined(process_group_of(trainer).gather(answers), clients)
+            for part in process_group_of(trainer).gather(measured):
+                for client, statistics in part.items():
+                    self._keep(local, client, statistics)
         for client, reason in answers.failed.items():
             _log.warning("Client %r does not answer: %s.", client, reason)
         return answers
+
+    def _load(self, local: LocalModel, client: Client, state: State) -> None:
+        """Loads a client's own model; several processes store no measurement of one of them."""
+        fit = self._fit
+        statistics = load_own_model(fit, local, client, self._shared(client, state), fit.statistics_round)
+        if statistics is not None and process_group_of(fit.trainer).size == 1:
+            self._keep(local, client, statistics)
+
+    def _keep(self, local: LocalModel, client: Client, statistics: State) -> None:
+        assert self._fit.statistics_round is not None
+        local.keep_statistics(client, self._fit.rounds - 1, statistics, self._fit.statistics_round)
 
     def _ask_here(
         self, trainer: L.Trainer, visits: Sequence[Visit], answer: Callable[[Visit], ClientUpdate], answers: Answers

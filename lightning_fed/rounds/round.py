@@ -37,7 +37,7 @@ from lightning_fed.model.entries import (
     trainable_entries,
     untrained_entries,
 )
-from lightning_fed.rounds.batch_norm import freeze_batch_norm, recalibrate, warn_of_batch_norm
+from lightning_fed.rounds.batch_norm import freeze_batch_norm, layers_in_training, measure_round, warn_of_batch_norm
 from lightning_fed.rounds.visit_driver import VisitPlan
 from lightning_fed.rounds.visit_flow import ClientVisit, ServerHalf
 from lightning_fed.rule import ResizingAggregator, RoundInfo
@@ -112,6 +112,7 @@ class Round:
         if process_group_of(self._trainer).rank == 0:
             for client, reason in self.loader.failed.items():
                 self._server.fail(client, reason, self.loader.errors.get(client))
+        self.fit.set_norm_layers(list(layers_in_training(self._module)))
         warn_of_batch_norm(self.fit, self.local, self.loader.visits)
         for callback in self._server_callbacks:
             callback.on_server_round_start(self._trainer, self._module)
@@ -160,6 +161,8 @@ class Round:
                 self._server.abandon_round()
                 self.load_global(self.start.state)
                 state, is_new = None, False
+        if is_new:
+            self.fit.count_model(self._server.report.round)
         self._settle(() if state is None else self._server.report.received)
         self._server.held.note(self._server.report.round, self._server.report.received)
         self.log(has_aggregate=state is not None)
@@ -212,10 +215,9 @@ class Round:
             self.fit.store.settle(self._server.report.round, counting)
 
     def measure_batch_norm(self) -> None:
-        """Has clients measure BatchNorm's running statistics with the new global model, where that is asked for."""
-        if self.fit.options.measures_batch_norm:
-            with seeded_generators():  # every process measures its share
-                self._measured = recalibrate(self.fit, self.local)
+        """Has clients measure BatchNorm's running statistics with the new global model."""
+        with seeded_generators():  # every process measures its share
+            self._measured = measure_round(self.fit, self.local)
 
     def log(self, has_aggregate: bool) -> None:
         """Logs the round."""

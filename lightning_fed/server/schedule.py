@@ -260,6 +260,10 @@ class Schedule:
         """The seed of the draws after a round's visits: in aggregation and in validation."""
         return derive_seed(self.seed, round, _END)
 
+    def visit_of(self, round: int, client: Client) -> Visit:
+        """The visit of a client in a round without stragglers, with the seed of the round's cohort."""
+        return self._visit(round, client, is_straggler=False)
+
     def _draw(self, purpose: int, round: int, clients: Sequence[Client]) -> list[Client]:
         size = self.cohort_size(len(clients))
         if size == len(clients):

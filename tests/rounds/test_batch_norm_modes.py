@@ -266,7 +266,7 @@ def test_the_log_says_once_where_pooled_statistics_fit_nobody(offset, federated_
         for place, (name, (inputs, targets)) in enumerate(models.vectors().items())
     }
     recorder = Recorder()
-    trainer = federated_trainer(max_rounds=2, callbacks=[recorder], seed=SEED)
+    trainer = federated_trainer(max_rounds=2, callbacks=[recorder], seed=SEED, batch_norm="recalibrate")
     with caplog.at_level(logging.WARNING):
         trainer.fit(models.Module(models.norm_mlp(), models.sgd), models.as_datasets(clients))
     shift = recorder.logged[-1]["fed/batch_norm_shift"]
@@ -277,16 +277,6 @@ def test_the_log_says_once_where_pooled_statistics_fit_nobody(offset, federated_
     if offset:
         assert "'net.1'" in warned[0] or "'net.5'" in warned[0]
         assert "batch_norm=LocalStatistics() gives" in warned[0]
-
-
-def test_the_advice_is_not_to_do_what_is_done(federated_trainer, caplog):
-    clients = {name: (x + 20.0 * place, y) for place, (name, (x, y)) in enumerate(models.vectors().items())}
-    trainer = federated_trainer(max_rounds=1, batch_norm=LocalStatistics("pooled"))
-    with caplog.at_level(logging.WARNING):
-        trainer.fit(models.Module(models.norm_mlp(), models.sgd), models.as_datasets(clients))
-    (warned,) = [message for message in caplog.messages if "lies between the clients" in message]
-    assert "LocalStatistics(unseen='batch') serves others" in warned
-    assert "batch_norm=LocalStatistics()" not in warned
 
 
 @pytest.mark.parametrize(("after", "count"), [(1, 0), (2, 1), (3, 1)])
@@ -325,7 +315,7 @@ def test_statistics_of_frozen_layers_stay_the_servers(federated_trainer):
     trainer.fit(module, models.as_datasets(models.vectors()))
     policies = trainer.federation.policies
     assert {policies[f"net.1.{name}"] for name in ("running_mean", "weight")} == {"frozen"}
-    assert (policies["net.5.running_mean"], policies["net.5.weight"]) == ("personal", "shared")
+    assert (policies["net.5.running_mean"], policies["net.5.weight"]) == ("frozen", "shared")
 
 
 def test_an_error_before_a_fit_with_fixed_statistics_is_seen(either_trainer):

@@ -278,7 +278,7 @@ class LayerwiseTraining(FederatedCallback):
         """Has BatchNorm's statistics of the stage measured, if the pass goes on."""
         federation = find_federation(trainer)
         rule = _rule(federation)
-        if rule.unfinished is None or federation.options.batch_norm != "recalibrate":
+        if rule.unfinished is None or federation.options.batch_norm not in ("auto", "recalibrate"):
             return
         stage, current = rule.unfinished
         layers = {  # not the user's frozen

@@ -40,7 +40,7 @@ from lightning_fed.model.entries import (
     live_entries,
     untrained_entries,
 )
-from lightning_fed.rounds.batch_norm import client_statistics, layers_in_training
+from lightning_fed.rounds.batch_norm import client_statistics, layers_in_training, load_own_model
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
 from lightning_fed.rule import RoundInfo
@@ -313,7 +313,9 @@ class RemoteServerSide(RemoteSide):
                 raise ClientFault(f"its half has no callback {str(name)[:100]!r}, which is asked")
             state = round.server_half.ask(Request(visit.client)).state
             if question.get("own"):
-                round.local.load_client(visit.client, state, trains=False)
+                measured = question.get("statistics_round")
+                measured = measured if type(measured) is int and measured >= 0 else None
+                load_own_model(round.fit, round.local, visit.client, state, measured)
             else:
                 round.local.load_global(state)
             tell_of_model(trainer, module, visit.client if question.get("own") else None)

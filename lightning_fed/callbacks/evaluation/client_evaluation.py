@@ -487,7 +487,9 @@ def has_clients(trainer: L.Trainer, stage: Stage) -> bool:
 
 def _has_own_models(trainer: L.Trainer, federation: Federation) -> bool:
     """True if clients may be served by other models than the global one."""
-    if "personal" in federation.policies.values() or isinstance(federation.server.rule, ClusteredAggregator):
+    if federation.has_own_statistics or "personal" in federation.policies.values():
+        return True
+    if isinstance(federation.server.rule, ClusteredAggregator):
         return True
     return any(callback.has_own_models for callback in federated_callbacks(trainer))
 

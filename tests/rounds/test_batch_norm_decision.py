@@ -1,0 +1,347 @@
+"""BatchNorm statistics of each client, measured with the aggregated weights, and the default's decision for them."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fed import Faults, FederatedCallback, FederatedDataModule, LocalStatistics
+from lightning_fed.algorithms import FedAvg
+from lightning_fed.privacy import SecureSum
+from lightning_fed.rounds import batch_norm
+from lightning_fed.rule import ClusteredAggregator
+from lightning_fed.steps import UniformWeights
+from tests import models
+from tests.algorithms.fedma import fits
+from tests.privacy.helpers import KnownKey
+from tests.recorders import Recorder, assert_same, fit_fixed, loading, state_of
+from tests.references import (
+    batch_norm_reference,
+    recalibration_seed_reference,
+    seed_reference,
+    visit_batches_reference,
+    visit_seed_reference,
+)
+from tests.references_batch_norm import normalised_by_batch
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+SEED, ROUNDS = 5, 3
+LAYERS = {"1": nn.BatchNorm1d, "5": nn.BatchNorm1d}
+
+
+def unlike(sizes=models.SIZES, offset=20.0):
+    """Clients whose inputs have very different means."""
+    return {
+        name: (inputs + offset * place, targets)
+        for place, (name, (inputs, targets)) in enumerate(models.vectors(sizes).items())
+    }
+
+
+def measured_reference(aggregate, clients, client, round, seed=SEED):
+    """Running statistics of one client: one pass of its data through the aggregate of a round."""
+    net = models.norm_mlp()
+    net.load_state_dict({name.removeprefix("net."): value for name, value in aggregate.items()}, strict=False)
+    pass_seed = recalibration_seed_reference(visit_seed_reference(seed, round, client))
+    batches = [inputs for inputs, _ in visit_batches_reference(clients[client], 32, pass_seed)]
+    measured = batch_norm_reference(net, {name: net[int(name)] for name in LAYERS}, batches)
+    return {
+        f"net.{layer}.{kind}": value
+        for layer, values in measured.items()
+        for kind, value in zip(("running_mean", "running_var"), values, strict=True)
+    }
+
+
+def assert_measured(state, expected):
+    for name, value in expected.items():
+        assert torch.allclose(state[name].double(), value, rtol=1e-6, atol=1e-6), name
+
+
+def fit(federated_trainer, clients, caplog=None, module=None, val=None, **options):
+    recorder, module = Recorder(), module or models.Module(models.norm_mlp(), models.momentum)
+    callbacks = [recorder, *options.pop("callbacks", [])]
+    options = {"max_rounds": ROUNDS, "seed": SEED, **options}
+    trainer = federated_trainer(callbacks=callbacks, **options)
+    trainer.fit(module, datamodule=FederatedDataModule(models.as_datasets(clients), val))
+    return trainer, module, recorder
+
+
+def decisions(caplog):
+    return [message for message in caplog.messages if message.startswith("BatchNorm: ")]
+
+
+# --- the statistics of a client ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_norm", ["auto", LocalStatistics(), LocalStatistics("pooled")], ids=str)
+@pytest.mark.parametrize("cohort", [1.0, 3])
+def test_statistics_are_one_pass_through_the_averaged_weights(batch_norm, cohort, federated_trainer):
+    """Of every client after the fit, also of one that was not in the last round."""
+    clients = unlike()
+    trainer, module, recorder = fit(federated_trainer, clients, batch_norm=batch_norm, clients_per_round=cohort)
+    for client in clients:
+        state = trainer.federation.client_state(client)
+        assert_measured(state, measured_reference(recorder.aggregates[-1], clients, client, ROUNDS - 1))
+        assert torch.equal(state["net.0.weight"], module.net[0].weight)
+
+
+def test_known_clients_are_evaluated_with_their_statistics(federated_trainer):
+    """In validation after every round; a client without training data by the statistics of its batch."""
+    clients = unlike()
+    data = {**clients, "new": models.vectors({"new": 20})["new"]}
+    val = {client: DataLoader(TensorDataset(*tensors), len(tensors[0])) for client, tensors in data.items()}
+    trainer, _, recorder = fit(federated_trainer, clients, val=val, clients_per_round=3)
+    for client, (inputs, targets) in data.items():
+        own = models.Module(models.norm_mlp()).eval()
+        own.load_state_dict(recorder.aggregates[-1])
+        if client in clients:
+            own.load_state_dict(trainer.federation.client_state(client))
+            outputs = own(inputs)
+        else:
+            for layer in (own.net[1], own.net[5]):
+                layer.train()
+            outputs = own(inputs)
+        expected = F.cross_entropy(outputs, targets).item()
+        assert trainer.callback_metrics[f"client/{client}/val_loss"].item() == pytest.approx(expected, rel=1e-5)
+
+
+# --- the decision -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("offset", "decision"), [(0.0, "pooled"), (20.0, "own")])
+def test_the_default_decides_once(offset, decision, federated_trainer, caplog):
+    """The weights are those of "recalibrate" bit for bit, and so is the whole model where statistics are pooled."""
+    clients = unlike(offset=offset)
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        trainer, module, _ = fit(federated_trainer, clients)
+    (line,) = decisions(caplog)
+    assert ("own statistics" in line) == (decision == "own")
+    assert ("pooled statistics" in line) == (decision == "pooled")
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    assert trainer.federation.has_own_statistics == (decision == "own")
+    _, pooled, _ = fit(federated_trainer, clients, batch_norm="recalibrate")
+    assert_same(state_of(pooled), state_of(module))
+    if decision == "pooled":
+        for client in clients:
+            assert_same(state_of(module), trainer.federation.client_state(client))
+
+
+def test_a_decision_survives_similar_clients(federated_trainer, caplog):
+    """Own statistics are never undone, and a preset decision needs no reports."""
+    clients = unlike(offset=0.0)
+    module = models.Module(models.norm_mlp(), models.momentum)
+    trainer = federated_trainer(max_rounds=1, seed=SEED)
+    trainer.federation.preset_decision("own")
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        trainer.fit(module, datamodule=FederatedDataModule(models.as_datasets(clients)))
+    assert not decisions(caplog)
+    assert trainer.federation.batch_norm_decision == "own"
+    states = [trainer.federation.client_state(client) for client in clients]
+    assert not torch.equal(states[0]["net.1.running_mean"], states[1]["net.1.running_mean"])
+
+
+def test_one_client_equals_plain_lightning(federated_trainer, plain_trainer, caplog):
+    """Weights and running statistics, bit for bit."""
+    clients = models.vectors({"ann": 40})
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        trainer, module, _ = fit(federated_trainer, clients, max_rounds=2)
+    assert not decisions(caplog)
+    assert not trainer.federation.has_own_statistics
+    plain = models.Module(models.norm_mlp(), models.momentum)
+    for round in range(2):
+        visit_seed = visit_seed_reference(SEED, round, "ann")
+        seed_reference(visit_seed)
+        fit_fixed(plain_trainer(max_epochs=1), plain, [visit_batches_reference(clients["ann"], 32, visit_seed)])
+    assert_same(state_of(plain), state_of(module))
+
+
+def group_norm():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.GroupNorm(2, 8), nn.ReLU(), nn.Linear(8, models.CLASSES))
+
+
+class FrozenNorms(models.Module):
+    def on_train_start(self):
+        for layer in self.modules():
+            if isinstance(layer, nn.BatchNorm1d):
+                layer.eval()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        lambda: models.Module(models.mlp(), models.momentum),
+        lambda: models.Module(group_norm(), models.momentum),
+        lambda: FrozenNorms(models.norm_mlp(), models.momentum),
+    ],
+    ids=["no norm", "group norm", "frozen layers"],
+)
+def test_models_without_batch_norm_in_training_get_no_message(module, federated_trainer, caplog):
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        trainer, _, recorder = fit(federated_trainer, unlike(), module=module(), max_rounds=1)
+    assert not decisions(caplog)
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    assert "fed/batch_norm_shift" not in recorder.logged[-1]
+    assert not trainer.federation.has_own_statistics
+
+
+def secure_sum():
+    return [UniformWeights(), SecureSum(10.0)]
+
+
+def central_privacy():
+    pytest.importorskip("dp_accounting")
+    return [KnownKey(1.0, 1e-3, noise_multiplier=0.5)]
+
+
+@pytest.mark.parametrize("make_steps", [secure_sum, central_privacy])
+def test_hidden_updates_have_own_statistics_without_reports(make_steps, federated_trainer, caplog):
+    clients, steps = unlike(offset=0.0), make_steps()
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        trainer, _, recorder = fit(federated_trainer, clients, max_rounds=2, steps=steps)
+    assert len(decisions(caplog)) == 1
+    assert "fed/batch_norm_shift" not in recorder.logged[-1]
+    assert not [name for name in recorder.visits[0].update if "running" in name]
+    state = trainer.federation.client_state("bob")
+    assert_measured(state, measured_reference(recorder.aggregates[-1], clients, "bob", 1))
+
+
+class Fails:
+    """Has clients fail to measure in some rounds."""
+
+    def __init__(self, monkeypatch, clients, rounds=range(ROUNDS)):
+        measure = batch_norm.client_statistics
+
+        def failing(trainer, module, population, visit, *arguments):
+            if visit.client in clients and visit.round in rounds:
+                raise ValueError("no measurement")
+            return measure(trainer, module, population, visit, *arguments)
+
+        monkeypatch.setattr(batch_norm, "client_statistics", failing)
+
+
+def test_a_client_that_cannot_measure_is_served_by_its_batch(federated_trainer, monkeypatch, caplog):
+    clients = unlike()
+    Fails(monkeypatch, ["bob"])
+    val = {client: DataLoader(TensorDataset(*tensors), len(tensors[0])) for client, tensors in clients.items()}
+    trainer, _, recorder = fit(federated_trainer, clients, val=val, max_rounds=1)
+    own = models.Module(models.norm_mlp()).eval()
+    own.load_state_dict(recorder.aggregates[-1])
+    expected = F.cross_entropy(normalised_by_batch(own.net, clients["bob"][0]), clients["bob"][1]).item()
+    assert trainer.callback_metrics["client/bob/val_loss"].item() == pytest.approx(expected, rel=1e-5)
+    assert sum("BatchNorm statistics are left out" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("failing", "rounds", "min_clients", "decided"),
+    [
+        (1, ROUNDS, 1, [True, True]),
+        (3, 1, 1, [False, True]),  # fewer than half of five
+        (3, ROUNDS, 1, [False, True]),  # the second round decides with few reports, too
+        (4, ROUNDS, 1, [False, False]),  # one report shows no difference
+        (1, ROUNDS, 5, [False, False]),
+    ],
+)
+def test_rounds_that_decide(failing, rounds, min_clients, decided, federated_trainer, monkeypatch):
+    clients = unlike()
+    Fails(monkeypatch, list(clients)[:failing], range(rounds))
+    seen = []
+
+    class Decisions(FederatedCallback):
+        def on_server_round_end(self, trainer, module, is_new):
+            seen.append(trainer.federation.batch_norm_decision == "own")
+
+    fit(federated_trainer, clients, max_rounds=2, faults=Faults(min_clients=min_clients), callbacks=[Decisions()])
+    assert seen == decided
+
+
+@pytest.mark.parametrize(("method", "decision"), [("fedavg", "own"), ("trimmed_mean:num_malicious=1", "pooled")])
+def test_clients_that_a_robust_rule_trims_do_not_decide(method, decision, federated_trainer):
+    """One client of five looks different."""
+    clients = models.vectors()
+    clients["eve"] = (clients["eve"][0] + 50.0, clients["eve"][1])
+    trainer, *_ = fit(federated_trainer, clients, max_rounds=1, method=method)
+    assert trainer.federation.batch_norm_decision == decision
+
+
+@pytest.mark.parametrize(("is_far", "decision"), [(False, "pooled"), (True, "own")])
+def test_each_model_of_a_clustered_rule_is_compared_within_its_clients(is_far, decision, federated_trainer):
+    """Two looks, one for each model; then a client of the other look in a cluster."""
+
+    class Clusters(FedAvg, ClusteredAggregator):
+        def aggregate(self):
+            state = super().aggregate()
+            self.models = [{name: value.clone() for name, value in state.items()} for _ in range(2)]
+            return state
+
+        def model_of(self, client):
+            return self.models[client in ("ann", "bob") or (is_far and client == "eve")] if self.models else None
+
+        models = ()
+
+    clients = {
+        client: (inputs + 50.0 * (client in ("ann", "bob")), targets)
+        for client, (inputs, targets) in models.vectors().items()
+    }
+    trainer, *_ = fit(federated_trainer, clients, max_rounds=1, method=Clusters())
+    assert trainer.federation.batch_norm_decision == decision
+
+
+def test_fedma_decides_after_its_last_stage(federated_trainer):
+    clients = {
+        name: (inputs + 20.0 * place, targets) for place, (name, (inputs, targets)) in enumerate(fits.parts().items())
+    }
+    seen = []
+
+    class Decisions(FederatedCallback):
+        def on_server_round_end(self, trainer, module, is_new):
+            seen.append(trainer.federation.batch_norm_decision)
+
+    module = models.Module(fits.norm_net(), models.momentum)
+    trainer = federated_trainer(max_rounds=3, method="fedma", callbacks=[Decisions()], seed=SEED)
+    trainer.fit(module, datamodule=fits.data_of(clients))
+    assert seen == ["", "", "own"]
+    states = [trainer.federation.client_state(client) for client in clients]
+    assert states[0]["net.1.running_mean"].shape == module.net[1].running_mean.shape
+    assert not torch.equal(states[0]["net.1.running_mean"], states[1]["net.1.running_mean"])
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", [None, "folder"])
+def test_resumed_fits_have_the_same_statistics(store, federated_trainer, tmp_path):
+    clients = unlike()
+    val = {client: DataLoader(TensorDataset(*tensors), len(tensors[0])) for client, tensors in clients.items()}
+    options = {"clients_per_round": 3, "val": val}
+    whole, module, _ = fit(federated_trainer, clients, **options)
+    options["store"] = store and tmp_path / store
+    first, *_ = fit(federated_trainer, clients, max_rounds=2, **options)
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    resumed = models.Module(models.norm_mlp(), models.momentum)
+    trainer = federated_trainer(max_rounds=ROUNDS, seed=SEED, clients_per_round=3, store=options["store"])
+    data = FederatedDataModule(models.as_datasets(clients), val)
+    trainer.fit(resumed, datamodule=data, ckpt_path=tmp_path / "two.ckpt", **loading(True))
+    assert trainer.federation.batch_norm_decision == "own"
+    assert_same(state_of(module), state_of(resumed))
+    for client in clients:
+        assert_same(whole.federation.client_state(client), trainer.federation.client_state(client))
+    for name, value in whole.callback_metrics.items():
+        if name.startswith("client/"):
+            assert torch.equal(trainer.callback_metrics[name], value)
+
+
+def test_a_resume_with_another_choice_is_refused(federated_trainer, tmp_path):
+    trainer, *_ = fit(federated_trainer, unlike(), max_rounds=1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    again = federated_trainer(max_rounds=2, seed=SEED, batch_norm="recalibrate")
+    with pytest.raises(ValueError, match="Expected `batch_norm` to be 'auto', as in the checkpoint, but got 'recali"):
+        again.fit(
+            models.Module(models.norm_mlp(), models.momentum),
+            datamodule=FederatedDataModule(models.as_datasets(unlike())),
+            ckpt_path=tmp_path / "one.ckpt",
+            **loading(True),
+        )
