@@ -31,6 +31,7 @@ from .fit.options import LocalStatistics as LocalStatistics
 from .messages import Broadcast as Broadcast
 from .messages import ClientUpdate as ClientUpdate
 from .method import Method as Method
+from .rounds.batch_norm import adapt as adapt
 from .rule import Aggregator as Aggregator
 from .server.schedule import Availability as Availability
 from .trainer import FederatedTrainer as FederatedTrainer

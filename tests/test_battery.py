@@ -148,7 +148,7 @@ TABLE = {
         lambda: models.Module(models.BaseAndHead(), models.momentum),
         options={"batch_norm": LocalStatistics(), "clients_per_round": 3},
         rounds=3,
-        personal=is_statistic,
+        frozen=is_statistic,
     ),
     "batch norm frozen": Row(
         lambda: models.Module(models.BaseAndHead(), models.momentum),

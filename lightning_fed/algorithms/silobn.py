@@ -44,7 +44,7 @@ class SiloBN(Method):
 
     def __init__(
         self,
-        unseen: Literal["batch", "pooled"] = "batch",
+        unseen: Literal["batch", "data", "pooled"] = "batch",
         aggregator: str | Method | Aggregator = "fedavg",
     ) -> None:
         super().__init__(aggregator, batch_norm=LocalStatistics(unseen, measured="visit"))

@@ -34,6 +34,7 @@ from lightning_fed.fit.checkpoint_checks import (
     check_model,
     count_of,
     describe_clients,
+    warn_of_batch_norm_option,
 )
 from lightning_fed.fit.entry_policies import check_sliced
 from lightning_fed.fit.federated_fit import FederatedFit
@@ -47,7 +48,7 @@ from lightning_fed.messages import Client, State
 from lightning_fed.method import Method, build_method
 from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.entries import Policy, Selector, live_entries
-from lightning_fed.rounds.batch_norm import is_plain
+from lightning_fed.rounds.batch_norm import adapt, statistics_of_monitored, warn_of_monitors
 from lightning_fed.rounds.client_errors import describe_visit
 from lightning_fed.rounds.client_models import Answers, ClientModels
 from lightning_fed.rounds.loop import RoundLoop
@@ -133,7 +134,8 @@ class Federation(TrainerCallback):
         states of ``totals``, ``failed_rounds``, ``chain`` and ``store``, ``initial_statistics`` (tensors; empty but
         for pooled statistics of unseen data), ``unset`` (buffers that had no values; ``None`` before a fit),
         ``held`` (which clients have which entries that do not train), and of BatchNorm the option ``batch_norm`` and
-        its ``decision`` (texts), ``num_measured`` and ``model_round`` (ints), and ``norm_layers`` (names).
+        its ``decision`` (texts), ``num_measured`` and ``model_round`` (ints), ``norm_layers`` (names) and the
+        ``statistics`` behind each monitored value (texts by name).
 
     Example:
         >>> federation = Federation("fedavg", clients_per_round=10, local_epochs=2)
@@ -357,6 +359,28 @@ class Federation(TrainerCallback):
         module = None if self._trainer is None else self._trainer.lightning_module
         return self._models.state(module, client, self._loop.round is not None)
 
+    def client_model(self, client: Client) -> L.LightningModule:
+        """A copy of the module as a client's own model, with the client's personal entries and BatchNorm statistics.
+
+        The copy is a plain module in evaluation mode and needs nothing of this package.
+
+        Args:
+            client: The client's key.
+
+        Raises:
+            RuntimeError: Before the clients are known, and during a fit.
+            ValueError: If there is no such client.
+
+        """
+        state = self.client_state(client)
+        if self._loop.is_attached:
+            raise RuntimeError("A client's model exists after the fit: between rounds ask for `client_state`.")
+        model = copy.deepcopy(self._fit.module)
+        model.load_state_dict(state)
+        return model.eval()
+
+    adapt = staticmethod(adapt)
+
     def ask(
         self,
         trainer: L.Trainer,
@@ -423,7 +447,7 @@ class Federation(TrainerCallback):
         shared = strategy.callbacks() if strategy is not None else ()
         add_callbacks(trainer, self, [*self.method.callbacks, *own, *shared])
         option = self.options.batch_norm
-        if option == "auto" or (isinstance(option, LocalStatistics) and option.unseen == "batch"):
+        if option == "auto" or (isinstance(option, LocalStatistics) and option.unseen != "pooled"):
             add_callbacks(trainer, self, [UnseenData(lambda: self._fit)])
         previous, self._trainer = self._trainer, trainer
         if stage != "fit":
@@ -502,6 +526,7 @@ class Federation(TrainerCallback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives up a round that was cut short by the module, and has Lightning ask for the next one."""
+        warn_of_monitors(self._fit)
         self._loop.cut_short()
         self._loop.ask_for_round()
         self._fit.progress.end_epoch()
@@ -520,8 +545,16 @@ class Federation(TrainerCallback):
         if totals["rounds"] and trainer.is_global_zero:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             seconds = perf_counter() - self._start
-            again = self._fit.reports_statistics and not is_plain(self._fit) and bool(batch_norm_layers(pl_module))
+            again = self._fit.reports_statistics and bool(batch_norm_layers(pl_module))
             _log.info(describe_end(self.method.name, totals, seconds, metrics, files, again))
+            if self.has_own_statistics:
+                _log.info(
+                    "Each client has its own BatchNorm statistics: `client_model(client)` of the federation returns a"
+                    " client's model, and `trainer.test(ckpt_path=...)` evaluates as in the fit. A model of"
+                    " `load_from_checkpoint` has %s statistics, with other scores: adapt(model, loader) measures new"
+                    " ones.",
+                    "pooled" if self.reports_statistics else "the initial",
+                )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Shows the last round's numbers also where nothing was left to train after a resume."""
@@ -559,6 +592,7 @@ class Federation(TrainerCallback):
         module = None if self._trainer is None or is_in_round else self._trainer.lightning_module
         return {
             **self._fit.state_dict(),
+            "statistics": {} if self._trainer is None else statistics_of_monitored(self._fit),
             "seed": self.schedule.seed,
             "method": self.method.name,
             "clients": self._clients,
@@ -582,6 +616,8 @@ class Federation(TrainerCallback):
         if self._is_fit:
             check_method(state_dict.get("method", ""), self.method.name)
             check_batch_norm(state_dict.get("batch_norm", ""), repr(self.options.batch_norm))
+        else:
+            warn_of_batch_norm_option(state_dict.get("batch_norm", ""), repr(self.options.batch_norm))
         self._clients = state_dict.get("clients", "")
         self._fit.load_state_dict(state_dict)
         then, now = state_dict["seed"], self.schedule.seed

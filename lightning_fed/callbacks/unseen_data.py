@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import lightning as L
+import torch
+from torch import Tensor, nn
 
-from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.data.federated import split_loaders
+from lightning_fed.data.population import seeded_generators
+from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.messages import Broadcast, Client
+from lightning_fed.lightning.isolated_pass import isolated_pass, run_step
+from lightning_fed.messages import Broadcast, Client, State
+from lightning_fed.model.batch_norm import InputStatistics, batch_norm_layers
 from lightning_fed.model.unseen_statistics import UnseenStatistics
+
+_log = logging.getLogger(__name__)
+
+
+class DataStatistics(UnseenStatistics):
+    """Normalises with the statistics of data; before a measurement with those of the batch.
+
+    Args:
+        module: The module.
+        layers: Names of the BatchNorm layers; ``None`` for all.
+
+    Attributes:
+        report: Mean and variance of each layer, as :meth:`InputStatistics.as_extras` has them.
+
+    """
+
+    def __init__(self, module: nn.Module, layers: Iterable[str] | None = None) -> None:
+        super().__init__(module, layers)
+        self.report: State = {}
+
+    def statistics(self, name: str, layer: nn.BatchNorm2d, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance of the data, shape ``(1, C)``."""
+        mean, variance = (self.report.get(f"batch_norm:{name}:{kind}") for kind in ("mean", "var"))
+        if mean is None or variance is None:
+            return super().statistics(name, layer, values)
+        return mean.to(values).unsqueeze(0), variance.to(values).unsqueeze(0)
 
 
 class UnseenData(FederatedCallback):
-    """Normalises data without a client with the statistics of the batch, where clients have their own statistics.
+    """Normalises data without a client by the statistics of the batch or of the data.
 
     The callback acts from the start of a validation, test or prediction until the next round, while the module is the
     global model or the model of a client without statistics. Layers that do not train (a frozen encoder's) keep their
-    running statistics. :class:`~lightning_fed.callbacks.Federation` adds the callback with ``batch_norm="auto"`` and
-    ``batch_norm=LocalStatistics(unseen="batch")``.
+    running statistics. :class:`~lightning_fed.callbacks.Federation` adds the callback where clients may have their own
+    statistics.
 
     Args:
         find_fit: Returns the current fit.
@@ -29,7 +64,7 @@ class UnseenData(FederatedCallback):
 
     def __init__(self, find_fit: Callable[[], FederatedFit]) -> None:
         self._find_fit = find_fit
-        self._adapter: UnseenStatistics | None = None
+        self._adapter: DataStatistics | None = None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restores the layers for the training."""
@@ -41,6 +76,24 @@ class UnseenData(FederatedCallback):
         self._start(pl_module)
 
     on_test_start = on_predict_start = on_validation_start
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Measures a loader before its first batch."""
+        self._measure_loader(trainer, pl_module, "validation", batch_idx, dataloader_idx)
+
+    def on_test_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Measures a loader before its first batch."""
+        self._measure_loader(trainer, pl_module, "test", batch_idx, dataloader_idx)
+
+    def on_predict_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Measures a loader before its first batch."""
+        self._measure_loader(trainer, pl_module, "predict", batch_idx, dataloader_idx)
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
@@ -66,10 +119,60 @@ class UnseenData(FederatedCallback):
         """Restores the layers."""
         self._stop()
 
+    @torch.inference_mode(False)
+    def measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
+        """Measures the statistics of data without a client, where these are to normalise the data.
+
+        Args:
+            trainer: The Trainer.
+            module: The module.
+            batches: The data; the labels are ignored.
+            step: The step of the module.
+
+        """
+        adapter = self._adapter
+        if adapter is None or not adapter.is_active or self._find_fit().unseen != "data":
+            return
+        adapter.report = {}
+        layers = {name: layer for name, layer in batch_norm_layers(module).items() if name in adapter.names}
+        statistics = InputStatistics(layers)
+        with seeded_generators(), isolated_pass(module), statistics.watching():
+            for layer in layers.values():
+                layer.train()
+            for number, batch in enumerate(batches):
+                try:
+                    run_step(trainer, module, step, batch, number)
+                except ValueError as error:
+                    if "more than 1 value per channel" not in str(error):
+                        raise
+                    self._warn_of_single_example()
+        adapter.report = statistics.as_extras()
+
+    def _warn_of_single_example(self) -> None:
+        if self._find_fit().note_warning("single"):
+            _log.warning(
+                "A batch with a single example is no part of the BatchNorm statistics of its data: set another batch"
+                " size, or drop_last=True, to have it measured."
+            )
+
+    def _measure_loader(
+        self, trainer: L.Trainer, module: L.LightningModule, stage: str, batch_idx: int, loader_idx: int
+    ) -> None:
+        if batch_idx or self._adapter is None or self._find_fit().unseen != "data":
+            return
+        loaders, limits = {
+            "validation": (trainer.val_dataloaders, trainer.num_val_batches),
+            "test": (trainer.test_dataloaders, trainer.num_test_batches),
+            "predict": (trainer.predict_dataloaders, trainer.num_predict_batches),
+        }[stage]
+        loader, limit = split_loaders(loaders)[loader_idx], limits[loader_idx]
+        batches = itertools.islice(loader, int(limit)) if limit != float("inf") else loader
+        self.measure(trainer, module, batches, f"{stage}_step")
+
     def _start(self, module: L.LightningModule) -> None:
         fit = self._find_fit()
         if fit.has_own_statistics:
-            self._adapter = UnseenStatistics(module, fit.norm_layers)
+            self._adapter = DataStatistics(module, fit.norm_layers)
 
     def _stop(self) -> None:
         if self._adapter is not None:
@@ -78,4 +181,19 @@ class UnseenData(FederatedCallback):
 
     def _switch(self, is_active: bool) -> None:
         if self._adapter is not None:
-            self._adapter.is_active = is_active
+            self._adapter.is_active, self._adapter.report = is_active, {}
+
+
+def measure_unseen(trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
+    """Measures the statistics of data before an evaluation, where these are to normalise the data.
+
+    Args:
+        trainer: The Trainer.
+        module: The module, as the client has it.
+        batches: The data.
+        step: The step of the module.
+
+    """
+    for callback in federated_callbacks(trainer):
+        if isinstance(callback, UnseenData):
+            callback.measure(trainer, module, batches, step)

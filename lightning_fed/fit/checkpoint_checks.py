@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from lightning_fed.messages import Client
 from lightning_fed.model.entries import find_implausible
+
+_log = logging.getLogger(__name__)
 
 
 def check_file(path: str | os.PathLike[str] | None) -> None:
@@ -94,6 +97,24 @@ def check_batch_norm(then: str, now: str) -> None:
             f"Expected `batch_norm` to be {then}, as in the checkpoint, but got {now}: resume with the same option, or"
             " start a new fit from the model's weights:"
             ' `model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])`.'
+        )
+
+
+def warn_of_batch_norm_option(then: str, now: str) -> None:
+    """Warns if an evaluation treats BatchNorm in another way than the fit of its checkpoint.
+
+    Args:
+        then: The option of the checkpoint as text; empty in checkpoints without one.
+        now: The option of the evaluation.
+
+    """
+    if then and then != now:
+        _log.warning(
+            "The values of the checkpoint belong to batch_norm=%s, and this evaluation has %s: set batch_norm=%s to"
+            " reproduce them.",
+            then,
+            now,
+            then,
         )
 
 

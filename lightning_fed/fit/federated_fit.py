@@ -130,6 +130,13 @@ class FederatedFit:
         return option.measured == "aggregation" if isinstance(option, LocalStatistics) else self.decision == "own"
 
     @property
+    def unseen(self) -> str:
+        """Statistics for data without a client: ``"batch"``, ``"data"``, ``"pooled"``, or empty for the model's own."""
+        if isinstance(self.batch_norm, LocalStatistics):
+            return self.batch_norm.unseen
+        return "batch" if self.decision == "own" else ""
+
+    @property
     def statistics_round(self) -> int | None:
         """Round of the global model that clients measure their BatchNorm statistics with; ``None`` for no model."""
         return self.model_round if self.has_measured_statistics and self.model_round >= 0 else None
@@ -138,7 +145,10 @@ class FederatedFit:
     def reports_statistics(self) -> bool:
         """True if the clients of a round report BatchNorm statistics to the server, which pools them."""
         option = self.batch_norm
-        return option.unseen == "pooled" if isinstance(option, LocalStatistics) else option in ("auto", "recalibrate")
+        if isinstance(option, LocalStatistics):
+            return option.unseen == "pooled"
+        is_one_client = self.is_population_known and len(self.population.clients) == 1
+        return option == "recalibrate" or (option == "auto" and not is_one_client)  # one client: as in a plain fit
 
     @property
     def server_callbacks(self) -> list[FederatedCallback]:
@@ -286,7 +296,8 @@ class FederatedFit:
         self.rounds, self.number = state["rounds"], state.get("number", 0)
         self.round_log.load_state_dict(state["totals"])
         self.initial_statistics = state.get("initial_statistics", {})  # not in checkpoints of older versions
-        self.decision, self.num_measured = state.get("decision", ""), state.get("num_measured", 0)
+        self.decision = state.get("decision", "") if self.options.batch_norm == "auto" else ""
+        self.num_measured = state.get("num_measured", 0)
         self.model_round, self.norm_layers = state.get("model_round", self.rounds - 1), state.get("norm_layers")
         unset = state.get("unset")
         self.unset = None if unset is None else frozenset(unset)

@@ -23,8 +23,9 @@ class LocalStatistics:
     ResNet-18 (4,800 channels). Set ``store`` to a folder for so many clients.
 
     Args:
-        unseen: Statistics for data without a client: mean and variance of the ``"batch"``, or the measurements of the
-            round's clients as the server pools them (``"pooled"``, at the cost of ``"recalibrate"``).
+        unseen: Statistics for data without a client: mean and variance of the ``"batch"``; of all ``"data"`` of a
+            loader, by a pass before the evaluation that ignores the labels (AdaBN, Li et al. 2016); or the measurements
+            of the round's clients as the server pools them (``"pooled"``, at the cost of ``"recalibrate"``).
         measured: When the clients measure: with the new weights, after the ``"aggregation"``, or during the
             ``"visit"``, while the weights move (the paper's SiloBN). Statistics of a visit belong to no shared weights.
 
@@ -38,11 +39,11 @@ class LocalStatistics:
 
     """
 
-    unseen: Literal["batch", "pooled"] = "batch"
+    unseen: Literal["batch", "data", "pooled"] = "batch"
     measured: Literal["aggregation", "visit"] = "aggregation"
 
     def __post_init__(self) -> None:
-        check_option("unseen", self.unseen, ("batch", "pooled"))
+        check_option("unseen", self.unseen, ("batch", "data", "pooled"))
         check_option("measured", self.measured, ("aggregation", "visit"))
 
 

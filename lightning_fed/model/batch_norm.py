@@ -22,6 +22,7 @@ from lightning_fed.model.batches import BatchKey, find_inputs
 from lightning_fed.model.entries import BatchNorm, find_non_finite
 from lightning_fed.model.feature_extraction import evaluating
 from lightning_fed.numerics.precision import to_float64
+from lightning_fed.numerics.trees import move_tensors
 
 _MOST_POSITIONS = 2.0**53  # of which all are whole in float64
 _WIDE_RANGE = 1e30
@@ -282,7 +283,12 @@ def _statistic(layer: nn.Module, name: str) -> Tensor:
 
 
 @torch.no_grad()
-def recalibrate_batch_norm(module: nn.Module, batches: Iterable[Any], inputs: BatchKey = None) -> None:
+def recalibrate_batch_norm(
+    module: nn.Module,
+    batches: Iterable[Any],
+    inputs: BatchKey = None,
+    run: Callable[[Any], object] | None = None,
+) -> None:
     """Replaces the running statistics of a module's BatchNorm layers by those of some data.
 
     The data are run once through the module, in evaluation mode except for BatchNorm, which normalises with each
@@ -294,6 +300,7 @@ def recalibrate_batch_norm(module: nn.Module, batches: Iterable[Any], inputs: Ba
         module: The module, changed in place. Its ``forward`` is called with the inputs of a batch.
         batches: The data, such as a ``DataLoader``; moved to the module's device.
         inputs: Index, key or function of a batch's inputs; ``None`` for the usual ones.
+        run: Runs a batch on the module's device through the module; ``None`` for ``forward`` with the batch's inputs.
 
     Raises:
         ValueError: If there is no batch, one has no inputs or a single example, or the measured statistics are not
@@ -315,7 +322,10 @@ def recalibrate_batch_norm(module: nn.Module, batches: Iterable[Any], inputs: Ba
             for layer in layers.values():
                 layer.train()
             for batch in batches:
-                module(find_inputs(batch, inputs).to(device))
+                if run is None:
+                    module(find_inputs(batch, inputs).to(device))
+                else:
+                    run(move_tensors(batch, device))
                 count += 1
     finally:
         for buffer, value in saved:

@@ -39,6 +39,7 @@ class UnseenStatistics:
 
     Attributes:
         is_active: Whether the layers are changed; otherwise they use their running statistics.
+        names: Names of the layers.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm1d(1)).eval()
@@ -52,7 +53,7 @@ class UnseenStatistics:
     def __init__(self, module: nn.Module, layers: Iterable[str] | None = None) -> None:
         known = batch_norm_layers(module)
         names = list(known if layers is None else layers)
-        self.is_active = True
+        self.is_active, self.names = True, names
         self._handles = [known[name].register_forward_pre_hook(partial(self._adapt, name)) for name in names]
         self._eager = ExitStack()
         self._eager.enter_context(without_compiled_code())

@@ -7,8 +7,14 @@ count of every BatchNorm layer's input, and the server pools them, see :mod:`lig
 
 from __future__ import annotations
 
+import copy
+import inspect
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -18,17 +24,19 @@ from lightning_fed.client.local_model import STATISTICS, LocalModel
 from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.data.visit_costs import balance_loads
-from lightning_fed.errors import describe
+from lightning_fed.errors import OptionError, describe
 from lightning_fed.federated_callback import tell_of_model
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.options import FixedStatistics, LocalStatistics
 from lightning_fed.fit.synchronisation import process_group_of
+from lightning_fed.lightning.internals import callbacks_of, is_overridden
 from lightning_fed.lightning.isolated_pass import forward_step, isolated_pass, run_step
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.batch_norm import InputStatistics as InputStatistics
 from lightning_fed.model.batch_norm import batch_norm_layers as batch_norm_layers
-from lightning_fed.model.batch_norm import find_bad_statistics, limit_counts, shift_between
+from lightning_fed.model.batch_norm import find_bad_statistics, limit_counts, recalibrate_batch_norm, shift_between
 from lightning_fed.model.batch_norm import pool_statistics as pool_statistics
+from lightning_fed.model.batches import BatchKey, find_inputs
 from lightning_fed.model.entries import BatchNorm
 from lightning_fed.rule import Aggregator, TolerantAggregator, model_of
 from lightning_fed.server.interface import ServerInterface
@@ -36,10 +44,18 @@ from lightning_fed.server.schedule import Visit
 
 _log = logging.getLogger(__name__)
 
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
+
 _MOST_LEFT = 0.1  # 22 batches with BatchNorm's default momentum
 
+_SERVES = {
+    "batch": "each batch has its own BatchNorm statistics",
+    "data": "each loader has its own BatchNorm statistics",
+    "pooled": "pooled BatchNorm statistics serve",
+}
+
 LARGE_SHIFT = 0.2
-"""Share of the variance of a BatchNorm layer's inputs between clients from which on the log warns."""
+"""Shift of a BatchNorm layer's inputs above which clients have their own statistics with ``batch_norm="auto"``."""
 
 
 def freeze_batch_norm(module: nn.Module) -> None:
@@ -79,7 +95,7 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
     if visits and (option == "average" or isinstance(option, FixedStatistics)) and not fit.is_batch_norm_fixed:
         warn_of_averaging(fit.module, local, min(planned.num_batches for planned in visits))
         fit.note_warning("batch_norm")
-    measures = (fit.reports_statistics or fit.has_measured_statistics) and not is_plain(fit)
+    measures = fit.reports_statistics or fit.has_measured_statistics
     if measures and forward_step(fit.module) is None and layers_in_training(fit.module):
         _log.warning(
             "batch_norm=%r cannot measure BatchNorm's running statistics, so that %s:"
@@ -92,9 +108,46 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
         fit.note_warning("batch_norm")
 
 
-def is_plain(fit: FederatedFit) -> bool:
-    """True if running statistics are left as in a plain fit: with ``batch_norm="auto"`` and one client."""
-    return fit.batch_norm == "auto" and len(fit.population.clients) == 1
+def warn_of_monitors(fit: FederatedFit) -> None:
+    """Warns once per fit if callbacks monitor a value of the global model, while clients have their own statistics.
+
+    Args:
+        fit: The fit, after a round.
+
+    """
+    if not fit.has_own_statistics:
+        return
+    names = [name for name in monitored_names(fit) if not name.startswith(("fed/", "client/", "comm/", "train"))]
+    if names and fit.note_warning("monitor"):
+        _log.warning(
+            "%r is a value of the global model, for which %s: each client has its own BatchNorm statistics. Give"
+            " validation data by client, and monitor %r, the mean over the clients' own models.",
+            names[0],
+            _SERVES[fit.unseen],
+            f"fed/{names[0]}/mean",
+        )
+
+
+def monitored_names(fit: FederatedFit) -> list[str]:
+    """Names of the values that callbacks of the Trainer monitor."""
+    monitors = (getattr(callback, "monitor", None) for callback in callbacks_of(fit.trainer))
+    return list(dict.fromkeys(name for name in monitors if isinstance(name, str)))
+
+
+def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
+    """BatchNorm statistics behind each monitored value.
+
+    The statistics are ``"own"``, ``"batch"``, ``"data"``, ``"pooled"``, or those in the ``"model"``.
+
+    Args:
+        fit: The fit.
+
+    """
+    of_global = fit.unseen or ("pooled" if fit.reports_statistics else "model")
+    return {
+        name: "own" if fit.has_own_statistics and name.startswith(("fed/", "client/")) else of_global
+        for name in monitored_names(fit)
+    }
 
 
 def measure_round(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
@@ -123,7 +176,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
     layers = layers_in_training(module)
     if forward_step(module) is None or not layers:
         return {}
-    reports_statistics = fit.reports_statistics and not is_plain(fit)
+    reports_statistics = fit.reports_statistics
     if not (reports_statistics or (fit.has_measured_statistics and fit.measure_remotely is None)):
         return {}
     state = local.global_state()
@@ -311,6 +364,72 @@ def load_own_model(
     local.load_client(client, state, trains=False, statistics=statistics)
     fit.serve(client if local.has_statistics else None)
     return statistics
+
+
+def adapt(module: ModuleType, batches: Iterable[Any], inputs: BatchKey = None) -> ModuleType:
+    """Copies a module and gives the copy BatchNorm statistics of unlabelled data, for a new place (AdaBN).
+
+    The data run once through ``forward``, or through ``validation_step`` of a LightningModule without ``forward``.
+    Labels in the batches do not matter. The copy needs nothing of this package.
+
+    Args:
+        module: Any module with BatchNorm layers.
+        batches: The data, such as a ``DataLoader``.
+        inputs: Index, key or function of a batch's inputs; ``None`` for the usual ones.
+
+    Returns:
+        The copy, in evaluation mode.
+
+    Raises:
+        ValueError: If the module has no BatchNorm layers, there is no batch, or a batch has a single example.
+
+    References:
+        Li et al., "Adaptive Batch Normalization for practical domain adaptation", Pattern Recognition 80, 2018.
+
+    Example:
+        >>> net = nn.Sequential(nn.BatchNorm1d(1))
+        >>> adapted = adapt(net, [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0]])])
+        >>> adapted[0].running_mean, net[0].running_mean
+        (tensor([4.]), tensor([0.]))
+
+    """
+    if not batch_norm_layers(module):
+        raise OptionError(
+            f"Expected a module with BatchNorm layers that have running statistics, but {type(module).__name__} has"
+            " none: use the module as it is."
+        )
+    adapted = copy.deepcopy(module).eval()
+    run: Callable[[Any], object] | None = None
+    with ExitStack() as stack:
+        if isinstance(adapted, L.LightningModule) and not is_overridden("forward", adapted):
+            if not is_overridden("validation_step", adapted):
+                raise OptionError(
+                    f"Expected a module with `forward` or `validation_step`, but {type(module).__name__} has neither:"
+                    " implement one."
+                )
+            numbers = itertools.count()
+            run = partial(_run_validation, adapted, numbers)
+            stack.enter_context(isolated_pass(adapted, is_reloaded=True))
+        recalibrate_batch_norm(adapted, map(partial(_check_size, inputs), batches), inputs, run)
+    return adapted
+
+
+def _run_validation(module: L.LightningModule, numbers: Iterator[int], batch: Any) -> object:
+    has_index = len(inspect.signature(module.validation_step).parameters) > 1
+    return module.validation_step(batch, next(numbers)) if has_index else module.validation_step(batch)
+
+
+def _check_size(inputs: BatchKey, batch: Any) -> Any:
+    """Refuses a batch with a single example."""
+    size = 0  # unknown
+    with suppress(ValueError, TypeError):
+        size = len(find_inputs(batch, inputs))
+    if size == 1:
+        raise OptionError(
+            "Expected batches of at least two examples, but got a single example: set a larger `batch_size`, and"
+            " `drop_last=True` if the last batch has one example."
+        )
+    return batch
 
 
 def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int) -> State:

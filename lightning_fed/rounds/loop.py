@@ -102,6 +102,11 @@ class RoundLoop:
         return None if self._hooks is None else self._hooks.open_round
 
     @property
+    def is_attached(self) -> bool:
+        """True while methods of the user's objects are replaced."""
+        return bool(self._overridden)
+
+    @property
     def trains_at_once(self) -> bool:
         """True if several visits train at once."""
         return self._plan.groups is not None

@@ -44,7 +44,7 @@ def test_the_line_at_the_start(federated_trainer, caplog):
     assert first.startswith("FedAvg: rounds 1 to 2, 2 of 3 clients in each, one after another.")
     assert f"{size} bytes travel to a client and back" in first
     assert "2 personal ones stay" in first
-    assert "BatchNorm: 'recalibrate', for which clients are sent the new model too." in first
+    assert "BatchNorm: 'auto', for which clients are sent the new model too." in first
     assert ", new models once more for BatchNorm" in end
 
 

@@ -2,13 +2,15 @@
 
 import logging
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fed import Faults, FederatedCallback, FederatedDataModule, LocalStatistics
+from lightning_fed import Faults, FederatedCallback, FederatedDataModule, LocalStatistics, adapt
 from lightning_fed.algorithms import FedAvg
 from lightning_fed.privacy import SecureSum
 from lightning_fed.rounds import batch_norm
@@ -345,3 +347,115 @@ def test_a_resume_with_another_choice_is_refused(federated_trainer, tmp_path):
             ckpt_path=tmp_path / "one.ckpt",
             **loading(True),
         )
+
+
+# --- scores and new places --------------------------------------------------------------------------------------------
+
+
+def loaders(clients, batch_size=8):
+    return {client: DataLoader(TensorDataset(*tensors), batch_size) for client, tensors in clients.items()}
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("unseen", ["batch", "data"])
+def test_a_checkpoint_reproduces_the_monitored_values(unseen, federated_trainer, tmp_path):
+    """In another Trainer without the training data's measurements: of clients, of new data, of a client without any."""
+    clients = unlike()
+    val = loaders({**clients, "new": models.vectors({"new": 20})["new"]})
+    saver = ModelCheckpoint(tmp_path, monitor="fed/val_loss/mean")
+    batch_norm = "auto" if unseen == "batch" else LocalStatistics(unseen)
+    fit(federated_trainer, clients, val=val, callbacks=[saver], enable_checkpointing=True, batch_norm=batch_norm)
+    module, data = (
+        models.Module(models.norm_mlp(), models.momentum),
+        FederatedDataModule(models.as_datasets({"other": clients["ann"]}), val),
+    )
+    again = federated_trainer(max_rounds=1, batch_norm=batch_norm)
+    again.validate(module, datamodule=data, ckpt_path=saver.best_model_path, verbose=False, **loading(True))
+    assert again.callback_metrics["fed/val_loss/mean"] == saver.best_model_score
+    content = torch.load(saver.best_model_path, weights_only=True)["callbacks"]["Federation"]
+    assert content["statistics"] == {"fed/val_loss/mean": "own"}
+    assert len(content["store"]["clients"]) == len(clients)
+
+
+@pytest.mark.parametrize("unseen", ["batch", "data", "pooled"])
+def test_statistics_of_data_without_a_client(unseen, federated_trainer):
+    """Against a pass by hand, of a loader with batches of another mean each."""
+    inputs, targets = models.vectors({"new": 24})["new"]
+    inputs = inputs + torch.arange(24)[:, None] // 8 * 3.0
+    trainer, module, _ = fit(federated_trainer, unlike(), batch_norm=LocalStatistics(unseen), max_rounds=1)
+    loader = DataLoader(TensorDataset(inputs, targets), 8)
+    found = trainer.validate(module, loader, verbose=False)[0]["val_loss"]
+    net = models.norm_mlp()
+    net.load_state_dict({name.removeprefix("net."): value for name, value in module.state_dict().items()})
+    if unseen == "data":
+        net.eval()
+        report = batch_norm_reference(net, {"1": net[1], "5": net[5]}, [images for images, _ in loader])
+        for layer, (mean, variance) in report.items():
+            net[int(layer)].running_mean.copy_(mean)
+            net[int(layer)].running_var.copy_(variance * 23 / 24)  # biased, as of a batch
+        net.eval()
+    with torch.no_grad():
+        outputs = [normalised_by_batch(net, x) if unseen == "batch" else net.eval()(x) for x, _ in loader]
+    expected = F.cross_entropy(torch.cat(outputs), targets).item()
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_monitoring_the_global_model_is_warned_of_once(federated_trainer, tmp_path, caplog):
+    saver = ModelCheckpoint(tmp_path, monitor="val_loss")
+    with caplog.at_level(logging.WARNING, "lightning_fed"):
+        fit(federated_trainer, unlike(), val=loaders(unlike()), callbacks=[saver], enable_checkpointing=True)
+    (warned,) = [message for message in caplog.messages if "is a value of the global model" in message]
+    assert "monitor 'fed/val_loss/mean'" in warned
+
+
+def test_a_clients_model_is_a_plain_module(federated_trainer):
+    clients = unlike()
+    trainer, module, _ = fit(federated_trainer, clients)
+    copied = trainer.federation.client_model("bob")
+    assert type(copied) is models.Module
+    assert not copied.training
+    assert_same(state_of(copied), trainer.federation.client_state("bob"))
+    assert copied.net[0].weight.data_ptr() != module.net[0].weight.data_ptr()
+    assert not [value for value in vars(copied).values() if type(value).__module__.startswith("lightning_fed")]
+
+
+class OnlySteps(L.LightningModule):
+    """A module without `forward`."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = models.norm_mlp()
+
+    def validation_step(self, batch):
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+
+@pytest.mark.parametrize("make", [models.norm_mlp, lambda: models.Module(models.norm_mlp()), OnlySteps])
+def test_a_module_is_adapted_to_unlabelled_data(make, federated_trainer):
+    inputs, targets = models.vectors({"new": 24})["new"]
+    module = make().train()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    adapted = adapt(module, DataLoader(TensorDataset(inputs + 5, targets), 8))
+    assert type(adapted) is type(module)
+    assert module.training
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    net = models.norm_mlp()
+    expected = batch_norm_reference(net, {"1": net[1], "5": net[5]}, (inputs + 5).split(8))
+    layers = getattr(adapted, "net", adapted)
+    for layer, (mean, variance) in expected.items():
+        assert torch.allclose(layers[int(layer)].running_mean.double(), mean, rtol=1e-5)
+        assert torch.allclose(layers[int(layer)].running_var.double(), variance, rtol=1e-5)
+    assert federated_trainer(max_rounds=1).federation.adapt is adapt
+
+
+@pytest.mark.parametrize(
+    ("module", "batches", "message"),
+    [
+        (models.mlp, [torch.zeros(4, 6)], "a module with BatchNorm layers"),
+        (models.norm_mlp, [], "at least one batch, but got none"),
+        (models.norm_mlp, [torch.zeros(1, 6)], "at least two examples, but got a single example"),
+    ],
+)
+def test_refused_adaptations(module, batches, message):
+    with pytest.raises(ValueError, match=message):
+        adapt(module(), batches)

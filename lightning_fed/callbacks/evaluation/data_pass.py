@@ -35,6 +35,7 @@ from lightning_fed.callbacks.evaluation.metric_states import (
 )
 from lightning_fed.callbacks.evaluation.report import EvaluationReport, known_names, metric_of, state_key
 from lightning_fed.callbacks.evaluation.results import monitored_name
+from lightning_fed.callbacks.unseen_data import measure_unseen
 from lightning_fed.data.federated import split_loaders
 from lightning_fed.errors import describe
 from lightning_fed.lightning.internals import batch_size_of, callbacks_of, exchange_stage, is_overridden
@@ -118,6 +119,7 @@ def evaluate_data(
         for place, loader in enumerate(loaders):
             index = [place] if len(loaders) > 1 else []
             logged.suffix = f"/dataloader_idx_{place}" if index else ""
+            measure_unseen(trainer, module, limited_batches(loader, limit), f"{stage}_step")
             with tracing(named_metrics(module).values(), running):
                 for number, batch in enumerate(limited_batches(loader, limit)):
                     with trainer.precision_plugin.forward_context():

@@ -1,0 +1,116 @@
+"""Own or pooled BatchNorm statistics: the shift of each setting, and one decision per model against one per layer.
+
+All ways have the same weights. `pooled` and `own` are the two treatments of the whole model, `by layer` has own
+statistics only in layers with a shift above the threshold, and `by model` is the default's decision. The settings and
+networks are those of `appearance.py`, and the retina of `hospitals.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import appearance
+import hospitals
+import torch
+from common import QUIET, Curve, machine, parser, prepare, run_all, spread, table, write_section
+from torch import Tensor
+
+from lightning_fed import FederatedTrainer, LocalStatistics
+from lightning_fed.model.batch_norm import shift_between
+from lightning_fed.rounds.batch_norm import LARGE_SHIFT
+
+SETTINGS = ("alike", "mild", "strong", "drives", "retina", "classes 0.1")
+WAYS = ("pooled", "own", "by layer", "by model")
+
+
+def shifts_of(states: Mapping[Any, Mapping[str, Tensor]], sizes: Mapping[Any, int]) -> dict[str, float]:
+    """Shift of each BatchNorm layer, of running statistics of the clients."""
+    layers = [name.removesuffix(".running_mean") for name in next(iter(states.values())) if "running_mean" in name]
+    shifts = {}
+    for layer in layers:
+        reports = [
+            {
+                f"batch_norm:{layer}:mean": state[f"{layer}.running_mean"],
+                f"batch_norm:{layer}:var": state[f"{layer}.running_var"],
+                f"batch_norm:{layer}:count": torch.tensor(float(sizes[client])),
+            }
+            for client, state in states.items()
+        ]
+        shifts[layer] = shift_between(reports, layer) or 0.0
+    return shifts
+
+
+def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Trains once on a setting, and evaluates in every way."""
+    if name == "retina":
+        data, classes = hospitals.Retina(arguments.data).hospitals(), 2
+    else:
+        data, classes = appearance.data_of(name, seed, arguments)
+    task = appearance.task_of(classes, "batch", seed, "scratch", arguments)
+    curve, clients = Curve(f"{name} {seed}:"), list(data.test)
+    trainer = FederatedTrainer(
+        max_rounds=arguments.rounds or appearance.ROUNDS["scratch"], seed=seed, local_epochs=appearance.EPOCHS,
+        batch_norm=LocalStatistics("pooled"), callbacks=[curve], limit_val_batches=0, **QUIET,
+    )  # fmt: skip
+    trainer.fit(task, datamodule=data)
+    pooled = {key: value.clone() for key, value in task.state_dict().items()}
+    own = {client: trainer.federation.client_state(client) for client in clients}
+    shifts = shifts_of(own, {client: len(data.clients[client]) for client in clients})
+    large = tuple(f"{layer}." for layer, shift in shifts.items() if shift > LARGE_SHIFT)
+    by_layer = {
+        client: {key: value if key.startswith(large) else pooled[key] for key, value in state.items()}
+        for client, state in own.items()
+    }
+    logged = [values["fed/batch_norm_shift"] for values in curve.rounds]
+    shared = dict.fromkeys(clients, pooled)
+    states = {"pooled": shared, "own": own, "by layer": by_layer}
+    states["by model"] = own if logged[0] > LARGE_SHIFT else shared
+    return {
+        "shifts": logged,
+        "large": len(large),
+        "layers": len(shifts),
+        "scores": {way: appearance.scores_of(task, states[way], data) for way in WAYS},
+        "machine": machine(arguments.threads),
+    }
+
+
+def main() -> None:
+    made = parser(__doc__.splitlines()[0], data=False, seeds=(0, 1, 2))
+    made.add_argument("--data", type=Path, default=None, help="folder that holds CamVid and the retina")
+    made.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS, help="settings")
+    made.add_argument("--rounds", type=int, default=0, help="rounds; 0 for those of `appearance.py`")
+    made.add_argument("--scenes", type=int, default=360, help="generated scenes of all clients together")
+    made.add_argument("--side", type=int, default=64, help="pixels of a side of a generated scene")
+    made.add_argument("--small", action="store_true", help="a U-Net of three stages in place of DeepLabV3+")
+    arguments = made.parse_args()
+    prepare(arguments)
+    arguments.weights = None
+    if arguments.quick:
+        arguments.rounds, arguments.scenes, arguments.side, arguments.small = 2, 60, 32, True
+        arguments.settings = ["alike", "strong"]
+    study = "batch_norm_decision_small" if arguments.small else "batch_norm_decision"
+    results = run_all(study, arguments.settings, run, arguments)
+    rows = [
+        [
+            name,
+            spread([result["shifts"][0] for result in runs], 2),
+            spread([result["shifts"][-1] for result in runs], 2),
+            f"{max(result['large'] for result in runs)} of {runs[0]['layers']}",
+            *(spread([result["scores"][way]["all"] for result in runs]) for way in WAYS),
+            str(len(runs)),
+        ]
+        for name, runs in results.items()
+    ]
+    header = ["", "shift, round 1", "last round", "layers above", *WAYS, "seeds"]
+    text = (
+        f"Mean IoU on the clients' test images together. A shift above {LARGE_SHIFT} counts as large. The network is"
+        f" {'a small U-Net' if arguments.small else 'DeepLabV3+ with a ResNet-18'} from scratch."
+    )
+    write_section(arguments.out, study, f"{text}\n\n{table(header, rows)}")
+
+
+if __name__ == "__main__":
+    main()
