@@ -35,6 +35,7 @@ from lightning_fed import (
     FederatedDataModule,
     FederatedTrainer,
     Federation,
+    MemoryStore,
 )
 from lightning_fed.algorithms import FedAvg, FedAwS, FedSS
 from lightning_fed.callbacks import CommunicationReport, FeatureFusion, LocalEvaluation
@@ -447,6 +448,21 @@ def evaluated(folder, processes):
     return train(folder, processes, evaluations.Classifier, data, 2)
 
 
+def own_statistics(folder, processes):
+    """Clients that look different decide for their own statistics, and are evaluated also without a visit."""
+    unlike = {
+        client: (inputs + 20.0 * place, targets)
+        for place, (client, (inputs, targets)) in enumerate(models.vectors(SIZES).items())
+    }
+    held_out = {client: DataLoader(TensorDataset(*tensors), len(tensors[0])) for client, tensors in unlike.items()}
+    data = FederatedDataModule(models.as_datasets(unlike), held_out, batch_size=8)
+    store = MemoryStore()
+    found = train(
+        folder, processes, lambda: models.Module(models.norm_mlp()), data, 2, clients_per_round=3, store=store
+    )
+    return found | {"kept": {client: store.get(client) or {} for client in SIZES}}
+
+
 def own_rule(folder, processes):
     rule = Plain()
     found = train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4), method=rule)
@@ -680,7 +696,7 @@ JOBS = {
         for job in (
             talkative, worlds, one_client, three_clients, switched, by_batches, skipping, nobody, faults, limits,
             stopped, counted, spread_out, matched, evaluated_locally, evaluated, own_rule, private_examples, noisy,
-            second_door, resumed, four_rounds, stuck, refusals,
+            own_statistics, second_door, resumed, four_rounds, stuck, refusals,
         )
     },
     "raising": broken_off("raising", lambda folder: Raise()),

@@ -23,7 +23,7 @@ pytestmark = [
 # All that one process returns is what two return.
 ALIKE = [
     "schedulers", "personal-in-folder", "two-optimizers", "sampled-classes", "one-client", "by-batches", "nobody",
-    "faults", "own-rule", "private-examples", "fused-features", "compressed-down",
+    "faults", "own-rule", "own-statistics", "private-examples", "fused-features", "compressed-down",
 ]  # fmt: skip
 SLOW = [
     "margins-in-memory", "centers", "skipping", "limits", "matched", "second-door", "control-variates", "own-models",

@@ -9,9 +9,10 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from lightning_fed import Federation
+from lightning_fed import Federation, LocalStatistics
 from lightning_fed.algorithms import FedPer
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.transport import FlowerTransport
@@ -23,7 +24,8 @@ from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import MaxSamples
 from tests import evaluations, models
 from tests.backends.flower.grids import FakeGrid
-from tests.backends.flower.halves import OPTIONS, base_and_head, in_process, on_flower, plain_module
+from tests.backends.flower.halves import OPTIONS, base_and_head, in_process, norm_module, on_flower, plain_module
+from tests.breadth import quick
 from tests.privacy.helpers import KnownKey
 from tests.recorders import MemoryLogger, assert_same, state_of
 
@@ -65,6 +67,32 @@ def test_by_client_as_in_one_process(personal, federated_trainer, tmp_path):
     assert numbers_of(remote, *kinds) == pytest.approx(expected, rel=1e-5)
     assert len({expected[f"client/{name}/val_acc"] for name in TRAIN}) > 1
     assert transport.received > 0
+
+
+TREATMENTS = ["auto", LocalStatistics(), LocalStatistics("pooled")]
+
+
+@pytest.mark.parametrize("batch_norm", quick(TREATMENTS, TREATMENTS[:2]), ids=str)
+def test_clients_have_the_statistics_of_one_process(batch_norm, federated_trainer, tmp_path):
+    """Clients that look different: the decision, the clients' scores, and the scores of a client without a visit."""
+    data = {
+        client: (inputs + 20.0 * place, targets)
+        for place, (client, (inputs, targets)) in enumerate(models.vectors(TRAIN).items())
+    }
+    held_out = {client: DataLoader(TensorDataset(*tensors), len(tensors[0])) for client, tensors in data.items()}
+
+    def federation():
+        return Federation(clients_per_round=2, batch_norm=batch_norm, seed=3)
+
+    _, trainer = in_process(federated_trainer, norm_module, data, federation(), 2, [ClientEvaluation()], held_out)
+    expected = numbers_of(trainer, "fed/val", "client/", "fed/batch_norm")
+    _, remote, *_ = on_flower(
+        tmp_path, norm_module, data, federation, 2, lambda: [ClientEvaluation()], held_out=held_out
+    )
+    assert len(expected) >= 8
+    assert numbers_of(remote, "fed/val", "client/", "fed/batch_norm") == pytest.approx(expected, rel=1e-5)
+    decisions = {fitted.callbacks[0].batch_norm_decision for fitted in (trainer, remote)}
+    assert decisions == {"own" if batch_norm == "auto" else ""}
 
 
 def test_lightnings_callbacks_need_not_know_of_clients(tmp_path):
