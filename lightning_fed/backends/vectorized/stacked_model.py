@@ -192,7 +192,7 @@ class StackedModel:
             losses, values, after = vmap(one)(parameters, buffers, tensors, indices)
         except Exception:
             for name, value in written.items():
-                buffers[name].copy_(value)
+                buffers[name].data.copy_(value)  # graphs of other parts hold versions of the stack
             if states is not None:
                 numbers.restore(states)
             raise
