@@ -33,7 +33,7 @@ TARGETS = {  # file, and the tests that are about it, the quickest first
         ["tests/test_invariants.py", "tests/test_faults.py", "tests/test_hooks.py", "tests/backends/vectorized"],
     ),
     "visits": (
-        "rounds/visits.py",
+        "rounds/visit_flow.py",
         ["tests/test_invariants.py", "tests/test_faults.py", "tests/test_hooks.py", "tests/backends/vectorized"],
     ),
     "margins": ("algorithms/fedmargin/margins.py", ["tests/algorithms/fedmargin/test_margins.py"]),

@@ -1,7 +1,7 @@
 """The rounds of a fit: planned, opened with their first batch, and closed after their last.
 
 What happens inside a round is in :mod:`lightning_fed.rounds.round`, inside a visit in
-:mod:`lightning_fed.rounds.visits`.
+:mod:`lightning_fed.rounds.visit_flow`.
 """
 
 from __future__ import annotations
