@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.optim import Optimizer
@@ -179,7 +180,7 @@ class StackedModel:
                 output = functional_call(self._caller, entries, (training_step, batch, *rest), tie_weights=False)
             loss = loss_in(output)
             if not isinstance(loss, Tensor):
-                raise TypeError(
+                raise MisconfigurationException(
                     f"Expected `training_step` to return a loss, but got {loss!r}. To skip batches, have one client"
                     " train after another: `visits='auto'`."
                 )
@@ -189,7 +190,12 @@ class StackedModel:
         written = {name: buffers[name].clone() for name in self._buffers if name in buffers}
         states = numbers.snapshot() if self._draws else None
         try:
-            losses, values, after = vmap(one)(parameters, buffers, tensors, indices)
+            if len(part.clients) == 1:  # a plain step: an error is the client's
+                row = ({name: entry[0] for name, entry in group.items()} for group in (parameters, buffers))
+                loss, values, after = one(*row, [tensor[0] for tensor in tensors], indices[0])
+                losses, values = loss[None], [value[None] for value in values]
+            else:
+                losses, values, after = vmap(one)(parameters, buffers, tensors, indices)
         except Exception:
             for name, value in written.items():
                 buffers[name].data.copy_(value)  # graphs of other parts hold versions of the stack

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_fed.backends.vectorized.stacked_model import StackedModel, joint_loss
@@ -66,9 +67,11 @@ class StackedVisits(VisitDriver):
         for part in parts:
             try:
                 losses.append(self._model.step(training_step, part, args[1:], self._loader.numbers))
+            except MisconfigurationException:
+                raise
             except Exception as error:
                 rows = part.split()
-                if len(rows) > 1:  # no model has changed: a retry of single rows finds the client
+                if len(rows) > 1:  # no model has changed: plain steps of single rows find the client
                     parts += rows
                 else:
                     self._fail(self.group[part.clients[0]], error)

@@ -6,6 +6,7 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -460,6 +461,18 @@ def test_a_client_whose_step_raises_is_excluded_by_name(make, federated_trainer,
     assert caplog.text.count("is left out") == 4
 
 
+class Branches(models.Module):
+    """From round 1 on the step depends on a value: `vmap` cannot run the step."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return 2 * loss if self.current_epoch == 1 and loss.item() > 0.5 else loss
+
+
+def test_a_step_without_vmap_support_runs_row_by_row(federated_trainer):
+    compare(federated_trainer, lambda: Branches(models.dropout_mlp()), models.vectors(), max_rounds=3)
+
+
 class Raises(models.Module):
     """Raises an error after the trial."""
 
@@ -474,7 +487,7 @@ def test_a_step_that_skips_a_batch_is_told_what_to_do(federated_trainer):
         def training_step(self, batch, batch_idx):
             return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
-    with pytest.raises(TypeError, match=r"but got None\. To skip batches, .* `visits='auto'`"):
+    with pytest.raises(MisconfigurationException, match=r"but got None\. To skip batches, .* `visits='auto'`"):
         fit(federated_trainer, Skips(models.mlp()), models.as_datasets(models.vectors()), 3, batch_size=8)
 
 
