@@ -213,8 +213,8 @@ def _check_saver(saver: ModelCheckpoint) -> None:
     if fault:
         raise MisconfigurationException(
             "A checkpoint taken inside a round holds the model of the last complete round, but `ModelCheckpoint` would"
-            f" name or choose the file by the current batch ({fault}): save after rounds (`every_n_epochs=1`), or give a"
-            " constant name and no monitor (`ModelCheckpoint(every_n_train_steps=100, save_last=True, save_top_k=0)`;"
+            f" name or choose the file by the current batch ({fault}): save after rounds (`every_n_epochs=1`), or give"
+            " a constant name and no monitor (`ModelCheckpoint(every_n_train_steps=100, save_last=True, save_top_k=0)`;"
             " for exceptions `OnExceptionCheckpoint`)."
         )
 

@@ -280,6 +280,11 @@ def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mappin
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
+def forget_loaders(checkpoint: dict[str, Any]) -> None:
+    """Leaves the states of training loaders out of a checkpoint, which other loaders cannot load."""
+    checkpoint["loops"]["fit_loop"].get("state_dict", {}).pop("combined_loader", None)
+
+
 def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
     """Makes a checkpoint that is taken behind the batch with which an epoch ends one of between two epochs.
 

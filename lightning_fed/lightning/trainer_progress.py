@@ -12,6 +12,7 @@ from lightning_fed.lightning.internals import (
     await_validation,
     complete_epoch,
     fit_progress,
+    forget_loaders,
     restart_epoch,
     validates_after_batch,
 )
@@ -69,3 +70,4 @@ class RoundProgress:
         """Corrects a checkpoint."""
         if self._correct is not None:
             self._correct(checkpoint)
+        forget_loaders(checkpoint)  # a resumed round starts again

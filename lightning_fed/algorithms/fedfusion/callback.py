@@ -234,6 +234,21 @@ class FeatureFusion(FederatedCallback):
                 " operator: begin a new fit with its weights, module.load_state_dict(torch.load(path)['state_dict'])."
             )
 
+    def loading_code(self, module: L.LightningModule) -> str:
+        """Code that adds a fusion to a new module and loads the checkpoint."""
+        fusion = self.fusion
+        end, path = fusion.layer.side, Extractor(_name_of(fusion.network, module), fusion.layer).path
+        at = repr(path) if end == "output" else f"lightning_fed.modules.FeatureLayer({path!r}, {end!r})"
+        options = {name: value for name, value in fusion.arguments.items() if value != _default_of(name)}
+        if fusion.channels and "levels" not in options:
+            options["channels"] = fusion.channels if len(fusion.channels) > 1 else fusion.channels[0]
+        given = "".join(f", {name}={value!r}" for name, value in options.items())
+        network = _name_of(fusion.network, module)
+        return (
+            f"lightning_fed.modules.fuse(module, {fusion.operator!r}, at={at}, network={network!r}{given});"
+            ' module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])'
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """See the class's note."""
         return {"reference": dict(self._reference)}
@@ -344,7 +359,7 @@ class FeatureFusion(FederatedCallback):
                 )
             for name, value in fusion.arguments.items():
                 expected = getattr(self, name)
-                if expected != inspect.signature(FeatureFusion).parameters[name].default and expected != value:
+                if expected not in (_default_of(name), value):
                     raise MisconfigurationException(
                         f"Expected a module without fusion, or with {name}={expected!r}, but its fusion has"
                         f" {name}={value!r}: take it out with `lightning_fed.modules.unwrap`."
@@ -406,6 +421,10 @@ class FeatureFusion(FederatedCallback):
         self._caches = self.cache_global_features and self.operator != "none"
         self._batch = self._per_epoch = 0  # of the visit's batches
         self._hits = self._late_hits = 0  # samples of the cache before the batch, and in passes but the first
+
+
+def _default_of(name: str) -> Any:
+    return inspect.signature(FeatureFusion).parameters[name].default
 
 
 def _federation_seed(trainer: L.Trainer) -> int:

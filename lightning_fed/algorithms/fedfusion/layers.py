@@ -57,6 +57,7 @@ class FusionLayer(nn.Module):
         cache: Keeps features of the frozen extractor; ``None`` for none.
         ndims: Number of axes of the features, by level, as soon as they have been seen.
         is_plain: True if the layer is called with one argument and its features are one tensor, likewise.
+        channels: Number of channels at each level that is fused.
         has_run: True once features have been fused; may be set.
 
     Raises:
@@ -96,6 +97,7 @@ class FusionLayer(nn.Module):
         self.ndims: dict[str, int] = {}
         self.is_plain: bool | None = None
         sizes = self._find_channels(channels, levels, channel_axis, example) if has_fusion else {}
+        self.channels = [count for count, _ in sizes.values()]
         self.operators = nn.ModuleDict(
             {
                 name: build_operator(operator, count, conv_init=conv_init, conv_bias=conv_bias, channel_axis=axis)

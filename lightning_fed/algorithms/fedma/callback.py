@@ -119,6 +119,12 @@ class LayerwiseTraining(FederatedCallback):
         self._growable: dict[str, list[int]] = {}  # axes of groups that can grow, of the fit or the last one
         self._resized: dict[str, tuple[torch.Size, torch.Size]] = {}  # by a checkpoint: before and after
 
+    def loading_code(self, module: L.LightningModule) -> str:
+        """Code that gives a new module the widths of a model that may have grown."""
+        rule = find_federation(module.trainer).server.rule
+        is_growing = isinstance(rule, FedMA) and rule.mode == "grow"
+        return "lightning_fed.matching.load_matched(module, path)" if is_growing else ""
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Lets a checkpoint of a wider model load."""
         self._restore_hook()

@@ -136,6 +136,8 @@ def evaluate_data(
             report.logged |= {name: value.on_cpu() for name, value in logged.sums.items()}
             with computing(metrics.values(), change):
                 report.values |= logged.results()
+        if pool is None and not report.num_samples:
+            return report  # Lightning, too, calls no hook at the end of an evaluation without batches
         metrics = named_metrics(module)
         if len(loaders) != 1:
             read(None)

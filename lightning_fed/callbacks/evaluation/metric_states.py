@@ -24,6 +24,7 @@ from torchmetrics.classification import (
 )
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 from torchmetrics.wrappers import Running
+from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_fed.errors import BadUpdate
 from lightning_fed.lightning.isolated_pass import find_metrics
@@ -137,8 +138,8 @@ def holds_states(metric: Metric) -> bool:
 
 
 def is_updated(metric: Metric) -> bool:
-    """True unless a metric with states of its own has seen no batch."""
-    return not holds_states(metric) or metric.update_called
+    """True unless a metric with states of its own has seen no batch; wrappers do not count batches."""
+    return not holds_states(metric) or isinstance(metric, WrapperMetric) or metric.update_called
 
 
 def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
@@ -197,7 +198,7 @@ def tracing(metrics: Iterable[Metric], found: list[Metric]) -> Iterator[None]:
             depth[0] -= 1
 
     def compute(metric: Metric, call: Callable[[], Any]) -> Any:
-        value = call()
+        value = compute_measured(metric, call)
         if depth[0] or not holds_states(metric):
             return value
         found.append(metric)
