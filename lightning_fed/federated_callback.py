@@ -212,18 +212,6 @@ class FederatedCallback(TrainerCallback):
         """
         raise ClientFault(f"`{type(self).__name__}` is asked nothing")
 
-    def loading_code(self, module: L.LightningModule) -> str:
-        """Python that loads a checkpoint (``path``) where ``load_from_checkpoint`` cannot, for the log at a fit's end.
-
-        Args:
-            module: The trained module. The code changes ``module``, a new module of the same class.
-
-        Returns:
-            The code; empty if ``load_from_checkpoint`` works.
-
-        """
-        return ""
-
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
         """Called when the module has become a client's model outside of its visit, to be evaluated or measured with.
 

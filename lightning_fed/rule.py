@@ -142,9 +142,9 @@ class RowAggregator(Aggregator):
 
     @abstractmethod
     def held_rows(self) -> Mapping[str, Tensor]:
-        """Rows that clients of the aggregated round held, by entry: int64, shape ``(rows,)``.
+        """Rows held by clients in the aggregated round, by entry: int64, shape ``(rows,)``.
 
-        An entry that one client held as a whole is missing.
+        An entry is missing if one client held the whole entry.
         """
 
 

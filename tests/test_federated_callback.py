@@ -1,4 +1,4 @@
-"""Callbacks of a federation outside of a Trainer."""
+"""Federated callbacks without a Trainer."""
 
 import lightning as L
 import pytest
@@ -22,7 +22,7 @@ def set_up_apart(fabric, net, optimizer):
 @pytest.mark.parametrize("train", [set_up, set_up_apart])
 @pytest.mark.parametrize("make", [Federation, ClientEvaluation, lambda: ProximalTerm(0.1)])
 def test_fabric_is_refused(make, train):
-    """Fabric calls no hook of a fit: the model would train centrally."""
+    """Without hooks the model would train centrally."""
     fabric = L.Fabric(accelerator="cpu", devices=1, callbacks=[make()])
     net = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)

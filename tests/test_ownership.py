@@ -1,4 +1,4 @@
-"""Objects that two federations are given: each federation has rules, steps and callbacks of its own."""
+"""Each federation copies rules, steps and callbacks inside a method."""
 
 import threading
 
@@ -14,7 +14,7 @@ SIZES = {"ann": 6, "bob": 9, "cid": 4}, {"eve": 7, "fay": 5}
 
 
 class Rising(FederatedCallback):
-    """Adds the number of visits so far to what a client sends: state that a fit changes."""
+    """Adds the number of visits so far to a client's update."""
 
     def __init__(self):
         self.visits = 0
@@ -49,7 +49,7 @@ def fit(federated_trainer, method, place):
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_one_object_in_two_fits(federated_trainer, kind):
-    """A fit that goes on after another fit with the same object ends as with an object of its own."""
+    """A second fit with the same object changes nothing in the first fit."""
     states = []
     for is_shared in (True, False):
         method = SHARED[kind]()
@@ -62,7 +62,7 @@ def test_one_object_in_two_fits(federated_trainer, kind):
 
 
 def test_results_are_with_the_federation(federated_trainer):
-    """The given objects stay as they were; a callback given to the Trainer is used itself."""
+    """The given objects stay unchanged; a Trainer's own callback is not copied."""
     rule, step, brought, own = FedMargin(), ServerOptimizer("SGD", lr=1.0, momentum=0.9), Rising(), Recorder()
     federation = Federation(Method(rule, [brought]), steps=[step], seed=1)
     trainer = federated_trainer(max_rounds=2, federation=federation, callbacks=[own])
@@ -77,7 +77,7 @@ def test_results_are_with_the_federation(federated_trainer):
 
 
 def test_a_federation_that_served_another_trainer_is_refused(federated_trainer):
-    """A Trainer cannot go on with a federation whose server has forgotten the Trainer's rounds."""
+    """The server has forgotten the rounds of the first Trainer."""
     federation, clients = Federation("scaffold", seed=1), clients_of(0)
     first, second = (federated_trainer(max_rounds=1, federation=federation) for _ in range(2))
     module = models.Module(models.mlp())

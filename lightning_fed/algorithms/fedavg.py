@@ -52,5 +52,5 @@ class FedAvg(AveragingAggregator, RowAggregator):
         return float(update.num_samples)
 
     def held_rows(self) -> dict[str, Tensor]:
-        """Rows that clients held in the round."""
+        """Rows held by clients in the round."""
         return self.running.held_rows()

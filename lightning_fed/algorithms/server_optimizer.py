@@ -42,9 +42,8 @@ class ServerOptimizer(UpdateStep):
     Args:
         optimizer: Class of the optimizer, or its name in ``torch.optim``. It must step by gradients alone, which
             ``LBFGS`` does not.
-        lazy_rows: For entries that clients hold in part: whether rows that no client held in a round stay as before,
-            with the optimizer's memory of these rows. Otherwise such rows have a gradient of zero, and momentum still
-            moves the rows.
+        lazy_rows: For entries held in part: whether rows without a holder in the round stay unchanged, with the
+            optimizer's memory. Otherwise the gradient is zero, and momentum still moves the rows.
         **optimizer_kwargs: Arguments of the optimizer. Its default for ``lr`` is one for local training.
 
     Raises:

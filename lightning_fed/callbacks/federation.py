@@ -114,9 +114,9 @@ class Federation(TrainerCallback):
     Attributes:
         arguments: What it was built with, by name.
         options: Those of the arguments that a fit reads, as they are with what the method sets.
-        method: The federation's copy of the method. A Trainer without callbacks of the same classes gets the method's
-            callbacks.
-        server: The server. Results of a fit are in ``server.rule`` and ``steps``, not in the objects that were given.
+        method: The federation's copy of the method. A Trainer gets callbacks from the method unless a callback has the
+            same class.
+        server: The server. Results are in ``server.rule`` and ``steps``, not in the objects given.
 
     Raises:
         ValueError: If an argument is out of its range or is the method's to set, or a selector matches nothing.
@@ -674,10 +674,10 @@ def _settle(method: Method, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy_method(method: Method) -> Method:
-    """Copies a method, so that two federations share no state.
+    """Copies a method, to share no state between federations.
 
     Raises:
-        TypeError: If a part of the method cannot be copied.
+        TypeError: If a part cannot be copied.
 
     """
     try:

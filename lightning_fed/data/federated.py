@@ -305,10 +305,10 @@ class ChainedLoaders:
 
     Args:
         loaders: The loaders.
-        clients: Clients of the loaders, in the same order; empty for loaders of no client.
+        clients: The loaders' clients, in the same order; empty without clients.
 
     Attributes:
-        client: Client of the batch that was read last; ``None`` outside of an iteration and without clients.
+        client: Client of the newest batch; ``None`` outside an iteration, and without clients.
 
     Example:
         >>> loader = ChainedLoaders([[1, 2], [3]])
@@ -332,7 +332,7 @@ class ChainedLoaders:
 
 
 def evaluated_client(trainer: L.Trainer) -> Client | None:
-    """The client whose batch Lightning validates or tests with; ``None`` outside of an evaluation by client."""
+    """Finds the client behind the current validation or test batch; ``None`` without clients."""
     if trainer.testing:
         loaders = trainer.test_dataloaders
     else:

@@ -11,7 +11,6 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fed.console import round_number
-from lightning_fed.federated_callback import federated_callbacks
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.messages import tensor_bytes
@@ -131,8 +130,13 @@ def describe_end(
 
 
 def files_of(trainer: L.Trainer) -> dict[str, str]:
-    """Places of a fit's checkpoints and logs, with scores and rounds, and code to load a checkpoint if need be."""
-    rows: dict[str, str] = {}
+    """Sentences on the places of a fit's checkpoints, the best ones with their scores and rounds, and of its logs.
+
+    Args:
+        trainer: The Trainer.
+
+    """
+    rows = {}
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver.best_model_score is not None:
             epoch = re.search(r"epoch=(\d+)", Path(saver.best_model_path).name)  # where the name has Lightning's form
@@ -141,9 +145,6 @@ def files_of(trainer: L.Trainer) -> dict[str, str]:
     newest = last_checkpoint(trainer)
     if newest is not None:
         rows["newest checkpoint"] = newest
-        code = [callback.loading_code(trainer.lightning_module) for callback in federated_callbacks(trainer)]
-        if any(code):
-            rows["load a checkpoint"] = " ".join(filter(None, code))
     if trainer.log_dir is not None and trainer.loggers:
         rows["logs"] = trainer.log_dir
     return rows

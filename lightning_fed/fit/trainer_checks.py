@@ -199,10 +199,10 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 
 def _check_saver(saver: ModelCheckpoint) -> None:
-    """Refuses files from inside a round whose name or choice would be that of another state.
+    """Refuses a file inside a round if the current batch decides on name or choice.
 
     Raises:
-        MisconfigurationException: With what to do instead.
+        MisconfigurationException: With a remedy.
 
     """
     is_inside = saver.every_n_epochs == 0 or getattr(saver, "save_on_exception", False)  # new in Lightning 2.6

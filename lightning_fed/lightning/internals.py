@@ -281,7 +281,7 @@ def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mappin
 
 
 def forget_loaders(checkpoint: dict[str, Any]) -> None:
-    """Leaves the states of training loaders out of a checkpoint, which other loaders cannot load."""
+    """Removes training loaders from a checkpoint, because other loaders cannot load their states."""
     checkpoint["loops"]["fit_loop"].get("state_dict", {}).pop("combined_loader", None)
 
 

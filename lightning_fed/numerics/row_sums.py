@@ -46,7 +46,7 @@ class RowSums:
 
     @property
     def rows(self) -> Tensor:
-        """Indices of the rows that were added, increasing: int64, shape ``(rows,)``."""
+        """Indices for all added rows, increasing: int64, shape ``(rows,)``."""
         parts = [rows.cpu() for rows, _, _ in self._parts]
         return torch.unique(torch.cat(parts)) if parts else torch.zeros(0, dtype=torch.int64)
 
@@ -57,7 +57,7 @@ class RowSums:
         Args:
             rows: Their indices, int64, shape ``(rows,)``, without repetition.
             values: Their values, shape ``(rows, *)``.
-            weight: Their weight, not negative.
+            weight: Weight, not negative.
 
         """
         sums = to_float64(values.detach(), copy=True).mul_(weight)

@@ -134,7 +134,7 @@ class WeightedMean:
         return means | {name: value.clone() for name, value in self._integers.items()}
 
     def held_rows(self) -> dict[str, Tensor]:
-        """Rows that were added, by entry, of the entries that no state held as a whole: int64, shape ``(rows,)``."""
+        """Added rows by entry, without entries added as a whole: int64, shape ``(rows,)``."""
         return {name: sums.rows for name, sums in self._rows.items() if name not in self._sums}
 
     def _completed(self, name: str, value: Tensor, base: Mapping[str, Tensor] | None) -> Tensor:

@@ -489,7 +489,7 @@ def test_rows_and_the_whole_table(lazy):
 @pytest.mark.parametrize("rule", ["fedavg", "fedmargin"])
 @pytest.mark.parametrize("values", [{0: 1.0}, {0: 2.0, 1: 0.0}], ids=["unchanged", "cancelled"])
 def test_a_held_row_without_a_mean_change_steps(rule, values):
-    """A row of mean change 0 that clients held: momentum moves the row, as without `lazy_rows`."""
+    """Momentum moves a held row with mean change 0, as without `lazy_rows`."""
     tables = []
     for lazy in (False, True):
         chain, table = chain_of(FedAvgM(lazy_rows=lazy, aggregator=rule)), torch.zeros(3, 1, dtype=torch.float64)

@@ -138,7 +138,7 @@ def test_an_error_in_an_evaluation_names_client_and_stage(stage, federated_train
 
 
 class OneFails(Both):
-    """A step that fails with the data of one client."""
+    """Fails with the data of one client."""
 
     def fail(self, batch):
         if bool((batch[0] == 9).any()):

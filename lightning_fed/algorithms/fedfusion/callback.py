@@ -234,8 +234,12 @@ class FeatureFusion(FederatedCallback):
                 " operator: begin a new fit with its weights, module.load_state_dict(torch.load(path)['state_dict'])."
             )
 
-    def loading_code(self, module: L.LightningModule) -> str:
-        """Code that adds a fusion to a new module and loads the checkpoint."""
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Logs code to load a checkpoint with fusion."""
+        if trainer.checkpoint_callbacks:
+            rank_zero_info(f"Load a checkpoint into a new module: {self._loading_code(pl_module)}")
+
+    def _loading_code(self, module: L.LightningModule) -> str:
         fusion = self.fusion
         end, path = fusion.layer.side, Extractor(_name_of(fusion.network, module), fusion.layer).path
         at = repr(path) if end == "output" else f"lightning_fed.modules.FeatureLayer({path!r}, {end!r})"

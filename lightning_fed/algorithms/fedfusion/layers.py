@@ -57,7 +57,7 @@ class FusionLayer(nn.Module):
         cache: Keeps features of the frozen extractor; ``None`` for none.
         ndims: Number of axes of the features, by level, as soon as they have been seen.
         is_plain: True if the layer is called with one argument and its features are one tensor, likewise.
-        channels: Number of channels at each level that is fused.
+        channels: Channels at each fused level.
         has_run: True once features have been fused; may be set.
 
     Raises:

@@ -119,11 +119,11 @@ class LayerwiseTraining(FederatedCallback):
         self._growable: dict[str, list[int]] = {}  # axes of groups that can grow, of the fit or the last one
         self._resized: dict[str, tuple[torch.Size, torch.Size]] = {}  # by a checkpoint: before and after
 
-    def loading_code(self, module: L.LightningModule) -> str:
-        """Code that gives a new module the widths of a model that may have grown."""
-        rule = find_federation(module.trainer).server.rule
-        is_growing = isinstance(rule, FedMA) and rule.mode == "grow"
-        return "lightning_fed.matching.load_matched(module, path)" if is_growing else ""
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Logs code to load a checkpoint with grown layers."""
+        rule = find_federation(trainer).server.rule
+        if trainer.checkpoint_callbacks and isinstance(rule, FedMA) and rule.mode == "grow":
+            rank_zero_info("Load a checkpoint into a new module: lightning_fed.matching.load_matched(module, path)")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Lets a checkpoint of a wider model load."""

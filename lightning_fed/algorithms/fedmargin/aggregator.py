@@ -242,7 +242,7 @@ class FedMargin(RowAggregator):
         return {name: self._step(name, value) for name, value in state.items()}
 
     def held_rows(self) -> dict[str, Tensor]:
-        """Rows that clients held in the aggregated round."""
+        """Rows held by clients in the aggregated round."""
         return self._held_rows
 
     def metrics(self) -> dict[str, float]:

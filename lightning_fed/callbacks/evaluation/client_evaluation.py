@@ -99,7 +99,7 @@ class ClientEvaluation(FederatedCallback):
     """
 
     supports_vectorize = True
-    is_default = False  # added by `FederatedTrainer`, for users without data of clients too
+    is_default = False  # True if added by `FederatedTrainer`
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class ClientEvaluation(FederatedCallback):
         callbacks.insert(callbacks.index(find_federation(trainer)) + 1, self)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Says why privacy keeps clients from an evaluation.
+        """Logs the reason if privacy forbids an evaluation by client.
 
         Raises:
             MisconfigurationException: If clients have no validation or test data.
@@ -293,7 +293,7 @@ class ClientEvaluation(FederatedCallback):
         reports: Mapping[Client, EvaluationReport],
         is_muted: bool = True,
     ) -> dict[str, float]:
-        """Values over all clients; the log says once which values are missing, and which clients count less."""
+        """Values over all clients; missing values and excluded clients are logged once."""
         listed = list(reports.values())
         values = pooled_values(trainer, module, listed, stage, is_muted=is_muted)
         for name in sorted({name for report in listed for name in report.logged}):
@@ -505,7 +505,7 @@ def _advice(error: Exception) -> str:
 
 
 def _loggable(client: Client) -> str:
-    """Name of a client in a log: quoted where another client has the same text, with escapes for what is no text."""
+    """Name of a client in a log: a number as text is quoted, and invalid characters are escaped."""
     return row_name(client).encode(errors="backslashreplace").decode()
 
 

@@ -76,11 +76,11 @@ def evaluate_data(
 
     """
     limit = limit_of(trainer, stage) if limit is None else limit
-    # Processes that share the data synchronise their metrics: one alone does not know what the others have seen.
+    # Processes with shared data synchronise metrics: batches may be in other processes only.
     change = compute_measured if pool is None else _compute_as_usual
     report, logged, loaders = EvaluationReport(), LoggedValues(), split_loaders(data)
 
-    running: list[Metric] = []  # computed by the step that runs
+    running: list[Metric] = []  # computed in the current step
 
     def take(call: LogCall) -> None:
         logged.take(call)
@@ -137,7 +137,7 @@ def evaluate_data(
             with computing(metrics.values(), change):
                 report.values |= logged.results()
         if pool is None and not report.num_samples:
-            return report  # Lightning, too, calls no hook at the end of an evaluation without batches
+            return report  # Lightning does not call hooks either
         metrics = named_metrics(module)
         if len(loaders) != 1:
             read(None)
@@ -171,9 +171,9 @@ def pooled_values(
 ) -> dict[str, float]:
     """Values over all the data of several reports, as one pass over them would log them.
 
-    A value is missing if the value does not follow from sums and states of metrics, or if the data do not define the
-    value. A logged value that is not finite is left out, where another report has a finite one. In a mean, no report's
-    examples weigh more than 100 times as much as those of the median report.
+    Values are missing if sums and states do not determine the value, or if the value is undefined. A logged value that
+    is not finite is left out, where another report has a finite one. In a mean, no report's examples weigh more than
+    100 times as much as those of the median report.
 
     Args:
         trainer: The Trainer.
@@ -195,13 +195,13 @@ def pooled_values(
         for one in [one for one in logged if one.is_finite] or logged:
             joined[name].join(one)
     names = known_names(reports)
-    # One client's word does not make a value of all the others missing.
+    # A single client cannot make a value missing.
     holders = Counter(name for report in reports for name in report.values)
     missing = {name for name in names if 2 * sum(name in report.partial for report in reports) > holders[name]}
     run = partial(_run_end, trainer, module, reports, stage, keeps)
     found = run(is_muted=is_muted, wanted=set(names) - joined.keys())
     if len(reports) > 1:
-        # Values that stay finite without any metric are constants: all clients must have the same.
+        # A value without any metric is a constant: all clients must agree.
         depends = {
             name for name, value in run(wanted=found.keys(), change=_compute_nothing).items() if math.isnan(value)
         }
@@ -223,10 +223,9 @@ def _run_end(
     is_muted: bool = True,
     change: Callable[[Metric, Callable[[], Any]], Any] = compute_measured,
 ) -> dict[str, float]:
-    """Values of the metrics and of the hook at the epoch's end, with the joint states of several reports.
+    """Computes metrics, and runs the hook at the epoch's end, with the joint states of several reports.
 
-    The hook runs until it raises, as a hook may that needs what has stayed with the clients. A metric without a state
-    is NaN.
+    The hook may raise without a client's lists; values before the error count. A metric without a state is NaN.
 
     Args:
         trainer: The Trainer.
@@ -234,9 +233,9 @@ def _run_end(
         reports: The reports.
         stage: Stage of the hook.
         keeps: Whether parameters and buffers that a hook writes have their values back.
-        wanted: Names of values; without any a muted hook is not run.
-        is_muted: Whether loggers do not see what the hook hands to them.
-        change: Replacement for the method ``compute`` of metrics that have a state.
+        wanted: Names of values; without names a muted hook is not run.
+        is_muted: Whether loggers see nothing.
+        change: Replacement for ``compute`` in metrics with a state.
 
     """
     if is_muted and not wanted:
@@ -262,7 +261,7 @@ def _run_end(
                 continue
             if key == metric_of(key):
                 values |= _computed(name, metric)
-            elif holds_states(metric):  # of one of several loaders
+            elif holds_states(metric):  # one of several loaders
                 if _load(metric, key, reports):
                     values |= _computed(name, metric)
                 _load(metric, metric_of(key), reports)
@@ -308,7 +307,7 @@ def _computed(name: str, metric: Metric) -> dict[str, float]:
 
 
 def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[LoggedValue]:
-    """A logged value of each report, with a bounded weight."""
+    """The reports' logged values, with bounded weights."""
     logged = [(report.logged[name], max(1, report.num_samples)) for report in reports]
     most = _MOST_TIMES * statistics.median_low(value.weight / count for value, count in logged)
     return [value.limited(most * count) for value, count in logged]

@@ -1,4 +1,4 @@
-"""States of torchmetrics objects: read, joined and written. The one place that leans on names of torchmetrics' own."""
+"""States of torchmetrics objects: read, joined and written, with private names of torchmetrics."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class MetricState:
     """State of one metric.
 
     Args:
-        values: Tensor of every state by name; of a state that is a list its elements, joined.
-        updates: Number of batches that it has seen.
+        values: Tensor of every state by name; a list of tensors is joined.
+        updates: Number of batches seen.
 
     """
 
@@ -58,11 +58,11 @@ class MetricState:
 
 @dataclass(frozen=True)
 class StateRules:
-    """Rules for what of the metrics' states leaves a client.
+    """Rules for metric states leaving a client.
 
     Args:
-        lists: Patterns of metrics whose lists of predictions may leave.
-        withheld: Patterns of metrics of which nothing leaves.
+        lists: Patterns of metrics; lists of predictions may leave.
+        withheld: Patterns of metrics; nothing leaves.
 
     """
 
@@ -70,7 +70,7 @@ class StateRules:
     withheld: Sequence[str] = ()
 
     def find_obstacle(self, name: str, metric: Metric) -> str | None:
-        """Reason why a metric's state stays; ``None`` if it leaves.
+        """Reason to keep a metric's state; ``None`` if the state leaves.
 
         Example:
             >>> from torchmetrics.classification import BinaryAUROC
@@ -88,7 +88,7 @@ class StateRules:
 
 
 def holds_lists(metric: Metric) -> bool:
-    """True for a metric with a state that grows with the data."""
+    """True if a state grows with the data."""
     defaults = metric._defaults  # noqa: SLF001
     return any(
         isinstance(defaults[name], list) or reduction is dim_zero_cat for name, reduction in _reductions(metric).items()
@@ -96,11 +96,10 @@ def holds_lists(metric: Metric) -> bool:
 
 
 def is_mergeable(metric: Metric) -> bool:
-    """True for a metric whose states of two parts of data give the state of both parts.
+    """True if the states of two parts of the data give the state of both parts.
 
-    The contract of ``dist_reduce_fx`` promises as much for a sum, a minimum, a maximum and a concatenation. Metrics of
-    torchmetrics merge other states in ``compute`` (``PearsonCorrCoef``), with the exception of ``Running``, which
-    depends on the order of batches.
+    By the contract of ``dist_reduce_fx`` a sum, a minimum, a maximum and a concatenation do. Metrics of torchmetrics
+    merge other states in ``compute`` (``PearsonCorrCoef``). ``Running`` depends on the order of batches.
 
     Example:
         >>> from torchmetrics import MeanMetric
@@ -121,7 +120,7 @@ def is_mergeable(metric: Metric) -> bool:
 
 @contextmanager
 def computing(metrics: Iterable[Metric], change: Callable[[Metric, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Context in which ``metric.compute()`` is ``change(metric, compute)``."""
+    """Makes ``metric.compute()`` return ``change(metric, compute)``."""
     before = [(metric, metric.compute) for metric in metrics]
     for metric, compute in before:
         vars(metric)["compute"] = partial(change, metric, compute)
@@ -133,24 +132,24 @@ def computing(metrics: Iterable[Metric], change: Callable[[Metric, Callable[[], 
 
 
 def holds_states(metric: Metric) -> bool:
-    """True for a metric with states of its own, unlike the sum of two metrics."""
+    """True for a metric with states; the sum of two metrics has none."""
     return bool(metric._defaults)  # noqa: SLF001
 
 
 def is_updated(metric: Metric) -> bool:
-    """True unless a metric with states of its own has seen no batch; wrappers do not count batches."""
+    """True unless a metric has states and no batch; wrappers do not count batches."""
     return not holds_states(metric) or isinstance(metric, WrapperMetric) or metric.update_called
 
 
 def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
-    """The value of a metric, with NaN for numbers that the data do not define.
+    """Computes a metric, with NaN for undefined numbers.
 
-    Undefined are all numbers of a metric that has seen no batch, and areas under curves of classes without positive or
-    without negative examples, for which torchmetrics returns 0 or 1.
+    Undefined are all numbers of a metric without a batch, and the area under a curve of a class without positive or
+    negative examples. torchmetrics returns 0 or 1 there.
 
     Args:
         metric: The metric.
-        compute: Its method ``compute``.
+        compute: The method ``compute``.
 
     Example:
         >>> from torchmetrics.classification import BinaryAUROC
@@ -166,7 +165,7 @@ def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
     if undefined is None or not bool(undefined.any()):
         return compute()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of torchmetrics, on these classes
+        warnings.simplefilter("ignore", UserWarning)  # by torchmetrics, for these classes
         value = compute()
     if isinstance(value, Tensor) and value.shape == undefined.shape:
         return value.masked_fill(undefined.to(value.device), math.nan)
@@ -174,18 +173,18 @@ def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 class RunningValue(Tensor):
-    """What a metric computes between two batches of a pass, and all numbers computed from such a value."""
+    """A metric's value between two batches, and every result of an operation with such a value."""
 
 
 @contextmanager
 def tracing(metrics: Iterable[Metric], found: list[Metric]) -> Iterator[None]:
-    """Context in which ``compute`` of a metric, called by a step over several batches, gives a :class:`RunningValue`.
+    """Makes ``metric.compute()`` in a step return a :class:`RunningValue`, because the order of batches matters.
 
-    Such a value depends on the order of the batches. ``metric(...)`` gives the value of one batch, as usual.
+    ``metric(...)`` returns the value of one batch, as usual.
 
     Args:
         metrics: The metrics.
-        found: Gets a metric whenever the metric is computed so.
+        found: List for metrics with such a value; extended in place.
 
     """
     metrics, depth = list(metrics), [0]
@@ -215,12 +214,12 @@ def tracing(metrics: Iterable[Metric], found: list[Metric]) -> Iterator[None]:
 
 
 def as_nan(value: Any) -> Any:
-    """NaN for every tensor and number in a metric's value."""
+    """Replaces every tensor and number in a value by NaN."""
     return apply_to_collection(value, (Tensor, float, int), lambda one: torch.as_tensor(one).float() * math.nan)
 
 
 def _undefined_classes(metric: Metric) -> Tensor | None:
-    """Whether each class lacks positive or negative examples: bool, (classes,); ``None`` without a curve."""
+    """True for classes without positive or negative examples: bool, (classes,); ``None`` without a curve."""
     if not isinstance(metric, _CURVES):
         return None
     state = metric.metric_state
@@ -242,7 +241,7 @@ def _undefined_classes(metric: Metric) -> Tensor | None:
 
 
 def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
-    """The metrics of a module by name: their path, or, in a plain list or dictionary, their class and place.
+    """The metrics of a module by name: path, or, in a plain list or dictionary, class and place.
 
     Example:
         >>> from torchmetrics import MeanMetric
@@ -255,11 +254,11 @@ def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
     found = find_metrics(module)
     for metric in found:
         if isinstance(metric, MetricCollection):
-            dict(metric.items(copy_state=False))  # those that share a state with another one have it from then on
+            dict(metric.items(copy_state=False))  # metrics with a shared state have the state from here on
     paths = {id(layer): path for path, layer in module.named_modules()}
     metrics = [metric for metric in found if isinstance(metric, Metric)]
     names = [paths.get(id(metric), f"{type(metric).__name__}#{place}") for place, metric in enumerate(metrics)]
-    names = [name.replace("|", "/") for name in names]  # which parts the fields of a message
+    names = [name.replace("|", "/") for name in names]  # the separator in a message
     return {name: metrics[place] for place, name in sorted(enumerate(names), key=lambda item: "#" in item[1])}
 
 
@@ -276,7 +275,7 @@ def read_state(metric: Metric) -> MetricState:
 
 
 def write_state(metric: Metric, state: MetricState) -> None:
-    """Gives a metric a state; one without states of its own, such as a sum of two metrics, stays as it is."""
+    """Sets the states of a metric; a metric without states stays unchanged."""
     if not holds_states(metric):
         return
     metric.reset()
@@ -289,7 +288,7 @@ def write_state(metric: Metric, state: MetricState) -> None:
 def join_states(metric: Metric, parts: Sequence[MetricState]) -> MetricState:
     """Joins the states of several clients by the metric's own ``dist_reduce_fx``.
 
-    Sums, of counts say, are added up as they are; means are weighted by the batches that they are of.
+    Sums are added; means are weighted by numbers of batches.
 
     Args:
         metric: The metric.
@@ -313,7 +312,7 @@ def check_state(metric: Metric, state: MetricState) -> None:
     """Compares a received state with the metric's own.
 
     Raises:
-        BadUpdate: If it is no state of this metric.
+        BadUpdate: If the state is not of this metric.
 
     """
     reductions = _reductions(metric)
@@ -334,7 +333,7 @@ def check_state(metric: Metric, state: MetricState) -> None:
 
 
 def support_of(metric: Metric) -> Tensor | None:
-    """Number of examples (or pixels) of every class that a metric has seen: float64, (classes,); ``None`` if unknown.
+    """Number of examples (or pixels) by class: float64, (classes,); ``None`` if unknown.
 
     Known of metrics with a property ``support``, of confusion matrices, and of counts ``tp`` and ``fn``.
 
@@ -375,7 +374,7 @@ def _join(
         return torch.cat(list(values))
     stacked = torch.stack(list(values))
     if reduction is dim_zero_sum:
-        # The sum of many float32 sums, as near to that of one process as it can be.
+        # In float64 the sum of many float32 sums is near the sum in one process.
         return stacked.double().sum(0).to(stacked.dtype) if stacked.is_floating_point() else stacked.sum(0)
     if reduction is dim_zero_mean:
         weights = torch.tensor(updates, dtype=torch.float64)

@@ -21,7 +21,7 @@ _MOST_NAMES = 1000
 
 @dataclass
 class EvaluationReport:
-    """Sums, states and values of a pass over a client's validation or test data.
+    """Sums, states and values of one client's validation or test data.
 
     Args:
         num_samples: Number of examples.
@@ -29,9 +29,9 @@ class EvaluationReport:
         states: States of metrics, by key (:func:`state_key`).
         metrics: Name in the log to the key of the metric that was logged under it.
         values: The client's own values, by name.
-        partial: Names of values that do not follow from sums and states: missing over all clients.
+        partial: Names of values not determined by sums and states; missing over all clients.
         shown: Names of those that are for the progress bar.
-        higher_is_better: Name to whether high values are good, where a metric says so.
+        higher_is_better: Name to whether high values are good, if a metric knows.
         stays: Metric to the reason why its state stays with the client.
         support: Number of examples of every class: float64, shape (classes,); ``None`` where no metric counts them.
 

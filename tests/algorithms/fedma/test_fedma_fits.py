@@ -193,7 +193,7 @@ def test_groups_of_the_users_grow_with_a_model_that_is_resumed(federated_trainer
 
 
 def test_the_stages_of_a_pass_that_goes_on_cannot_change(federated_trainer, tmp_path):
-    """A Trainer goes on from its own model only."""
+    """A Trainer continues with the same model only, and a checkpoint with the same stages only."""
     saver = ModelCheckpoint(tmp_path, save_last=True, save_on_train_epoch_end=True)
 
     def run(rule, rounds, **arguments):
