@@ -94,7 +94,7 @@ def find_class_task(trainer: L.Trainer, module: L.LightningModule, remedy: str) 
     """
     federation = federation_of(trainer)
     is_remote = federation is not None and federation.is_remote
-    expected = _guess(module) if is_remote else None
+    expected = _guess(module, optimized_parameters(trainer)) if is_remote else None
     if is_remote and expected is None:
         raise MisconfigurationException(
             f"Expected {type(module).__name__} to have a layer that makes the logits, but got none: {remedy}."
@@ -249,8 +249,8 @@ def _reader(path: BatchPath) -> Callable[[Any], Tensor]:
     return read
 
 
-def _guess(module: nn.Module) -> ClassTask | None:
-    name, count = find_classifier(module), count_classes(module)
+def _guess(module: nn.Module, optimized: Collection[int]) -> ClassTask | None:
+    name, count = find_classifier(module, optimized), count_classes(module, optimized)
     return None if name is None or count is None else ClassTask(name, count, target=find_target)
 
 

@@ -330,9 +330,9 @@ class ClassLosses:
             self._held.append(tensor.untyped_storage())
 
 
-class _Following(TorchDispatchMode):
+class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, losses: ClassLosses) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._losses = losses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

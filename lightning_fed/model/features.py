@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -100,14 +100,15 @@ def require_classifier(module: nn.Module) -> str:
     return classifier
 
 
-def find_classifier(module: nn.Module) -> str | None:
+def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str | None:
     """Name of the layer with the logits as its output.
 
     It is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, or else the result of ``get_classifier()`` (timm), or
     the ``segmentation_head`` (``segmentation_models_pytorch``), or the last layer that is linear or a convolution.
 
     Args:
-        module: The model, or a module that holds it. Networks without gradients, such as a teacher, are left out.
+        module: The model, or a module that holds it. Networks that do not train, such as a teacher, are left out.
+        optimized: Ids of the parameters that train; empty for all that require gradients.
 
     Returns:
         Its name, or ``None`` if there is no such layer.
@@ -117,7 +118,7 @@ def find_classifier(module: nn.Module) -> str | None:
         '2'
 
     """
-    layers = dict(trained_layers(module))
+    layers = dict(trained_layers(module, optimized))
     names = {id(layer): name for name, layer in layers.items()}
     heads = [name for name, layer in layers.items() if isinstance(layer, LogitsLayer)]
     if heads:
@@ -133,7 +134,7 @@ def find_classifier(module: nn.Module) -> str | None:
     return names_of_classifiers[-1] if names_of_classifiers else None
 
 
-def count_classes(module: nn.Module) -> int | None:
+def count_classes(module: nn.Module, optimized: Collection[int] = ()) -> int | None:
     """Number of classes: channels of the logits, 2 where there is one; ``None`` if the classifier cannot be found.
 
     Example:
@@ -141,7 +142,7 @@ def count_classes(module: nn.Module) -> int | None:
         2
 
     """
-    name = find_classifier(module)
+    name = find_classifier(module, optimized)
     if name is None:
         return None
     classifier = module.get_submodule(name)
@@ -264,10 +265,14 @@ def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
             yield from named_layers(child, f"{prefix}.{name}".lstrip("."))
 
 
-def trained_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the named modules without metrics, and without networks that have no gradients, such as a teacher.
+def trained_layers(module: nn.Module, optimized: Collection[int] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the named modules without metrics, and without networks that do not train, such as a teacher.
 
-    A network is a layer with parameters in its children. If nothing requires gradients, all modules are yielded.
+    A network is a layer with parameters in its children. If no parameter trains, all modules are yielded.
+
+    Args:
+        module: The module.
+        optimized: Ids of the parameters that train; empty for all that require gradients.
 
     Example:
         >>> teacher = nn.Sequential(nn.Linear(2, 1)).requires_grad_(False)
@@ -275,13 +280,13 @@ def trained_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         ['', 'student']
 
     """
-    has_trained = any(parameter.requires_grad for parameter in module.parameters())
+    trained = set(optimized) or {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     dropped: list[str] = []
     for name, layer in named_layers(module):
         if any(name.startswith(f"{network}.") for network in dropped):
             continue
         is_network = any(True for child in layer.children() for _ in child.parameters())
-        if name and has_trained and is_network and not any(value.requires_grad for value in layer.parameters()):
+        if name and trained and is_network and trained.isdisjoint(map(id, layer.parameters())):
             dropped.append(name)
         else:
             yield name, layer

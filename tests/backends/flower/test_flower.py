@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fed import Federation
 from lightning_fed.callbacks import CommunicationReport, SpreadOut
 from tests import models
-from tests.algorithms.test_training_trace import Distilled
 from tests.backends.flower.halves import CASES, LOST, ROUND, SIZES, in_process, is_lost, on_flower
 from tests.breadth import quick
+from tests.callbacks.test_training_trace import Distilled
 from tests.recorders import assert_same, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
