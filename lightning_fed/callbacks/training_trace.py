@@ -11,10 +11,12 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import lightning as L
+import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
+from torchmetrics import MetricCollection
 
 from lightning_fed.callbacks.example_input import first_batch
 from lightning_fed.callbacks.federation import federation_of
@@ -22,7 +24,7 @@ from lightning_fed.data.loader_clients import isolated_generators
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import describe
 from lightning_fed.lightning.internals import datamodule_of, is_overridden
-from lightning_fed.lightning.isolated_pass import isolated_pass, loss_in, prepare_batch, run_prepared
+from lightning_fed.lightning.isolated_pass import find_metrics, isolated_pass, loss_in, prepare_batch, run_prepared
 from lightning_fed.model.batches import find_target
 from lightning_fed.model.class_losses import BatchPath, ClassLoss, ClassLosses
 from lightning_fed.model.features import (
@@ -49,6 +51,7 @@ class TrainingTrace(NamedTuple):
         calls: Arguments of the first call of the module, under "", and of each layer, by its name.
         outermost: Names of the layers that the module itself has called.
         trained: Names of the layers through whose outputs the loss reaches parameters that train.
+        batch: The batch, as the step gets it.
         class_losses: The losses in which the outputs of these layers meet labels of classes.
 
     """
@@ -56,7 +59,8 @@ class TrainingTrace(NamedTuple):
     calls: Mapping[str, Call]
     outermost: Collection[str]
     trained: Collection[str]
-    class_losses: Collection[ClassLoss] = ()
+    batch: Any
+    class_losses: Collection[ClassLoss]
 
 
 @dataclass(frozen=True)
@@ -203,7 +207,7 @@ def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Call
             nodes = _training_nodes(loss.grad_fn, optimized_parameters(trainer) or set(map(id, module.parameters())))
     trained = [name for name, made in outputs.items() if any(node in nodes for node in made)]
     found = [one for one in losses.found(loss) if one.layer in trained]
-    return TrainingTrace(calls, tuple(outermost), trained, found)
+    return TrainingTrace(calls, tuple(outermost), trained, losses.batch, found)
 
 
 def _batch_readers(trainer: L.Trainer) -> Iterator[Callable[[], Any]]:
@@ -271,35 +275,72 @@ def has_forward(module: L.LightningModule) -> bool:
 
 @contextmanager
 def forward_of_training(trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
-    """Context in which a module without ``forward`` has that of the one network that its ``training_step`` trains.
+    """Context in which a module without ``forward`` has the one of its training.
+
+    It is the ``forward`` of the network that ``training_step`` trains. If that trains several networks, it is the step
+    itself, with a batch as its argument and the loss as its result.
 
     Args:
         trainer: The Trainer, which has a federation.
         module: The module.
 
     Yields:
-        What the network was called with: a tuple of positional inputs or a dictionary of named ones, cut to two
-        examples where they are tensors of one length.
+        Arguments of the call: a tuple of positional inputs or a dictionary of named ones, cut to two examples if they
+        are tensors of one length.
 
     Raises:
-        MisconfigurationException: If the step does not train one network.
+        MisconfigurationException: If the step cannot be tried out, or trains no network.
 
     """
-    trace = trace_training(trainer, module)
-    networks = [] if trace is None else [name for name in trace.outermost if name in trace.trained]
-    if trace is None or len(networks) != 1:
-        fault = "cannot be run beside the training" if trace is None else f"trains {networks or 'no network'}"
+    advice = "write a `forward` that computes what the loss is made of"
+    try:
+        trace = _trace(trainer, module)
+    except _Unproven as fault:
         raise MisconfigurationException(
             f"Expected {type(module).__name__} to have a `forward`, whose operations are followed, or a `training_step`"
-            f" that trains one network, but it has no `forward`, and its `training_step` {fault}: write a `forward`"
-            " that computes what the loss is made of."
+            f" that trains networks, but it has no `forward`, and {fault}: {advice}."
+        ) from fault.__cause__
+    networks = [name for name in trace.outermost if name in trace.trained]
+    if not networks:
+        raise MisconfigurationException(
+            f"Expected {type(module).__name__} to have a `forward`, whose operations are followed, or a `training_step`"
+            f" that trains networks, but it has no `forward`, and its `training_step` trains no network: {advice}."
         )
-    network = module.get_submodule(networks[0])
-    vars(module)["forward"] = network.__call__
+    with ExitStack() as stack:
+        if len(networks) == 1:
+            network = module.get_submodule(networks[0])
+            forward: Callable[..., Any] = network.__call__
+            example = _two_examples(inspect.signature(network.forward), *trace.calls[networks[0]])
+        else:
+            stack.enter_context(isolated_pass(module))
+            stack.enter_context(_silent_metrics(module))
+            forward = partial(_loss_of_step, trainer, module)
+            example = _two_examples(inspect.signature(forward), (trace.batch,), {})
+        vars(module)["forward"] = forward
+        stack.callback(vars(module).pop, "forward", None)
+        yield example
+
+
+def _loss_of_step(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> Any:
+    return loss_in(run_prepared(trainer, module, "training_step", batch, 0))
+
+
+@contextmanager
+def _silent_metrics(module: nn.Module) -> Iterator[None]:
+    """Context in which metrics take nothing, because their updates ask for numbers, which an export does not have."""
+    replaced: list[tuple[nn.Module, dict[str, Any]]] = []
+    for metric in find_metrics(module):
+        nothing = {} if isinstance(metric, MetricCollection) else torch.zeros(())
+        stubs = dict.fromkeys(("forward", "update", "compute"), lambda *args, _value=nothing, **kwargs: _value)
+        replaced.append((metric, {name: vars(metric)[name] for name in stubs if name in vars(metric)}))
+        vars(metric).update(stubs)
     try:
-        yield _two_examples(inspect.signature(network.forward), *trace.calls[networks[0]])
+        yield
     finally:
-        del vars(module)["forward"]
+        for metric, before in replaced:
+            for name in ("forward", "update", "compute"):
+                vars(metric).pop(name, None)
+            vars(metric).update(before)
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 import lightning as L
 import pytest
 import torch
+import torchmetrics
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 
 from lightning_fed.algorithms import FedFusion, FedMA
-from lightning_fed.callbacks import ClassPrototypes, SpreadOut
+from lightning_fed.callbacks import ClassPrototypes, LayerwiseTraining, SpreadOut
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.data import IID
 from lightning_fed.errors import OptionError
@@ -153,12 +154,43 @@ def test_without_forward_as_with_it(federated_trainer, method):
 
 
 class TwoNetworks(NoForward):
+    """Two networks, metrics that ask for numbers, and a log."""
+
     def __init__(self):
         super().__init__()
-        self.head = nn.Linear(models.CLASSES, 2)
+        torch.manual_seed(1)
+        self.head = nn.Sequential(nn.Linear(models.CLASSES, 7), nn.Tanh(), nn.Linear(7, 2))
+        self.accuracy = torchmetrics.Accuracy("binary")
+        self.scores = torchmetrics.MetricCollection([torchmetrics.Accuracy("multiclass", num_classes=2)])
 
     def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.head(self.net(batch[0])), batch[1] % 2)
+        scores = self.head(self.net(batch[0]).relu())
+        self.log("train_acc", self.accuracy(scores.argmax(1), batch[1] % 2))
+        self.log_dict(self.scores(scores, batch[1] % 2))
+        return F.cross_entropy(scores, batch[1] % 2)
+
+
+class TwoWithForward(TwoNetworks):
+    def forward(self, inputs):
+        return self.head(self.net(inputs).relu())
+
+
+def test_several_networks_without_forward_as_with_it(federated_trainer):
+    """The groups of neurons are the same, also of layers in both networks."""
+    found = []
+    for module in (TwoNetworks(), TwoWithForward()):
+        trainer = federated_trainer(max_rounds=4, partition=IID(2), method=FedMA(), seed=0)
+        trainer.fit(module, data())
+        (layers,) = (one for one in trainer.callbacks if isinstance(one, LayerwiseTraining))
+        found.append((layers.groups.sizes, state_of(module)))
+        assert "forward" not in vars(module)
+    assert found[0][0] == found[1][0] == {"net.0": 8, "net.2": models.CLASSES, "head.0": 7}
+    assert_same(found[0][1], found[1][1])
+
+
+class NoNetwork(NoForward):
+    def training_step(self, batch, batch_idx):
+        return self.net[0].weight.square().mean()
 
 
 class OneLayer(WithForward):
@@ -170,7 +202,7 @@ class OneLayer(WithForward):
 @pytest.mark.parametrize(
     ("module", "method", "message"),
     [
-        (TwoNetworks, FedMA, r"`training_step` trains \['net', 'head'\]: write a `forward`"),
+        (NoNetwork, FedMA, "`training_step` trains no network: write a `forward`"),
         (OneLayer, FedMA, r"found none in OneLayer, so that nothing would be matched"),
     ],
 )
