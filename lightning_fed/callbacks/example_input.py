@@ -1,4 +1,4 @@
-"""Inputs that a module is called with to follow its tensors: those of a training batch."""
+"""Example inputs for a module, from a training batch."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _POSITIONAL = (
 
 
 def first_batch(federation: Federation, client: Client | None = None) -> Any:
-    """A batch of a client's training data; the global generators are left as they are.
+    """Returns a training batch from a client, and restores the global generators.
 
     Args:
-        federation: The federation, whose clients are known or can be found.
+        federation: The federation.
         client: The client; ``None`` for the first.
 
     Raises:
-        MisconfigurationException: If the client has none.
+        MisconfigurationException: If the client has no batch.
 
     """
     population = federation.find_population()
@@ -44,19 +44,19 @@ def first_batch(federation: Federation, client: Client | None = None) -> Any:
 
 
 def forward_inputs(module: nn.Module, batch: Any, inputs: BatchKey = None) -> Any:
-    """Inputs of a module's ``forward`` in a batch, of two of its examples where it can be cut.
+    """Returns arguments for a module's ``forward`` from a batch, with two examples if tensors can be cut.
 
     Args:
         module: The module.
-        batch: A batch of training.
-        inputs: Index, key or function of the inputs; ``None`` for the usual ones, or else for the entries of a mapping
-            that have the names of arguments of ``forward``, or for a batch that is an object of another kind.
+        batch: A training batch.
+        inputs: Index, key or function for the inputs. ``None`` takes the usual place, else mapping entries named like
+            the arguments in ``forward``, else the whole object.
 
     Returns:
-        A tensor, a tuple of positional inputs, or a dictionary of named ones.
+        A tensor, a tuple with positional inputs, or a dictionary with named inputs.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If the batch has no inputs.
 
     Example:
         >>> import torch
@@ -88,7 +88,7 @@ def forward_inputs(module: nn.Module, batch: Any, inputs: BatchKey = None) -> An
 
 
 def _named_inputs(batch: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Tensor]:
-    """Tensors in a mapping that are arguments; labels only where they have to be given."""
+    """Returns tensors named like arguments; labels only for required arguments."""
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     needed = [
         name

@@ -1,4 +1,4 @@
-"""One run of a module's ``training_step``: the layers that it calls, and those that the loss trains through."""
+"""One trial run with a module's ``training_step``: called layers, trained layers, and learned classes."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments."""
 
 
-_MOST_CLIENTS = 5  # whose data are tried
+_MOST_CLIENTS = 5  # tried one after another
 
 
 class TrainingTrace(NamedTuple):
-    """Record of a ``training_step``.
+    """Record from a ``training_step``.
 
     Attributes:
-        calls: Arguments of the first call of the module, under "", and of each layer, by its name.
-        outermost: Names of the layers that the module itself has called.
-        trained: Names of the layers through whose outputs the loss reaches parameters that train.
-        batch: The batch, as the step gets it.
-        class_losses: The losses in which the outputs of these layers meet labels of classes.
+        calls: Arguments in the first call: for the module under "", for each layer under the layer's name.
+        outermost: Layers called by the module directly.
+        trained: Layers with outputs between the loss and trained parameters.
+        batch: The step's batch.
+        class_losses: Losses between class scores from trained layers and labels.
 
     """
 
@@ -65,13 +65,13 @@ class TrainingTrace(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassTask:
-    """Classes that a module learns to predict.
+    """Classes learned by a module.
 
     Attributes:
-        layer: Name of the layer that makes the logits.
+        layer: Name of the classifier, the layer with the logits as outputs.
         num_classes: Number of classes.
-        ignore_index: Label that the loss leaves out; ``None`` if no such label is known.
-        target: Function that gives the labels of a batch; ``None`` if the labels are unknown, or are several at once.
+        ignore_index: Label ignored by the loss; ``None`` if the loss ignores no label.
+        target: Function from a batch to labels; ``None`` for changed labels and for several labels per example.
 
     """
 
@@ -82,18 +82,18 @@ class ClassTask:
 
 
 def find_class_task(trainer: L.Trainer, module: L.LightningModule, remedy: str) -> ClassTask:
-    """The classes that a module learns, as one training step proves.
+    """Finds the classes learned by a module from one trial run with the training step.
 
-    The server of a network has no data: there the layer is the one of
-    :func:`~lightning_fed.modules.find_classifier`. Each client makes sure that its training step has the same layer.
+    A server on a network has no data and uses :func:`~lightning_fed.modules.find_classifier`. Each client compares the
+    server's layer with the layer in the client's training step.
 
     Args:
-        trainer: The Trainer; without a federation, one whose training loader is known.
+        trainer: The Trainer; without a federation, the training loader must be known.
         module: The module.
         remedy: Advice at the end of an error.
 
     Raises:
-        MisconfigurationException: If the step does not prove the classes, or proves others than the server's.
+        MisconfigurationException: If the step proves no classes, or other classes than the server assumes.
 
     """
     federation = federation_of(trainer)
@@ -123,17 +123,17 @@ def find_class_task(trainer: L.Trainer, module: L.LightningModule, remedy: str) 
 
 
 def describe_classes(trainer: L.Trainer, module: L.LightningModule) -> tuple[VoidLabel, tuple[str, ...]]:
-    """The void label and the names of the classes that a module learns, for reports and pictures.
+    """Finds the void label and the class names for reports and pictures.
 
-    The names are ``class_names`` or ``classes`` of the module, its hyper-parameters or the datamodule: as many texts as
-    there are classes.
+    The names come from ``class_names`` or ``classes`` in the module, the hyper-parameters or the datamodule. A list with
+    another length than the number of classes does not count.
 
     Args:
         trainer: The Trainer.
         module: The module.
 
     Returns:
-        The label, ``"auto"`` if none is known, and the names, if there are any.
+        The label, or ``"auto"`` if the loss ignores no label, and the names.
 
     """
     try:
@@ -148,43 +148,44 @@ def describe_classes(trainer: L.Trainer, module: L.LightningModule) -> tuple[Voi
 
 
 def has_same_parameters(module: nn.Module, name: str, other: str) -> bool:
-    """True if two layers of a module, given by their names, have the same parameters."""
+    """Returns True if two named layers have the same parameters."""
     one, two = ({id(value) for value in module.get_submodule(path).parameters()} for path in (name, other))
     return one == two
 
 
 def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace | None:
-    """Runs ``training_step`` once on a batch of the first client; leaves no trace.
+    """Runs ``training_step`` once on a batch from one client, and restores all state.
 
-    Parameters that train are those of the Trainer's optimizers; before there are any, those that require gradients.
+    Trained parameters are the parameters in the Trainer's optimizers, or before ``configure_optimizers`` all parameters
+    with gradients.
 
     Args:
-        trainer: The Trainer, which has a federation.
+        trainer: The Trainer.
         module: The module.
 
     Returns:
-        The trace; ``None`` if the step fails outside of the training, has no loss, or the module optimizes by hand.
+        The trace; ``None`` if the step fails outside a fit, has no loss, or optimizes manually.
 
     """
     try:
         return _trace(trainer, module)
-    except _Unproven:  # its caller knows what to do without a trace
+    except _Unproven:  # the caller works without a trace
         return None
 
 
 class _Unproven(Exception):
-    """Reason why a training step does not tell what it trains."""
+    """Reason for a failed proof."""
 
 
 def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
-    """The trace of the first client whose data and step can be tried out."""
+    """Returns the trace from the first client with a successful step."""
     if not module.automatic_optimization:
         raise _Unproven("it optimizes by hand, so that no step can be tried out")
     error: Exception | None = None
     for read_batch in _batch_readers(trainer):
         try:
             return _trace_batch(trainer, module, read_batch)
-        except Exception as fault:  # whatever data and step raise outside of a fit
+        except Exception as fault:  # data and steps may raise anything outside a fit
             error = error or fault
     assert error is not None
     raise _Unproven(f"the step cannot be tried out before the training ({describe(error)})") from error
@@ -211,7 +212,7 @@ def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Call
 
 
 def _batch_readers(trainer: L.Trainer) -> Iterator[Callable[[], Any]]:
-    """Functions that give a batch each: of the first clients, or of the loader of a plain Trainer."""
+    """Yields functions that read a batch: from the first clients, or from a plain Trainer's loader."""
     federation = federation_of(trainer)
     if federation is None:
         yield partial(_plain_batch, trainer)
@@ -227,10 +228,10 @@ def _plain_batch(trainer: L.Trainer) -> Any:
 
 
 def _task_in(module: nn.Module, trace: TrainingTrace) -> ClassTask:
-    """The task of a module's one classifier."""
+    """Returns the task with the only classifier."""
     layers = list(dict.fromkeys(loss.layer for loss in trace.class_losses))
     declared = [name for name, layer in trained_layers(module) if isinstance(layer, LogitsLayer)]
-    if not layers and len(declared) == 1:  # it may compute its loss itself
+    if not layers and len(declared) == 1:  # the layer may compute the loss
         return ClassTask(declared[0], count_classes(module) or 0)
     if len(layers) != 1:
         raise _Unproven(f"the layers {layers} do" if layers else "no layer does")
@@ -259,7 +260,7 @@ def _guess(module: nn.Module, optimized: Collection[int]) -> ClassTask | None:
 
 
 def optimized_parameters(trainer: L.Trainer) -> set[int]:
-    """Ids of the parameters that the Trainer's optimizers have; empty before there are any."""
+    """Ids for all parameters in the Trainer's optimizers; empty before ``configure_optimizers``."""
     return {
         id(parameter)
         for optimizer in trainer.optimizers
@@ -269,27 +270,26 @@ def optimized_parameters(trainer: L.Trainer) -> set[int]:
 
 
 def has_forward(module: L.LightningModule) -> bool:
-    """True if the module has a ``forward`` of its own."""
+    """Returns True if the module overrides ``forward``."""
     return is_overridden("forward", module)
 
 
 @contextmanager
 def forward_of_training(trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
-    """Context in which a module without ``forward`` has the one of its training.
+    """Context that gives a module a ``forward`` for following neurons.
 
-    It is the ``forward`` of the network that ``training_step`` trains. If that trains several networks, it is the step
-    itself, with a batch as its argument and the loss as its result.
+    If ``training_step`` trains one network, ``forward`` calls the network. If the step trains several networks,
+    ``forward`` calls the step, with a batch as argument and the loss as result.
 
     Args:
-        trainer: The Trainer, which has a federation.
-        module: The module.
+        trainer: The Trainer.
+        module: The module without ``forward``.
 
     Yields:
-        Arguments of the call: a tuple of positional inputs or a dictionary of named ones, cut to two examples if they
-        are tensors of one length.
+        Arguments for the call: a tuple or a dictionary, cut to two examples if all tensors have one length.
 
     Raises:
-        MisconfigurationException: If the step cannot be tried out, or trains no network.
+        MisconfigurationException: If the step fails outside a fit, or trains no network.
 
     """
     advice = "write a `forward` that computes what the loss is made of"
@@ -327,7 +327,7 @@ def _loss_of_step(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> 
 
 @contextmanager
 def _silent_metrics(module: nn.Module) -> Iterator[None]:
-    """Context in which metrics take nothing, because their updates ask for numbers, which an export does not have."""
+    """Context without metric updates: an update reads numbers, and an export has no numbers."""
     replaced: list[tuple[nn.Module, dict[str, Any]]] = []
     for metric in find_metrics(module):
         nothing = {} if isinstance(metric, MetricCollection) else torch.zeros(())
@@ -351,7 +351,7 @@ def _watched(
     outermost: dict[str, None],
     losses: ClassLosses,
 ) -> Iterator[None]:
-    """Context in which calls of the module's layers are noted."""
+    """Context that records calls to the module's layers."""
     depth = 0
     with ExitStack() as hooks:
         root = module.register_forward_pre_hook(
@@ -381,7 +381,7 @@ def _watched(
 
 
 def _training_nodes(loss: Any, trained: set[int]) -> set[Any]:
-    """Nodes of autograd's graph between a loss and parameters, given by their ids."""
+    """Returns autograd nodes between a loss and parameters with given ids."""
     order: list[Any] = []
     waiting, seen = [(loss, False)], set[Any]()
     while waiting:
@@ -393,7 +393,7 @@ def _training_nodes(loss: Any, trained: set[int]) -> set[Any]:
             waiting.append((node, True))
             waiting += [(child, False) for child, _ in node.next_functions]
     nodes = set[Any]()
-    for node in order:  # inputs before what is computed from them
+    for node in order:  # inputs first
         is_trained = id(getattr(node, "variable", None)) in trained
         if is_trained or any(child in nodes for child, _ in node.next_functions):
             nodes.add(node)

@@ -1,4 +1,4 @@
-"""Follows tensors through a step: which layer makes scores of classes, and which labels of the batch meet these."""
+"""Follows tensors from layers and from a batch to the loss in which class scores meet labels."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode  # torch has no public name
+from torch.utils._python_dispatch import TorchDispatchMode  # no public name
 
 from lightning_fed.numerics.trees import tree_leaves
 
 BatchPath: TypeAlias = tuple[Any, ...]
-"""Keys and indices that lead to a tensor of a batch."""
+"""Keys and indices from a batch to one tensor."""
 
 _CROSS_ENTROPIES = {"nll_loss_forward", "nll_loss2d_forward"}
 _BINARY = {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
@@ -33,14 +33,14 @@ _OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
 
 @dataclass(frozen=True)
 class _Scores:
-    """What has a number for every class: the outputs of a layer, and what is computed of these alone.
+    """Class scores: a layer's outputs, or a result computed from these outputs alone.
 
     Attributes:
-        layer: Name of the layer.
-        channels: Number of the layer's outputs.
-        inputs: The batch's tensors of which the layer has made the outputs.
-        is_probability: Whether a softmax or a sigmoid was applied.
-        voids: Labels whose positions are left out.
+        layer: Layer name.
+        channels: Number of outputs.
+        inputs: Batch tensors behind the outputs.
+        is_probability: True after a softmax or a sigmoid.
+        voids: Labels with masked positions.
 
     """
 
@@ -53,14 +53,14 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Labels:
-    """What tells classes, of the batch alone.
+    """Labels, or a result computed from labels alone.
 
     Attributes:
-        leaves: The batch's tensors that it is made of.
-        kind: Indices of classes; zeros and ones for every class; where the label is a number, or is not; anything else.
-        is_exact: Whether the classes are those in the batch.
-        number: The number, of ``"equal"`` and ``"unequal"``.
-        fills: Pairs of a label (``None``: several) and the number that is in its place.
+        leaves: Batch tensors behind the labels.
+        kind: Class indices, one number per class, a comparison with a number, or anything else.
+        is_exact: True if the classes equal the batch's classes.
+        number: Number in the comparison.
+        fills: Pairs: a label (``None`` for several) and its replacement.
 
     """
 
@@ -71,22 +71,22 @@ class _Labels:
     fills: frozenset[tuple[int | None, int]] = frozenset()
 
     def renamed(self, num_classes: int) -> frozenset[tuple[int | None, int]]:
-        """Fills by which labels of some classes become another class."""
+        """Fills by which a class becomes another class."""
         classes = range(num_classes)
         return frozenset((label, fill) for label, fill in self.fills if fill in classes and label in (None, *classes))
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a tensor was computed of.
+    """A tensor's sources.
 
     Attributes:
-        leaves: The batch's tensors among its sources.
-        losses: The losses of classes among its sources.
-        is_computed: Whether the output of a layer is among its sources.
-        scores: Set if it has scores of classes.
-        labels: Set if it has labels.
-        product: The loss of classes that its sum is.
+        leaves: Batch tensors.
+        losses: Class losses.
+        is_computed: True if a layer's output is a source.
+        scores: Class scores, if the tensor holds scores.
+        labels: Labels, if the tensor holds labels.
+        product: Class loss equal to the tensor's sum.
 
     """
 
@@ -100,15 +100,15 @@ class _Origin:
 
 @dataclass(frozen=True)
 class ClassLoss:
-    """A loss in which scores of classes meet labels.
+    """A loss between class scores and labels.
 
     Attributes:
-        layer: Name of the layer that makes the scores.
-        channels: Number of its outputs.
-        kind: One class of several, a class or not (one output), or several classes at once.
-        labels: Places of the labels in the batch; empty if they are not of the batch.
-        has_labels: Whether the labels of the loss are those of the batch, unchanged.
-        voids: Labels that count nowhere.
+        layer: Layer with the scores as outputs.
+        channels: Number of outputs.
+        kind: ``"binary"`` for one output, ``"multilabel"`` for several classes per example, else ``"multiclass"``.
+        labels: Places in the batch with the labels; empty if the step makes the labels.
+        has_labels: True if the loss takes the batch's labels unchanged.
+        voids: Ignored labels.
 
     """
 
@@ -127,13 +127,15 @@ class ClassLoss:
 
 @dataclass
 class ClassLosses:
-    """Follows the tensors of a batch, and finds the losses in which scores of classes meet labels.
+    """Follows a batch's tensors, and finds the losses between class scores and labels.
 
-    Labels meet the scores of a layer in a cross-entropy (negative log-likelihood, with and without logits) or binary
-    cross-entropy, where probabilities are gathered at labels, or in the sum of probabilities times, or less, zeros and
-    ones made of labels (Dice, Jaccard, focal loss). Between the layer and the loss nothing but elementwise operations
-    with constants and masks, views, means and resizing may come. Labels of zeros and ones must not be what the network
-    is given, as in an autoencoder.
+    Such a loss is a cross-entropy, a negative log-likelihood or a binary cross-entropy, a gather from probabilities at
+    labels, or a sum over probabilities times (or minus) indicators made from labels, as in Dice, Jaccard and focal
+    losses. From the layer to the loss only elementwise operations with constants and masks, views, means and resizing
+    may follow. An indicator must not be an input to the layer: an autoencoder has no classes.
+
+    Args:
+        batch: The step's batch.
 
     Example:
         >>> head, inputs, labels = nn.Linear(2, 3), torch.ones(4, 2), torch.tensor([0, 1, 2, 0])
@@ -149,30 +151,30 @@ class ClassLosses:
 
     batch: Any
     _origins: dict[Any, _Origin] = field(default_factory=dict, init=False)
-    _held: list[Any] = field(default_factory=list, init=False)  # so that no address is given twice
+    _held: list[Any] = field(default_factory=list, init=False)  # keeps addresses unique
     _losses: list[ClassLoss] = field(default_factory=list, init=False)
-    _fed: frozenset[int] = field(default=frozenset(), init=False)  # losses that a layer is fed with
+    _fed: frozenset[int] = field(default=frozenset(), init=False)  # losses read by a layer
     _paths: list[BatchPath] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         named = _named_leaves(self.batch)
         self._paths = [path for path, _ in named]
-        for _, tensor in named:  # a copy of the inputs is no other tensor: it has their place
+        for _, tensor in named:  # a copy shares the first tensor's place
             place = next(place for place, (_, other) in enumerate(named) if _is_equal(tensor, other))
             leaves = frozenset([place])
             self._put(tensor, _Origin(leaves, labels=_Labels(leaves)))
 
     def following(self) -> TorchDispatchMode:
-        """Context in which operations are followed."""
+        """Returns a context that records operations."""
         return _Following(self)
 
     def take_input(self, layer: nn.Module, inputs: Any) -> None:
-        """Notes what a layer with parameters of its own is called with."""
+        """Records a layer's inputs."""
         if any(True for _ in layer.parameters(recurse=False)):
             self._fed = self._fed.union(*(origin.losses for origin in self._all(inputs)))
 
     def take_output(self, name: str, layer: nn.Module, outputs: Any) -> None:
-        """Notes what a layer has made."""
+        """Records a layer's outputs."""
         widths = _widths(layer)
         if not widths and not any(True for _ in layer.parameters(recurse=False)):
             return
@@ -187,19 +189,19 @@ class ClassLosses:
             self._put(output, origin)
 
     def found(self, loss: Any) -> list[ClassLoss]:
-        """The losses of classes of which a loss is made, without those that a layer reads."""
+        """Returns the class losses within a loss. A class loss that feeds a layer does not count."""
         kept = self._get(loss).losses - self._fed if isinstance(loss, Tensor) else frozenset[int]()
         return [self._losses[place] for place in sorted(kept)]
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def take(self, name: str, is_pointwise: bool, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Notes an operation."""
+        """Records an operation."""
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         name = name.removesuffix("_")
         operands = self._all((args, kwargs))
         if not outputs or not any(origin != _Origin() for origin in operands):
-            for result in outputs:  # a constant may have the place of what was overwritten
+            for result in outputs:  # overwritten by a constant
                 self._origins.pop(_key(result), None)
             return
         origin = _Origin(
@@ -223,7 +225,7 @@ class ClassLosses:
             self._put(result, origin)
 
     def _loss_of(self, name: str, args: Sequence[Any]) -> int | None:
-        """The loss of classes that an operation is, if it is one."""
+        """Returns the class loss computed by an operation, if any."""
         if name in _CROSS_ENTROPIES:
             scores, void = self._get(args[0]).scores, int(args[4])
             axis = min(1, args[0].ndim - 1)
@@ -244,7 +246,7 @@ class ClassLosses:
         return None
 
     def _product_of(self, name: str, args: Sequence[Any]) -> int | None:
-        """The loss of classes that the sum of a product or difference is."""
+        """Returns the class loss equal to the sum over a product or difference, if any."""
         if name not in ("mul", "sub") or not all(isinstance(value, Tensor) for value in args[:2]):
             return None
         for first, second in (args[:2], args[1::-1]):
@@ -254,7 +256,7 @@ class ClassLosses:
         return None
 
     def _add_binary(self, input: Tensor, target: Tensor) -> int | None:
-        """A loss of scores and of zeros and ones."""
+        """Records a loss between scores and indicators."""
         scores, origin = self._get(input).scores, self._get(target)
         labels = origin.labels
         if scores is None or labels is None or labels.leaves & scores.inputs:
@@ -280,7 +282,7 @@ class ClassLosses:
         return len(self._losses) - 1
 
     def _labels_of(self, name: str, is_pointwise: bool, args: Sequence[Any], output: Tensor) -> _Labels | None:
-        """The labels in the result of an operation on the batch's tensors and constants."""
+        """Returns the labels in a result computed from batch tensors and constants."""
         operands = [origin.labels for origin in self._all(args)]
         known = [labels for labels in operands if labels is not None]
         if not known:
@@ -304,7 +306,7 @@ class ClassLosses:
         masks = [labels for labels in known if labels.kind in ({"unequal"} if name == "mul" else _OPPOSITES)]
         others = [labels for labels in known if labels.kind not in _OPPOSITES]
         if name == "index" and first is not None:
-            return replace(first, leaves=leaves)  # some of them
+            return replace(first, leaves=leaves)  # a selection
         fill = _fill_of(name, args)
         if fill is not None and others and (masks or name != "mul"):
             labels = next((one for one in others if one.kind in ("index", "one_hot")), others[0])
@@ -343,7 +345,7 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _scores_of(name: str, is_pointwise: bool, operands: Sequence[_Origin], fill: int | None) -> _Scores | None:
-    """The scores in the result of an operation: of one layer, and of what no layer has made."""
+    """Returns the scores in a result computed from one layer's outputs, constants and batch tensors."""
     scores = [origin.scores for origin in operands if origin.scores is not None]
     is_mixed = any(origin.is_computed and origin.scores is None for origin in operands)
     if is_mixed or len({(one.layer, one.channels) for one in scores}) != 1:
@@ -361,7 +363,7 @@ def _scores_of(name: str, is_pointwise: bool, operands: Sequence[_Origin], fill:
 
 
 def _fill_of(name: str, args: Sequence[Any]) -> int | None:
-    """The number that an operation puts where a mask says so; ``None`` if it is none."""
+    """Returns the number written by a masking operation; ``None`` for other operations."""
     if name == "mul":
         return 0
     if name not in ("masked_fill", "where"):
@@ -373,7 +375,7 @@ def _fill_of(name: str, args: Sequence[Any]) -> int | None:
 
 
 def _named_leaves(batch: Any, path: BatchPath = ()) -> list[tuple[BatchPath, Tensor]]:
-    """Tensors of a batch, each with its place: of sequences, mappings and data classes."""
+    """Returns tensors and places from nested sequences, mappings and data classes."""
     if isinstance(batch, Tensor):
         return [(path, batch)]
     if isinstance(batch, Mapping):
@@ -392,7 +394,7 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _widths(layer: nn.Module) -> set[int]:
-    """Numbers of outputs that a layer may have: as its class says, or else the sides of its own matrices."""
+    """Returns possible numbers for a layer's outputs: declared, or else the sides of the layer's matrices."""
     for name in ("num_classes", "out_features", "out_channels"):
         width = getattr(layer, name, None)
         if isinstance(width, int) and isinstance(getattr(layer, "weight", None), Tensor):
@@ -402,9 +404,9 @@ def _widths(layer: nn.Module) -> set[int]:
 
 
 def _key(tensor: Tensor) -> Any:
-    """What tells a tensor's numbers from others'; ``None`` where it has no memory."""
+    """Identifies a tensor by memory and shape; ``None`` without memory."""
     try:
         pointer = tensor.data_ptr()
-    except RuntimeError:  # of a transformation of torch.func
+    except RuntimeError:  # inside torch.func
         return None
     return (pointer, tensor.shape, tensor.stride(), tensor.dtype) if pointer else None

@@ -1,4 +1,4 @@
-"""Which layer makes the logits, how many classes there are and which label is void: what one training step proves."""
+"""One training step proves the classifier, the number of classes, the labels and the void label."""
 
 import random
 
@@ -44,7 +44,7 @@ def masks(count=4, side=32, classes=C):
 
 
 class Base(L.LightningModule):
-    """``step`` is the loss of a batch."""
+    """``step`` computes the loss."""
 
     def __init__(self, step=None, **layers):
         super().__init__()
@@ -64,7 +64,7 @@ def body():
 
 
 def classifier(loss, width=C, **layers):
-    """A body and a head that is not the last layer of the module."""
+    """A body and a head; the head is not the last layer."""
 
     def step(self, batch):
         return loss(self.zz_head(self.body(batch[0])), batch[1])
@@ -131,7 +131,7 @@ LOSSES = {
 
 
 def task_of(federated_trainer, module, *tensors):
-    """The task that is found before the fit begins; the fit goes on."""
+    """Finds the task at the fit's start; the fit continues."""
     found = []
 
     class Finder(L.Callback):
@@ -146,7 +146,7 @@ def task_of(federated_trainer, module, *tensors):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_classes(federated_trainer, name):
-    """The head is neither the last layer nor called so; the labels are those of the batch."""
+    """The head has no telling name or place; the labels come from the batch."""
     task = task_of(federated_trainer, classifier(LOSSES[name]))
     assert (task.layer, task.num_classes, task.ignore_index) == ("zz_head", C, None)
     batch = [object(), labels()]
@@ -182,7 +182,7 @@ def dice(mode, void=None):
 
 
 def valid_pixels(scores, mask):
-    """Void pixels are taken out by hand."""
+    """A mask removes void pixels."""
     valid = mask != 11
     losses = F.cross_entropy(scores, mask.where(valid, 0), reduction="none")
     return (losses * valid).sum() / valid.sum()
@@ -239,7 +239,7 @@ def test_masks_of_zeros_and_ones(federated_trainer, name, kind):
 
 
 def test_a_real_network(federated_trainer):
-    """DeepLabV3+ with the Dice loss of its library, which leaves a class out."""
+    """DeepLabV3+ with a Dice loss; the loss ignores one class."""
     task = task_of(federated_trainer, segmentation(dice("multiclass", 2)), images(), masks())
     assert (task.layer, task.num_classes, task.ignore_index) == ("net.segmentation_head.0", C, 2)
 
@@ -248,7 +248,7 @@ def test_a_real_network(federated_trainer):
 
 
 class Mapped(nn.Module):
-    """Gives its own loss, as models of transformers do."""
+    """Returns a loss, like models in transformers."""
 
     def __init__(self):
         super().__init__()
@@ -260,7 +260,7 @@ class Mapped(nn.Module):
 
 
 class Cosine(nn.Module):
-    """Class vectors of its own."""
+    """Class vectors without a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -295,14 +295,14 @@ def with_head(head):
 
 
 def logged_teacher(self, batch):
-    """The teacher's loss is computed, and not trained."""
+    """The teacher has a loss without gradients."""
     with torch.no_grad():
         self.log("teacher_loss", F.cross_entropy(self.teacher(batch[0]), batch[1]))
     return F.cross_entropy(self.student(batch[0]), batch[1])
 
 
 def pooled_over_mask(self, batch):
-    """A sum of probabilities at a mask that a layer reads is no loss."""
+    """A masked sum over probabilities feeds a layer: not a loss."""
     gate = torch.sigmoid(self.gate(batch[0])) * (batch[1] > 0)[:, None].float()
     return F.cross_entropy(self.head(gate.sum(0, keepdim=True) + batch[0]), batch[1])
 
@@ -331,7 +331,7 @@ def test_forms_of_modules(federated_trainer, name):
 
 
 def test_labels_by_name(federated_trainer):
-    """Whatever they are called, and wherever they are."""
+    """Any name, any depth."""
     rows = [
         {"pixels": x, "meta": {"z": torch.tensor(9.0), "kind": y}} for x, y in zip(numbers(), labels(), strict=True)
     ]
@@ -351,7 +351,7 @@ def test_labels_by_name(federated_trainer):
     assert found[0].target({"meta": {"kind": 5}}) == 5
 
 
-# --- labels that are others than the batch's --------------------------------------------------------------------------
+# --- changed labels ---------------------------------------------------------------------------------------------------
 
 CHANGED = {
     "remainder": lambda z, y: F.cross_entropy(z, y % 2),
@@ -365,7 +365,7 @@ CHANGED = {
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_other_labels_need_a_target(federated_trainer, name):
-    """The layer is known, the labels are not."""
+    """The layer is known, the labels are unknown."""
     assert task_of(federated_trainer, classifier(CHANGED[name])).layer == "zz_head"
     trainer = federated_trainer(max_rounds=1, partition=IID(2), callbacks=[ClassPrototypes()])
     module = classifier(CHANGED[name])
@@ -375,11 +375,11 @@ def test_other_labels_need_a_target(federated_trainer, name):
     assert_same(state_of(module), start)
 
 
-# --- modules that learn no classes, or of which no step can be tried out ----------------------------------------------
+# --- modules without classes, and steps without a trial ---------------------------------------------------------------
 
 
 def vae(target):
-    """An autoencoder whose inputs are zeros and ones."""
+    """An autoencoder with binary inputs."""
 
     def step(self, batch):
         x = (batch[0] > 0).float()
@@ -506,7 +506,7 @@ def test_all_that_ask_refuse_alike(federated_trainer, name):
 
 
 class Restless(L.LightningModule):
-    """Draws in every way, counts, keeps batches and logs."""
+    """Draws random numbers in every way, counts, stores and logs."""
 
     def __init__(self):
         super().__init__()
@@ -534,7 +534,7 @@ class Restless(L.LightningModule):
 
 @pytest.mark.parametrize("federated", [True, False])
 def test_the_fit_is_that_with_a_named_layer(federated_trainer, plain_trainer, federated):
-    """To the bit, with loaders that shuffle by generators of their own."""
+    """Bit-equal, also with a loader that has a generator."""
     results = []
     for options in ({}, {"layer": "net.3", "num_classes": C}):
         module, prototypes = Restless(), ClassPrototypes(**options, passes="online")

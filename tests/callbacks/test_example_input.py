@@ -1,4 +1,4 @@
-"""Inputs of a module that are found in a training batch, as projects have batches."""
+"""Module inputs found in a training batch."""
 
 import lightning as L
 import pytest
@@ -73,7 +73,7 @@ def test_no_inputs():
 
 
 class Tokens(L.LightningModule):
-    """Called by name, as models of transformers are."""
+    """Called by name, like models in transformers."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ def clients():
 
 
 def test_fedma_follows_a_module_that_is_called_by_name(either_trainer, monkeypatch):
-    """With the neurons that an example given by hand finds; the rounds of a pass are said before the first."""
+    """The neurons equal the neurons from an explicit example; the log announces the rounds."""
     found, said = [], []
     monkeypatch.setattr(callback, "rank_zero_info", said.append)
     for example in (None, {"input_ids": TOKENS, "attention_mask": MASK}):
@@ -110,7 +110,7 @@ def test_fedma_follows_a_module_that_is_called_by_name(either_trainer, monkeypat
 
 
 def test_fedfusion_asks_a_training_batch(either_trainer):
-    """Where guesses at the input fail; the module is left without an example, and the generators as they were."""
+    """The module keeps no example, and the generators stay unchanged."""
     module, loader = GraphClassifier(), Loader(Rings(24), batch_size=8)
     trainer = either_trainer(max_rounds=1, method=FedFusion("multi"))
     trainer.fit(module, datamodule=FederatedDataModule({"a": loader, "b": loader}))

@@ -1,4 +1,4 @@
-"""Methods find the network that trains, in modules with a teacher and in those without a ``forward``."""
+"""Methods find the trained network, in modules with a teacher and in modules without ``forward``."""
 
 import lightning as L
 import pytest
@@ -23,7 +23,7 @@ def data():
 
 
 class NoForward(L.LightningModule):
-    """What people write first: a network, and steps that call it."""
+    """A network, and a step that calls the network."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class WithForward(NoForward):
 
 
 class Distilled(L.LightningModule):
-    """A student and a teacher, which comes last; ``kind`` says why the teacher does not train."""
+    """A student, then a teacher; ``kind`` tells why the teacher does not train."""
 
     def __init__(self, kind):
         super().__init__()
@@ -95,7 +95,7 @@ def test_the_student_is_fused(federated_trainer, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_students_class_vectors_are_spread_out(federated_trainer, kind):
-    """And the teacher stays what it was."""
+    """The teacher stays unchanged."""
     module = Distilled(kind)
     teacher = state_of(module.teacher)
     spread = SpreadOut(strength=10.0, lr=1.0)
@@ -117,14 +117,14 @@ def test_a_head_that_trains_is_personal(federated_trainer, method):
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_a_teachers_head_is_an_error(federated_trainer, kind):
-    """What is personal must be known without data too, so that it is not looked for elsewhere."""
+    """Personal entries must be known without data: the method does not search further."""
     trainer = federated_trainer(max_rounds=1, partition=IID(2), method="fedper")
     with pytest.raises(OptionError, match=r"'teacher.2', is not the one .* head='student.2.\*'"):
         trainer.fit(Distilled(kind), data())
 
 
 def test_a_fused_teacher_is_an_error(federated_trainer):
-    """Only the optimizers tell that it does not train, which are made after the fusion."""
+    """Only the optimizers show a teacher without training, and come after the fusion."""
     trainer = federated_trainer(max_rounds=1, partition=IID(2), method=FedFusion("multi", at="teacher.1"))
     with pytest.raises(MisconfigurationException, match=r"no optimizer has parameters .* 'teacher.1': name in `at`"):
         trainer.fit(Distilled("not optimized"), data())
@@ -137,7 +137,7 @@ def test_a_fixed_head_is_the_classifier(federated_trainer):
 
 
 def test_a_head_with_adapters_is_the_classifier():
-    """Its own weight does not train, and the adapters before it are linear layers too."""
+    """The head has a frozen weight, after a linear adapter."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
     model[1].requires_grad_(False)
     assert find_classifier(nn.ModuleDict({"model": model})) == "model.1"
@@ -154,7 +154,7 @@ def test_without_forward_as_with_it(federated_trainer, method):
 
 
 class TwoNetworks(NoForward):
-    """Two networks, metrics that ask for numbers, and a log."""
+    """Two networks, metrics and a log."""
 
     def __init__(self):
         super().__init__()
