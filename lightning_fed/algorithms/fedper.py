@@ -38,9 +38,9 @@ class FedPer(Method):
         aggregator: The method for the base, by name or as an object.
 
     Raises:
-        ValueError: In ``fit``, if a selector matches nothing, or the layer that ``"auto"`` finds is not the one whose
-            outputs meet labels of classes in the loss.
-        MisconfigurationException: In ``fit``, if a training step proves no such layer for ``"auto"``.
+        ValueError: In ``fit``, if a selector matches nothing, or ``"auto"`` finds another layer than the classifier
+            proven by a training step.
+        MisconfigurationException: In ``fit``, if a training step proves no classifier for ``"auto"``.
 
     Example:
         >>> from lightning_fed import Federation
@@ -75,7 +75,7 @@ def head_selectors(head: Selector | Sequence[Selector]) -> Sequence[Selector]:
 
 
 def _find_head(module: nn.Module) -> list[str]:
-    """Entries of the layer that makes the logits; in a fit, its outputs must meet labels of classes in the loss."""
+    """Returns the classifier's entries; in a fit, a training step must prove the classifier."""
     remedy = "name the entries of the head, such as head='head.*'"
     name = find_classifier(module)
     if isinstance(module, L.LightningModule) and _is_in_fit(module):

@@ -1,4 +1,4 @@
-"""MOON: features are drawn towards those of the global model and away from those of the client's last one.
+"""MOON: pulls features towards the global model's features, and away from the client's last features.
 
 Li, He & Song, "Model-Contrastive Federated Learning", CVPR 2021, equations 3 and 4. https://arxiv.org/abs/2103.16257
 """
@@ -51,9 +51,8 @@ class ContrastiveTerm(FederatedCallback):
     Args:
         mu: Strength :math:`\mu`; with 0 nothing is changed.
         temperature: :math:`\tau`.
-        layer: Layer whose output is the features: its name, or ``"auto"``, see
-            :func:`~lightning_fed.modules.find_extractor`. The layer that makes the logits is the one whose outputs meet
-            labels of classes in the loss of a training step.
+        layer: Name of the layer with the features as output, or ``"auto"``, see
+            :func:`~lightning_fed.modules.find_extractor`, at the classifier proven by a training step.
         network: Name of the module that is called with the data and runs the layer; ``"auto"`` finds it, see
             :func:`~lightning_fed.modules.find_extractor`.
 
@@ -102,7 +101,7 @@ class ContrastiveTerm(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Makes the two models that the client compares with."""
+        """Makes both models for the comparison."""
         if not self.mu:
             return
         refuse_rows(broadcast, "MOON")
@@ -163,7 +162,7 @@ class ContrastiveTerm(FederatedCallback):
         self._add(trainer, output)
 
     def _add(self, trainer: L.Trainer, features: Any) -> None:
-        """Has the backward pass add the term's gradient to that of the features."""
+        """Lets the backward pass add the term's gradient."""
         maps = [value for _, value in named_features(features)]
         if self._inputs is None or not maps or not maps[-1].requires_grad:
             return
@@ -236,7 +235,7 @@ class MOON(Method):
     Args:
         mu: Strength :math:`\mu` of the term; the authors tune it in {0.1, 1, 5, 10}.
         temperature: :math:`\tau` of the term.
-        layer: Layer whose output is the features: its name, or ``"auto"``.
+        layer: Name of the layer with the features as output, or ``"auto"``.
         aggregator: The method to begin from, by name or as an object.
 
     Raises:

@@ -74,20 +74,20 @@ class ClientSegmentations(L.Callback):
         every_n_epochs: Rounds from one evaluation to the next.
         folder: Where the files go; ``None`` for ``segmentation`` beside the Trainer's logs.
         class_names: Names of the classes; classes beyond are shown by their number. Of a binary task the name of its
-            one class, or the background's and its. By default in a fit ``class_names`` or ``classes`` of the module or
-            the datamodule, if there are as many as the module has classes.
+            one class, or the background's and its. By default in a fit ``class_names`` or ``classes`` from the module
+            or the datamodule, if the number of names fits.
         class_colors: Colour (red, green, blue; 0 to 255) of each class. None: a palette with black for class 0.
         mean: Mean that the data pipeline subtracted from the channels (one number per channel, or one for all).
         std: Standard deviation that it divided them by.
-        ignore_index: Class index of pixels without a label; None if there are none. ``"auto"``: in a fit the label that
-            the loss of a training step leaves out, or else 255 unless that is a class.
+        ignore_index: Class index for pixels without a label, or None. ``"auto"``: in a fit the label ignored by the
+            loss, or else 255 unless 255 is a class.
         inputs: Images of a batch: an index, key or function; None for the usual ones.
         target: Masks of a batch, likewise.
 
     Raises:
         ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` holds no colours.
-        MisconfigurationException: In ``fit`` and ``validate``, if the Trainer has no federation, or a mask has a label
-            that is no class and not ignored.
+        MisconfigurationException: In ``fit`` and ``validate``, if the Trainer has no federation, or a mask has an
+            unknown label.
 
     Example:
         >>> callback = ClientSegmentations(every_n_epochs=10, class_names=["background", "tumour"])
@@ -129,7 +129,7 @@ class ClientSegmentations(L.Callback):
             self.rows = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the label of pixels that do not count, and the names of the classes."""
+        """Finds the void label and the class names."""
         void, names = describe_classes(trainer, pl_module) if self.ignore_index == "auto" else ("auto", ())
         self._void = void if self.ignore_index == "auto" else self.ignore_index
         self._class_names = self.class_names or names

@@ -55,8 +55,8 @@ class SegmentationImages(L.Callback):
         class_colors: Colour (red, green, blue; 0 to 255) of each class. None: a palette with black for class 0.
         mean: Mean that the data pipeline subtracted from the channels (one number per channel, or one for all).
         std: Standard deviation that it divided them by. With neither, images outside 0 to 1 are stretched to it.
-        ignore_index: Class index of pixels without a label, grey in the truth; None if there are none. ``"auto"``: in a
-            fit the label that the loss of a training step leaves out, or else 255 unless that is a class.
+        ignore_index: Class index for pixels without a label, grey in the truth, or None. ``"auto"``: in a fit the label
+            ignored by the loss, or else 255 unless 255 is a class.
         maps: Columns beside the prediction: ``"softmax_entropy"``, ``"feature_entropy"`` or both, in this order.
         layer: Name of the layer whose output is the features of ``"feature_entropy"``; ``"auto"`` takes the
             layer of :func:`~lightning_fed.modules.find_feature_layer`, and names it in the log.
@@ -140,7 +140,7 @@ class SegmentationImages(L.Callback):
         self._find_layer(trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the label of pixels that do not count."""
+        """Finds the void label."""
         if self._ignore_index == "auto" and tensorboards(trainer):
             self._void, _ = describe_classes(trainer, pl_module)
 

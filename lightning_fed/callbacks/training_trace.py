@@ -125,8 +125,8 @@ def find_class_task(trainer: L.Trainer, module: L.LightningModule, remedy: str) 
 def describe_classes(trainer: L.Trainer, module: L.LightningModule) -> tuple[VoidLabel, tuple[str, ...]]:
     """Finds the void label and the class names for reports and pictures.
 
-    The names come from ``class_names`` or ``classes`` in the module, the hyper-parameters or the datamodule. A list with
-    another length than the number of classes does not count.
+    The names come from ``class_names`` or ``classes`` in the module, the hyper-parameters or the datamodule. A list
+    with another length than the number of classes does not count.
 
     Args:
         trainer: The Trainer.
@@ -330,17 +330,17 @@ def _silent_metrics(module: nn.Module) -> Iterator[None]:
     """Context without metric updates: an update reads numbers, and an export has no numbers."""
     replaced: list[tuple[nn.Module, dict[str, Any]]] = []
     for metric in find_metrics(module):
-        nothing = {} if isinstance(metric, MetricCollection) else torch.zeros(())
+        nothing: Any = {} if isinstance(metric, MetricCollection) else torch.zeros(())
         stubs = dict.fromkeys(("forward", "update", "compute"), lambda *args, _value=nothing, **kwargs: _value)
         replaced.append((metric, {name: vars(metric)[name] for name in stubs if name in vars(metric)}))
         vars(metric).update(stubs)
     try:
         yield
     finally:
-        for metric, before in replaced:
+        for layer, before in replaced:
             for name in ("forward", "update", "compute"):
-                vars(metric).pop(name, None)
-            vars(metric).update(before)
+                vars(layer).pop(name, None)
+            vars(layer).update(before)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def find_feature_layer(module: nn.Module, classifier: str | None = None) -> Feat
 
     Args:
         module: The model, or a module that holds it.
-        classifier: Name of the layer that makes the logits; ``None`` for the result of :func:`find_classifier`.
+        classifier: Name of the layer with the logits; ``None`` for the layer from :func:`find_classifier`.
 
     Returns:
         The layer, and its input or output.
@@ -107,8 +107,8 @@ def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str |
     the ``segmentation_head`` (``segmentation_models_pytorch``), or the last layer that is linear or a convolution.
 
     Args:
-        module: The model, or a module that holds it. Networks that do not train, such as a teacher, are left out.
-        optimized: Ids of the parameters that train; empty for all that require gradients.
+        module: The model, or a module that holds it. Networks without training, such as a teacher, do not count.
+        optimized: Ids for trained parameters; empty for all parameters with gradients.
 
     Returns:
         Its name, or ``None`` if there is no such layer.
@@ -266,13 +266,13 @@ def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 
 
 def trained_layers(module: nn.Module, optimized: Collection[int] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the named modules without metrics, and without networks that do not train, such as a teacher.
+    """Yields the named modules except metrics and networks without training, such as a teacher.
 
     A network is a layer with parameters in its children. If no parameter trains, all modules are yielded.
 
     Args:
         module: The module.
-        optimized: Ids of the parameters that train; empty for all that require gradients.
+        optimized: Ids for trained parameters; empty for all parameters with gradients.
 
     Example:
         >>> teacher = nn.Sequential(nn.Linear(2, 1)).requires_grad_(False)

@@ -309,7 +309,7 @@ def with_void(void):
 
 @pytest.mark.parametrize("void", [11, 3, -1])
 def test_the_loss_says_which_label_is_void(void, federated_trainer, tmp_path):
-    """The scores are those with the usual label; without a proof an error names the label."""
+    """The scores equal the scores with the usual label; without a proof an error names the label."""
     rows = []
     for label, options in ((255, {"ignore_index": 255}), (void, {})):
         data = models.as_datasets(with_void(label))

@@ -59,13 +59,13 @@ class SpreadOut(FederatedCallback):
         comparison: Number of classes, drawn in every round, among which ``"top_k"`` looks for the nearest; ``None`` for
             all.
         normalize: Whether the vectors that the step moves get the length back that they had before it.
-        entry: Name of the layer's weight, one row per class; ``"auto"`` for that of the layer whose outputs meet labels
-            of classes in the loss of a training step.
+        entry: Weight name, one row per class; ``"auto"`` for the classifier proven by a training step: the layer with
+            outputs that meet class labels in the loss.
 
     Raises:
         ValueError: If an option is unknown or out of its range; in ``fit``, if there is no such entry, or it does not
             travel.
-        MisconfigurationException: In ``fit``, if a training step proves no such layer for ``"auto"``.
+        MisconfigurationException: In ``fit``, if ``"auto"`` finds no classifier.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -126,11 +126,11 @@ class SpreadOut(FederatedCallback):
             raise OptionError(f"Expected `entry` to be one that travels, but {self._name!r} does not.")
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Notes the client's classes."""
+        """Records the client's classes."""
         self._rows[update.client] = update.rows.get(self._name)
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
-        """The classes of this process's clients."""
+        """Returns this process's classes."""
         return self._rows
 
     def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
@@ -161,7 +161,7 @@ class SpreadOut(FederatedCallback):
         return spreadout_top_k(weight, self._classes(report.received, len(weight)), self.k, comparison)
 
     def _classes(self, clients: Iterable[Client], count: int) -> Tensor:
-        """Notes the classes of a client whose update was good."""
+        """Returns the classes with a good update."""
         held = torch.zeros(count, dtype=torch.bool)
         for client in clients:
             rows = self._rows[client]

@@ -71,12 +71,12 @@ class ClassPrototypes(FederatedCallback):
     has seen of its part of the data.
 
     Args:
-        layer: Name of the layer whose output is the features; ``"auto"`` for the result of
-            :func:`~lightning_fed.modules.find_feature_layer` at the classifier. The classifier is the one layer whose
-            outputs meet labels of classes in the loss of a training step. That step is tried out before the training.
+        layer: Name of the layer with the features as output; ``"auto"`` for the result of
+            :func:`~lightning_fed.modules.find_feature_layer` at the classifier. The classifier is the one layer with
+            outputs that meet class labels in the loss. One training step on trial finds this layer before the training.
         num_classes: Number of classes; ``"auto"`` for the outputs of the classifier.
-        ignore_index: Label of void pixels; ``None`` for none, ``"auto"`` for the label that the loss leaves out, or
-            else for 255 unless that is a class.
+        ignore_index: Label of void pixels; ``None`` without void pixels, ``"auto"`` for the label ignored by the loss,
+            or else for 255 unless 255 is a class.
         exclude_classes: Classes that are left out, such as a background.
         target: Labels of a batch: an index or key, or a function of the batch; by default the labels in the loss of
             the training step. With a named ``layer`` and ``num_classes`` no step is tried out: then by default the

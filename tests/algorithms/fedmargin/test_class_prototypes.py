@@ -578,7 +578,7 @@ def test_precision(precision, passes, federated_trainer):
 
 
 def test_void_labels(federated_trainer):
-    """Under another number than 255, which then is an error."""
+    """A number other than 255; then 255 is an error."""
 
     def void(clients, label):
         return models.as_datasets(
@@ -665,7 +665,7 @@ def test_where_the_labels_are(key, target, federated_trainer):
 
 @pytest.mark.parametrize("target", [2, None])
 def test_labels_at_another_place_of_a_tuple(target, federated_trainer):
-    """They are found in the loss."""
+    """The loss shows the labels."""
 
     class Last(models.Module):
         def training_step(self, batch, batch_idx):
@@ -947,7 +947,7 @@ def test_features_that_are_not_used(federated_trainer):
 
 
 def test_manual_optimization(federated_trainer):
-    """The validation step is run instead; where there is none, the error says so."""
+    """The validation step runs instead; without a validation step, an error names the remedy."""
 
     class Bare(models.TwoOptimizers):
         validation_step = L.LightningModule.validation_step
@@ -1004,7 +1004,7 @@ def test_options_that_do_not_fit_the_model(options, message, federated_trainer, 
 
 
 def test_the_number_of_classes(federated_trainer):
-    """That of the logits in the loss, unless it is given; without such a loss an error."""
+    """The number comes from the logits in the loss, or from an argument."""
     data = models.as_datasets(models.vectors(TWO))
     with pytest.raises(ValueError, match=r"`labels` to be in 0 to 1"):
         sent(federated_trainer, ClassPrototypes(num_classes=2), models.Module(models.mlp()), data)
