@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torchmetrics import MetricCollection
 
+from lightning_fed.callbacks.class_losses import BatchPath, ClassLoss, ClassLosses
 from lightning_fed.callbacks.example_input import first_batch
 from lightning_fed.callbacks.federation import federation_of
 from lightning_fed.data.loader_clients import isolated_generators
@@ -26,7 +27,6 @@ from lightning_fed.errors import describe
 from lightning_fed.lightning.internals import datamodule_of, is_overridden
 from lightning_fed.lightning.isolated_pass import find_metrics, isolated_pass, loss_in, prepare_batch, run_prepared
 from lightning_fed.model.batches import find_target
-from lightning_fed.model.class_losses import BatchPath, ClassLoss, ClassLosses
 from lightning_fed.model.features import (
     LogitsLayer,
     count_classes,

@@ -9,9 +9,6 @@ from lightning_fed.model.batches import BatchKey as BatchKey
 from lightning_fed.model.batches import as_classes as as_classes
 from lightning_fed.model.batches import find_inputs as find_inputs
 from lightning_fed.model.batches import find_target as find_target
-from lightning_fed.model.class_losses import BatchPath as BatchPath
-from lightning_fed.model.class_losses import ClassLoss as ClassLoss
-from lightning_fed.model.class_losses import ClassLosses as ClassLosses
 from lightning_fed.model.entries import BatchNorm as BatchNorm
 from lightning_fed.model.entries import Selector as Selector
 from lightning_fed.model.entries import batch_norm_statistics as batch_norm_statistics
