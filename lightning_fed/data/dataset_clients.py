@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from lightning_fed.data.arrays import ArrayDataset
+from lightning_fed.data.class_numbers import ClassNumbers
 from lightning_fed.data.interleave import interleave, sequential_groups
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, client_keys, seed_everything
 from lightning_fed.data.sampler_stream import SamplerStream
@@ -283,6 +284,7 @@ class DatasetsSource(ClientSource):
         super().__init__(client_keys(datasets), collate)
         self.datasets = datasets
         self._recent: dict[Client, Dataset[Any]] = {}
+        self._class_numbers = ClassNumbers()
 
     def num_samples(self, client: Client) -> int:
         """Length of the client's data set."""
@@ -297,6 +299,7 @@ class DatasetsSource(ClientSource):
             while len(self._recent) >= 2:
                 self._recent.pop(next(iter(self._recent)))
             self._recent[client] = self.datasets[client]
+            self._class_numbers.check(client, self._recent[client])
         return self._recent[client]
 
 

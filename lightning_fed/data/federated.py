@@ -24,6 +24,7 @@ from torch.utils.data import (
     Subset,
 )
 
+from lightning_fed.data.class_numbers import ClassNumbers
 from lightning_fed.data.dataset_clients import (
     DatasetClients,
     DatasetsSource,
@@ -124,6 +125,7 @@ class EvaluationData(L.LightningDataModule):
 
     def _loaders(self, data: Mapping[Any, Any]) -> Mapping[Any, Iterable[Any]]:
         def loader(part: Any) -> Any:
+            check_client_loader(part)
             return self.evaluation_loader(part) if isinstance(part, Dataset) else part
 
         def build(key: Any) -> Any:
@@ -388,8 +390,10 @@ class _SequenceLookup:
 
 def _check_kinds(clients: Any) -> None:
     values = inside(clients) if isinstance(clients, dict | list | tuple) else ()
-    for value in values:
+    numbers = ClassNumbers()
+    for client, value in zip(clients if isinstance(clients, dict) else itertools.count(), values, strict=False):
         check_client_loader(value)
+        numbers.check(client, value)
     kinds = {type(value).__name__: isinstance(value, Dataset) for value in values}
     if len(set(kinds.values())) > 1 or any(isinstance(value, IterableDataset) for value in values):
         raise TypeError(

@@ -89,7 +89,8 @@ def labels_of(
     length = length_of(dataset)
     if label_fn is not None:
         with seeded_generators(0):  # random augmentations repeat
-            return _as_classes(np.asarray([_plain(label_fn(dataset[index])) for index in range(length)]))
+            values = np.asarray([_plain(label_fn(dataset[index])) for index in range(length)])
+        return _warned_of(_as_classes(values))
 
     def label_of(target: Any) -> float:
         return _label_of_target(target, ignore_index, background)
@@ -114,7 +115,26 @@ def labels_of(
                 labels.append(_label_of_sample(part, index, sample, label_of))
             return np.asarray(labels)
 
-    return _as_classes(_collect(dataset, np.arange(length), known, read))
+    return _warned_of(_as_classes(_collect(dataset, np.arange(length), known, read)))
+
+
+def _warned_of(labels: IndexArray) -> IndexArray:
+    """The labels, after a line in the log if these may not be classes."""
+    if labels.size > 1 and (labels == labels[0]).all():
+        _log.warning(
+            "All %d samples have the label %d, by which clients cannot differ. In masks of 0 and 255 the foreground"
+            " counts as void: pass `ignore_index=None`. Other labels come from `label_fn`.",
+            labels.size,
+            labels[0],
+        )
+    if (labels < 0).any():
+        _log.warning(
+            "%d of %d samples have a label below 0, which counts as a class. If it means `unlabelled`, take these"
+            " samples out with a `Subset`, or pass `label_fn`.",
+            (labels < 0).sum(),
+            labels.size,
+        )
+    return labels
 
 
 def groups_of(

@@ -8,11 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, WeightedRandomSampler
 
-from lightning_fed.data.interleave import interleave, sequential_groups
+from lightning_fed.data.class_numbers import ClassNumbers
+from lightning_fed.data.interleave import batch_tensors, interleave, sequential_groups
 from lightning_fed.data.loader_parts import own_generators, samplers_of, seeded_own_generators, set_epoch
 from lightning_fed.data.poisson import check_poisson_loader, poisson_loader
 from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, batch_length, client_keys
@@ -37,6 +40,7 @@ class LoaderClients(Population):
     def __init__(self, loaders: Mapping[Client, Iterable[Any]], is_plain: bool = False) -> None:
         super().__init__(client_keys(loaders))
         self.loaders, self.is_plain = loaders, is_plain
+        self._class_numbers = ClassNumbers()
         self._counted: dict[Client, int] = {}  # by one pass over a client's batches
         self._opened: dict[int, Any] = {}  # loaders whose workers live on, by their identity
         self._in_order: dict[Client, Any] = {}  # loaders that do not shuffle any more
@@ -65,7 +69,7 @@ class LoaderClients(Population):
         has_length = isinstance(loader, Sized)
         if has_length and dataset is None:
             if client not in self._counted:
-                self._counted[client] = sum(batch_length(batch) for batch in loader)
+                self._counted[client] = sum(map(_checked_length, loader))
             return self._counted[client]
         batch_size = getattr(loader, "batch_size", None)
         if dataset is not None and self.local_steps is not None and batch_size is not None:
@@ -80,6 +84,7 @@ class LoaderClients(Population):
         """The client's loader, its several loaders as one."""
         loader: Any = self.loaders[client]
         check_client_loader(loader)
+        self._class_numbers.check(client, loader)
         if isinstance(loader, Mapping | list | tuple) and has_loader(loader):
             loader = CombinedLoader(loader, "max_size_cycle")  # as Lightning takes them
         if self.overfit_batches:
@@ -223,6 +228,23 @@ def _samplers(loader: Any) -> tuple[Any, Any]:
     return batches, getattr(batches, "sampler", sampler)
 
 
+def _checked_length(batch: Any) -> int:
+    """Number of examples in a batch without a data set that tells it.
+
+    Raises:
+        ValueError: If the tensors of the batch have different lengths, as with the time along the first dimension.
+
+    """
+    lengths = {int(value.shape[0]) for value in batch_tensors(batch) if value.ndim}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"Expected the examples of a batch along the first dimension of all tensors, which then have one length,"
+            f" but got lengths {sorted(lengths)}: put the batch first, or give the loader a `dataset` with a length,"
+            " by which its examples are counted."
+        )
+    return batch_length(batch)
+
+
 def _drawn_samples(loader: Any, most: int) -> int:
     """Examples that a loader draws in a pass; of samplers of torch at most so many as the data set has."""
     batches, sampler = _samplers(loader)
@@ -281,15 +303,26 @@ def has_loader(loaders: Any) -> bool:
 
 
 def check_client_loader(loader: Any) -> None:
-    """Refuses data sets in the place of loaders, which would give single samples for batches.
+    """Refuses data in the place of loaders, which would give single samples, or inputs and labels, for batches.
 
     Args:
         loader: A client's data.
 
     Raises:
-        TypeError: If it is a mapping or sequence of data sets, or a table such as ``datasets.Dataset``.
+        TypeError: If it is a tensor or an array, a tuple of some, a mapping or sequence of data sets, or a table such
+            as ``datasets.Dataset``.
 
     """
+    arrays = loader if isinstance(loader, tuple | list) else (loader,)
+    is_of_arrays = bool(arrays) and all(isinstance(array, Tensor | np.ndarray) for array in arrays)
+    # A list may hold batches, which have the same kind and shape.
+    kinds = {(str(array.dtype), tuple(array.shape[1:])) for array in arrays} if is_of_arrays else set()
+    if is_of_arrays and (not isinstance(loader, list) or len(kinds) > 1):
+        raise TypeError(
+            f"Expected a client's data to be a data set or a loader, but got {len(arrays)} arrays in a"
+            f" {type(loader).__name__}, which would be trained on as batches: put them into a"
+            " `torch.utils.data.TensorDataset(x, y)`, whose examples are along the first dimension."
+        )
     if hasattr(loader, "column_names") and not isinstance(loader, Dataset):
         raise TypeError(
             f"Expected a client's data to be a data set of torch or a loader, but got the table"

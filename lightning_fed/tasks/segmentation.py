@@ -180,14 +180,37 @@ class SegmentationTask(Task):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Logs the batch's loss and updates the metrics; warns where the class of a binary task seems to be ignored."""
-        if self._mode == "binary" and self.ignore_index is not None:
-            mask = self.split_batch(batch)[1]
-            if bool((mask == self.ignore_index).any() & (mask == 0).any() & ~(mask == 1).any()):
-                rank_zero_warn(
-                    f"No pixel of a batch's masks is 1, but some are {self.ignore_index}, which is ignored. If that"
-                    " stands for the class, make the masks 0 and 1 by `mask > 0`."
-                )
+        self._check_binary(batch)
         super().validation_step(batch, batch_idx, dataloader_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Returns the loss of a batch; checks the masks of a binary task in the first one."""
+        if batch_idx == 0:
+            self._check_binary(batch)
+        return super().training_step(batch, batch_idx)
+
+    def _check_binary(self, batch: Any) -> None:
+        if self._mode != "binary":
+            return
+        mask = self.split_batch(batch)[1]
+        is_void = (
+            mask == self.ignore_index if self.ignore_index is not None else torch.zeros_like(mask, dtype=torch.bool)
+        )
+        try:
+            seems_ignored = bool(is_void.any() & (mask == 0).any() & ~(mask == 1).any())
+            wrong = mask[~is_void & (mask != 0) & (mask != 1)]
+        except RuntimeError:  # several clients at once, as `torch.func.vmap` runs them: validation checks
+            return
+        if len(wrong):
+            raise ValueError(
+                f"Expected masks of 0 and 1, apart from `ignore_index` ({self.ignore_index}), with mode='binary', but"
+                f" got {int(wrong[0])}: make the masks 0 and 1 by `mask > 0`."
+            )
+        if seems_ignored:
+            rank_zero_warn(
+                f"No pixel of a batch's masks is 1, but some are {self.ignore_index}, which is ignored. If that"
+                " stands for the class, make the masks 0 and 1 by `mask > 0`."
+            )
 
     def example_input(self) -> Tensor:
         """Returns two images of zeros."""

@@ -366,6 +366,48 @@ def test_several_data_sets_for_one_client_are_refused(kind):
         LoaderClients(LazyClients(["a"], lambda client: data)).num_samples("a")
 
 
+X, Y = torch.rand(8, 3), torch.arange(8)
+ARRAYS = {
+    "inputs and labels": lambda: (X, Y),
+    "arrays": lambda: (X.numpy(), Y.numpy()),
+    "a list": lambda: [X, Y],
+    "inputs": lambda: X,
+    "an array": lambda: X.numpy(),
+    "equal tensors": lambda: (X, X),
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_arrays_in_the_place_of_data_sets_are_refused_with_the_form_to_use(kind):
+    data = ARRAYS[kind]()
+    with pytest.raises(TypeError, match=r"data set or a loader, but got .*TensorDataset\(x, y\)"):
+        FederatedDataModule({"a": data})
+    with pytest.raises(TypeError, match=r"TensorDataset\(x, y\)"):
+        LoaderClients(LazyClients(["a"], lambda client: data)).num_samples("a")
+    with pytest.raises(TypeError, match=r"TensorDataset\(x, y\)"):
+        FederatedDataModule({"a": DATASET}, val={"a": data}).val_clients()["a"]
+
+
+def test_a_list_of_batches_is_a_loader():
+    assert LoaderClients({"a": [torch.rand(4, 3), torch.rand(2, 3)]}).num_samples("a") == 6
+
+
+TIME_FIRST = {  # 7 steps of time, 4 sequences
+    "sequences and labels": (torch.rand(7, 4, 2), torch.zeros(4)),
+    "a mapping": {"tokens": torch.rand(7, 4), "length": torch.zeros(4)},
+    "nested": [torch.rand(7, 4, 2), {"state": (torch.rand(4, 5),)}],
+}
+
+
+@pytest.mark.parametrize("kind", TIME_FIRST)
+def test_batches_with_the_time_first_are_refused_where_they_are_counted(kind):
+    batch = TIME_FIRST[kind]
+    with pytest.raises(ValueError, match=r"first dimension of all tensors, .* but got lengths \[4, 7\]: put the batch"):
+        LoaderClients({"a": [batch]}).num_samples("a")
+    counted = DataLoader(DATASET, 4, collate_fn=lambda samples: batch)
+    assert LoaderClients({"a": counted}).num_samples("a") == len(DATASET)
+
+
 def test_a_table_as_a_client_is_refused():
     """It would be iterated sample by sample."""
 

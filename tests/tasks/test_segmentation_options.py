@@ -356,6 +356,16 @@ def test_a_binary_class_that_is_ignored(recwarn):
         assert sum("No pixel of a batch's masks is 1, but some are 255" in str(w.message) for w in recwarn) == count
 
 
+def test_binary_masks_are_checked_in_training(recwarn):
+    """Without validation data nothing else would say that 255 is ignored, or that it is no class."""
+    mask = 255 * labels(2, 8, 8, classes=2)
+    data = loader([(images(2, 1, 8), mask)])
+    trainer(max_epochs=1).fit(SegmentationTask(nn.Conv2d(1, 1, 1), 1, mode="binary"), data)
+    assert any("No pixel of a batch's masks is 1, but some are 255" in str(w.message) for w in recwarn)
+    with pytest.raises(ValueError, match=r"masks of 0 and 1, .* mode='binary', but got 255: make .* `mask > 0`"):
+        trainer(max_epochs=1).fit(SegmentationTask(nn.Conv2d(1, 1, 1), 1, mode="binary", ignore_index=None), data)
+
+
 # --- tiles ------------------------------------------------------------------------------------------------------------
 
 
