@@ -428,7 +428,7 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
         return clients
     if isinstance(data, CombinedLoader) or (isinstance(data, Mapping | list | tuple) and has_loader(data)):
         return _split_loaders(data, partition, seed)
-    if isinstance(data, DataLoader) and data.batch_sampler is None and not isinstance(data.dataset, IterableDataset):
+    if isinstance(data, DataLoader) and data.batch_sampler is None and type(data.sampler) is BatchSampler:
         return _split_loaders(data, partition, seed)
     return split_loader(data, partition, seed)
 

@@ -412,17 +412,17 @@ def test_group_errors(dataset, group, kind, message):
 
 # --- labels that say nothing ------------------------------------------------------------------------------------------
 
-MASKS = (torch.arange(6) % 2).reshape(6, 1, 1).repeat(1, 2, 2)
+HALF_FULL = (torch.arange(6) % 2).reshape(6, 1, 1).repeat(1, 2, 2)
 SAYS_NOTHING = {  # the data set, options, and what the log says
-    "masks of 0 and 255": ((torch.rand(6, 1), 255 * MASKS), {}, "have the label 0"),
+    "masks of 0 and 255": ((torch.rand(6, 1), 255 * HALF_FULL), {}, "have the label 0"),
     "masks of void": ((torch.rand(6, 1), torch.full((6, 2, 2), 255)), {"background": None}, "have the label 255"),
     "one label": ((torch.rand(6, 1), torch.full((6,), 3)), {}, "All 6 samples have the label 3"),
     "one text": ((torch.rand(6, 1), torch.zeros(6)), {"label_fn": lambda sample: "a"}, "have the label 0"),
     "unlabelled": ((torch.rand(6, 1), torch.tensor([0, 1, -1, -1, 2, 0])), {}, "2 of 6 samples have a label below 0"),
     "only unlabelled": ((torch.rand(6, 1), torch.full((6,), -1)), {}, "6 of 6 samples have a label below 0"),
     "two labels": ((torch.rand(6, 1), torch.arange(6) % 2), {}, None),
-    "masks of 0 and 1": ((torch.rand(6, 1), MASKS), {}, None),
-    "255 counts": ((torch.rand(6, 1), 255 * MASKS), {"ignore_index": None}, None),
+    "masks of 0 and 1": ((torch.rand(6, 1), HALF_FULL), {}, None),
+    "255 counts": ((torch.rand(6, 1), 255 * HALF_FULL), {"ignore_index": None}, None),
     "one sample": ((torch.rand(1, 1), torch.zeros(1)), {}, None),
 }
 

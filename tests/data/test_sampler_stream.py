@@ -316,7 +316,11 @@ REFUSED = {
     "from the end": ({"sampler": [1, -1]}, "indices from 0 to 59, but got -1"),
     "batches without length": ({"batch_sampler": Endless()}, "Endless to have a length"),
     "batches of places": ({"batch_sampler": Draws(lambda: [[("a", 1)]])}, r"indices of examples"),
-    "no batches": ({"batch_size": None}, "pass over all examples in batches, but got sampler=SequentialSampler"),
+    "batches of some at once": (
+        {"batch_size": None, "sampler": BatchSampler(SubsetRandomSampler([1, 2]), 2, False)},
+        "pass over all examples in batches, but got sampler=SubsetRandomSampler",
+    ),
+    "no batches": ({"batch_size": None}, "DataLoader with a batch size, .* but got batch_size=None"),
 }
 
 
