@@ -450,7 +450,7 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
     _check_splittable(loader)
     if loader.batch_sampler is None:
         raise OptionError(
-            "Expected a DataLoader with a batch size, because batches are cut within clients, but got batch_size=None."
+            "Expected a DataLoader with a batch size (batches are cut within clients), but got batch_size=None."
             f" {LOADERS_REMEDY}"
         )
     indices = partition.split(loader.dataset, seed)
