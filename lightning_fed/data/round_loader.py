@@ -85,6 +85,7 @@ class RoundLoader:
         batches_left: Number of the group's batches after the last one; after the last visit, of the padding.
         padding: Number of ``None`` batches after the last visit.
         on_start: Function that is called before the first batch is fetched.
+        on_visit: Function that is called before the first batch of every visit, or of visits that train at once.
         on_end: Function that is called with the last batch of a stream, before it is served.
 
     """
@@ -109,6 +110,7 @@ class RoundLoader:
         self.numbers: ClientGenerators | None = None
         self.batches_left = 0
         self.on_start: Callable[[], object] | None = None
+        self.on_visit: Callable[[], object] | None = None
         self.on_end: Callable[[], object] | None = None
         self._reasons: list[str] = []  # of data that raised
         self._errors: dict[Client, Exception] = {}  # of clients without a visit
@@ -140,6 +142,8 @@ class RoundLoader:
         self._is_stuck, self._first_of_stream, self._has_ended = False, 0, False
         for positions in self._groups:
             group = [self.visits[position] for position in positions]
+            if self.on_visit is not None:
+                self.on_visit()
             numbers = (
                 ClientGenerators([planned.visit.seed for planned in group], self._draws) if len(group) > 1 else None
             )

@@ -1,13 +1,14 @@
-"""Attributes of a module that pass from one visit to the next, beside the messages: found, and named in the log."""
+"""Attributes that pass from one visit to the next, in addition to the messages: found, and named in the log."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import logging
 import random
 import zlib
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,85 +16,257 @@ import lightning as L
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_fed.console import round_number
-from lightning_fed.lightning.internals import lightning_attributes
+from lightning_fed.lightning.internals import callbacks_of, lightning_attributes
 from lightning_fed.model.layer_widths import layer_numbers
 
 _log = logging.getLogger(__name__)
 
 _METRICS = (Metric, MetricCollection, MetricTracker)  # which Lightning resets after every epoch
-_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-_SEQUENCES = (list, tuple, deque)
 _VALUES = (bool, int, float, complex, str, bytes, np.generic)
+_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fed", "torchmetrics")
 _INTERNAL = frozenset(vars(nn.Module()))
-_named: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+_DEPTH = 5
+_MISSING = object()
 
 
-def note_attributes(module: L.LightningModule) -> dict[str, Any]:
-    """Fingerprints of a module's attributes that a visit may change and no message holds, by name.
+class _Known:
+    """What the rounds of a module have found: names that a visit changed, and names that the log has."""
 
-    These are numbers, texts, tensors, arrays, random generators, containers of them, modules that are not registered,
-    and objects with such attributes: of the module and of its submodules. Left out are metrics, layers of this package,
-    what shares its memory with a parameter or a buffer, and tensors with a gradient's history, which are computed from
-    the parameters. Only fingerprints are kept, of which that of a tensor on a device reads it once.
+    def __init__(self) -> None:
+        self.suspects: set[str] = set()
+        self.named: set[str] = set()
+        self.num_looks = 0
+
+
+_known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
+
+
+class CarriedAttributes:
+    """Finds attributes by which the visits of a round affect later visits, and names each once in the log.
+
+    An attribute is named if a visit changes it, and a later visit reads it before it writes it. A cache that every
+    visit writes before it reads is not named. Attributes are looked at in the module, in its submodules and in the
+    user's callbacks: numbers, texts, tensors, arrays, random generators, optimizers, iterators, containers and objects
+    with such attributes; in callbacks only where they hold tensors, for a callback may count.
+
+    Not looked at: metrics, layers of this package, the Trainer's optimizers, memory of parameters and buffers, and
+    tensors with a gradient's history, which are computed from the parameters.
 
     Args:
         module: The module.
+        trainer: The Trainer, if there is one.
 
     Example:
         >>> module = L.LightningModule()
         >>> module.seen = [1, 2]
-        >>> before = note_attributes(module)
+        >>> carried = CarriedAttributes(module)
+        >>> carried.start_round()
+        >>> carried.start_visit()
         >>> module.seen.append(3)
-        >>> changed_attributes(before, note_attributes(module))
+        >>> carried.changed()
         ['seen']
 
     """
-    layers = dict(_layers(module))
-    memory = {_address(entry) for entry in itertools.chain(module.parameters(), module.buffers())}
-    return {
-        f"{path}.{name}" if path else name: _attribute_fingerprint(value, memory)
-        for path, layer in layers.items()
-        if layer is module or not type(layer).__module__.startswith("lightning_fed.")
-        for name, value in vars(layer).items()
-        if name not in _INTERNAL and not (isinstance(layer, L.LightningModule) and name in lightning_attributes())
-    }
+
+    def __init__(self, module: L.LightningModule, trainer: L.Trainer | None = None) -> None:
+        self._module, self._trainer = module, trainer
+        self._known = _known.setdefault(module, _Known())
+        self._before: dict[str, Any] = {}
+        self._num_visits = 0
+        self._is_seen: set[str] = set()  # read or written in the current visit
+        self._read_first: set[str] = set()
+        self._watched: dict[tuple[type, str], _Watched] = {}
+        self._watched_names: set[str] = set()
+
+    def start_round(self) -> None:
+        """Reads the attributes before the first visit."""
+        self._before = self._fingerprints()
+        self._watch()
+
+    def start_visit(self) -> None:
+        """Begins a visit."""
+        self._num_visits += 1
+        self._is_seen.clear()
+        # A visit may fill in its second round what is empty before the first; later changes show at a round's end.
+        if self._num_visits == 2 and self._known.num_looks < 2:
+            self._known.num_looks += 1
+            self._known.suspects.update(self.changed())
+            self._watch()
+
+    def changed(self) -> list[str]:
+        """The attributes that have changed since the round's start, in order.
+
+        A list that is empty when a round begins is left out: it collects what is logged after the epoch. One that is
+        never emptied is found in the second round.
+        """
+        after, before = self._fingerprints(), self._before
+        names = sorted(before.keys() | after.keys())
+        # in lists NaN is what it was
+        different = [name for name in names if [before.get(name, _MISSING)] != [after.get(name, _MISSING)]]
+        kept = [name for name in different if before.get(name, _MISSING) not in ([], {})]
+        return [name for name in kept if not _is_width(self._module, name)]
+
+    def end_round(self, round: int) -> None:
+        """Names attributes in the log.
+
+        Args:
+            round: The round.
+
+        """
+        known = self._known
+        changed = set(self.changed())
+        blind = {name for name in changed & known.suspects if name not in self._watched_names}
+        self.stop()
+        known.suspects |= changed
+        names = sorted(((known.suspects & self._read_first) | blind) - known.named)
+        if not names:
+            return
+        known.named.update(names)
+        owners = self._owners()
+        values = [getattr(*_owner_of(owners, name), None) for name in names]
+        advice = ["make what training uses a buffer, `register_buffer(name, tensor)`"]
+        if any(isinstance(value, Optimizer) for value in values):
+            advice.append(
+                "return optimizers from `configure_optimizers`, so that `optimizer_state` decides about their state"
+            )
+        if any(not isinstance(_owner_of(owners, name)[0], nn.Module) for name in names):
+            advice.append("let a callback set its state anew in `on_client_start`")
+        _log.warning(
+            "Round %d: these attributes of %s changed in the visits: %s. They pass from client to client beside the"
+            " messages: %s.",
+            round_number(round),
+            type(self._module).__name__,
+            ", ".join(f"`{name}`" for name in names),
+            "; ".join(advice),
+        )
+
+    def stop(self) -> None:
+        """Ends watching; the classes are as they were."""
+        for watched in self._watched.values():
+            watched.remove()
+        self._watched.clear()
+        self._watched_names.clear()
+
+    def _watch(self) -> None:
+        """Watches the suspects; not compiled modules, whose attributes are read when they are compiled."""
+        owners = self._owners()
+        if any(_is_compiled(owner) for owner in owners.values()):
+            return
+        for name in self._known.suspects - self._known.named - self._watched_names:
+            owner, attribute = _owner_of(owners, name)
+            key = type(owner), attribute
+            if owner is None or (key not in self._watched and not _Watched.is_possible(*key)):
+                continue
+            if key not in self._watched:
+                self._watched[key] = _Watched(*key, self._note)
+            self._watched[key].names[id(owner)] = name
+            self._watched_names.add(name)
+
+    def _note(self, name: str, is_read: bool) -> None:
+        if self._num_visits and name not in self._is_seen:
+            self._is_seen.add(name)
+            if is_read:
+                self._read_first.add(name)
+
+    def _owners(self) -> dict[str, Any]:
+        """The objects with attributes, by the prefix of the attributes' names."""
+        layers = {f"{path}." if path else "": layer for path, layer in _layers(self._module)}
+        owners: dict[str, Any] = {
+            prefix: layer
+            for prefix, layer in layers.items()
+            if layer is self._module or not type(layer).__module__.startswith("lightning_fed.")
+        }
+        for callback in [] if self._trainer is None else callbacks_of(self._trainer):
+            if type(callback).__module__.partition(".")[0] not in _LIBRARIES:
+                owners.setdefault(f"{type(callback).__name__}.", callback)
+        return owners
+
+    def _fingerprints(self) -> dict[str, Any]:
+        memory = {_address(entry) for entry in itertools.chain(self._module.parameters(), self._module.buffers())}
+        skipped = {id(self._module), id(self._trainer)}
+        if self._trainer is not None:
+            skipped |= {id(optimizer) for optimizer in self._trainer.optimizers}
+            skipped |= {id(config.scheduler) for config in self._trainer.lr_scheduler_configs}
+        found = {}
+        for prefix, owner in self._owners().items():
+            is_layer = isinstance(owner, nn.Module)
+            for name, value in vars(owner).items():
+                if is_layer and name in _INTERNAL:
+                    continue
+                if isinstance(owner, L.LightningModule) and name in lightning_attributes():
+                    continue
+                if type(owner).__module__.startswith("torch.") and name.startswith("_"):
+                    continue  # PyTorch's, such as an LSTM's list of its weights
+                if is_layer or _holds_tensors(value):
+                    found[prefix + name] = _fingerprint(value, memory, skipped)
+        return found
 
 
-def changed_attributes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The names of the attributes whose fingerprints differ, in order."""
-    names = sorted(before.keys() | after.keys())
-    return [name for name in names if [before.get(name)] != [after.get(name)]]  # in lists NaN is what it was
-
-
-def warn_of_carried(module: L.LightningModule, before: dict[str, Any], round: int) -> None:
-    """Names the attributes that a round's visits have changed in the log, each once.
-
-    A list that is empty when a round begins is left out: it collects what is logged after the epoch. One that is never
-    emptied is named in the second round.
+class _Watched:
+    """Data descriptor in the place of an attribute: tells whether a visit reads or writes the attribute first.
 
     Args:
-        module: The module, after the last visit.
-        before: What :func:`note_attributes` found before the first.
-        round: The round.
+        owner_type: The class on which the descriptor lies until :meth:`remove`.
+        attribute: Name of the attribute.
+        note: Function of the attribute's full name, and of whether it is read.
 
     """
-    named = _named.setdefault(module, set())
-    changed = changed_attributes(before, note_attributes(module))
-    new = [name for name in changed if name not in named and before.get(name) not in ([], {})]
-    names = [name for name in new if not _is_width(module, name)]
-    if not names:
-        return
-    named.update(names)
-    _log.warning(
-        "Round %d: these attributes of %s changed in the visits: %s. They pass from client to client beside the"
-        " messages: make what training uses a buffer, `register_buffer(name, tensor)`.",
-        round_number(round),
-        type(module).__name__,
-        ", ".join(f"`{name}`" for name in names),
-    )
+
+    def __init__(self, owner_type: type, attribute: str, note: Callable[[str, bool], None]) -> None:
+        self.names: dict[int, str] = {}  # by the identity of the owner
+        self._type, self._attribute, self._note = owner_type, attribute, note
+        self._own = vars(owner_type).get(attribute, _MISSING)
+        self._default = getattr(owner_type, attribute, _MISSING)
+        setattr(owner_type, attribute, self)
+
+    @staticmethod
+    def is_possible(owner_type: type, attribute: str) -> bool:
+        """True if a class can have a descriptor: a class of Python, without a property of the name."""
+        is_of_python = bool(owner_type.__flags__ & 1 << 9)
+        return (
+            is_of_python
+            and not callable(getattr(owner_type, attribute, None))
+            and not any(hasattr(type(vars(base).get(attribute)), "__set__") for base in owner_type.__mro__)
+        )
+
+    def remove(self) -> None:
+        """Gives the class what it had in the place of the descriptor."""
+        if self._own is _MISSING:
+            delattr(self._type, self._attribute)
+        else:
+            setattr(self._type, self._attribute, self._own)
+
+    def __get__(self, owner: Any, owner_type: type | None = None) -> Any:
+        value = self._default if owner is None else vars(owner).get(self._attribute, self._default)
+        if value is _MISSING:
+            raise AttributeError(f"{self._type.__name__!r} object has no attribute {self._attribute!r}")
+        if id(owner) in self.names:
+            self._note(self.names[id(owner)], True)
+        return value
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        vars(owner)[self._attribute] = value
+        if id(owner) in self.names:
+            self._note(self.names[id(owner)], False)
+
+    def __delete__(self, owner: Any) -> None:
+        if self._attribute not in vars(owner):
+            raise AttributeError(self._attribute)
+        del vars(owner)[self._attribute]
+
+
+def _owner_of(owners: dict[str, Any], name: str) -> tuple[Any, str]:
+    prefix, _, attribute = name.rpartition(".")
+    return owners.get(f"{prefix}." if prefix else ""), attribute
+
+
+def _is_compiled(owner: Any) -> bool:
+    return vars(owner).get("_compiled_call_impl") is not None or "_orig_mod" in vars(owner).get("_modules", ())
 
 
 def _is_width(module: nn.Module, name: str) -> bool:
@@ -118,55 +291,76 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 yield path, layer
 
 
-def _attribute_fingerprint(value: Any, memory: set[int]) -> Any:
-    """Fingerprint of an attribute; ``None`` of one that cannot be read: without values, or that holds itself."""
-    try:
-        return _fingerprint(value, memory, is_attribute=True)
-    except Exception:  # a fit does not end for a warning's sake
-        return None
+def _holds_tensors(value: Any, depth: int = 3) -> bool:
+    if isinstance(value, Tensor | nn.Module | Optimizer | np.ndarray):
+        return not isinstance(value, L.LightningModule | Metric)
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple | deque):
+        is_users = type(value).__module__.partition(".")[0] not in (*_LIBRARIES, "builtins", "torch")
+        value = vars(value).values() if is_users and hasattr(value, "__dict__") and not callable(value) else ()
+    return depth > 0 and any(_holds_tensors(inside, depth - 1) for inside in value)
 
 
-def _fingerprint(value: Any, memory: set[int], is_attribute: bool = False, around: tuple[int, ...] = ()) -> Any:
+def _fingerprint(value: Any, memory: set[int], skipped: set[int], depth: int = _DEPTH) -> Any:
     """Fingerprint of a value: the same as long as the value is.
+
+    Only fingerprints are kept. The fingerprint of a tensor on a device reads the tensor once. A part that cannot be
+    read counts as unchanged, except an iterator, which counts as changed.
 
     Args:
         value: The value.
         memory: Addresses of parameters and buffers.
-        is_attribute: Whether the value is an attribute of a layer; an object that is one is looked into.
-        around: Identities of the containers that the value is in.
-
-    Raises:
-        ValueError: If the value is one of these.
+        skipped: Identities of the objects around the value, and of objects that others account for.
+        depth: Number of levels that are looked into.
 
     """
     if isinstance(value, _VALUES):
         return value
-    if isinstance(value, Tensor):
-        return _tensor_fingerprint(value.detach()) if _is_free(value, memory) else None
-    if isinstance(value, np.ndarray):
-        return value.shape, value.dtype.str, zlib.crc32(np.ascontiguousarray(value).tobytes())
-    if id(value) in around:  # not left to Python's limit of recursion, which 3.13.0 does not keep here
-        raise ValueError("The value holds itself.")
-    around = (*around, id(value))
-    if type(value) in _MAPPINGS:
-        return {key: _fingerprint(inside, memory, around=around) for key, inside in value.items()}
-    if type(value) in _SEQUENCES:
-        return [_fingerprint(inside, memory, around=around) for inside in value]
-    if type(value) is set:
-        return frozenset(value)
-    if isinstance(value, torch.Generator):
-        return _tensor_fingerprint(value.get_state())
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, random.Random):
-        return hash(value.getstate())
+    if id(value) in skipped or not depth or isinstance(value, Dataset | type):
+        return None
+    skipped, depth = skipped | {id(value)}, depth - 1
+    try:
+        if isinstance(value, Tensor):
+            return _tensor_fingerprint(value.detach()) if _is_free(value, memory) else None
+        if isinstance(value, np.ndarray):
+            return value.shape, value.dtype.str, zlib.crc32(np.ascontiguousarray(value).tobytes())
+        if isinstance(value, torch.Generator):
+            return _tensor_fingerprint(value.get_state())
+        if isinstance(value, np.random.Generator):
+            return repr(value.bit_generator.state)
+        if isinstance(value, random.Random):
+            return hash(value.getstate())
+        if isinstance(value, set | frozenset):
+            return frozenset(value)
+        inside = _parts(value)
+    except Exception:  # a fit does not end for a warning's sake
+        return None
+    if isinstance(inside, dict):
+        return {key: _fingerprint(part, memory, skipped, depth) for key, part in inside.items()}
+    return [_fingerprint(part, memory, skipped, depth) for part in inside] if isinstance(inside, list) else inside
+
+
+def _parts(value: Any) -> Any:
+    """The parts of a value that change with it: of a container, an object or an optimizer; else ``None``."""
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, list | tuple | deque):
+        return list(value)
     if isinstance(value, nn.Module):
-        entries = () if isinstance(value, _METRICS) else (*value.parameters(), *value.buffers())
-        return [_fingerprint(entry, memory) for entry in entries]
-    is_users = not type(value).__module__.startswith(("lightning.", "torch.")) and not isinstance(value, type)
-    if is_attribute and is_users and not callable(value) and hasattr(value, "__dict__"):
-        return {name: _fingerprint(inside, memory, around=around) for name, inside in vars(value).items()}
-    return None
+        return [] if isinstance(value, _METRICS) else [*value.parameters(), *value.buffers()]
+    if isinstance(value, Optimizer):
+        groups = [{name: part for name, part in group.items() if name != "params"} for group in value.param_groups]
+        return [list(value.state.values()), groups]
+    if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+        return object()
+    kind = type(value)
+    if kind.__module__.startswith("torch."):
+        return value.state_dict() if hasattr(kind, "state_dict") else None
+    if kind.__module__.partition(".")[0] in _LIBRARIES or callable(value):
+        return None
+    slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ()) if hasattr(value, name)]
+    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})} or None
 
 
 def _is_free(value: Tensor, memory: set[int]) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from functools import partial
-from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -27,7 +26,7 @@ from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.round_start import RoundStart
 from lightning_fed.fit.synchronisation import process_group_of
-from lightning_fed.lightning.carried_attributes import note_attributes, warn_of_carried
+from lightning_fed.lightning.carried_attributes import CarriedAttributes
 from lightning_fed.lightning.internals import is_overridden, tensor_version
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import (
@@ -86,7 +85,7 @@ class Round:
             fit.initial_statistics,
         )
         self.start = RoundStart(fit.trainer, self.local, fit.options.optimizer_state, self._server.held.values)
-        self._attributes: dict[str, Any] = {}
+        self._carried = CarriedAttributes(fit.module, fit.trainer)
         self._measured: dict[str, float] = {}
         untrained = untrained_entries(fit.module) - self.local.sliced.keys()
         self._untrained = [name for name in self.start.state if name in untrained]
@@ -116,7 +115,8 @@ class Round:
         warn_of_batch_norm(self.fit, self.local, self.loader.visits)
         for callback in self._server_callbacks:
             callback.on_server_round_start(self._trainer, self._module)
-        self._attributes = note_attributes(self._module)
+        self._carried.start_round()
+        self.loader.on_visit = self._carried.start_visit
 
     def _count_writes(self) -> dict[str, int]:
         """Versions, as PyTorch counts writes, of the entries of the round's start that messages share."""
@@ -142,7 +142,7 @@ class Round:
 
     def join(self) -> None:
         """Joins the processes that shared the visits, after the last of them."""
-        warn_of_carried(self._module, self._attributes, self._server.report.round)
+        self._carried.end_round(self._server.report.round)
         self.fit.synchronisation.join(self.start, self.cohort)
 
     def close(self) -> bool:
@@ -245,6 +245,7 @@ class Round:
 
     def abandon(self) -> None:
         """Gives the round up and restores the global model with which it began."""
+        self._carried.stop()
         self.driver.close()
         self.start.restore()
         self._server.abandon_round()

@@ -1,7 +1,9 @@
 """Attributes that pass from visit to visit beside the messages are named, wherever the visits are."""
 
 import random
-from collections import deque
+import threading
+from collections import deque, namedtuple
+from functools import partial
 
 import lightning as L
 import numpy as np
@@ -14,7 +16,7 @@ from torch.nn.utils import prune
 from lightning_fed import FederatedDataModule, Federation
 from lightning_fed.algorithms import FedFusion, FedMA
 from lightning_fed.data.dataset_clients import count_batches
-from lightning_fed.lightning.carried_attributes import changed_attributes, note_attributes, warn_of_carried
+from lightning_fed.lightning.carried_attributes import CarriedAttributes
 from tests import models, warm_process
 from tests.backends.flower.halves import on_flower
 
@@ -83,11 +85,60 @@ def draw(module, outputs):
 
 
 def write_into_submodule(module, outputs):
-    module.net[0].kept = float(outputs.mean())
+    module.net[0].kept = float(outputs.mean()) + getattr(module.net[0], "kept", 0.0)
 
 
 def create(module, outputs):
-    module.kept = outputs
+    module.kept = outputs.mean() + getattr(module, "kept", 0.0)
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self):
+        self.value = 0
+
+
+class Table(dict):
+    """A mapping of the user's."""
+
+
+Pair = namedtuple("Pair", ["tensor", "objects"])
+
+
+def count_in_slots(module, outputs):
+    module.kept.value += 1
+
+
+def write_into_subclass(module, outputs):
+    module.kept["mean"] = outputs.mean()
+
+
+def write_deep(module, outputs):
+    module.kept.objects[0].value += 1
+
+
+def draw_next(module, outputs):
+    next(module.kept)
+
+
+def step_optimizer(module, outputs):
+    (weight,) = module.kept.param_groups[0]["params"]
+    weight.grad = torch.ones(1)
+    module.kept.step()
+
+
+def step_scheduler(module, outputs):
+    module.kept.optimizer.step()
+    module.kept.step()
+
+
+def an_optimizer():
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1, momentum=0.9)
+
+
+def a_scheduler():
+    return torch.optim.lr_scheduler.StepLR(an_optimizer(), 2)
 
 
 KEPT = {
@@ -103,6 +154,13 @@ KEPT = {
     "a generator": (draw, lambda: torch.Generator().manual_seed(0)),
     "an attribute of a submodule": (write_into_submodule, None),
     "a new attribute": (create, None),
+    "an object with slots": (count_in_slots, Slots),
+    "a subclass of a mapping": (write_into_subclass, Table),
+    "an object deep inside": (write_deep, lambda: Pair(torch.zeros(1), [Center()])),
+    "an iterator": (draw_next, lambda: iter(range(10**6))),
+    "a generator function": (draw_next, lambda: (number for number in range(10**6))),
+    "a scheduler": (step_scheduler, a_scheduler),
+    "an optimizer": (step_optimizer, an_optimizer),
 }
 
 
@@ -117,20 +175,174 @@ def test_what_passes_from_client_to_client_is_named_once(kind, either_trainer, c
     module = Writing(write, **({} if make is None else {"kept": make()}))
     either_trainer(3, seed=0).fit(module, datamodule=FederatedDataModule(models.as_datasets(models.vectors())))
     (message,) = carried(caplog)
-    number = 2 if write is append else 1  # what is empty when a round begins may be emptied each time
+    number = 2 if write in (append, write_into_subclass) else 1  # what is empty when a round begins may be emptied
     assert message.startswith(f"Round {number}: these attributes of Writing changed in the visits: `")
     assert ("`net.0.kept`" if write is write_into_submodule else "`kept`") in message
     assert "`register_buffer(name, tensor)`" in message
+    assert ("`optimizer_state`" in message) == (write is step_optimizer)
 
 
-def test_what_changes_only_later_is_named_then(federated_trainer, caplog):
+def test_what_changes_only_later_is_named_in_the_round_after(federated_trainer, caplog):
     def write(module, outputs):
-        if module.current_epoch == 2:
-            module.late = outputs
+        if module.current_epoch >= 2:
+            module.late = outputs.mean() + (module.late or 0.0)
 
-    federated_trainer(max_rounds=4).fit(Writing(write, late=None), models.as_datasets(models.vectors()))
+    federated_trainer(max_rounds=5).fit(Writing(write, late=None), models.as_datasets(models.vectors()))
     (message,) = carried(caplog)
-    assert message.startswith("Round 3:")
+    assert message.startswith("Round 4:")
+
+
+def test_of_one_visit_in_a_round_it_is_the_next_round_that_shows_it(federated_trainer, caplog):
+    module = Writing(count, kept=0)
+    federated_trainer(max_rounds=3, clients_per_round=1).fit(module, models.as_datasets(models.vectors()))
+    (message,) = carried(caplog)
+    assert message.startswith("Round 2:")
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+
+def cache(module, outputs):
+    """As kornia's augmentations keep their parameters."""
+    module.kept = {"mean": outputs.mean(0)}
+    assert module.kept["mean"] is not None
+
+
+def cache_in_layer(module, outputs):
+    module.net[0].transform = outputs.mean(0)
+    module.net[0].last = module.net[0].transform + 1
+
+
+def keep_for_the_log(module, outputs):
+    module.kept = float(outputs.mean())
+
+
+def forget(module, outputs):
+    module.kept = outputs
+    del module.kept
+
+
+CACHES = {"a cache": cache, "caches of a layer": cache_in_layer, "a last value": keep_for_the_log, "gone": forget}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_what_a_visit_writes_before_it_reads_is_not_named(kind, either_trainer, caplog):
+    module = Writing(CACHES[kind])
+    either_trainer(3, seed=0).fit(module, datamodule=FederatedDataModule(models.as_datasets(models.vectors())))
+    assert not carried(caplog)
+    classes = (type(module), type(module.net[0]))
+    assert not any(name in vars(kind) for kind in classes for name in ("kept", "transform", "last"))
+
+
+def test_a_class_has_its_own_default_again(federated_trainer, caplog):
+    class Defaults(Writing):
+        kept = 0
+
+    module = Defaults(count)
+    federated_trainer(max_rounds=2).fit(module, models.as_datasets(models.vectors()))
+    assert "`kept`" in carried(caplog)[0]
+    assert Defaults.kept == 0
+    assert module.kept > 0
+
+
+class Fails(Writing):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.current_epoch == 1:
+            raise KeyError("ends the fit")
+
+
+def test_a_fit_that_fails_leaves_the_classes_alone(federated_trainer):
+    module = Fails(count, kept=0)
+    with pytest.raises(KeyError, match="ends the fit"):
+        federated_trainer(max_rounds=3).fit(module, models.as_datasets(models.vectors({"a": 9})))
+    assert "kept" not in vars(Fails)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_weights_that_hooks_compute_are_no_state(norm, federated_trainer, caplog):
+    """Legacy hooks put the weight into an attribute before each use, without a gradient in validation."""
+
+    class Normed(models.Module):
+        def __init__(self):
+            super().__init__(nn.Sequential(norm(nn.Linear(6, 5)), nn.ReLU(), nn.Linear(5, 3)), models.momentum)
+            self.recurrent = norm(nn.LSTM(2, 2), "weight_hh_l0")
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + self.recurrent(torch.ones(1, 1, 2))[0].sum()
+
+        def validation_step(self, batch, batch_idx):
+            self.recurrent(torch.ones(1, 1, 2))
+            return super().validation_step(batch, batch_idx)
+
+    clients = models.as_datasets(models.vectors())
+    federated_trainer(max_rounds=3).fit(Normed(), datamodule=FederatedDataModule(clients, val=clients["ann"]))
+    assert not carried(caplog)
+
+
+# --- callbacks --------------------------------------------------------------------------------------------------------
+
+
+class Keeps(L.Callback):
+    """Calls a function with itself and the module after each batch."""
+
+    def __init__(self, write, kept):
+        self.write, self.kept = write, kept
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.write(self, pl_module)
+
+
+def follow(callback, module):
+    weight = module.net[0].weight.detach()
+    callback.kept = weight.clone() if callback.kept is None else 0.9 * callback.kept + 0.1 * weight
+
+
+def follow_in_module(callback, module):
+    callback.kept[0].weight.data.lerp_(module.net[0].weight.data, 0.1)
+
+
+def count_batches_in(callback, module):
+    callback.kept += 1
+
+
+def write_anew(callback, module):
+    callback.kept = module.net[0].weight.detach().clone()
+
+
+CALLBACKS = {
+    "an average": (follow, lambda: None, True),
+    "a copy of a layer": (follow_in_module, lambda: [nn.Linear(6, 8)], True),
+    "a number": (count_batches_in, lambda: 0, False),
+    "a last value": (write_anew, lambda: None, False),
+}
+
+
+@pytest.mark.parametrize("kind", CALLBACKS)
+def test_a_callback_with_tensors_is_named(kind, federated_trainer, caplog):
+    write, make, is_named = CALLBACKS[kind]
+    trainer = federated_trainer(max_rounds=2, callbacks=[Keeps(write, make())])
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
+    messages = carried(caplog)
+    assert len(messages) == is_named
+    assert not is_named or "`Keeps.kept`" in messages[0]
+    assert not is_named or "`on_client_start`" in messages[0]
+
+
+def test_an_optimizer_of_the_trainer_is_none_of_the_modules(federated_trainer, caplog):
+    class Holds(models.Module):
+        def configure_optimizers(self):
+            self.adam = torch.optim.Adam(self.parameters())
+            self.schedule = torch.optim.lr_scheduler.StepLR(self.adam, 1)
+            return [self.adam], [self.schedule]
+
+        def training_step(self, batch, batch_idx):
+            assert self.adam.param_groups
+            assert self.schedule.get_last_lr()
+            return super().training_step(batch, batch_idx)
+
+    federated_trainer(max_rounds=3).fit(Holds(models.mlp()), models.as_datasets(models.vectors()))
+    assert not carried(caplog)
 
 
 class Plain(models.Module):
@@ -229,36 +441,41 @@ def test_each_of_several_processes_names_what_its_visits_leave(tmp_path):
         assert "these attributes of Counting changed in the visits: `count`." in message
 
 
+def changed_by(module, change):
+    """The attributes that a change in a visit shows, and before it none."""
+    attributes = CarriedAttributes(module)
+    attributes.start_round()
+    attributes.start_visit()
+    assert not attributes.changed()
+    change()
+    return attributes.changed()
+
+
 def test_generators_of_all_kinds_are_noted():
     module = L.LightningModule()
     module.generators = [random.Random(0), np.random.default_rng(0), torch.Generator().manual_seed(0)]
     for generator in module.generators:
-        before = note_attributes(module)
-        assert not changed_attributes(before, note_attributes(module))
-        generator.random() if not isinstance(generator, torch.Generator) else torch.rand(1, generator=generator)
-        assert changed_attributes(before, note_attributes(module)) == ["generators"]
+        draw = (
+            partial(torch.rand, 1, generator=generator) if isinstance(generator, torch.Generator) else generator.random
+        )
+        assert changed_by(module, draw) == ["generators"]
 
 
-def test_a_pruned_recurrent_layer_ends_no_fit(caplog):
+def test_a_pruned_recurrent_layer_ends_no_fit():
     """Its weights are no parameters any more, from which its widths could be told."""
     module = L.LightningModule()
     module.recurrent = nn.LSTM(2, 3)
     prune.l1_unstructured(module.recurrent, "weight_hh_l0", amount=0.2)
-    before = note_attributes(module)
-    module.recurrent.seen = 1
-    warn_of_carried(module, before, 0)
-    assert "`recurrent.seen`" in carried(caplog)[0]
+    assert changed_by(module, lambda: setattr(module.recurrent, "seen", 1)) == ["recurrent.seen"]
 
 
-def test_what_cannot_be_read_is_passed_over():
-    """Attributes without values, or that hold themselves, neither end the fit nor are named."""
+def test_of_what_cannot_be_read_the_rest_is():
+    """Attributes without values, or that hold themselves, neither end the fit nor hide what is beside them."""
     module = L.LightningModule()
-    module.lazy = [nn.LazyLinear(2)]
+    module.lazy = [nn.LazyLinear(2), {"seen": 0}]
     module.meta = torch.zeros(3, device="meta")
-    module.cycle = []
+    module.cycle = [Center()]
     module.cycle.append(module.cycle)
-    module.seen = 0
-    before = note_attributes(module)
-    assert not changed_attributes(before, note_attributes(module))
-    module.seen = 1
-    assert changed_attributes(before, note_attributes(module)) == ["seen"]
+    module.lock = threading.Lock()
+    assert changed_by(module, lambda: module.lazy[1].update(seen=1)) == ["lazy"]
+    assert changed_by(module, lambda: module.cycle[0].value.add_(1)) == ["cycle"]
