@@ -19,6 +19,7 @@ import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fed.argument_checks import check_option
+from lightning_fed.lazy_names import load_feature
 from lightning_fed.rule import Aggregator
 from lightning_fed.steps.update_step import UpdateStep
 
@@ -113,6 +114,7 @@ def register(method: _MethodType | None = None, *, callbacks: Callable[[Any], Se
 
 def method_names() -> list[str]:
     """The names of all methods, sorted."""
+    load_feature("lightning_fed.algorithms")
     return sorted(METHODS)
 
 
@@ -131,9 +133,11 @@ def find_method(name: str) -> type[Method] | type[Aggregator]:
         'FedBN'
 
     """
+    module, _, attribute = name.rpartition(".")
+    if not module and method_key(name) not in METHODS:
+        load_feature("lightning_fed.algorithms")  # the files register the methods
     if method_key(name) in METHODS:
         return METHODS[method_key(name)]
-    module, _, attribute = name.rpartition(".")
     if not module:
         check_option("method", name, method_names())
     try:

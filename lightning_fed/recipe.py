@@ -22,12 +22,15 @@ import lightning_fed.compression
 import lightning_fed.data
 import lightning_fed.datasets
 import lightning_fed.privacy
-import lightning_fed.tasks  # noqa: F401
+import lightning_fed.tasks
 from lightning_fed import __version__
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.model.entries import Selector
 from lightning_fed.steps.update_step import UpdateStep
 from lightning_fed.trainer import FederatedTrainer
+
+for _name in dir(lightning_fed.callbacks):
+    getattr(lightning_fed.callbacks, _name)  # the names of this door load at the first access
 
 COMMANDS = {
     "fit": "Train a model federatedly; one epoch is one round.",

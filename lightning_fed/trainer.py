@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, ProgressBar
 
 from lightning_fed.aliases import refuse_foreign
-from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.callbacks.progress_bar import default_progress_bar
 from lightning_fed.fit.trainer_checks import check_processes
+from lightning_fed.lazy_names import load_feature
 from lightning_fed.method import Method
 from lightning_fed.rule import Aggregator
+
+_log = logging.getLogger(__name__)
 
 
 class FederatedTrainer(L.Trainer):
@@ -77,10 +80,7 @@ class FederatedTrainer(L.Trainer):
         refuse_foreign(*callbacks)
         if any(isinstance(callback, Federation) for callback in callbacks):
             raise ValueError("Expected a ready `Federation` as the argument `federation`, not among the `callbacks`.")
-        if not any(isinstance(callback, ClientEvaluation) for callback in callbacks):
-            evaluation = ClientEvaluation()
-            evaluation.is_default = True
-            callbacks.insert(0, evaluation)
+        _add_evaluation(callbacks)
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if kwargs.get("enable_progress_bar", True) and not has_bar and not kwargs.get("barebones"):
             callbacks.append(default_progress_bar())
@@ -122,6 +122,18 @@ class FederatedTrainer(L.Trainer):
         check_processes(self)  # before Lightning starts them
         options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, **options)
+
+
+def _add_evaluation(callbacks: list[Callback]) -> None:
+    try:
+        kind = load_feature("lightning_fed.callbacks.evaluation.client_evaluation").ClientEvaluation
+    except ModuleNotFoundError as error:
+        _log.warning("Clients do not evaluate the model on data of their own: %s", error)
+        return
+    if not any(isinstance(callback, kind) for callback in callbacks):
+        evaluation = kind()
+        evaluation.is_default = True
+        callbacks.insert(0, evaluation)
 
 
 def _describe_arguments() -> None:

@@ -1,6 +1,5 @@
 """The methods, each in one place, by their papers' names. A line here enters a method in the table of methods."""
 
-from lightning_fed import callbacks as _callbacks  # noqa: F401 - before: it re-exports callbacks of the methods, which import its files
 from lightning_fed.algorithms.ditto import Ditto as Ditto
 from lightning_fed.algorithms.fairavg import FairAvg as FairAvg
 from lightning_fed.algorithms.fedala import FedALA as FedALA

@@ -16,10 +16,12 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.strategies import StrategyRegistry
 from torch.optim import LBFGS, Optimizer
 
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.fit.synchronisation import ClientSharing
+from lightning_fed.lazy_names import load_feature
 from lightning_fed.lightning.internals import callbacks_of, datamodule_of, is_overridden
 
 _TUNES = "it trains some steps before the fit, which would be visits: tune with a plain `L.Trainer` first"
@@ -238,3 +240,14 @@ def check_schedulers(trainer: L.Trainer) -> None:
             raise MisconfigurationException(
                 "`ReduceLROnPlateau` with interval='step' would watch one client's batches: use interval='epoch'."
             )
+
+
+def _build_client_parallel(**options: Any) -> Any:
+    return load_feature("lightning_fed.backends.client_parallel.strategy").ClientParallelStrategy(**options)
+
+
+StrategyRegistry.register(
+    "client_parallel",
+    _build_client_parallel,
+    description="Federated training whose clients train in several processes.",
+)

@@ -13,7 +13,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
@@ -184,10 +184,3 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
         )
         for name, value in values.items():
             value.copy_(first_values[name])
-
-
-StrategyRegistry.register(
-    ClientParallelStrategy.strategy_name,
-    ClientParallelStrategy,
-    description="Federated training whose clients train in several processes.",
-)

@@ -1,0 +1,62 @@
+"""Names that load on demand: doors with lazy names, and features below the kernel line."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load_feature(module: str) -> ModuleType:
+    """Imports a module below the kernel line.
+
+    Raises:
+        ModuleNotFoundError: If the package has no such module. The message names the missing feature.
+
+    Example:
+        >>> load_feature("lightning_fed.metrics").__name__
+        'lightning_fed.metrics'
+
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("lightning_fed."):
+            raise  # another package, such as an extra
+        raise ModuleNotFoundError(
+            f"Expected the feature `{error.name}` in the package, but the folder or file is missing: install"
+            " lightning-fed anew.",
+            name=error.name,
+        ) from error
+
+
+def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Functions for a door: each name in the stub loads at the first access.
+
+    Args:
+        package: The package's ``__name__``.
+        door: The package's ``__file__``. The stub ``__init__.pyi`` in the same folder lists the names.
+
+    Returns:
+        ``__getattr__``, ``__dir__`` and ``__all__`` of the package.
+
+    """
+    sources: dict[str, tuple[str, bool]] = {}  # name to module, and whether the name is a submodule
+    for statement in ast.parse(Path(door).with_suffix(".pyi").read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.ImportFrom):
+            module = ".".join(filter(None, [package if statement.level else "", statement.module]))
+            sources |= {alias.name: (module, statement.module is None) for alias in statement.names}
+
+    def load(name: str) -> Any:
+        if name not in sources:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, is_module = sources[name]
+        value = load_feature(f"{module}.{name}") if is_module else getattr(load_feature(module), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load, lambda: sorted(sources), sorted(sources)
