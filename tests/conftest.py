@@ -165,7 +165,9 @@ def either_trainer(request, federated_trainer, plain_trainer):
         if request.param == "trainer":
             return federated_trainer(max_rounds=max_rounds, callbacks=list(callbacks), **arguments)
         own = {name: arguments.pop(name) for name in inspect.signature(Federation).parameters if name in arguments}
-        added = [Federation(**own), *callbacks, ClientEvaluation()]
+        evaluation = ClientEvaluation()
+        evaluation.is_default = True  # as `FederatedTrainer` adds the callback
+        added = [Federation(**own), *callbacks, evaluation]
         return plain_trainer(max_epochs=max_rounds, callbacks=added, **arguments)
 
     return make

@@ -191,8 +191,10 @@ class StackedModel:
         states = numbers.snapshot() if self._draws else None
         try:
             if len(part.clients) == 1:  # a plain step: an error is the client's
-                row = ({name: entry[0] for name, entry in group.items()} for group in (parameters, buffers))
-                loss, values, after = one(*row, [tensor[0] for tensor in tensors], indices[0])
+                row, row_buffers = (
+                    {name: entry[0] for name, entry in group.items()} for group in (parameters, buffers)
+                )
+                loss, values, after = one(row, row_buffers, [tensor[0] for tensor in tensors], indices[0])
                 losses, values = loss[None], [value[None] for value in values]
             else:
                 losses, values, after = vmap(one)(parameters, buffers, tensors, indices)
