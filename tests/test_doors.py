@@ -296,7 +296,7 @@ BAD_OBJECTS = [
     (Faults, {"visit_timeout": 0}, "`visit_timeout` to be a number of seconds greater than 0, but got 0"),
     (Vectorized, {"clients": 0}, "`clients` to be at least 1, but got 0"),
     (FixedStatistics, {"after": -1}, "`after` to be at least 0, but got -1"),
-    (LocalStatistics, {"unseen": "nearest"}, r"`unseen` to be one of \['batch', 'pooled'\], but got 'nearest'"),
+    (LocalStatistics, {"unseen": "nearest"}, r"`unseen` to be one of \['batch', 'data', 'pooled'\], but got 'nearest'"),
 ]
 
 
@@ -1188,7 +1188,7 @@ def test_statistics_that_cannot_be_measured_are_told_of(has_validation, federate
     val = clients["a"] if has_validation else None
     trainer = federated_trainer(max_rounds=2, limit_val_batches=int(has_validation))
     trainer.fit(kind(models.norm_mlp()), clients, val)
-    found = [message for message in caplog.messages if "batch_norm='recalibrate' cannot measure" in message]
+    found = [message for message in caplog.messages if "batch_norm='auto' cannot measure" in message]
     assert len(found) == (not has_validation)
     assert has_validation or "Unvalidated has no `validation_step`" in found[0]
 

@@ -612,6 +612,18 @@ def test_options_of_methods(with_options):
     assert len(list(out.glob("runs/*"))) == len(methods)
 
 
+def test_all_methods_have_one_treatment_of_batch_norm(tmp_path):
+    """The first decision is the one of later runs, whatever their clients report."""
+    compare("own.yaml", "--methods", "fedavg", "--out", "out", *ONE_ROUND)
+    path = tmp_path / "out" / "runs" / "fedavg_0_0" / "result.json"
+    found = json.loads(path.read_text())
+    assert found["batch_norm_decision"] in ("own", "pooled")
+    other = "own" if found["batch_norm_decision"] == "pooled" else "pooled"
+    path.write_text(json.dumps(found | {"batch_norm_decision": other}))
+    compare("own.yaml", "--methods", "fedavg,fairavg", "--out", "out", *ONE_ROUND)
+    assert result(tmp_path / "out", "fairavg_0_0")["batch_norm_decision"] == other
+
+
 def test_labels_that_look_alike_as_folders(with_options, capsys):
     with pytest.raises(SystemExit):
         compare("own.yaml", "--methods", "fedper:head=head*?", "--out", with_options[0], *ONE_ROUND)

@@ -11,7 +11,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
-from lightning_fed import ClientUpdate, Faults, FederatedCallback, FederatedTrainer, Federation, Method, Vectorized
+from lightning_fed import (
+    ClientUpdate,
+    Faults,
+    FederatedCallback,
+    FederatedTrainer,
+    Federation,
+    LocalStatistics,
+    Method,
+    Vectorized,
+)
 from lightning_fed.algorithms import METHODS, FedAvg, FedAvgM, FedProx, ServerOptimizer
 from lightning_fed.attacks import ALIE, Scaling
 from lightning_fed.errors import BadUpdate
@@ -552,8 +561,15 @@ def by_epoch(optimizer):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"module": lambda: models.Module(models.norm_mlp())}, "BatchNorm's statistics .* without noise"),
+        (
+            {"module": lambda: models.Module(models.norm_mlp()), "batch_norm": "recalibrate"},
+            "BatchNorm's statistics .* without noise",
+        ),
         ({"module": lambda: models.Module(models.norm_mlp()), "batch_norm": "average"}, "BatchNorm's statistics"),
+        (
+            {"module": lambda: models.Module(models.norm_mlp()), "batch_norm": LocalStatistics("pooled")},
+            "BatchNorm's statistics",
+        ),
         ({"faults": Faults(min_clients=2)}, "Expected min_clients=1 with differential privacy, but got 2"),
         (
             {"module": lambda: models.Module(models.mlp(), models.momentum, warm_up)},

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import Faults, FederatedCallback, FederatedDataModule, LocalStatistics, adapt
-from lightning_fed.algorithms import FedAvg
+from lightning_fed.algorithms import FedAvg, FedSS
+from lightning_fed.modules import SampledSoftmaxHead
 from lightning_fed.privacy import SecureSum
 from lightning_fed.rounds import batch_norm
 from lightning_fed.rule import ClusteredAggregator
@@ -209,6 +210,22 @@ def test_hidden_updates_have_own_statistics_without_reports(make_steps, federate
     assert not [name for name in recorder.visits[0].update if "running" in name]
     state = trainer.federation.client_state("bob")
     assert_measured(state, measured_reference(recorder.aggregates[-1], clients, "bob", 1))
+
+
+def test_clients_with_some_rows_of_an_entry_have_own_statistics(federated_trainer, caplog):
+    """No client is sent the whole table to measure."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), SampledSoftmaxHead(8, 30))
+    clients = {client: (inputs, targets % 10) for client, (inputs, targets) in unlike().items()}
+    module = models.Module(net, models.momentum)
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        trainer, _, recorder = fit(
+            federated_trainer, clients, module=module, max_rounds=1, method=FedSS(num_negatives=3)
+        )
+    assert len(decisions(caplog)) == 1
+    assert recorder.logged[-1]["comm/down_bytes"] == recorder.down_bytes[-1]
+    states = [trainer.federation.client_state(client) for client in clients]
+    assert not torch.equal(states[0]["net.1.running_mean"], states[1]["net.1.running_mean"])
 
 
 class Fails:

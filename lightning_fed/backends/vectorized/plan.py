@@ -19,6 +19,7 @@ from lightning_fed.data.round_loader import VisitGroups
 from lightning_fed.errors import describe
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.options import VisitsAtOnce
+from lightning_fed.rounds.batch_norm import layers_in_training
 from lightning_fed.rounds.visit_driver import VisitPlan
 from lightning_fed.server.schedule import Schedule
 
@@ -50,7 +51,12 @@ class Vectorized(VisitsAtOnce):
         """See :class:`~lightning_fed.rounds.VisitsAtOnce`."""
         trainer, module, population = fit.trainer, fit.module, fit.population
         entries = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-        names = [name for name in entries if fit.policies.get(name) != "frozen"]
+        statistics = {  # which change in a visit whether they travel or not
+            f"{name}.{buffer}".lstrip(".")
+            for name, layer in layers_in_training(module).items()
+            for buffer, _ in layer.named_buffers(recurse=False)
+        }
+        names = [name for name in entries if fit.policies.get(name) != "frozen" or name in statistics]
         try:
             check_vectorizable(fit)
             check_entries(module, names)
