@@ -14,7 +14,8 @@ from lightning_fed.cli.recipes import absent_recipe
 from lightning_fed.errors import OptionError
 
 _PROGRAMS = (  # a module each
-    "demo", "compare", "data", "methods", "privacy", "merge", "flower", "nvflare", "audit", "recipes", "doctor",
+    "demo", "compare", "data", "methods", "privacy", "merge", "adapt", "flower", "nvflare", "audit", "recipes",
+    "doctor",
 )  # fmt: skip
 _RECIPE_COMMANDS = ("fit", "validate", "test", "predict")  # those of Lightning's command line
 
@@ -34,6 +35,7 @@ commands:
   methods                   list the methods and their options
   privacy RECIPE            compute the privacy budget of a recipe
   merge CKPT CKPT -o CKPT   match the neurons of trained models, and average them
+  adapt CKPT -c RECIPE      measure BatchNorm's statistics on unlabelled data of a new site: --data CLASS
   flower new DIR -c RECIPE  write a Flower app: the same federation, across machines
   nvflare new DIR -c RECIPE write the same as an NVFLARE job
   audit RECORD              show and verify the record of what has left a client's site

@@ -27,7 +27,7 @@ _DESCRIPTION = (
     " checkpoint of `lightning-fed fit` names the class as well. BatchNorm's statistics are measured with the training"
     " data of the recipe or of --data."
 )
-_READ_PAST = ("trainer", "optimizer", "lr_scheduler")  # other entries of recipes
+READ_PAST = ("trainer", "optimizer", "lr_scheduler")  # other entries of recipes
 
 
 def run(args: Sequence[str]) -> None:
@@ -43,7 +43,7 @@ def run(args: Sequence[str]) -> None:
 
     """
     parser = _parser()
-    _take_hyperparameters(parser, args)
+    take_hyperparameters(parser, args)
     config = parser.parse_args(list(args))
     if config.model is None:
         parser.error("Expected the model by `-c RECIPE` or `--model CLASS`: the first checkpoint does not name it.")
@@ -93,7 +93,7 @@ def _parser() -> LightningArgumentParser:
     parser.add_class_arguments(MatchedAverage, skip={"inputs"}, instantiate=False)
     parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True, required=False)
     parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=False)
-    for name in _READ_PAST:
+    for name in READ_PAST:
         parser.add_argument(f"--{name}", type=Any, help=SUPPRESS)
     return parser
 
@@ -102,7 +102,7 @@ def _options() -> list[str]:
     return [name for name in inspect.signature(MatchedAverage).parameters if name != "inputs"]
 
 
-def _take_hyperparameters(parser: LightningArgumentParser, args: Sequence[str]) -> None:
+def take_hyperparameters(parser: LightningArgumentParser, args: Sequence[str]) -> None:
     """Makes the hyper-parameters of the first checkpoint the model's defaults."""
     first = next((index for index, _ in enumerate(args) if not _is_option_or_value(args, index)), None)
     if first is None:

@@ -782,6 +782,7 @@ def test_an_unknown_command(capsys):
         "methods",
         "privacy",
         "merge",
+        "adapt",
         "flower",
         "nvflare",
         "audit",

@@ -1,0 +1,82 @@
+"""The command ``lightning-fed adapt``: a checkpoint with BatchNorm statistics of a new site."""
+
+from __future__ import annotations
+
+import sys
+from argparse import SUPPRESS
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_fed.cli.merge import READ_PAST, take_hyperparameters
+from lightning_fed.errors import OptionError
+from lightning_fed.matching.checkpoints import load_matched, read_checkpoint, state_of, with_state
+from lightning_fed.model.batch_norm import batch_norm_layers
+from lightning_fed.rounds.batch_norm import adapt
+
+_DESCRIPTION = (
+    "Measure the BatchNorm statistics of a checkpoint on unlabelled data of a new site. The model is the one in a"
+    " recipe (-c, --recipe) or in --model; a checkpoint of `lightning-fed fit` names the class as well. The data are"
+    " the training data of the recipe or of --data; labels do not matter."
+)
+
+
+def run(args: Sequence[str]) -> None:
+    """Runs the command.
+
+    Args:
+        args: The command line after the command.
+
+    Raises:
+        SystemExit: If the command line is wrong (status 2), or only help was asked for.
+        FileNotFoundError: If the checkpoint is missing.
+        OptionError: If the model has no BatchNorm, or the data do not fit.
+
+    """
+    parser = _parser()
+    take_hyperparameters(parser, args)
+    config = parser.parse_args(list(args))
+    for name in ("model", "data"):
+        if config[name] is None:
+            parser.error(f"Expected `-c RECIPE` or `--{name} CLASS`, but got neither.")
+    source = Path(config.checkpoint)
+    out = source.with_name(f"{source.stem}-adapted{source.suffix}") if config.out is None else Path(config.out)
+    if out.resolve() == source.resolve():
+        parser.error(f"Expected `--out` to be another file than the checkpoint, but got {out}.")
+    L.seed_everything(config.seed_everything, verbose=False)
+    content = read_checkpoint(config.checkpoint)
+    built = parser.instantiate_classes(config)
+    try:
+        module = load_matched(built.model, content)
+        built.data.prepare_data()
+        built.data.setup("fit")
+        adapted = adapt(module, islice(built.data.train_dataloader(), config.num_batches))
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+    out.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(with_state(content, {**state_of(content), **adapted.state_dict()}), out)
+    sys.stdout.write(f"Statistics of {len(batch_norm_layers(adapted))} BatchNorm layers measured.\nCheckpoint: {out}\n")
+
+
+def _parser() -> LightningArgumentParser:
+    """Parser of the command."""
+    parser = LightningArgumentParser(
+        prog="lightning-fed adapt",
+        usage="lightning-fed adapt CHECKPOINT [-o CHECKPOINT] [--recipe RECIPE] [--data CLASS] [options]",
+        description=_DESCRIPTION,
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a file of Lightning, or a plain state")
+    parser.add_argument("-o", "--out", metavar="CHECKPOINT", help="the new file; by default CHECKPOINT-adapted")
+    parser.add_argument("-c", "--recipe", action="config", help="a recipe with the model and data")
+    parser.add_argument("--num_batches", type=int | None, help="batches of the data; null for all")
+    parser.add_argument("--seed_everything", type=int, default=0, help="seed of random numbers in the data")
+    parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True, required=False)
+    parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=False)
+    for name in READ_PAST:
+        parser.add_argument(f"--{name}", type=Any, help=SUPPRESS)
+    return parser
