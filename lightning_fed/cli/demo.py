@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,22 +18,31 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
+from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation
 from lightning_fed.callbacks.segmentation_grid import default_colors, segmentation_grid
 from lightning_fed.callbacks.segmentation_images import SegmentationImages
 from lightning_fed.compare.run import RoundCurve, quiet
-from lightning_fed.data.arrays import ArrayDataset
+from lightning_fed.data.appearance import Look
 from lightning_fed.data.label_lookup import labels_of
-from lightning_fed.data.partitions import Dirichlet
+from lightning_fed.data.partitioned import PartitionedData
+from lightning_fed.data.partitions import Dirichlet, Partition
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.datasets.array_module import ArrayDataModule
 from lightning_fed.datasets.camvid import CamVid
 from lightning_fed.datasets.shapes import Shapes
+from lightning_fed.messages import Client
 from lightning_fed.model.feature_extraction import evaluating
 from lightning_fed.tasks.segmentation import SegmentationTask
 from lightning_fed.trainer import FederatedTrainer
 
 _ENCODER = "tu-mobilenetv3_small_100"
 _NUM_PICTURES = 8
+_SHAPES_MEAN, _SHAPES_STD = 0.47, 0.22  # of the images of `Shapes`, for all channels
+_DECISIONS = {
+    "own": "clients look different, so each client has its own statistics",
+    "pooled": "clients look alike, so they share pooled statistics",
+    "": "no decision",
+}
 # Name: name in the log, factor, digits.
 _COLUMNS = {
     "clients": ("fed/clients", 1, 0),
@@ -96,9 +106,10 @@ def run_demo(
     clients_per_round: int = 5,
     num_scenes: int = 960,
 ) -> DemoResult:
-    """Trains DeepLabV3+ federatedly, with a table, TensorBoard logs and a picture.
+    """Trains DeepLabV3+ federatedly, with a table, TensorBoard logs and a picture of each client's predictions.
 
-    The clients' images are unlike: a Dirichlet distribution says how many images with which dominant class each has.
+    A Dirichlet distribution draws each client's share of images by dominant class. Generated images also have a
+    different look at each client: contrast, colours, blur and noise.
 
     Args:
         data_dir: Folder with CamVid; ``None`` generates scenes of shapes.
@@ -120,15 +131,19 @@ def run_demo(
     if rounds is not None:
         check_count("rounds", rounds)
     data: ArrayDataModule
+    rounds, mean, std = rounds or 16, None, None
     if data_dir is None:
-        data = Shapes(num_train=num_scenes, num_val=96, num_test=1, batch_size=8, eval_batch_size=32)
-        partition = Dirichlet(num_clients, alpha=0.3)
+        data = Shapes(num_train=num_scenes, num_val=1, num_test=1, batch_size=8, eval_batch_size=32)
+        split = Dirichlet(num_clients, alpha=0.3)
+        mean, std = _SHAPES_MEAN, _SHAPES_STD
+        partition: Partition = Look(split, contrast=1.5, colour=1.0, blur=1.0, noise=0.1, mean=mean, std=std)
     else:
         data = CamVid(data_dir, image_size=(96, 128), augment=True, batch_size=8, eval_batch_size=32)
         # There is no background among CamVid's classes.
-        partition = Dirichlet(num_clients, alpha=0.5, background=None, min_size=4)
+        partition = split = Dirichlet(num_clients, alpha=0.5, background=None, min_size=4)
+    clients = PartitionedData(data, partition, val_fraction=0.1, seed=0)
     with quiet(), _single_thread(), seeded_generators(seed=0):
-        data.setup("fit")
+        clients.setup("fit")
         task = SegmentationTask(
             "DeepLabV3Plus",
             num_classes=data.num_classes,
@@ -137,17 +152,15 @@ def run_demo(
             optimizer="AdamW",
             lr=0.002,
         )
-        table = RoundCurve(_say_round)
+        table, evaluation = RoundCurve(_say_round), ClientEvaluation(every_n_rounds=rounds)
         logger = TensorBoardLogger(out, name="")
         trainer = FederatedTrainer(
-            max_rounds=rounds or 16,
+            max_rounds=rounds,
             clients_per_round=clients_per_round,
             local_epochs=3,
-            partition=partition,
-            batch_norm="recalibrate",
             seed=0,
             logger=logger,
-            callbacks=[table, SegmentationImages(every_n_epochs=4)],
+            callbacks=[table, evaluation, SegmentationImages(every_n_epochs=4)],
             enable_progress_bar=False,
             enable_model_summary=False,
             num_sanity_val_steps=0,
@@ -158,12 +171,18 @@ def run_demo(
             f" {len(data.train_dataset)} images over {num_clients} clients, {clients_per_round} in a round.\n"
         )
         _say("  ".join(["round", *_COLUMNS]))
-        trainer.fit(task, datamodule=data)
+        trainer.fit(task, datamodule=clients)
+    shift = next((row["fed/batch_norm_shift"] for row in table.rounds if "fed/batch_norm_shift" in row), 0.0)
+    _say(f"\nBatchNorm: {_DECISIONS[trainer.federation.batch_norm_decision]} (shift {shift:.2f} after round 1).")
     result = DemoResult(table.rounds, Path(logger.log_dir), Path(logger.log_dir) / "demo.png")
-    clients = partition.split(data.train_dataset, trainer.federation.schedule.seed)
-    labels = labels_of(data.train_dataset, background=partition.background)
-    counts = [np.bincount(labels[indices], minlength=data.num_classes) for indices in clients.values()]
-    draw(result, task, data, np.stack(counts))
+    parts = split.split(data.train_dataset, trainer.federation.schedule.seed)
+    labels = labels_of(data.train_dataset, background=split.background)
+    counts = [np.bincount(labels[indices], minlength=data.num_classes) for indices in parts.values()]
+    chosen = list(clients.val)[:_NUM_PICTURES]
+    models = {client: trainer.federation.client_model(client) for client in chosen}
+    scores = {} if evaluation.results is None else evaluation.results.values["val_miou"]
+    titles = [f"client {client}: {scores[client]:.2f}" if client in scores else f"client {client}" for client in chosen]
+    draw(result, data, np.stack(counts), titles, _predictions(models, clients.val, mean, std))
     _say(
         "\nTensorBoard (its steps are batches; `epoch` is the round, from 0):"
         f"\n    {_program('tensorboard')} --logdir {out}"
@@ -172,14 +191,17 @@ def run_demo(
     return result
 
 
-def draw(result: DemoResult, task: SegmentationTask, data: ArrayDataModule, counts: np.ndarray) -> None:
-    """Draws the clients' classes, the curves, and predictions beside the truth.
+def draw(
+    result: DemoResult, data: ArrayDataModule, counts: np.ndarray, titles: Sequence[str], tiles: Sequence[Tensor]
+) -> None:
+    """Draws the clients' classes, the curves, and a held-out image of each client with its model's prediction.
 
     Args:
-        result: The rounds, and where the picture goes.
-        task: The trained global model.
-        data: The validation images come from here.
+        result: The rounds and the path of the picture.
+        data: The classes.
         counts: Images of each client by dominant class, shape ``(num_clients, num_classes)``.
+        titles: Title of each tile.
+        tiles: Input, truth and prediction of a client, see :func:`segmentation_grid`.
 
     """
     from matplotlib.figure import Figure  # the extra `demo`
@@ -213,27 +235,27 @@ def draw(result: DemoResult, task: SegmentationTask, data: ArrayDataModule, coun
     for axes in (skew, loss, score):
         axes.xaxis.get_major_locator().set_params(integer=True)
 
-    tiles = _predictions(task, data.val_dataset)
     grid = below.subplots(3, len(tiles), squeeze=False)
     for column, picture in enumerate(tiles):
         for row, (name, tile) in enumerate(zip(("input", "truth", "prediction"), picture.chunk(3, dim=2), strict=True)):
             grid[row, column].imshow(tile.permute(1, 2, 0).numpy(), interpolation="nearest")
             grid[row, column].set(xticks=[], yticks=[], ylabel=name if column == 0 else "")
+        grid[0, column].set_title(titles[column], fontsize="small")
     figure.savefig(result.picture, dpi=100)
 
 
-def _predictions(task: SegmentationTask, dataset: ArrayDataset) -> list[Tensor]:
-    """Input, truth and prediction side by side, uint8 of shape (3, H, 3 W), for some images from all over the set."""
-    indices = np.linspace(0, len(dataset) - 1, min(_NUM_PICTURES, len(dataset))).astype(int)
-    inputs, masks = dataset.get_batch(indices)
-    with evaluating(task):
-        predicted = task(inputs).argmax(1)
-    colors = default_colors(task.num_classes)
-    images = dataset.inputs[indices]  # before normalisation
-    return [
-        segmentation_grid(image[None], mask[None], guess[None], class_colors=colors, padding=0)
-        for image, mask, guess in zip(images, masks, predicted, strict=True)
-    ]
+def _predictions(
+    models: Mapping[Client, Any], held_out: Mapping[Client, Any], mean: float | None, std: float | None
+) -> list[Tensor]:
+    """Input, truth and prediction side by side, uint8 of shape (3, H, 3 W), for one held-out image of each client."""
+    tiles = []
+    for client, model in models.items():
+        image, mask = held_out[client][0]
+        with evaluating(model):
+            guess = model(image[None]).argmax(1)
+        colors = default_colors(model.num_classes)
+        tiles.append(segmentation_grid(image[None], mask[None], guess, colors, mean, std, padding=0))
+    return tiles
 
 
 @contextmanager
