@@ -274,7 +274,7 @@ class Federation(TrainerCallback):
     @property
     def open_visit(self) -> ClientVisit | None:
         """The client's half of the visit under way; ``None`` between visits."""
-        return None if self._loop.round is None else self._loop.round.driver.current
+        return None if self._loop.hooks.open_round is None else self._loop.hooks.open_round.driver.current
 
     @property
     def current_visit(self) -> PlannedVisit | None:
@@ -293,9 +293,9 @@ class Federation(TrainerCallback):
 
         Empty while a client trains a second model, whose gradients take no correction.
         """
-        if self._loop.round is None or (self.open_visit is not None and self.open_visit.trains_second_model):
+        if self._loop.hooks.open_round is None or (self.open_visit is not None and self.open_visit.trains_second_model):
             return ()
-        return self._loop.round.driver.group
+        return self._loop.hooks.open_round.driver.group
 
     @property
     def cohort(self) -> Cohort:
@@ -357,7 +357,7 @@ class Federation(TrainerCallback):
 
         """
         module = None if self._trainer is None else self._trainer.lightning_module
-        return self._models.state(module, client, self._loop.round is not None)
+        return self._models.state(module, client, self._loop.hooks.open_round is not None)
 
     def client_model(self, client: Client) -> L.LightningModule:
         """A copy of the module as a client's own model, with the client's personal entries and BatchNorm statistics.
@@ -509,7 +509,7 @@ class Federation(TrainerCallback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Starts the visit if this is its first batch."""
-        self._loop.start_batch()
+        self._loop.hooks.start_batch()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives up a round that is cut short: a Trainer that is told to stop validates at once."""
@@ -588,7 +588,7 @@ class Federation(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the rounds' counts, method, clients, states of chain and store, and what the fit began with."""
-        is_in_round = self._loop.round is not None
+        is_in_round = self._loop.hooks.open_round is not None
         module = None if self._trainer is None or is_in_round else self._trainer.lightning_module
         return {
             **self._fit.state_dict(),

@@ -155,7 +155,9 @@ class LocalModel:
             ValueError: If ``state`` does not hold the shared entries, or the store's do not fit.
 
         """
-        client_state = self._recalled.pop(client, None) or self.store.get(client) or {}
+        client_state = self._recalled.pop(client, None)
+        if client_state is None:
+            client_state = self.store.get(client) or {}
         self._optimizer_state = {client: _part(client_state, OPTIMIZER)} if trains else {}
         prefixes = OPTIMIZER, STATISTICS, _MEMORY
         personal = {name: value for name, value in client_state.items() if not name.startswith(prefixes)}

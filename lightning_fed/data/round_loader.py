@@ -122,7 +122,7 @@ class RoundLoader:
                 planned.position = position
                 self.visits.append(planned)
         self._apply_limit(limit)
-        self._take_share(limit, process_group, visit_costs or VisitCosts())
+        self._take_share(limit, process_group, visit_costs)
         self._groups = sequential_groups(self.visits)
         self._draws = True
         if visit_groups is not None:
@@ -288,12 +288,14 @@ class RoundLoader:
             return f"its {num_samples} examples make no full batch and `drop_last` is set"
         return planned
 
-    def _take_share(self, limit: int | float, process_group: ProcessGroup, visit_costs: VisitCosts) -> None:
+    def _take_share(self, limit: int | float, process_group: ProcessGroup, visit_costs: VisitCosts | None) -> None:
         """Reduces the visits to this process's share, and sets the common length of all processes.
 
         Without any visit it is one ``None``, so that the epoch runs, validates and logs.
         """
-        shares = balance_loads(visit_costs.expected(self.visits), process_group.size)
+        shares: Sequence[Sequence[int]] = [range(len(self.visits))]
+        if process_group.size > 1:
+            shares = balance_loads((visit_costs or VisitCosts()).expected(self.visits), process_group.size)
         batches = [sum(self.visits[position].num_batches for position in share) for share in shares]
         self.visits = [self.visits[position] for position in shares[process_group.rank]]
         self._chosen = len(self.visits) + len(self._reasons)  # clients of this process

@@ -5,7 +5,6 @@ from lightning_fed.fit.federated_fit import FederatedFit as FederatedFit
 from lightning_fed.fit.options import FixedStatistics as FixedStatistics
 from lightning_fed.fit.options import LocalStatistics as LocalStatistics
 from lightning_fed.fit.options import VisitsAtOnce as VisitsAtOnce
-from lightning_fed.fit.round_start import RoundStart as RoundStart
 from lightning_fed.fit.synchronisation import ClientSharing as ClientSharing
 from lightning_fed.fit.synchronisation import RoundSynchronisation as RoundSynchronisation
 from lightning_fed.fit.synchronisation import process_group_of as process_group_of

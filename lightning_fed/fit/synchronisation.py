@@ -9,10 +9,11 @@ import lightning as L
 
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.local_model import LocalModel
+from lightning_fed.client.local_optimizers import LocalOptimizers
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.visit_costs import VisitCosts
-from lightning_fed.fit.round_start import RoundStart
 from lightning_fed.lightning.trainer_progress import RoundProgress
+from lightning_fed.messages import State
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Schedule
@@ -40,11 +41,12 @@ class RoundSynchronisation:
     def end_visit(self, planned: PlannedVisit) -> None:
         """Runs after the last batch of a visit."""
 
-    def join(self, start: RoundStart, cohort: Cohort, is_cut: bool = False) -> None:
+    def join(self, state: State, optimizers: LocalOptimizers, cohort: Cohort, is_cut: bool = False) -> None:
         """Merges what the processes' aggregators have received, and has all know of all visits, after the last visit.
 
         Args:
-            start: The global model, optimizers and schedulers as the round found them.
+            state: The shared entries of the global model at the start of the round.
+            optimizers: The optimizers and schedulers of the visits.
             cohort: The round's clients.
             is_cut: Whether the round ended in this process before its last visit was over.
 

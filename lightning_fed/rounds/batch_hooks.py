@@ -25,32 +25,40 @@ class BatchHooks:
 
     Args:
         fit: The fit.
-        module: The module.
         close_round: Closes the round; returns whether there is an aggregate.
 
     Attributes:
         round: The last round; ``None`` before the first one.
         batch_loop: Trains fused visits; ``None`` in Lightning's loop.
         has_batch_start: Whether the module implements ``on_train_batch_start``.
-        overridden: The overrides.
 
     """
 
-    def __init__(self, fit: FederatedFit, module: L.LightningModule, close_round: Callable[[Round], bool]) -> None:
+    def __init__(self, fit: FederatedFit, close_round: Callable[[Round], bool]) -> None:
         self.round: Round | None = None
         self.batch_loop: BatchLoop | None = None
+        self.has_batch_start = self._has_batch_end = False
         self._fit, self._close_round = fit, close_round
         self._is_skipped = False  # the batch, of a visit that the module has ended
         self._waiting: list[Callable[[], object]] = []  # callbacks that look at the round's last batch after it
+
+    def attach(self, module: L.LightningModule) -> list[OverriddenMethod]:
+        """Overrides the hooks of a module.
+
+        Returns:
+            The overrides.
+
+        """
         self.has_batch_start = _is_implemented(module, "on_train_batch_start")
         self._has_batch_end = _is_implemented(module, "on_train_batch_end")
         self._backward = OverriddenMethod(module, "backward", self._on_backward)
         self._batch_end = OverriddenMethod(module, "on_train_batch_end", self._on_train_batch_end)
         self._step = OverriddenMethod(module, "training_step", self._training_step)
-        self.overridden = [self._backward, self._batch_end, self._step]
+        overridden = [self._backward, self._batch_end, self._step]
         if self.has_batch_start:
             self._batch_start = OverriddenMethod(module, "on_train_batch_start", self._on_train_batch_start)
-            self.overridden.append(self._batch_start)
+            overridden.append(self._batch_start)
+        return overridden
 
     @property
     def open_round(self) -> Round | None:

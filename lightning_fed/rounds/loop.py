@@ -60,7 +60,7 @@ from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
-from lightning_fed.rounds.round_averages import RoundAverages
+from lightning_fed.rounds.round_averages import WEIGHT_AVERAGING, RoundAverages
 from lightning_fed.rounds.visit_driver import VisitPlan
 from lightning_fed.server.schedule import Cohort
 
@@ -76,6 +76,7 @@ class RoundLoop:
 
     Attributes:
         remote: Likewise.
+        hooks: Overrides of the batch hooks; they know the round under way.
         failed_rounds: Count of the rounds that brought no new model because clients failed.
         is_planned: True once the first round has been planned.
     """
@@ -85,7 +86,7 @@ class RoundLoop:
         self.failed_rounds = FailedRounds(fit.options.faults.max_failed_rounds)
         self.is_planned = False
         self._plan = VisitPlan()
-        self._hooks: BatchHooks | None = None
+        self.hooks = BatchHooks(fit, self._close_round)
         self._averages: RoundAverages | None = None
         self._partition: Partition | None = None
         self._has_advised = False
@@ -95,11 +96,6 @@ class RoundLoop:
         self._validation_time: float | None = None  # of the last validation, by Lightning's clock
         self._frozen: list[nn.Parameter] = []
         self._generators = ExitStack()  # as the fit has found them
-
-    @property
-    def round(self) -> Round | None:
-        """The round that is under way; ``None`` between rounds."""
-        return None if self._hooks is None else self._hooks.open_round
 
     @property
     def is_attached(self) -> bool:
@@ -143,7 +139,8 @@ class RoundLoop:
                 f" brings them, but got {'both' if partition is not None else 'neither'}."
             )
         loader_owner = find_loader_owner(trainer, module)
-        self._averages = RoundAverages(fit)
+        if any(isinstance(callback, WEIGHT_AVERAGING) for callback in callbacks_of(trainer)):
+            self._averages = RoundAverages(fit)
         if not is_one_client(partition):  # a visit that fails is padded with `None` batches, and the log says why
             fit.ignore_warning("train_dataloader yielded None")
         # Lightning 2.6 with torch 2.13, about itself, and again whenever a library has changed the filters.
@@ -155,10 +152,9 @@ class RoundLoop:
             trainer.limit_train_batches = 1.0  # the batches are those of every client, not of the round
         self._train_dataloader = OverriddenMethod(loader_owner, "train_dataloader", self._plan_round)
         self._save_checkpoint = OverriddenMethod(module, "on_save_checkpoint", self._on_save_checkpoint)
-        self._hooks = BatchHooks(fit, module, self._close_round)
-        self._overridden += [self._train_dataloader, self._save_checkpoint, *self._hooks.overridden]
+        self._overridden += [self._train_dataloader, self._save_checkpoint, *self.hooks.attach(module)]
         savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
-        self._overridden += [self._hooks.delay(callback) for callback in savers]
+        self._overridden += [self.hooks.delay(callback) for callback in savers]
         for owner in (datamodule_of(trainer), module):
             for hook in TRANSFER_HOOKS:
                 if owner is not None and is_overridden(hook, owner):
@@ -174,8 +170,7 @@ class RoundLoop:
         fit = self.fit
         if self._averages is not None:
             self._averages.check_entries()
-        assert self._hooks is not None
-        self._hooks.batch_loop = self._fuse(self._hooks.has_batch_start)
+        self.hooks.batch_loop = self._fuse(self.hooks.has_batch_start)
         if fit.options.optimizer_state == "keep":
             check_optimizers(fit.trainer.optimizers)
         fit.note_initial_statistics()
@@ -221,8 +216,8 @@ class RoundLoop:
 
     def end_training(self, module: L.LightningModule) -> None:
         """Leaves the last complete global model in the module, in the modes in which it trains without a federation."""
-        if self.round is not None:
-            self.round.abandon()
+        if self.hooks.open_round is not None:
+            self.hooks.open_round.abandon()
         if self._overridden and self.fit.is_batch_norm_fixed:  # not where `setup` was not reached
             thaw_batch_norm(module)
 
@@ -240,7 +235,7 @@ class RoundLoop:
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         self._overridden, self._reload_interval, self._frozen = [], None, []
-        self._plan, self._hooks = VisitPlan(), None
+        self._plan, self.hooks.batch_loop = VisitPlan(), None
         self.fit.close()
         self._generators.close()
 
@@ -337,14 +332,8 @@ class RoundLoop:
             self.fit.start_round(cohort)
             if self.remote is not None:
                 self.remote.start(self.fit)
-            assert self._hooks is not None
-            self._hooks.round = Round(self.fit, loader, cohort, self._plan)
-            self._hooks.round.open()
-
-    def start_batch(self) -> None:
-        """Starts the visit, or the visits that train at once, before the first batch."""
-        assert self._hooks is not None
-        self._hooks.start_batch()
+            self.hooks.round = Round(self.fit, loader, cohort, self._plan)
+            self.hooks.round.open()
 
     def _close_round(self, round: Round) -> bool:
         """Ends the round; returns whether there is an aggregate."""
@@ -368,8 +357,7 @@ class RoundLoop:
                 {**loader.errors, **server.errors},
                 process_group_of(fit.trainer),
             )
-        assert self._hooks is not None
-        self._hooks.run_delayed()
+        self.hooks.run_delayed()
         return has_aggregate
 
     def _padded_steps(self, loader: RoundLoader) -> int:
@@ -379,17 +367,17 @@ class RoundLoop:
 
     def cut_short(self) -> None:
         """Gives up the round that is open, if there is one, and says so."""
-        round = self.round
+        round = self.hooks.open_round
         if round is not None:
-            self.fit.synchronisation.join(round.start, round.cohort, is_cut=True)
+            self.fit.synchronisation.join(round.state, round.optimizers, round.cohort, is_cut=True)
             number = round_number(self.fit.server.report.round)
             _log.warning("Round %d was cut short: the global model stays as it was.", number)
             round.abandon()
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Override of ``on_save_checkpoint``: a checkpoint inside a round holds the last complete global model."""
-        if self.round is not None:
-            self.round.start.patch(checkpoint)
+        if self.hooks.open_round is not None:
+            self.hooks.open_round.patch(checkpoint)
         self._save_checkpoint.original(checkpoint)
 
 

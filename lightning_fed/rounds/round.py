@@ -19,20 +19,21 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.client.local_model import LocalModel
+from lightning_fed.client.local_optimizers import LocalOptimizers, copy_state
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seed_everything, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.fit.round_start import RoundStart
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.carried_attributes import CarriedAttributes
-from lightning_fed.lightning.internals import is_overridden, tensor_version
+from lightning_fed.lightning.internals import is_overridden, loss_scaler, loss_scaler_key, tensor_version
 from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import (
     find_fault,
     find_implausible,
     is_running_statistic,
+    tied_names,
     trainable_entries,
     untrained_entries,
 )
@@ -59,7 +60,8 @@ class Round:
         loader: Loader with the batches of the visits.
         cohort: The round's clients.
         local: The module's entries.
-        start: The global model, optimizers and schedulers as the round found them.
+        state: The shared entries of the global model at the start of the round.
+        optimizers: The optimizers and schedulers of the visits.
         server_half: The server's replies to messages of clients.
         driver: Drives the visits.
         is_over: True once the round is closed or given up.
@@ -84,16 +86,17 @@ class Round:
             isinstance(fit.server.rule, ResizingAggregator),
             fit.initial_statistics,
         )
-        self.start = RoundStart(fit.trainer, self.local, fit.options.optimizer_state, self._server.held.values)
+        self.optimizers = self._collect_optimizers()
+        self.state = self.local.global_state(self._server.held.values)
         self._carried = CarriedAttributes(fit.module, fit.trainer)
         self._measured: dict[str, float] = {}
         untrained = untrained_entries(fit.module) - self.local.sliced.keys()
-        self._untrained = [name for name in self.start.state if name in untrained]
+        self._untrained = [name for name in self.state if name in untrained]
         self._writes = self._count_writes()
         self.server_half = ServerHalf(fit)
-        open_visit = partial(ClientVisit, fit, self.local, self.start, self._untrained)
+        open_visit = partial(ClientVisit, fit, self.local, self.optimizers, self._untrained)
         self.driver = plan.driver(fit, loader, self.server_half, open_visit)
-        unchanged = {name: self.start.state[name] for name in self._untrained}
+        unchanged = {name: self.state[name] for name in self._untrained}
         self._server.held.start_round(fit.trainer.current_epoch, unchanged)
         info = RoundInfo(
             fit.trainer.current_epoch,
@@ -103,7 +106,7 @@ class Round:
             frozenset(self.local.sliced),
             fit.schedule.seed,
         )
-        self._server.start_round(info, self.start.state)
+        self._server.start_round(info, self.state)
 
     def open(self) -> None:
         """Calls the hooks of the round's start, before the first batch."""
@@ -118,9 +121,25 @@ class Round:
         self._carried.start_round()
         self.loader.on_visit = self._carried.start_visit
 
+    def _collect_optimizers(self) -> LocalOptimizers:
+        """Collects optimizers, schedulers and loss scale as the round finds them."""
+        trainer, configs = self._trainer, self._trainer.lr_scheduler_configs
+        # With manual optimization Lightning leaves the stepping, and so the interval, to the user.
+        is_manual = not self._module.automatic_optimization
+        self._per_step = [index for index, config in enumerate(configs) if is_manual or config.interval == "step"]
+        per_epoch = [index for index in range(len(configs)) if index not in self._per_step]
+        self._epoch_schedulers = {index: copy_state(configs[index].scheduler.state_dict()) for index in per_epoch}
+        return LocalOptimizers(
+            trainer.optimizers,
+            [configs[index].scheduler for index in self._per_step],
+            loss_scaler(trainer),
+            self.fit.options.optimizer_state,
+            [configs[index].scheduler for index in per_epoch if not configs[index].reduce_on_plateau],
+        )
+
     def _count_writes(self) -> dict[str, int]:
         """Versions, as PyTorch counts writes, of the entries of the round's start that messages share."""
-        return {name: tensor_version(self.start.state[name]) for name in self._untrained}
+        return {name: tensor_version(self.state[name]) for name in self._untrained}
 
     def _check_writes(self) -> None:
         """Refuses a rule or a callback that has written into what is not its own.
@@ -143,14 +162,14 @@ class Round:
     def join(self) -> None:
         """Joins the processes that shared the visits, after the last of them."""
         self._carried.end_round(self._server.report.round)
-        self.fit.synchronisation.join(self.start, self.cohort)
+        self.fit.synchronisation.join(self.state, self.optimizers, self.cohort)
 
     def close(self) -> bool:
         """Closes the round when all updates are there; returns whether the server made a state that is used."""
         seed_everything(self.fit.schedule.end_seed(self._server.report.round))
         state = self.aggregate()
-        is_new = state is not None and state is not self.start.state
-        self.load_global(self.start.state if state is None else state, [] if state is None else self._counting())
+        is_new = state is not None and state is not self.state
+        self.load_global(self.state if state is None else state, [] if state is None else self._counting())
         self.fit.synchronisation.check_state(self.local)
         if is_new:
             self.measure_batch_norm()
@@ -159,7 +178,7 @@ class Round:
             if fault is not None:
                 _log.error("Round %d is taken back: %s.", round_number(self._server.report.round), fault)
                 self._server.abandon_round()
-                self.load_global(self.start.state)
+                self.load_global(self.state)
                 state, is_new = None, False
         if is_new:
             self.fit.count_model(self._server.report.round)
@@ -176,7 +195,7 @@ class Round:
         self._check_writes()
         if state is None:
             return None
-        start = self.start.state
+        start = self.state
         # Callbacks may write into it, and a rule may have chosen one client's update.
         new = {name: value.clone() if value is start.get(name) else value for name, value in state.items()}
         form = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
@@ -201,7 +220,7 @@ class Round:
 
         """
         self.local.load_global(state)
-        self.start.optimizers.end_round(counting)
+        self.optimizers.end_round(counting)
 
     def _counting(self) -> list[int]:
         """Positions of the visits whose updates count."""
@@ -229,7 +248,7 @@ class Round:
             self._trainer,
             self._server.report,
             self.cohort,
-            self.start.state,
+            self.state,
             self.local.entries,
             self.local.parameters,
             metrics,
@@ -247,8 +266,26 @@ class Round:
         """Gives the round up and restores the global model with which it began."""
         self._carried.stop()
         self.driver.close()
-        self.start.restore()
+        self.local.load_global(self.state)
+        self.optimizers.start_visit()
         self._server.abandon_round()
         self._settle(())
         self.is_over = True
         self.end()
+
+    def patch(self, checkpoint: dict[str, Any]) -> None:
+        """Replaces a client's state in a checkpoint by the state at the start of the round."""
+        state = {**self.state, **self.local.server_entries}
+        # `WeightAveraging` puts the average in the model's place, and saves the model under this name.
+        model = checkpoint.get("current_model_state", checkpoint["state_dict"])
+        firsts = tied_names({name: value for name, value in model.items() if isinstance(value, torch.Tensor)})
+        model |= {name: state[first].clone() for name, first in firsts.items() if first in state}
+        if "optimizer_states" not in checkpoint:
+            return
+        checkpoint["optimizer_states"], schedulers, scaler = self.optimizers.checkpoint()
+        if scaler:
+            checkpoint[loss_scaler_key(self._trainer)] = scaler
+        for index, scheduler in zip(self._per_step, schedulers, strict=True):
+            checkpoint["lr_schedulers"][index] = scheduler
+        for index, scheduler in self._epoch_schedulers.items():  # stepped before callbacks see the last batch
+            checkpoint["lr_schedulers"][index] = copy_state(scheduler)

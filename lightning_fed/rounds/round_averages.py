@@ -16,7 +16,8 @@ from lightning_fed.rule import ResizingAggregator
 
 _log = logging.getLogger(__name__)
 
-_KIND: Any = getattr(lightning_callbacks, "WeightAveraging", ())  # new in Lightning 2.6
+WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())
+"""Class of the callbacks; an empty tuple before Lightning 2.6."""
 
 
 class RoundAverages:
@@ -38,7 +39,7 @@ class RoundAverages:
     def __init__(self, fit: FederatedFit) -> None:
         self._fit = fit
         self._is_round_over = False
-        self._callbacks = [callback for callback in callbacks_of(fit.trainer) if isinstance(callback, _KIND)]
+        self._callbacks = [callback for callback in callbacks_of(fit.trainer) if isinstance(callback, WEIGHT_AVERAGING)]
         for callback in self._callbacks:
             name = f"`{type(callback).__name__}`"
             if isinstance(fit.server.rule, ResizingAggregator):

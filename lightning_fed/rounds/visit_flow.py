@@ -15,13 +15,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.client.local_model import LocalModel
-from lightning_fed.client.local_optimizers import OPTIMIZER
+from lightning_fed.client.local_optimizers import OPTIMIZER, LocalOptimizers
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.errors import ClientFault, describe, without_frames
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.entry_policies import warn_of_filled
 from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.fit.round_start import RoundStart
 from lightning_fed.lightning.internals import is_overridden
 from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
 from lightning_fed.model.entries import identical_entries
@@ -55,7 +54,7 @@ class ClientVisit:
     Args:
         fit: The fit. The module becomes the client's model.
         local: The module's entries.
-        start: Global model, optimizers and schedulers at the start of the round.
+        optimizers: Optimizers and schedulers, reset for every visit.
         untrained: Names of the entries without training.
         planned: The visit.
 
@@ -70,11 +69,17 @@ class ClientVisit:
     """
 
     def __init__(
-        self, fit: FederatedFit, local: LocalModel, start: RoundStart, untrained: Sequence[str], planned: PlannedVisit
+        self,
+        fit: FederatedFit,
+        local: LocalModel,
+        optimizers: LocalOptimizers,
+        untrained: Sequence[str],
+        planned: PlannedVisit,
     ) -> None:
-        self._fit, self._local, self._start, self._untrained = fit, local, start, untrained
+        self._fit, self._local, self._optimizers, self._untrained = fit, local, optimizers, untrained
         self._trainer, self._module = fit.trainer, fit.module
         self._callbacks = federated_callbacks(fit.trainer)
+        self._must_train = fit.module.automatic_optimization and not fit.has_one_client
         self.planned, self.memory = planned, State()
         self.main_batches: int | None = None
         self.trains_second_model = False
@@ -119,7 +124,8 @@ class ClientVisit:
             for callback in self._callbacks:
                 for _ in callback.on_client_end(trainer, module, client, update) or ():
                     if self.planned.is_over:
-                        raise ClientFault("its visit ended before the last batch of its second model")
+                        self.planned.fault = "its visit ended before the last batch of its second model"
+                        raise ClientFault(self.planned.fault)
                     yield Step()
             update = self._fit.server.chain.on_client(update, broadcast, self.memory)
             self._leave_out_unchanged(update, received)
@@ -179,15 +185,14 @@ class ClientVisit:
             Function that returns a copy of the entries.
 
         """
-        optimizers = self._start.optimizers
-        entries, snapshot = self._local.client_entries(), optimizers.snapshot()
+        entries, snapshot = self._local.client_entries(), self._optimizers.snapshot()
         self._local.load_client_entries(state)
-        optimizers.start_visit()
+        self._optimizers.start_visit()
         self._clear_gradients()
         self.trains_second_model = True
         yield self._local.client_entries
         self._local.load_client_entries(entries)
-        optimizers.resume(snapshot)
+        self._optimizers.resume(snapshot)
         self._clear_gradients()
         self.trains_second_model = False
 
@@ -205,11 +210,11 @@ class ClientVisit:
         if kept.pop(_FIT, torch.tensor(0)) != self._fit.number:  # a fit begins with new optimizers
             kept = {}
         rows = [(self._local.sliced[name], rows) for name, rows in request.rows.items()]
-        self._start.optimizers.start_visit(kept, rows)
+        self._optimizers.start_visit(kept, rows)
         self._clear_gradients()
 
     def _end_optimizers(self) -> State:
-        state = self._start.optimizers.end_visit(self.planned.position)
+        state = self._optimizers.end_visit(self.planned.position)
         if state and self._fit.number:
             state[_FIT] = torch.tensor(self._fit.number)
         return state
@@ -219,9 +224,9 @@ class ClientVisit:
             parameter.grad = None
 
     def _check_trained(self, num_losses: int) -> None:
-        must_train = self._module.automatic_optimization and not self._fit.has_one_client
-        if must_train and not num_losses:
-            raise ClientFault(f"its training step gave no loss in {self.planned.num_batches} batches")
+        if self._must_train and not num_losses:
+            self.planned.fault = f"its training step gave no loss in {self.planned.num_batches} batches"
+            raise ClientFault(self.planned.fault)
         fault = self._local.find_personal_fault(self.planned.visit.client)
         if fault is not None:
             raise ClientFault(f"of its personal entries, {fault}")

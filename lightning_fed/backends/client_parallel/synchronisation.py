@@ -15,11 +15,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_fed.backends.client_parallel.distributed_log import DistributedLog
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.local_model import LocalModel
+from lightning_fed.client.local_optimizers import LocalOptimizers
 from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, seed_everything
 from lightning_fed.data.visit_costs import VisitCosts
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
-from lightning_fed.fit.round_start import RoundStart
 from lightning_fed.fit.synchronisation import RoundSynchronisation
 from lightning_fed.lightning.internals import add_optimizer_steps, callbacks_of, is_overridden
 from lightning_fed.lightning.isolated_pass import find_metrics, unsynchronized
@@ -125,10 +125,10 @@ class ProcessSynchronisation(RoundSynchronisation):
         if planned.fault is None and self._goes_by_time:
             self._seconds[planned.visit.client] = (time.perf_counter() - self._visit_start) / planned.num_batches
 
-    def join(self, start: RoundStart, cohort: Cohort, is_cut: bool = False) -> None:
+    def join(self, state: State, optimizers: LocalOptimizers, cohort: Cohort, is_cut: bool = False) -> None:
         """Makes all processes know of all visits, and merges what the aggregators have received."""
         server, trainer, module = self._server, self._trainer, self._trainer.lightning_module
-        number, optimizers = server.report.round, start.optimizers
+        number = server.report.round
         self.end_batch()
         server.end_visits()
         steps = self._progress.steps(trainer)
@@ -167,7 +167,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         for index, callback in enumerate(sharing):
             callback.join_round(trainer, module, [share.noted[index] for share in shares])
         seed_everything(self._schedule.start_seed(number))  # the chain starts the round once more
-        self._merge(start.state)
+        self._merge(state)
 
     def check_state(self, local: LocalModel) -> None:
         """Makes sure that all processes have the same global model."""

@@ -122,7 +122,7 @@ class RemoteClientSide(RemoteSide):
 
         Whatever is wrong with a client's answer is that client's fault, and nothing that one says ends the run.
         """
-        fit, server, optimizers = round.fit, round.fit.server, round.start.optimizers
+        fit, server, optimizers = round.fit, round.fit.server, round.optimizers
         if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in optimizers.step_schedulers):
             raise MisconfigurationException(
                 "Expected per-step schedulers that the server can step itself, but the steps of `ReduceLROnPlateau`"
@@ -143,7 +143,7 @@ class RemoteClientSide(RemoteSide):
         start = pack_numbers(optimizers.start) | {"optimizers": name_optimizers(fit.trainer.optimizers)}
         self._train_request = self._common(frozen) | {"hyperparameters": start}
         secure_sum = self._start_sum(fit)
-        requests = self._requests(fit, round.start.state)
+        requests = self._requests(fit, round.state)
         visits = {visit.client: visit for visit in self._cohort.visits}
 
         broadcasts: dict[Client, Broadcast] = {}
@@ -179,13 +179,13 @@ class RemoteClientSide(RemoteSide):
     def _receive(self, round: Round, visit: Visit, reply: Packet | str, broadcast: Broadcast) -> _Steps | None:
         """Takes a client's answer; returns its word on the steps of its visit, if the update is used."""
         fit, server, client = round.fit, round.fit.server, visit.client
-        answer = self._open(reply, client, round.start.state)
+        answer = self._open(reply, client, round.state)
         if not isinstance(answer, tuple):
             _leave_out(server, client, answer, "it asks, and does not answer")
             return None
         update, said = answer
         try:
-            steps = _read_steps(said, round.start.optimizers, _most_steps(visit, fit.module.automatic_optimization))
+            steps = _read_steps(said, round.optimizers, _most_steps(visit, fit.module.automatic_optimization))
             device = fit.module.device
             update.state, update.extras = on_device(update.state, device), on_device(update.extras, device)
             _fill_in(update, broadcast.state, said.unsent)
@@ -203,7 +203,7 @@ class RemoteClientSide(RemoteSide):
 
     def _go_on(self, round: Round, reports: Mapping[Client, _Steps]) -> None:
         """Counts the round's steps, and has schedulers and loss scale go on from the visits."""
-        optimizers, trainer = round.start.optimizers, round.fit.trainer
+        optimizers, trainer = round.optimizers, round.fit.trainer
         counts = sorted(each.num_steps for each in reports.values())
         most = _MOST_TIMES * counts[(len(counts) - 1) // 2] if counts else 0
         for position, visit in enumerate(self._cohort.visits):

@@ -269,7 +269,7 @@ class RemoteServerSide(RemoteSide):
     def exchange(self, round: Round) -> None:
         """Answers the query; of a visit, notes the state in which it left the schedulers."""
         fit, trainer, visit = round.fit, round.fit.trainer, self._train_request.visit
-        optimizers = round.start.optimizers
+        optimizers = round.optimizers
         if self._kind == VISIT:
             if optimizers.finals:
                 (end,) = optimizers.finals.values()
