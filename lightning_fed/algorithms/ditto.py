@@ -75,7 +75,7 @@ class PersonalModel(FederatedCallback):
         self._reset()
 
     def _reset(self) -> None:
-        self._first_model: State = {}  # of a client without an own model
+        self._first_model: State = {}  # until the client has an own model
         self._pulls: dict[nn.Parameter, Tensor] = {}  # x, by parameter
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -93,7 +93,7 @@ class PersonalModel(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Notes what the client was sent."""
+        """Stores the received model."""
         self._reset()
         refuse_rows(broadcast, "Ditto")
         federation = find_federation(trainer)
@@ -135,7 +135,7 @@ class PersonalModel(FederatedCallback):
             add_to_gradients(trainer, optimizer, self._difference, self.lam)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Releases the tensors of the visit."""
+        """Releases the tensors."""
         self._reset()
 
     def _difference(self, parameter: nn.Parameter) -> Tensor | None:

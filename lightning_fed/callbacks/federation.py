@@ -273,7 +273,7 @@ class Federation(TrainerCallback):
 
     @property
     def open_visit(self) -> ClientVisit | None:
-        """The client's half of the visit under way; ``None`` between visits."""
+        """The client's half during a visit; ``None`` between visits."""
         return None if self._loop.hooks.open_round is None else self._loop.hooks.open_round.driver.current
 
     @property
@@ -283,13 +283,13 @@ class Federation(TrainerCallback):
 
     @property
     def visit(self) -> PlannedVisit:
-        """The visit under way, in a hook of a visit."""
+        """The visit under way, for hooks during a visit."""
         assert self.current_visit is not None
         return self.current_visit
 
     @property
     def current_visits(self) -> Sequence[PlannedVisit]:
-        """The visits that train now: one visit, or several visits at once, in the order of their rows in a stack.
+        """The visits that train now: one visit, or several visits at once, in stack order.
 
         Empty while a client trains a second model, whose gradients take no correction.
         """

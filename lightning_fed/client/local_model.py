@@ -93,7 +93,7 @@ class LocalModel:
         buffers = ((name, value) for name, value in module.named_buffers() if name not in self.sliced)
         self._buffers = {name: (module.get_submodule(name.rpartition(".")[0]), value) for name, value in buffers}
         self.has_statistics = False
-        # What the store has of a client whose visit begins, so that what there is is read once; each for one reader.
+        # A client's state between the request and the load: one read from the store.
         self._recalled: dict[Client, State] = {}
         self._optimizer_state: dict[Client, State] = {}
 
@@ -189,7 +189,7 @@ class LocalModel:
         """Reads a client's state from the store, before its request.
 
         Returns:
-            The client's memory: the tensors of callbacks and steps. Empty before the first visit.
+            The client's memory: tensors from callbacks and steps. Empty before the first visit.
 
         """
         client_state = self.store.get(client) or {}

@@ -85,11 +85,11 @@ class ClientGenerators:
             self._restore(state)
 
     def snapshot(self) -> tuple[Any, ...]:
-        """The states of all clients, for :meth:`restore`."""
+        """All clients' states, for :meth:`restore`."""
         return list(self._states), self._current, None if self._current is None else self._capture()
 
     def restore(self, snapshot: tuple[Any, ...]) -> None:
-        """Restores the states of all clients."""
+        """Restores all clients' states."""
         states, self._current, state = snapshot
         self._states = list(states)
         if state is not None:
@@ -139,7 +139,7 @@ class StackedBatch(NamedTuple):
     batch: Any
 
     def split(self) -> list[StackedBatch]:
-        """The rows as stacks of one client each."""
+        """Splits the batch into stacks with one client each."""
         tensors = batch_tensors(self.batch)
         return [
             StackedBatch((client,), rebuild_batch(self.batch, iter([tensor[row : row + 1] for tensor in tensors])))

@@ -45,8 +45,8 @@ class RoundSynchronisation:
         """Merges what the processes' aggregators have received, and has all know of all visits, after the last visit.
 
         Args:
-            state: The shared entries of the global model at the start of the round.
-            optimizers: The optimizers and schedulers of the visits.
+            state: The global model's shared entries at the round's start.
+            optimizers: Optimizers and schedulers, reset for every visit.
             cohort: The round's clients.
             is_cut: Whether the round ended in this process before its last visit was over.
 

@@ -11,3 +11,4 @@ from lightning_fed.rounds.remote import RemoteSide as RemoteSide
 from lightning_fed.rounds.round import Round as Round
 from lightning_fed.rounds.visit_driver import VisitDriver as VisitDriver
 from lightning_fed.rounds.visit_driver import VisitPlan as VisitPlan
+from lightning_fed.rounds.visit_flow import ClientVisit as ClientVisit

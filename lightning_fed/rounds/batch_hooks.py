@@ -1,4 +1,4 @@
-"""Hooks of a batch, in the place of the module's: Lightning's loop, or the fused loop, drives the visits of a round."""
+"""Overrides for the module's batch hooks: Lightning's loop, or the fused loop, drives the visits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class BatchHooks:
-    """Overrides of the module's batch hooks.
+    """Overrides for the module's batch hooks.
 
     Args:
         fit: The fit.
@@ -39,11 +39,11 @@ class BatchHooks:
         self.batch_loop: BatchLoop | None = None
         self.has_batch_start = self._has_batch_end = False
         self._fit, self._close_round = fit, close_round
-        self._is_skipped = False  # the batch, of a visit that the module has ended
-        self._waiting: list[Callable[[], object]] = []  # callbacks that look at the round's last batch after it
+        self._is_skipped = False  # after the module has ended the visit
+        self._waiting: list[Callable[[], object]] = []  # delayed callbacks
 
     def attach(self, module: L.LightningModule) -> list[OverriddenMethod]:
-        """Overrides the hooks of a module.
+        """Overrides a module's hooks.
 
         Returns:
             The overrides.
@@ -66,13 +66,13 @@ class BatchHooks:
         return None if self.round is None or self.round.is_over else self.round
 
     def start_batch(self) -> None:
-        """Starts the visit, or the visits that train at once, before the first batch."""
+        """Starts the next visits before the first batch."""
         round = self.open_round
         if round is not None and round.loader.group and round.driver.group is not round.loader.group:
             round.driver.start(round.loader.group)
 
     def delay(self, callback: L.Callback) -> OverriddenMethod:
-        """Delays a callback that saves checkpoints: its ``on_train_batch_end`` runs after the round's last batch."""
+        """Delays a checkpoint callback: ``on_train_batch_end`` for a round's last batch runs after the round."""
 
         def wait(*args: Any) -> None:
             round = self.open_round
@@ -105,17 +105,17 @@ class BatchHooks:
             self._close_round(round)
             return -1
         self._is_skipped = True
-        return None  # the batches of other clients follow
+        return None  # other clients' batches follow
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         round = self.open_round
         if self._is_skipped:
             self._fit.ignore_warning("`training_step` returned `None`")
             return None
-        if round is None or not round.driver.group:  # outside of visits
+        if round is None or not round.driver.group:  # between visits
             return self._step.original(*args, **kwargs)
         with self._counting_in_visit(0) as local_idx:
-            if len(args) > 1:  # the batch, and its index where the step takes one
+            if len(args) > 1:  # the batch, and the index if the step takes one
                 args = (args[0], local_idx, *args[2:])
             return round.driver.train_step(self._step.original, args, kwargs)
 
@@ -127,9 +127,9 @@ class BatchHooks:
             round.driver.backward(self._backward.original, args, kwargs)
 
     def _on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Ends a batch: Lightning calls this hook last, so a visit includes all other hooks of its batches.
+        """Ends a batch: Lightning calls this hook last, so a visit includes all other hooks.
 
-        Fused visits train the other batches of the round here.
+        Fused visits train the round's other batches here.
         """
         self._end_batch(outputs, batch, batch_idx)
         batch_loop = self.batch_loop
@@ -143,7 +143,7 @@ class BatchHooks:
 
     @property
     def _is_stream_over(self) -> bool:
-        """True if the round ends with this batch of a stream: Lightning does not know the stream's length."""
+        """True if a stream ends with this batch, and the round too: Lightning does not know the stream's length."""
         planned = None if self.round is None else self.round.loader.current
         return planned is not None and planned.is_stream and self.round is not None and self.round.loader.is_over
 
@@ -168,7 +168,7 @@ class BatchHooks:
     def _is_cut(self, round: Round) -> bool:
         """True if the fit ends after this batch, inside the round.
 
-        Several processes do not know each other's batches. Visits that train at once end without an update.
+        Several processes do not know each other's batches. Simultaneous visits end without an update.
         """
         if process_group_of(self._fit.trainer).size > 1 or round.driver.trains_at_once:
             return False
@@ -191,10 +191,10 @@ class BatchHooks:
 
     @contextmanager
     def _counting_in_visit(self, batch_idx: int) -> Iterator[int]:
-        """Context in which the module counts batches as in a fit of the client alone.
+        """Context in which the module counts batches like in a separate fit.
 
-        Yields the index of the batch in the client's local epoch, of the first client if several train at once;
-        ``trainer.is_last_batch`` refers to the local epoch. Outside of visits yields ``batch_idx``.
+        Yields the index in the local epoch (the first client's, if several train at once). ``trainer.is_last_batch``
+        refers to the local epoch. Between visits yields ``batch_idx``.
         """
         position = None if self.round is None else self.round.loader.epoch_position
         if position is None:
@@ -208,5 +208,5 @@ class BatchHooks:
 
 
 def _is_implemented(module: L.LightningModule, hook: str) -> bool:
-    """True if a hook is not Lightning's empty hook, or a wrapper of the empty hook."""
+    """True if a hook is not Lightning's empty hook, or wraps the empty hook."""
     return is_overridden(hook, module) or hook in vars(module)

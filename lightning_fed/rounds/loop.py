@@ -186,7 +186,7 @@ class RoundLoop:
             thaw_batch_norm(fit.module)
 
     def _fuse(self, has_batch_start: bool) -> BatchLoop | None:
-        """Decides whether visits are fused; the log says why not, where that is left to it."""
+        """Decides whether visits are fused; the log gives the obstacle."""
         trainer, module, visits = self.fit.trainer, self.fit.module, self.fit.options.visits_one_by_one
         obstacle = None if visits == "lightning" else find_obstacle(trainer, module, has_batch_start)
         if obstacle is not None and visits == "fused":
@@ -246,7 +246,7 @@ class RoundLoop:
         return self.fit.population
 
     def known_clients(self) -> Sequence[Client]:
-        """The clients' keys, likewise."""
+        """The clients' keys; loads the data for unknown clients."""
         return self.find_population().clients
 
     def _look_at_data(self) -> None:
@@ -267,11 +267,11 @@ class RoundLoop:
             fit.meet(split_training_data(loader, self._partition, fit.schedule.seed))
 
     def ask_for_round(self) -> None:
-        """Has Lightning ask for a training loader before the next epoch: for the next round's."""
+        """Makes Lightning ask for the next round's loader before the next epoch."""
         exchange_reload_interval(self.fit.trainer, 1)
 
     def start_epoch(self) -> None:
-        """Has Lightning ask for validation data as the user has told it, when it has asked for the round's loader."""
+        """Restores the user's interval for validation data, after Lightning has the round's loader."""
         trainer = self.fit.trainer
         exchange_reload_interval(trainer, self._reload_interval or 0)
         exchange_validation_time(trainer, self._validation_time)
@@ -280,7 +280,7 @@ class RoundLoop:
             forget_length(trainer)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """The module meanwhile is the average of the global models, as in validation, where there is one."""
+        """Context: the module is the average of the global models, as in validation, if the fit has averages."""
         return nullcontext() if self._averages is None else self._averages.in_place()
 
     # A round
@@ -318,7 +318,7 @@ class RoundLoop:
         return loader
 
     def _start_round(self, loader: RoundLoader, cohort: Cohort) -> None:
-        """Opens the round if the loader is the one that Lightning trains on; anybody may ask a loader for batches."""
+        """Opens the round if Lightning trains on the loader; other code may ask a loader for batches."""
         if self.fit.trainer.train_dataloader is loader:
             interval: int = self.fit.trainer.log_every_n_steps  # type: ignore[attr-defined]
             if not self._has_advised and self.fit.trainer.num_training_batches < interval:
@@ -366,7 +366,7 @@ class RoundLoop:
         return -(-(real + loader.padding) // window) + real // -window
 
     def cut_short(self) -> None:
-        """Gives up the round that is open, if there is one, and says so."""
+        """Abandons an open round, with a warning."""
         round = self.hooks.open_round
         if round is not None:
             self.fit.synchronisation.join(round.state, round.optimizers, round.cohort, is_cut=True)

@@ -57,12 +57,12 @@ class Round:
 
     Attributes:
         fit: The fit.
-        loader: Loader with the batches of the visits.
+        loader: Loader with all batches.
         cohort: The round's clients.
         local: The module's entries.
-        state: The shared entries of the global model at the start of the round.
-        optimizers: The optimizers and schedulers of the visits.
-        server_half: The server's replies to messages of clients.
+        state: The global model's shared entries at the round's start.
+        optimizers: Optimizers and schedulers, reset for every visit.
+        server_half: Replies to messages from clients.
         driver: Drives the visits.
         is_over: True once the round is closed or given up.
 
@@ -124,7 +124,7 @@ class Round:
     def _collect_optimizers(self) -> LocalOptimizers:
         """Collects optimizers, schedulers and loss scale as the round finds them."""
         trainer, configs = self._trainer, self._trainer.lr_scheduler_configs
-        # With manual optimization Lightning leaves the stepping, and so the interval, to the user.
+        # With manual optimization the user steps schedulers.
         is_manual = not self._module.automatic_optimization
         self._per_step = [index for index, config in enumerate(configs) if is_manual or config.interval == "step"]
         per_epoch = [index for index in range(len(configs)) if index not in self._per_step]
@@ -274,7 +274,7 @@ class Round:
         self.end()
 
     def patch(self, checkpoint: dict[str, Any]) -> None:
-        """Replaces a client's state in a checkpoint by the state at the start of the round."""
+        """Replaces a client's state in a checkpoint by the round's first state."""
         state = {**self.state, **self.local.server_entries}
         # `WeightAveraging` puts the average in the model's place, and saves the model under this name.
         model = checkpoint.get("current_model_state", checkpoint["state_dict"])

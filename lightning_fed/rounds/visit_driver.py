@@ -1,4 +1,4 @@
-"""Driver of visits one by one: the training steps of Lightning's loop, or of the fused loop, advance each visit."""
+"""Driver for visits one by one: training steps in Lightning's loop, or in the fused loop, advance each visit."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _log = logging.getLogger(__name__)
 
 
 class VisitDriver:
-    """Drives the visits of one round.
+    """Drives the visits during one round.
 
     Args:
         fit: The fit.
-        loader: Loader with the batches of the visits.
+        loader: Loader with all batches.
         server: Replies to messages.
-        open_visit: Builds the client's half of a visit.
+        open_visit: Builds the client's half.
 
     Attributes:
         current: The visit under way; ``None`` between visits, and while several visits train at once.
         group: The visits under way.
-        trains_at_once: Whether the visits of a group train at once.
+        trains_at_once: Whether grouped visits train at once.
 
     """
 
@@ -52,23 +52,23 @@ class VisitDriver:
         self._has_loss = False
 
     def start(self, group: Sequence[PlannedVisit]) -> None:
-        """Starts the visits of a group, before their first batch."""
+        """Starts grouped visits, before the first batch."""
         self.group = group
         self.fit.synchronisation.start_visit(group[0])
         self.current = self._open_visit(group[0])
         self.current.advance(self.server)
-        self._has_loss = False  # of a pass over the data before the first batch
+        self._has_loss = False  # a pass over the data before the first batch does not count
 
     def train_step(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the module's training step on a batch of the visit; an error excludes the client.
+        """Runs the module's training step on a batch; an error excludes the client.
 
         Args:
             training_step: The module's training step.
-            args: Its arguments, the batch first.
-            kwargs: Its keyword arguments.
+            args: Arguments, the batch first.
+            kwargs: Keyword arguments.
 
         Returns:
-            The result of the step; ``None`` after an error, so that Lightning skips the batch.
+            The step's result; ``None`` after an error, so Lightning skips the batch.
 
         """
         visit = self.current
@@ -102,11 +102,11 @@ class VisitDriver:
 
         Args:
             backward: The module's backward pass.
-            args: Its arguments, the loss first.
-            kwargs: Its keyword arguments.
+            args: Arguments, the loss first.
+            kwargs: Keyword arguments.
 
         """
-        if not self._module.automatic_optimization:  # part of the training step
+        if not self._module.automatic_optimization:  # inside the training step
             backward(*args, **kwargs)
             return
         assert self.current is not None
@@ -119,7 +119,7 @@ class VisitDriver:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     def end_batch(self) -> None:
-        """Advances the visit after a batch; the visit ends after its last batch."""
+        """Advances the visit after a batch; the last batch ends the visit."""
         self.fit.synchronisation.end_batch()
         group = self._loader.group
         if not group or group[0].is_over:
@@ -130,11 +130,11 @@ class VisitDriver:
             self._advance()
 
     def end_early(self, planned: PlannedVisit, num_batches: int) -> None:
-        """Ends a visit before its last batch: the client sends the model so far.
+        """Ends a visit before the last batch: the client sends the model so far.
 
         Args:
             planned: The visit.
-            num_batches: Number of batches that have trained.
+            num_batches: Trained batches.
 
         """
         planned.is_over, planned.num_batches = True, num_batches
@@ -143,7 +143,7 @@ class VisitDriver:
         self.end(self._loader.group)
 
     def end(self, group: Sequence[PlannedVisit]) -> None:
-        """Ends the visits of a group after their last batch, also without a first batch."""
+        """Ends grouped visits after the last batch, also without a first batch."""
         planned = group[0]
         if planned.fault is None and self._loader.clock.is_up:
             planned.fault = str(self._loader.clock.timeout())
@@ -157,7 +157,7 @@ class VisitDriver:
         self.fit.synchronisation.end_visit(planned)
 
     def request(self, planned: PlannedVisit) -> Request | None:
-        """Runs a visit up to its request; ``None`` if the client fails."""
+        """Runs a visit up to the request; ``None`` if the client fails."""
         self.current = self._open_visit(planned)
         try:
             with closing(self.current.run()) as flow:
@@ -170,7 +170,7 @@ class VisitDriver:
             self.current = None
 
     def close(self) -> None:
-        """Ends the visits of an abandoned round."""
+        """Ends open visits without an update."""
         self._loader.clock.stop()
         if self.current is not None:
             self.current.close()
@@ -190,7 +190,7 @@ class VisitDriver:
         """Marks a visit as failed by an error in the module's step.
 
         Raises:
-            Exception: The error, if the program cannot continue or there is no other client.
+            Exception: The error, if the program cannot continue, or other clients are missing.
 
         """
         fault = client_fault(error, planned)
@@ -210,11 +210,11 @@ class VisitDriver:
 
 
 class VisitPlan(NamedTuple):
-    """How the visits of a fit train.
+    """Plan for all visits during a fit.
 
     Args:
-        driver: Builds the driver of a round.
-        groups: Rule for groups of visits that train at once; ``None`` for visits one by one.
+        driver: Builds a round's driver.
+        groups: Rule for visits at once; ``None`` for visits one by one.
 
     """
 

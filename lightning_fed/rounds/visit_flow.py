@@ -2,7 +2,7 @@
 
 :meth:`ClientVisit.run` is a generator. The generator yields :class:`Ask`, :class:`Step` and :class:`Answer`, and waits
 for a reply. :class:`ServerHalf` replies to messages, a driver to steps (:mod:`lightning_fed.rounds.visit_driver`). A
-failed visit ends with ``throw``, the visit of an abandoned round with ``close``.
+failed visit ends with ``throw``; after an abandoned round, ``close`` ends the visit.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from lightning_fed.lightning.internals import is_overridden
 from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
 from lightning_fed.model.entries import identical_entries
 
-_FIT = f"{OPTIMIZER}fit"  # number of the fit that has stored an optimizer state
+_FIT = f"{OPTIMIZER}fit"  # index of the last fit, next to the optimizer state
 
 
 class Ask(NamedTuple):
-    """Event of a visit: a request, answered with the server's broadcast."""
+    """A request, answered with the server's broadcast."""
 
     request: Request
 
 
 class Step(NamedTuple):
-    """Event of a visit: the training step on one batch, answered with whether the step gave a loss."""
+    """A training step on one batch, answered with whether the step gave a loss."""
 
 
 class Answer(NamedTuple):
-    """Event of a visit: an update, answered with whether the server accepts the update."""
+    """An update, answered with whether the server accepts the update."""
 
     update: ClientUpdate
 
 
 Flow: TypeAlias = Generator[Ask | Step | Answer, Any, None]
-"""A visit that runs."""
+"""A running visit."""
 
 
 class ClientVisit:
-    """The client's half of one visit.
+    """The client's half during one visit.
 
     Args:
         fit: The fit. The module becomes the client's model.
         local: The module's entries.
         optimizers: Optimizers and schedulers, reset for every visit.
-        untrained: Names of the entries without training.
+        untrained: Entries without training, by name.
         planned: The visit.
 
     Attributes:
         planned: The visit.
-        memory: Tensors of callbacks and steps, stored with the client if the server accepts the update.
-        main_batches: Number of batches for the model of the broadcast; ``None`` for all. The callback with the limit
+        memory: Tensors for callbacks and steps, stored with the client if the server accepts the update.
+        main_batches: Batches for the received model; ``None`` for all. The callback with the limit
             trains a second model on the other batches (:meth:`second_model`).
         trains_second_model: Whether the module is the second model.
-        step: The next batch; ``None`` before the start and after the end of the visit.
+        step: The next batch; ``None`` before the first and after the last batch.
 
     """
 
@@ -90,7 +90,7 @@ class ClientVisit:
         """Runs the visit.
 
         Raises:
-            ClientFault: If the client is left out of the round.
+            ClientFault: If the round excludes the client.
 
         """
         trainer, module, client = self._trainer, self._module, self.planned.visit.client
@@ -139,7 +139,7 @@ class ClientVisit:
                 callback.on_client_visit_end(trainer, module, client)
 
     def advance(self, server: ServerHalf, has_loss: bool | None = None) -> None:
-        """Advances to the next batch, and exchanges messages on the way; excludes the client of a failed visit.
+        """Advances to the next batch, and exchanges messages on the way; excludes the client after a fault.
 
         Args:
             server: Replies to messages.
@@ -165,7 +165,7 @@ class ClientVisit:
             server.fail(planned)
 
     def close(self) -> None:
-        """Ends the visit of an abandoned round."""
+        """Ends the visit without an update."""
         self._flow.close()
 
     def prepare_batch(self, batch: Any) -> Any:
@@ -176,13 +176,13 @@ class ClientVisit:
 
     @contextmanager
     def second_model(self, state: State) -> Iterator[Callable[[], State]]:
-        """Context in which the module is another model, with the optimizers of a new visit.
+        """Context in which the module is another model, with new optimizers.
 
         Args:
-            state: Shared and personal entries of the model.
+            state: The shared and personal entries.
 
         Yields:
-            Function that returns a copy of the entries.
+            Function: returns copies for all entries.
 
         """
         entries, snapshot = self._local.client_entries(), self._optimizers.snapshot()
@@ -220,7 +220,7 @@ class ClientVisit:
         return state
 
     def _clear_gradients(self) -> None:
-        for parameter in self._module.parameters():  # not by the module's `zero_grad`, a hook of the user
+        for parameter in self._module.parameters():  # the user may have changed `zero_grad`
             parameter.grad = None
 
     def _check_trained(self, num_losses: int) -> None:
@@ -257,7 +257,7 @@ class ClientVisit:
 
 
 class ServerHalf:
-    """The server's half of a visit: replies to the messages of clients, with the callbacks of the server's side.
+    """The server's half during a visit: replies to messages, and calls the callbacks on the server's side.
 
     Args:
         fit: The fit.
@@ -288,11 +288,11 @@ class ServerHalf:
         try:
             for callback in self._callbacks:
                 callback.on_server_receive(self._trainer, self._module, update)
-        except Exception as error:  # an unreadable update is a fault of one client
+        except Exception as error:  # one client's fault
             reason = f"the server cannot read its update: {describe(error)}"
             return self._server.refuse(update.client, reason, without_frames(error))
         return self._server.accept(update)
 
     def fail(self, planned: PlannedVisit) -> None:
-        """Leaves the client of a failed visit out of the round."""
+        """Excludes the client after a failed visit."""
         self._server.fail(planned.visit.client, planned.fault or "", planned.error)

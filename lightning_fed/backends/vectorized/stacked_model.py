@@ -200,7 +200,7 @@ class StackedModel:
                 losses, values, after = vmap(one)(parameters, buffers, tensors, indices)
         except Exception:
             for name, value in written.items():
-                buffers[name].data.copy_(value)  # graphs of other parts hold versions of the stack
+                buffers[name].data.copy_(value)  # other graphs hold the stack's version
             if states is not None:
                 numbers.restore(states)
             raise

@@ -1,4 +1,4 @@
-"""Driver of visits that train at once, in one stacked model."""
+"""Driver for simultaneous visits in one stacked model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _log = logging.getLogger(__name__)
 
 
 class StackedVisits(VisitDriver):
-    """Drives the visits of a group in lockstep, under ``torch.func.vmap``; a visit without a group trains alone.
+    """Drives grouped visits in lockstep, under ``torch.func.vmap``; a visit without a group trains alone.
 
     Args:
-        arguments: Arguments of the base class.
-        model: Holds the models of the clients.
+        arguments: Arguments for the base class.
+        model: Holds the clients' models.
 
     """
 
@@ -35,7 +35,7 @@ class StackedVisits(VisitDriver):
         self._visits: list[ClientVisit] = []
 
     def start(self, group: Sequence[PlannedVisit]) -> None:
-        """Starts the visits of a group, before their first batch."""
+        """Starts grouped visits, before the first batch."""
         if len(group) == 1:
             super().start(group)
             return
@@ -50,7 +50,7 @@ class StackedVisits(VisitDriver):
         self._model.enter(self.fit.trainer.optimizers)
 
     def train_step(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the training step once for each shape of batches."""
+        """Runs the training step once for each batch shape."""
         if self.current is not None:  # alone, or in a pass over the data before the first batch
             return super().train_step(training_step, args, kwargs)
         parts: list[StackedBatch] = list(args[0])
@@ -71,7 +71,7 @@ class StackedVisits(VisitDriver):
                 raise
             except Exception as error:
                 rows = part.split()
-                if len(rows) > 1:  # no model has changed: plain steps of single rows find the client
+                if len(rows) > 1:  # no model has changed: plain steps with single rows find the client
                     parts += rows
                 else:
                     self._fail(self.group[part.clients[0]], error)
@@ -85,7 +85,7 @@ class StackedVisits(VisitDriver):
             backward(*args, **kwargs)
 
     def end(self, group: Sequence[PlannedVisit]) -> None:
-        """Ends the visits of a group after their last batch."""
+        """Ends grouped visits after the last batch."""
         if len(group) == 1:
             super().end(group)
             return
@@ -104,7 +104,7 @@ class StackedVisits(VisitDriver):
         self.fit.synchronisation.end_visit(group[0])
 
     def close(self) -> None:
-        """Ends the visits of an abandoned round."""
+        """Ends open visits without an update."""
         self._model.leave()
         for visit in self._visits:
             self.current = visit
