@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from functools import partial
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
