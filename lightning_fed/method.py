@@ -209,7 +209,8 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
 def list_options(method: type | Callback) -> dict[str, Any]:
     """The options of a method or callback: name to default, ``inspect.Parameter.empty`` where there is none."""
     kind = method if isinstance(method, type) else type(method)
-    return {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+    parameters = inspect.signature(kind).parameters.values()
+    return {one.name: one.default for one in parameters if one.kind is not inspect.Parameter.POSITIONAL_ONLY}
 
 
 def _build_by_name(name: str, options: Mapping[str, Any]) -> Method:

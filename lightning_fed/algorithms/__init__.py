@@ -1,5 +1,8 @@
 """The methods, each in one place, by their papers' names. A line here enters a method in the table of methods."""
 
+from lightning_fed.algorithms.channels import Channel as Channel
+from lightning_fed.algorithms.channels import ChannelRule as ChannelRule
+from lightning_fed.algorithms.channels import ChannelVisit as ChannelVisit
 from lightning_fed.algorithms.ditto import Ditto as Ditto
 from lightning_fed.algorithms.fairavg import FairAvg as FairAvg
 from lightning_fed.algorithms.fedala import FedALA as FedALA
@@ -58,6 +61,9 @@ __all__ = [
     "AveragingAggregator",
     "Bulyan",
     "CenteredClipping",
+    "Channel",
+    "ChannelRule",
+    "ChannelVisit",
     "Ditto",
     "FLTrust",
     "FairAvg",

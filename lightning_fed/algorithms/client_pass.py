@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
 from lightning_fed.errors import describe
 from lightning_fed.lightning.isolated_pass import loss_in, run_step, until_fault
+from lightning_fed.messages import Broadcast
 from lightning_fed.rounds.client_errors import client_fault
 
 _Result = TypeVar("_Result")
@@ -71,4 +72,26 @@ def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
         raise MisconfigurationException(
             f"{method} asks for the loss that `training_step` returns, beside the training: it needs automatic"
             " optimization."
+        )
+
+
+def refuse_rows(broadcast: Broadcast, method: str) -> None:
+    """Refuses clients that hold some rows of an entry, where a method keeps whole models.
+
+    Args:
+        broadcast: The message to a client.
+        method: Name of the method, for the error.
+
+    Raises:
+        MisconfigurationException: If it holds rows.
+
+    Example:
+        >>> import torch
+        >>> refuse_rows(Broadcast(0, {"w": torch.zeros(3)}), "MOON")
+
+    """
+    if broadcast.rows:
+        raise MisconfigurationException(
+            f"{method}'s clients keep whole models, but they hold some rows of {sorted(broadcast.rows)} only: use"
+            " 'fedavg', for instance."
         )

@@ -13,8 +13,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fed.algorithms.client_pass import refuse_rows
 from lightning_fed.algorithms.gradient_terms import add_to_gradients
-from lightning_fed.algorithms.visit_tensors import refuse_rows
 from lightning_fed.argument_checks import check_count, check_nonnegative
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.client.local_model import OWN_MODEL

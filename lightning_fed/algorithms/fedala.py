@@ -16,8 +16,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_fed.algorithms.client_pass import loss_of, pass_over_data, refuse_manual_optimization
-from lightning_fed.algorithms.visit_tensors import refuse_rows
+from lightning_fed.algorithms.client_pass import loss_of, pass_over_data, refuse_manual_optimization, refuse_rows
 from lightning_fed.argument_checks import check_count, check_number, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.client.local_model import OWN_MODEL

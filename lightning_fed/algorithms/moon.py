@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
+from lightning_fed.algorithms.client_pass import refuse_rows
 from lightning_fed.algorithms.fedfusion.extractors import find_extractor_in_fit, named_features
 from lightning_fed.algorithms.fedfusion.frozen_extractor import FrozenExtractor
-from lightning_fed.algorithms.visit_tensors import refuse_rows
 from lightning_fed.argument_checks import check_nonnegative, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.federated_callback import FederatedCallback

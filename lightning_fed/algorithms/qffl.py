@@ -6,130 +6,42 @@ https://arxiv.org/abs/1905.10497
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_fed.algorithms.channels import Channel, ChannelRule, ChannelVisit, Part
 from lightning_fed.algorithms.client_pass import loss_of, pass_over_data, refuse_manual_optimization
 from lightning_fed.argument_checks import check_nonnegative, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.data.population import batch_length
 from lightning_fed.errors import BadUpdate
-from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.isolated_pass import isolated_pass
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.messages import ClientUpdate, State
 from lightning_fed.method import register
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.rule import RoundInfo
-from lightning_fed.server.averaging import AveragingAggregator
 from lightning_fed.steps.bounds import trained_entries
 
-_LOSS, _LIPSCHITZ = "qffl:loss", "qffl:lipschitz"
+_LOSS, _LIPSCHITZ, _DISTANCE = "qffl:loss", "qffl:lipschitz", "distance"
 _SMALLEST = 1e-10  # added to losses, as the authors' program does, so that one of 0 has powers below 0
 
 
-class LossReport(FederatedCallback):
-    r"""q-FedAvg's client side: reports the loss :math:`F_k(x)` of the model that the client was sent, on all its data.
-
-    It is the mean of what ``training_step`` returns over one more pass over the client's data, in evaluation mode and
-    beside the training, which draws the same random numbers as without. The update carries it, and :math:`L`: two
-    numbers of float64. A client whose data fail in the pass is left out by name.
-
-    Args:
-        lipschitz: Constant :math:`L` of the losses' gradients; ``None`` for one over the learning rate at the start of
-            a visit, as the authors estimate it.
-
-    Raises:
-        ValueError: If ``lipschitz`` is not positive and finite.
-        MisconfigurationException: In ``fit``, with manual optimization, where ``training_step`` has no loss; or if
-            ``lipschitz`` is not given and optimizers have several learning rates, or one of 0.
-
-    Example:
-        >>> from lightning_fed import FederatedTrainer
-        >>> trainer = FederatedTrainer(max_rounds=10, method="qffl:q=1", logger=False)  # adds it by itself
-
-    References:
-        Li et al., ICLR 2020, Algorithm 2.
-
-    """
-
-    supports_vectorize = True
-
-    def __init__(self, lipschitz: float | None = None) -> None:
-        self.lipschitz = None if lipschitz is None else check_positive("lipschitz", lipschitz)
-        self._reports: dict[int, State] = {}  # by position of the visit
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses modules without a loss, or without one learning rate."""
-        refuse_manual_optimization(pl_module, "q-FedAvg")
-        if self._lipschitz_of(trainer) == float("inf"):
-            raise MisconfigurationException(
-                "q-FedAvg estimates the Lipschitz constant of the gradients as one over the learning rate with which a"
-                " visit begins, but it begins with 0 (a warm-up?): give `lipschitz`."
-            )
-
-    def on_client_start(
-        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
-    ) -> None:
-        """Measures the loss."""
-        federation = find_federation(trainer)
-        planned = federation.visit
-
-        def measure(batches: Iterator[Any]) -> float | None:
-            total, count = torch.zeros((), dtype=torch.float64), 0
-            with isolated_pass(module):
-                for number, batch in enumerate(batches):
-                    loss = loss_of(trainer, module, batch, number)
-                    if loss is not None:
-                        total += batch_length(batch) * to_float64(loss.detach()).cpu()
-                        count += batch_length(batch)
-            return float(total / count) if count else None
-
-        loss = pass_over_data(federation.population, planned, measure)
-        if loss is None:
-            planned.fault = planned.fault or "its data gave no batch with a loss"
-            return
-        numbers = {_LOSS: loss, _LIPSCHITZ: self._lipschitz_of(trainer)}
-        self._reports[planned.position] = {
-            name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()
-        }
-
-    def on_client_end(
-        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
-    ) -> None:
-        """Sends the loss along."""
-        planned = find_federation(trainer).visit
-        update.extras |= self._reports.pop(planned.position)
-
-    def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Forgets reports of visits that came to nothing."""
-        self._reports = {}
-
-    def _lipschitz_of(self, trainer: L.Trainer) -> float:
-        if self.lipschitz is not None:
-            return self.lipschitz
-        rates = {float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups}
-        if len(rates) != 1:
-            raise MisconfigurationException(
-                "q-FedAvg estimates the Lipschitz constant of the gradients as one over the learning rate, but the"
-                f" optimizers have several ({sorted(rates)}): give `lipschitz`."
-            )
-        (rate,) = rates
-        return 1 / rate if rate else float("inf")
-
-
-@register(callbacks=lambda rule: [LossReport(rule.lipschitz)])
-class QFFL(AveragingAggregator):
+@register
+class QFFL(ChannelRule):
     r"""q-FedAvg: the global model moves further towards clients with a larger loss.
 
     .. math:: \Delta_k = F_k^q \, L (x - y_k), \qquad h_k = q F_k^{q-1} L^2 \lVert x - y_k \rVert^2 + L F_k^q, \qquad
         x \leftarrow x - \frac{\sum_k p_k \Delta_k}{\sum_k p_k h_k}
 
-    with the losses :math:`F_k(x)` of :class:`~lightning_fed.callbacks.LossReport`, which is added to the Trainer. The
-    authors draw clients with probabilities :math:`p_k`, their shares of the examples, and average them alike. Here
+    with the losses :math:`F_k(x)` of the model that the client was sent: the mean of ``training_step``'s losses over
+    one more pass over the client's data, in evaluation mode and with the same random numbers as without the pass. The
+    server excludes a client with a loss or a constant :math:`L` more than a factor of 128 above the round's median.
+
+    The authors draw clients with probabilities :math:`p_k`, their shares of the examples, and average them alike. Here
     clients are drawn alike and :math:`p_k` weighs them, which aims at the same objective,
     :math:`\sum_k p_k F_k^{q+1} / (q + 1)`. With ``q=0`` the weights equal FedAvg's, bit for bit; the larger :math:`q`,
     the more alike the losses, at the cost of their mean. Buffers are averaged by :math:`p_k F_k^q`.
@@ -145,6 +57,8 @@ class QFFL(AveragingAggregator):
 
     Raises:
         ValueError: If ``q`` is negative or not finite, or ``lipschitz`` is not positive and finite.
+        MisconfigurationException: In ``fit``, with manual optimization, or without ``lipschitz`` if optimizers have
+            several learning rates or one of 0.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -161,54 +75,103 @@ class QFFL(AveragingAggregator):
 
     """
 
+    channels: ClassVar = {
+        _LOSS: Channel("number", up=True, bounds="above"),
+        _LIPSCHITZ: Channel("number", up=True, bounds="both"),
+    }
+    keeps_privacy: ClassVar = False
+
     def __init__(self, q: float = 1.0, lipschitz: float | None = None) -> None:
         super().__init__()
         self.q = check_nonnegative("q", q)
-        self.lipschitz = LossReport(lipschitz).lipschitz
-        self.scale = 0.0  # sum of p_k h_k / L
+        self.lipschitz = None if lipschitz is None else check_positive("lipschitz", lipschitz)
+
+    def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Refuses modules without a loss, or without one learning rate."""
+        refuse_manual_optimization(module, "q-FedAvg")
+        if self._lipschitz_of(trainer) == float("inf"):
+            raise MisconfigurationException(
+                "q-FedAvg estimates the Lipschitz constant of the gradients as one over the learning rate with which a"
+                " visit begins, but it begins with 0 (a warm-up?): give `lipschitz`."
+            )
+
+    def begin_visit(self, visit: ChannelVisit) -> State:
+        """Measures the loss."""
+        trainer, module = visit.trainer, visit.module
+
+        def measure(batches: Iterator[Any]) -> float | None:
+            total, count = torch.zeros((), dtype=torch.float64), 0
+            with isolated_pass(module):
+                for number, batch in enumerate(batches):
+                    loss = loss_of(trainer, module, batch, number)
+                    if loss is not None:
+                        total += batch_length(batch) * to_float64(loss.detach()).cpu()
+                        count += batch_length(batch)
+            return float(total / count) if count else None
+
+        loss = pass_over_data(find_federation(trainer).population, visit.planned, measure)
+        if loss is None:
+            visit.planned.fault = visit.planned.fault or "its data gave no batch with a loss"
+        else:
+            visit.up[_LOSS], visit.up[_LIPSCHITZ] = {"": loss}, {"": self._lipschitz_of(trainer)}
+        return {}
 
     def weight(self, update: ClientUpdate) -> float:
         """The client's number of examples times its loss to the ``q``."""
-        loss = float(update.extras[_LOSS]) + _SMALLEST
-        return float(update.num_samples * loss**self.q)
+        return self._weight(update.num_samples, float(update.extras[_LOSS]))
 
-    def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round from ``state``."""
-        super().start(info, state)
-        self.scale = 0.0
-
-    def receive(self, update: ClientUpdate) -> None:
+    def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
         """Adds the model to the mean, and its distance to the step's scale.
 
         Raises:
-            BadUpdate: If it has no loss, or a negative one, or no positive :math:`L`.
+            BadUpdate: If :math:`L` is 0, or a power of the loss is not finite.
 
         """
-        if any(name not in update.extras or update.extras[name].numel() != 1 for name in (_LOSS, _LIPSCHITZ)):
-            raise BadUpdate("it sent no loss of the global model: its callback is missing")
-        loss, lipschitz = float(update.extras[_LOSS]), float(update.extras[_LIPSCHITZ])
-        if loss < 0 or lipschitz <= 0:
-            raise BadUpdate(f"q-FedAvg needs a loss that is not negative and L > 0, but got {loss} and {lipschitz}")
+        loss, lipschitz = up[_LOSS][""], up[_LIPSCHITZ][""]
+        if lipschitz <= 0:
+            raise BadUpdate(f"q-FedAvg needs L > 0, but got {lipschitz}")
         distance = sum(
             float((to_float64(update.state[name]) - to_float64(self._state[name])).square().sum())
             for name in trained_entries(self._info, update.state)
         )
-        weight = self.weight(update)
-        slope = self.q * (loss + _SMALLEST) ** (self.q - 1) if self.q else 0.0
-        if not max(weight, slope * lipschitz * distance) < float("inf"):
+        try:
+            is_finite = self._weight(1, loss) + self._slope(loss) * lipschitz * distance < float("inf")
+        except OverflowError:
+            is_finite = False
+        if not is_finite:
             raise BadUpdate(f"its loss of {loss} to the power of q={self.q} is not finite")
-        super().receive(update)
-        self.scale += weight + update.num_samples * slope * lipschitz * distance
+        super().add(part, update, {**up, _DISTANCE: {"": distance}})
 
-    def merge(self, other: QFFL) -> None:
-        """Joins what another aggregator has received."""
-        super().merge(other)
-        self.scale += other.scale
-
-    def aggregate(self) -> State:
+    def finish(self, state: State, part: Part) -> State:
         """The global model, moved by the clients' scaled changes."""
-        state, share = super().aggregate(), self.running.total / self.scale
+        reports = [(report.num_samples, report.numbers) for report in part.reports.values()]
+        losses = [numbers[_LOSS][""] for _, numbers in reports]
+        # With q < 1 a loss near 0 has a steep slope, and would hold all others back.
+        least = statistics.median_low(losses) / 128 if self.q < 1 else 0.0
+        scale = 0.0
+        for count, numbers in reports:
+            loss, slope = numbers[_LOSS][""], self._slope(max(numbers[_LOSS][""], least))
+            scale += self._weight(count, loss) + count * slope * numbers[_LIPSCHITZ][""] * numbers[_DISTANCE][""]
+        share = part.running.total / scale
         for name in trained_entries(self._info, state):
             old = self._state[name]
             state[name] = cast_back(share * to_float64(state[name]) + (1 - share) * to_float64(old), old)
         return state
+
+    def _weight(self, num_samples: int, loss: float) -> float:
+        return float(num_samples * (loss + _SMALLEST) ** self.q)
+
+    def _slope(self, loss: float) -> float:
+        return self.q * (loss + _SMALLEST) ** (self.q - 1) if self.q else 0.0
+
+    def _lipschitz_of(self, trainer: L.Trainer) -> float:
+        if self.lipschitz is not None:
+            return self.lipschitz
+        rates = {float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups}
+        if len(rates) != 1:
+            raise MisconfigurationException(
+                "q-FedAvg estimates the Lipschitz constant of the gradients as one over the learning rate, but the"
+                f" optimizers have several ({sorted(rates)}): give `lipschitz`."
+            )
+        (rate,) = rates
+        return 1 / rate if rate else float("inf")

@@ -6,141 +6,38 @@ ICML 2020, Algorithm 1. https://arxiv.org/abs/1910.06378
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-import lightning as L
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
-from lightning_fed.algorithms.gradient_terms import add_to_gradient
-from lightning_fed.algorithms.visit_tensors import VisitTensors, row_of
+from lightning_fed.algorithms.channels import Channel, ChannelRule, ChannelVisit, Part
 from lightning_fed.argument_checks import check_option
-from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.errors import BadUpdate
-from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.lightning.internals import gradient_scale, is_step_left_out
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, with_prefix, without_prefix
+from lightning_fed.messages import ClientUpdate, State
 from lightning_fed.method import register
-from lightning_fed.model.entries import parameter_entries
 from lightning_fed.numerics.precision import as_real, at_least_float32, cast_back, to_float64
-from lightning_fed.numerics.trees import move_beside
-from lightning_fed.numerics.weighted_mean import WeightedMean
-from lightning_fed.rule import RoundInfo
-from lightning_fed.server.averaging import AveragingAggregator
-
-_PREFIX = "control:"
 
 
-class ControlVariates(FederatedCallback):
-    r"""SCAFFOLD's client side: adds :math:`c - c_i` to the gradients of every optimizer step.
-
-    :math:`c` comes with the broadcast, :math:`c_i` is the client's own and stays in its memory; both are 0 at first.
-    After the visit
-
-    .. math:: c_i^+ = \frac{1}{K} \sum_k g_k
-
-    is the mean of the visit's :math:`K` gradients as they were before the correction, and the update carries
-    :math:`c_i^+ - c_i`. With plain SGD of rate :math:`\eta` this is the paper's option II,
-    :math:`c_i - c + (x - y_i) / (K \eta)`; unlike that it is a gradient with momentum, with adaptive optimizers, with
-    weight decay and with changing rates as well. Steps are counted parameter by parameter, so that a module may have
-    several optimizers. Control variates are of float32 at least, also where the model is of 16 bits
-    (``precision="bf16-true"``), in which their small changes would be lost.
-
-    The correction is added where :class:`~lightning_fed.callbacks.ProximalTerm` adds its own, to the parameters that
-    travel: what stays at home trains as ever. Of a term that another callback adds to the gradients, those that come
-    before this callback are part of :math:`g_k`. The logged loss is without the correction.
-
-    Example:
-        >>> from lightning_fed import FederatedTrainer
-        >>> trainer = FederatedTrainer(max_rounds=10, method="scaffold", logger=False)  # adds it by itself
-
-    References:
-        Karimireddy et al., ICML 2020, Algorithm 1.
-
-    """
-
-    supports_vectorize = True
-    keeps_privacy = True
-
-    def __init__(self) -> None:
-        self._corrections = VisitTensors()
-        self._shared: dict[nn.Parameter, str] = {}  # the parameters that travel, and their names
-        self._sums: dict[nn.Parameter, Tensor] = {}  # of the gradients of the visits that are under way
-        self._steps: dict[nn.Parameter, int] = {}
-
-    def on_client_start(
-        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
-    ) -> None:
-        """Looks up the two control variates."""
-        federation = find_federation(trainer)
-        self._shared = {value: name for value, name in parameter_entries(module).items() if name in broadcast.state}
-        self._sums, self._steps = {}, {}
-        corrections: dict[nn.Parameter, Tensor] = {}
-        for parameter, name in self._shared.items():
-            of_server = broadcast.extras.get(f"{_PREFIX}{name}")
-            of_client = federation.client_memory.get(f"{_PREFIX}{name}")
-            if of_server is not None:
-                corrections[parameter] = of_server.to(parameter.device)
-            if of_client is not None:
-                of_client = of_client.to(parameter.device)
-                corrections[parameter] = corrections.get(parameter, torch.zeros_like(of_client)) - of_client
-        self._corrections.put(federation.visit, corrections)
-
-    @torch.no_grad()
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Adds up the gradients, and corrects them."""
-        visits = find_federation(trainer).current_visits
-        if not visits or is_step_left_out(trainer, optimizer):
-            return
-        scale = gradient_scale(trainer, optimizer)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None or parameter not in self._shared:
-                    continue
-                if parameter not in self._sums:
-                    self._sums[parameter] = at_least_float32(torch.zeros_like(as_real(parameter)))
-                self._sums[parameter].add_(as_real(parameter.grad), alpha=1 / scale)
-                self._steps[parameter] = self._steps.get(parameter, 0) + 1
-                correction = self._corrections.of(parameter, visits)
-                if correction is not None:
-                    add_to_gradient(parameter.grad, correction, scale)
-
-    def on_client_end(
-        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
-    ) -> None:
-        """Makes the client's new control variate, and sends what has changed of it."""
-        federation = find_federation(trainer)
-        planned, memory = federation.visit, federation.client_memory
-        row = row_of(planned, federation.current_visits)
-        for parameter, total in self._sums.items():
-            key = f"{_PREFIX}{self._shared[parameter]}"
-            if row is None:
-                mean = total / self._steps[parameter]
-            else:  # the steps of the group are those of its longest visit
-                mean = total[row] / (planned.num_batches // trainer.accumulate_grad_batches)
-            update.extras[key] = mean - memory.get(key, torch.zeros_like(mean)).to(mean.device)
-            memory[key] = mean
-
-    def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Forgets the visit."""
-        planned = find_federation(trainer).visit
-        self._corrections.end(planned)
-        if not self._corrections:
-            self._shared, self._sums, self._steps = {}, {}, {}
-
-
-@register(callbacks=lambda rule: [ControlVariates()])
-class SCAFFOLD(AveragingAggregator):
+@register
+class SCAFFOLD(ChannelRule):
     r"""The average of the clients' models; clients train with gradients that control variates correct.
 
     .. math:: y \leftarrow y - \eta (g - c_i + c), \qquad x \leftarrow \frac{1}{|S|} \sum_{i \in S} y_i, \qquad
         c \leftarrow c + \frac{1}{N} \sum_{i \in S} (c_i^+ - c_i)
 
-    for the clients :math:`S` of a round, of :math:`N`. The correction is
-    :class:`~lightning_fed.callbacks.ControlVariates`, which is added to the Trainer. A round carries one vector of the
-    size of the trained parameters more in each direction (down from the second round on); a client keeps one, the
-    server another.
+    for the clients :math:`S` of a round, of :math:`N`. :math:`c` and :math:`c_i` are 0 at first. After the visit
+
+    .. math:: c_i^+ = \frac{1}{K} \sum_k g_k
+
+    is the mean of the :math:`K` gradients before the correction. With plain SGD of rate :math:`\eta` the mean is the
+    paper's option II, :math:`c_i - c + (x - y_i) / (K \eta)`. The mean is a gradient also with momentum, adaptive
+    optimizers, weight decay and changing rates. Each parameter has its own count of steps, so a module may have several
+    optimizers. Control variates have float32 or float64, also for a model of 16 bits (``precision="bf16-true"``).
+
+    The correction is for the parameters that travel, after the terms of callbacks before this method's callback: such
+    terms are part of :math:`g_k`. The logged loss is without the correction. A round carries one vector of the size of
+    the trained parameters more in each direction (down from the second round on). A client keeps one, the server
+    another.
 
     The paper's global step size :math:`\eta_g` is a server optimizer:
     ``ServerOptimizer("SGD", "scaffold", lr=0.5)``. Buffers are averaged.
@@ -176,68 +73,44 @@ class SCAFFOLD(AveragingAggregator):
 
     """
 
+    channels: ClassVar = {"control": Channel(up=True, down=True, memory=True)}
+
     def __init__(self, weighting: Literal["uniform", "examples"] = "uniform") -> None:
         super().__init__()
         check_option("weighting", weighting, ("uniform", "examples"))
         self.weighting = weighting
-        self._control: State = {}
-        self.changes = WeightedMean()
+
+    def begin_visit(self, visit: ChannelVisit) -> State:
+        """The correction, the server's control variate less the client's."""
+        server, client = visit.down["control"], visit.memory["control"]
+        zeros = {name: torch.zeros_like(value) for name, value in {**server, **client}.items()}
+        return {name: server.get(name, zero) - client.get(name, zero) for name, zero in zeros.items()}
+
+    def follow_step(
+        self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
+    ) -> Any:
+        """Adds up the gradients."""
+        total, count = record or (at_least_float32(torch.zeros_like(as_real(parameter))), 0)
+        assert parameter.grad is not None
+        return total.add_(as_real(parameter.grad), alpha=1 / scale), count + 1
+
+    def end_visit(self, visit: ChannelVisit) -> None:
+        """Makes the client's new control variate, and sends the change."""
+        own = visit.memory["control"]
+        for name, (total, count) in visit.records.items():
+            mean = total / count if visit.row is None else total[visit.row] / visit.steps
+            visit.up["control"][name] = mean - own.get(name, torch.zeros_like(mean))
+            own[name] = mean
 
     def weight(self, update: ClientUpdate) -> float:
         """1, or the client's number of examples."""
         return 1.0 if self.weighting == "uniform" else float(update.num_samples)
 
-    def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round from ``state``."""
-        super().start(info, state)
-        self.changes = WeightedMean()
-        # From round 0 on it is a new run, with the same object perhaps.
-        self._control = {} if info.round == 0 else move_beside(self._control, state)
-
-    def broadcast(self, request: Request) -> Broadcast:
-        """The global state, and the server's control variate."""
-        broadcast = super().broadcast(request)
-        broadcast.extras |= with_prefix(self._control, _PREFIX)
-        return broadcast
-
-    def receive(self, update: ClientUpdate) -> None:
-        """Adds the model to the mean, and the change of the control variate.
-
-        Raises:
-            BadUpdate: If there is no change of a control variate, or one that does not fit the model.
-
-        """
-        changes = without_prefix(update.extras, _PREFIX)
-        if not changes:
-            raise BadUpdate("it sent no control variate: no step was made, or its callback is missing")
-        for name, value in changes.items():
-            entry = self._state.get(name)
-            if entry is None or value.shape != entry.shape or value.dtype != at_least_float32(entry).dtype:
-                raise BadUpdate(f"its control variate does not fit the entry {name!r}")
-        super().receive(update)
-        # A client may not have trained every entry: what is not there has not changed.
-        self.changes.add({name: to_float64(value) for name, value in changes.items()}, 1.0, update.num_samples)
-
-    def merge(self, other: SCAFFOLD) -> None:
-        """Joins what another aggregator has received."""
-        super().merge(other)
-        self.changes.merge(other.changes)
-
-    def aggregate(self) -> State:
-        """The mean of the models; the server's control variate moves."""
-        state = super().aggregate()
-        share = self.changes.count / (len(self._info.clients) or self.changes.count)
-        control = dict(self._control)
-        for name, change in self.changes.mean().items():
+    def finish(self, state: State, part: Part) -> State:
+        """Moves the server's control variate. An entry without training in a visit has not changed there."""
+        control = dict(self.tensors["control"])
+        for name, change in part.means["control"].mean().items():
             before = control.get(name, at_least_float32(torch.zeros_like(self._state[name])))
-            control[name] = cast_back(to_float64(before) + share * change, before)
-        self._control = control
+            control[name] = cast_back(to_float64(before) + self.share(part) * change, before)
+        self.tensors = {"control": control}
         return state
-
-    def state_dict(self) -> dict[str, Any]:
-        """The server's control variate."""
-        return {"control": dict(self._control)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores it."""
-        self._control = dict(state.get("control", {}))

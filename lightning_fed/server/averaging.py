@@ -45,13 +45,17 @@ class AveragingAggregator(Aggregator):
         return Broadcast(self._info.round, dict(self._state))
 
     def receive(self, update: ClientUpdate) -> None:
-        """Adds the update to the mean, but for entries that are the round's own: most of a model with adapters."""
+        """Adds the update to the mean."""
+        self.add_to(self.running, update, self.weight(update))
+
+    def add_to(self, running: WeightedMean, update: ClientUpdate, weight: float) -> None:
+        """Adds an update to a mean, without the entries that are the round's own: most of a model with adapters."""
         moved = {
             name: value
             for name, value in update.state.items()
             if value is not self._state.get(name) or not value.is_floating_point()
         }
-        self.running.add(moved, self.weight(update), update.num_samples, update.rows)
+        running.add(moved, weight, update.num_samples, update.rows)
 
     def merge(self, other: Any) -> None:
         """Joins the mean of another aggregator of the same kind."""

@@ -7,7 +7,8 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedDyn
-from lightning_fed.callbacks import DynamicRegularizer, FederatedCallback
+from lightning_fed.algorithms.channels import ChannelCallback
+from lightning_fed.callbacks import FederatedCallback
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.rule import RoundInfo
 from tests import models
@@ -96,9 +97,8 @@ def test_messages_alone():
 
 @pytest.mark.parametrize("alpha", [0.0, -1.0, float("inf")])
 def test_strengths_that_cannot_be(alpha):
-    for make in (FedDyn, DynamicRegularizer):
-        with pytest.raises(ValueError, match="`alpha` to be greater than 0 and finite, but got"):
-            make(alpha)
+    with pytest.raises(ValueError, match="`alpha` to be greater than 0 and finite, but got"):
+        FedDyn(alpha)
 
 
 def test_nothing_is_held_after_a_fit(federated_trainer):
@@ -107,7 +107,7 @@ def test_nothing_is_held_after_a_fit(federated_trainer):
             if batch_idx == 2:
                 raise KeyError("broken")
 
-    clients, callback = models.as_datasets(models.vectors()), DynamicRegularizer(0.1)
+    clients, callback = models.as_datasets(models.vectors()), ChannelCallback(FedDyn(0.1))
     with pytest.raises(KeyError, match="broken"):
         federated_trainer(max_rounds=1, method="feddyn", callbacks=[callback, Break()]).fit(
             models.Module(models.mlp()), clients

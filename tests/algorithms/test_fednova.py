@@ -12,8 +12,10 @@ from lightning_fed.callbacks import FederatedCallback, ProximalTerm
 from lightning_fed.errors import BadUpdate
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.rule import RoundInfo
+from lightning_fed.server.server import Server
 from tests import models
 from tests.algorithms.test_scaffold import overflowing
+from tests.chains import chain_of
 from tests.recorders import Recorder, assert_same, state_of
 from tests.references_correction import (
     Visits,
@@ -196,11 +198,11 @@ def test_messages_whole_and_in_parts():
 @pytest.mark.parametrize(
     ("extras", "reason"),
     [
-        ({}, "how far its steps go"),
+        ({}, "it sent no 'length'"),
         ({"length:w": torch.tensor(0.0)}, "how far its steps go"),
-        ({"length:w": torch.tensor(-1.0)}, "'length:w', does not fit"),
-        ({"length:v": torch.tensor(1.0)}, "'length:v', does not fit"),
-        ({"length:w": torch.ones(3)}, "'length:w', does not fit"),
+        ({"length:w": torch.tensor(-1.0)}, "its 'length' does not fit the entry 'w'"),
+        ({"length:v": torch.tensor(1.0)}, "its 'length' does not fit the entry 'v'"),
+        ({"length:w": torch.ones(3)}, "its 'length' does not fit the entry 'w'"),
     ],
 )
 def test_bad_updates(extras, reason):
@@ -248,16 +250,38 @@ def test_strengths_that_cannot_be(mu):
         FedNova(mu)
 
 
-def test_a_length_that_cannot_be_does_not_stretch_the_others_steps():
-    """A length of 10^12 once multiplied the step of all clients with it."""
+def moved_by(lengths, sizes=None, step=-0.005):
+    """Server and new weight, from 0, after a round in which every client moves the weight by `step`."""
+    server = Server(chain_of(FedNova()))
+    server.start_round(RoundInfo(0, [*range(len(lengths))], frozenset("w")), {"w": torch.zeros(1)})
+    for client, length in enumerate(lengths):
+        server.sent(client, server.prepare(client))
+        extras = {"length:w": torch.tensor(length, dtype=torch.float64)}
+        size = 10 if sizes is None else sizes[client]
+        update = ClientUpdate(client, size, {"w": torch.full((1,), step)}, extras)
+        assert server.count(update)
+        server.accept(update)
+    return server, float(server.finish_round()["w"])
 
-    def step(claimed):
-        rule = FedNova()
-        rule.start(RoundInfo(0), {"w": torch.zeros(1)})
-        for client, length in enumerate([1.0, 1.0, 2.0, 2.0, claimed]):
-            moved = {"w": torch.tensor([-1.0])}
-            rule.receive(ClientUpdate(client, 10, moved, {"length:w": torch.tensor(length, dtype=torch.float64)}))
-        return float(rule.aggregate()["w"])
 
-    assert abs(step(1e12)) <= 101 * abs(step(2.0))
-    assert step(1e12) == pytest.approx(-(6 + 200) / 5 * (1 + 1 + 0.5 + 0.5) / 5)
+@pytest.mark.parametrize("claimed", [1e-9, 1e-3, 1e6, 1e300, 5e-324])
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_a_length_far_from_the_median_excludes_the_client(claimed, place):
+    """A length of 1e-9 once made of five steps of 0.005 one of 800,000; now the others decide, bit for bit."""
+    honest = [1.0, 1.0, 2.0, 2.0]
+    server, value = moved_by([*honest[:place], claimed, *honest[place:]])
+    assert set(server.report.failed) == {place}
+    assert "far from the round's median" in server.report.failed[place]
+    assert value == moved_by(honest)[1]
+
+
+def test_lengths_of_small_clients_are_good():
+    """A client with 500 times fewer examples makes 500 times fewer steps: equal work per example."""
+    server, _ = moved_by([1.0, 500.0, 500.0, 600.0], sizes=[1, 500, 500, 600])
+    assert server.report.failed == {}
+
+
+def test_the_order_of_clients_does_not_matter():
+    lengths = [1.0, 1e-9, 3.0, 40.0, 2.0]
+    results = {moved_by(order)[1] for order in (lengths, lengths[::-1], sorted(lengths))}
+    assert max(results) - min(results) <= 1e-9

@@ -8,11 +8,12 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import QFFL
-from lightning_fed.callbacks import LossReport
 from lightning_fed.errors import BadUpdate
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.rule import RoundInfo
+from lightning_fed.server.server import Server
 from tests import models
+from tests.chains import chain_of
 from tests.recorders import Recorder, assert_same, bytes_of, state_of
 from tests.references_correction import Visits, qffl_reference
 
@@ -77,13 +78,16 @@ def test_the_larger_q_the_more_alike_are_the_losses(federated_trainer):
 @pytest.mark.parametrize(
     ("extras", "reason"),
     [
-        ({}, "it sent no loss"),
-        ({"qffl:loss": torch.tensor(1.0)}, "it sent no loss"),
-        ({"another": torch.tensor(1.0)}, "it sent no loss"),
-        ({"qffl:loss": torch.tensor(-1.0), "qffl:lipschitz": torch.tensor(1.0)}, "a loss that is not negative"),
+        ({}, "it sent no 'qffl:loss'"),
+        ({"qffl:loss": torch.tensor(1.0)}, "it sent no 'qffl:lipschitz'"),
+        ({"another": torch.tensor(1.0)}, "it sent no 'qffl:loss'"),
+        ({"qffl:loss": torch.tensor(-1.0), "qffl:lipschitz": torch.tensor(1.0)}, "its 'qffl:loss' does not fit"),
         ({"qffl:loss": torch.tensor(1.0), "qffl:lipschitz": torch.tensor(0.0)}, "L > 0"),
-        ({"qffl:loss": torch.ones(2), "qffl:lipschitz": torch.tensor(1.0)}, "it sent no loss"),
-        ({"qffl:loss": torch.tensor(1e300).double(), "qffl:lipschitz": torch.tensor(1.0)}, "q=2.0 is not finite"),
+        ({"qffl:loss": torch.ones(2), "qffl:lipschitz": torch.tensor(1.0)}, "its 'qffl:loss' does not fit"),
+        (
+            {"qffl:loss": torch.tensor(1e300, dtype=torch.float64), "qffl:lipschitz": torch.tensor(1.0)},
+            "q=2.0 is not finite",
+        ),
     ],
 )
 def test_bad_updates(extras, reason):
@@ -145,9 +149,55 @@ def test_modules_it_cannot_work_with(federated_trainer):
     [
         (lambda: QFFL(-1.0), "`q` to be at least 0 and finite"),
         (lambda: QFFL(1.0, 0.0), "`lipschitz` to be greater than 0 and finite"),
-        (lambda: LossReport(-1.0), "`lipschitz` to be greater than 0 and finite"),
     ],
 )
 def test_options_that_cannot_be(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def round_of(numbers, q=2.0):
+    """Server after a round of clients with losses and Lipschitz constants, each of whom moves the weight to 1."""
+    server = Server(chain_of(QFFL(q)))
+    server.start_round(RoundInfo(0, [*range(len(numbers))], frozenset("w")), {"w": torch.zeros(1)})
+    for client, (loss, lipschitz) in enumerate(numbers):
+        server.sent(client, server.prepare(client))
+        extras = {"qffl:loss": torch.tensor(loss).double(), "qffl:lipschitz": torch.tensor(lipschitz).double()}
+        update = ClientUpdate(client, 10, {"w": torch.ones(1)}, extras)
+        assert server.count(update)
+        server.accept(update)
+    return server, float(server.finish_round()["w"])
+
+
+HONEST = [(1.0, 10.0), (0.5, 10.0), (2.0, 10.0)]
+
+
+@pytest.mark.parametrize("numbers", [(1e6, 10.0), (1e30, 10.0), (1.0, 1e9), (1.0, 1e-6)])
+def test_numbers_far_from_the_median_exclude_the_client(numbers):
+    """A large loss would be the only one that counts; a large constant would hold all others back."""
+    server, value = round_of([*HONEST, numbers])
+    assert set(server.report.failed) == {3}
+    assert "far from the round's median" in server.report.failed[3]
+    assert value == round_of(HONEST)[1]
+
+
+def test_a_loss_that_overflows_excludes_the_client_alone():
+    """`1e300 ** 2.0` is an `OverflowError` in Python, and once counted as a fault of the server's."""
+    extras = {"qffl:loss": torch.tensor(1e300, dtype=torch.float64), "qffl:lipschitz": torch.tensor(10.0).double()}
+    server = Server(chain_of(QFFL(2.0)))
+    server.start_round(RoundInfo(0, "ab", frozenset("w")), {"w": torch.zeros(1)})
+    server.sent("a", server.prepare("a"))
+    update = ClientUpdate("a", 10, {"w": torch.ones(1)}, extras)
+    assert server.count(update)
+    assert not server.accept(update)
+    assert "is not finite" in server.report.failed["a"]
+    assert not server.errors
+
+
+@pytest.mark.parametrize("q", [0.1, 0.5, 2.0])
+def test_a_loss_of_0_does_not_hold_the_others_back(q):
+    """With q < 1 the slope at 0 is steep: at 0.5 it would be 5e4, and the model would stand still."""
+    _, without = round_of(HONEST, q)
+    server, value = round_of([*HONEST, (0.0, 10.0)], q)
+    assert server.report.failed == {}
+    assert value > without / 30

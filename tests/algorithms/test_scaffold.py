@@ -8,7 +8,8 @@ from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import SCAFFOLD, ServerOptimizer
-from lightning_fed.callbacks import ControlVariates, FederatedCallback
+from lightning_fed.algorithms.channels import ChannelCallback
+from lightning_fed.callbacks import FederatedCallback
 from lightning_fed.errors import BadUpdate
 from lightning_fed.messages import ClientUpdate, Request
 from lightning_fed.rule import RoundInfo
@@ -137,7 +138,7 @@ def test_a_step_of_the_server(federated_trainer):
 @pytest.mark.parametrize(
     ("extras", "reason"),
     [
-        ({}, "it sent no control variate"),
+        ({}, "it sent no 'control'"),
         ({"control:w": torch.zeros(2)}, "does not fit the entry 'w'"),
         ({"control:v": torch.zeros(3)}, "does not fit the entry 'v'"),
         ({"control:w": torch.zeros(3, dtype=torch.float64)}, "does not fit the entry 'w'"),
@@ -221,7 +222,7 @@ def test_nothing_is_held_after_a_fit(federated_trainer):
             if batch_idx == 2:
                 raise KeyError("broken")
 
-    clients, callback = models.as_datasets(models.vectors(SIZES)), ControlVariates()
+    clients, callback = models.as_datasets(models.vectors(SIZES)), ChannelCallback(SCAFFOLD())
     federated_trainer(max_rounds=1, method="scaffold", callbacks=[callback]).fit(models.Module(models.mlp()), clients)
     assert held_bytes(callback) == 0
     with pytest.raises(KeyError, match="broken"):

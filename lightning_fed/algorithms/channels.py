@@ -1,0 +1,487 @@
+"""Channels: a method declares named tensors; shared code checks, sends, averages, merges, saves and bounds the tensors.
+
+A rule such as SCAFFOLD is a subclass of :class:`ChannelRule` with its channels and its equations, for both halves.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fed.algorithms.gradient_terms import add_to_gradient
+from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.data.population import PlannedVisit
+from lightning_fed.errors import BadUpdate, BadUpdates
+from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.lightning.internals import gradient_scale, is_step_left_out
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, with_prefix, without_prefix
+from lightning_fed.method import COMPANIONS
+from lightning_fed.model.entries import parameter_entries
+from lightning_fed.numerics.precision import at_least_float32, to_float64
+from lightning_fed.numerics.trees import move_beside
+from lightning_fed.numerics.weighted_mean import WeightedMean
+from lightning_fed.rule import RoundInfo
+from lightning_fed.server.averaging import AveragingAggregator
+
+_OCTAVES = 7
+"""A bounded number is at most 2 ** 7 times the round's median."""
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Declares named tensors of a method.
+
+    Args:
+        form: A tensor for each entry, in float32 or float64 (``"entry"``), a number for each entry (``"numbers"``), or
+            one number (``"number"``). Numbers have float64 and are at least 0.
+        up: Clients send the tensors. The server computes the mean (``"entry"``), or has the numbers by client.
+        down: The server sends tensors with the broadcast.
+        memory: Clients keep tensors between visits.
+        server: The server keeps tensors between rounds.
+        bounds: Numbers for a division, a product or a power need bounds. The rule excludes clients more than a factor
+            of 128 above the median of the round (``"above"``), or also below (``"both"``).
+        is_per_example: A number in the bounds per example is good as well: numbers grow with a client's data.
+
+    """
+
+    form: Literal["entry", "numbers", "number"] = "entry"
+    up: bool = False
+    down: bool = False
+    memory: bool = False
+    server: bool = False
+    bounds: Literal["none", "above", "both"] = "none"
+    is_per_example: bool = False
+
+    def read(self, title: str, update: ClientUpdate, state: State) -> dict[str, Any]:
+        """Checks the channel's part of an update.
+
+        Args:
+            title: Name of the channel.
+            update: The update.
+            state: The global model.
+
+        Returns:
+            Tensors or numbers by entry; one number has the name ``""``.
+
+        Raises:
+            BadUpdate: If nothing was sent, or something does not fit.
+
+        """
+        alone = {"": update.extras[title]} if title in update.extras else {}
+        sent = alone if self.form == "number" else without_prefix(update.extras, f"{title}:")
+        if not sent:
+            raise BadUpdate(f"it sent no {title!r}: no step was made, or the method's callback is missing")
+        for name, value in sent.items():
+            entry = torch.zeros(()) if self.form == "number" else state.get(name)
+            fits = entry is not None and entry.is_floating_point()
+            if fits and entry is not None and self.form == "entry":
+                fits = value.shape == entry.shape and value.dtype == at_least_float32(entry).dtype
+            elif value.numel() != 1 or float(value) < 0:
+                fits = False
+            if not fits:
+                raise BadUpdate(f"its {title!r} does not fit" + (f" the entry {name!r}" if name else ""))
+        return dict(sent) if self.form == "entry" else {name: float(value) for name, value in sent.items()}
+
+
+class Report(NamedTuple):
+    """Numbers of a client.
+
+    Args:
+        num_samples: Number of examples.
+        numbers: Numbers by channel and entry.
+
+    """
+
+    num_samples: int
+    numbers: dict[str, dict[str, float]]
+
+
+@dataclass
+class Part:
+    """Sums over clients with bounded numbers of the same order of magnitude; a monoid.
+
+    The rule excludes whole parts: a sum cannot forget a single client.
+
+    Args:
+        running: Mean of the models.
+        means: Means by channel.
+        sums: Further sums of a rule, by entry, with a method ``merge``.
+        reports: Numbers by client.
+
+    """
+
+    running: WeightedMean = field(default_factory=WeightedMean)
+    means: dict[str, WeightedMean] = field(default_factory=dict)
+    sums: dict[str, Any] = field(default_factory=dict)
+    reports: dict[Client, Report] = field(default_factory=dict)
+
+    def merge(self, other: Part) -> None:
+        """Adds another part, and leaves the other one unchanged."""
+        self.running.merge(other.running)
+        for title, mean in other.means.items():
+            self.means.setdefault(title, WeightedMean()).merge(mean)
+        for name, total in other.sums.items():
+            self.sums.setdefault(name, type(total)()).merge(total)
+        self.reports |= other.reports
+
+
+@dataclass
+class ChannelVisit:
+    """A visit of a client with the tensors of the channels.
+
+    Args:
+        trainer: The Trainer.
+        module: The module.
+        planned: The visit.
+        parameters: Parameters that travel, by entry.
+        start: The broadcast's entries.
+        down: The server's tensors by channel and entry.
+        memory: The client's tensors, likewise by channel and entry; kept after the visit.
+        up: Tensors and numbers for the server, by channel and entry.
+        records: At the end, the results of :meth:`ChannelRule.follow_step` by entry.
+        row: Row in the stack of visits that train at once; ``None`` for a visit without others.
+        steps: Number of the visit's optimizer steps in a stack.
+
+    """
+
+    trainer: L.Trainer
+    module: L.LightningModule
+    planned: PlannedVisit
+    parameters: dict[str, nn.Parameter]
+    start: State
+    down: dict[str, State]
+    memory: dict[str, State]
+    up: dict[str, dict[str, Any]]
+    records: dict[str, Any] = field(default_factory=dict)
+    row: int | None = None
+    steps: int = 0
+
+
+class ChannelRule(AveragingAggregator):
+    """An averaging rule with channels, and the equations of both halves. Every hook is optional.
+
+    Attributes:
+        channels: The channels by name.
+        keeps_privacy: As in :class:`~lightning_fed.FederatedCallback`.
+
+    Example:
+        The server gets the mean over the clients' last gradients:
+
+        >>> class LastGradient(ChannelRule):
+        ...     channels = {"last": Channel(up=True)}
+        ...
+        ...     def follow_step(self, record, parameter, group, state, scale):
+        ...         return parameter.grad / scale
+        ...
+        ...     def end_visit(self, visit):
+        ...         visit.up["last"] = visit.records
+        ...
+        ...     def finish(self, state, part):
+        ...         self.gradient = part.means["last"].mean()
+        ...         return state
+        >>> from lightning_fed import Federation
+        >>> [type(callback).__name__ for callback in Federation(LastGradient()).method.callbacks]
+        ['ChannelCallback']
+
+    """
+
+    channels: ClassVar[Mapping[str, Channel]] = {}
+    keeps_privacy: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[str, State] = {title: {} for title, one in self.channels.items() if one.down or one.server}
+        self.parts: dict[tuple[Any, ...], Part] = {}
+
+    # The client's equations
+
+    def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Refuses a Trainer or module before the fit."""
+
+    def begin_visit(self, visit: ChannelVisit) -> State:
+        """Begins a visit; returns a correction for each entry, which a stack of visits has in rows."""
+        return {}
+
+    def follow_step(
+        self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
+    ) -> Any:
+        """Follows an optimizer step, before the correction.
+
+        Args:
+            record: The result for the parameter's last step; ``None`` for the first one.
+            parameter: The parameter with its gradient.
+            group: The optimizer's parameter group.
+            state: The optimizer's state of the parameter.
+            scale: Scale of the gradient.
+
+        """
+        return record
+
+    def correct(self, parameter: nn.Parameter, correction: Tensor) -> Tensor:
+        """The term for a gradient."""
+        return correction
+
+    def end_visit(self, visit: ChannelVisit) -> None:
+        """Fills ``visit.up`` and ``visit.memory`` after the last batch."""
+
+    # The server
+
+    def weight(self, update: ClientUpdate) -> float:
+        """The client's number of examples."""
+        return float(update.num_samples)
+
+    def start(self, info: RoundInfo, state: State) -> None:
+        """Starts a round from ``state``."""
+        super().start(info, state)
+        self.parts = {}
+        # From round 0 on it is a new run, with the same object perhaps.
+        self.tensors = {
+            title: {} if info.round == 0 else move_beside(tensors, state) for title, tensors in self.tensors.items()
+        }
+
+    def broadcast(self, request: Request) -> Broadcast:
+        """The global state, and the server's tensors."""
+        broadcast = super().broadcast(request)
+        for title, channel in self.channels.items():
+            if channel.down:
+                broadcast.extras |= with_prefix(self.tensors[title], f"{title}:")
+        return broadcast
+
+    def receive(self, update: ClientUpdate) -> None:
+        """Adds an update.
+
+        Raises:
+            BadUpdate: If something of a channel is missing or does not fit.
+
+        """
+        up = {title: one.read(title, update, self._state) for title, one in self.channels.items() if one.up}
+        key = tuple(
+            (title, name, *_octaves(value, update.num_samples))
+            for title, numbers in up.items()
+            if self.channels[title].bounds != "none"
+            for name, value in numbers.items()
+        )
+        part = self.parts.get(key, Part())
+        self.add(part, update, up)
+        self.parts[key] = part
+
+    def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
+        """Adds an update to a part.
+
+        Args:
+            part: The part.
+            update: The update.
+            up: Checked tensors and numbers by channel and entry.
+
+        Raises:
+            BadUpdate: If the rule cannot use the update. The part is unchanged.
+
+        """
+        self.add_to(part.running, update, self.weight(update))
+        for title, values in up.items():
+            if title in self.channels and self.channels[title].form == "entry":
+                mean = part.means.setdefault(title, WeightedMean())
+                mean.add({name: to_float64(value) for name, value in values.items()}, 1.0, update.num_samples)
+        self.report(part, update, up)
+
+    def report(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
+        """Keeps a client's numbers."""
+        numbers = {t: values for t, values in up.items() if t not in self.channels or self.channels[t].form != "entry"}
+        part.reports[update.client] = Report(update.num_samples, numbers)
+
+    def merge(self, other: ChannelRule) -> None:
+        """Joins the parts of another process."""
+        for key, part in other.parts.items():
+            self.parts.setdefault(key, Part()).merge(part)
+
+    def join(self) -> Part:
+        """All parts together.
+
+        Raises:
+            BadUpdates: If numbers are out of their bounds.
+
+        """
+        self._exclude()
+        if len(self.parts) == 1:
+            (joined,) = self.parts.values()
+        else:
+            joined = Part()
+            for part in self.parts.values():
+                joined.merge(part)
+        self.running = joined.running
+        return joined
+
+    def aggregate(self) -> State:
+        """The mean of the models, after which a subclass changes tensors and models with :meth:`finish`."""
+        part = self.join()
+        return self.finish(super().aggregate(), part)
+
+    def finish(self, state: State, part: Part) -> State:
+        """The new global model.
+
+        Args:
+            state: The mean of the models; the rule's to change.
+            part: All sums of the round.
+
+        """
+        return state
+
+    def share(self, part: Part) -> float:
+        """Share of the round's clients in all clients."""
+        return part.running.count / (len(self._info.clients) or part.running.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The server's tensors by channel."""
+        return {title: dict(tensors) for title, tensors in self.tensors.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the tensors."""
+        self.tensors = {title: dict(state.get(title, {})) for title in self.tensors}
+
+    def _exclude(self) -> None:
+        reports = {client: report for part in self.parts.values() for client, report in part.reports.items()}
+        reasons = {}
+        for title, channel in self.channels.items():
+            if channel.bounds == "none":
+                continue
+            for name in dict.fromkeys(name for report in reports.values() for name in report.numbers[title]):
+                found = {
+                    client: _octaves(report.numbers[title][name], report.num_samples)
+                    for client, report in reports.items()
+                    if report.numbers[title].get(name)
+                }
+                views = [*zip(*found.values(), strict=True)][: 1 + channel.is_per_example]
+                medians = [statistics.median_low(view) for view in views]
+                for client, octaves in found.items():
+                    far = [octave - median for octave, median in zip(octaves, medians, strict=False)]
+                    if all(one > _OCTAVES or (one < -_OCTAVES and channel.bounds == "both") for one in far):
+                        value = reports[client].numbers[title][name]
+                        middle = f"the round's median of about {2.0 ** medians[0]:g}"
+                        reasons[client] = f"its {title!r} of {value:g} is far from {middle}"
+        if reasons:
+            self.parts = {key: part for key, part in self.parts.items() if not reasons.keys() & part.reports.keys()}
+            raise BadUpdates(reasons)
+
+
+def _octaves(value: float, num_samples: int) -> tuple[int, int]:
+    """Exponents of a number and of the number per example; 0 has that of the least number."""
+    least = 5e-324
+    return math.frexp(value or least)[1], math.frexp(value / num_samples or least)[1]
+
+
+class ChannelCallback(FederatedCallback):
+    """The client's half of a :class:`ChannelRule`.
+
+    Args:
+        rule: The rule, for its channels and equations.
+
+    """
+
+    supports_vectorize = True
+
+    def __init__(self, rule: ChannelRule, /) -> None:
+        self.rule = rule
+        self.keeps_privacy = rule.keeps_privacy
+        self._visits: dict[int, ChannelVisit] = {}  # by position
+        self._corrections: dict[int, State] = {}
+        self._stacks: dict[str, Tensor] = {}
+        self._names: dict[nn.Parameter, str] = {}
+        self._records: dict[str, Any] = {}
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Checks the Trainer and the module."""
+        self.rule.check_fit(trainer, pl_module)
+
+    def on_client_start(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
+    ) -> None:
+        """Begins a visit with its tensors."""
+        federation = find_federation(trainer)
+        self._names = {value: name for value, name in parameter_entries(module).items() if name in broadcast.state}
+        self._records = {}
+        planned, channels = federation.visit, self.rule.channels
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        down, memory = (
+            {
+                title: {
+                    name: value.to(parameters[name].device)
+                    for name, value in without_prefix(tensors, f"{title}:").items()
+                    if name in parameters
+                }
+                for title in channels
+            }
+            for tensors in (broadcast.extras, federation.client_memory)
+        )
+        up: dict[str, dict[str, Any]] = {title: {} for title in channels}
+        visit = ChannelVisit(trainer, module, planned, parameters, broadcast.state, down, memory, up)
+        self._visits[planned.position] = visit
+        self._corrections[planned.position] = self.rule.begin_visit(visit)
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        """Follows the step, and adds the rule's terms to the gradients."""
+        visits = find_federation(trainer).current_visits
+        if not visits or is_step_left_out(trainer, optimizer):
+            return
+        scale = gradient_scale(trainer, optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None or parameter not in self._names:
+                    continue
+                name, state = self._names[parameter], optimizer.state.get(parameter, {})
+                self._records[name] = self.rule.follow_step(self._records.get(name), parameter, group, state, scale)
+                correction = self._correction(name, visits)
+                if correction is not None:
+                    add_to_gradient(parameter.grad, self.rule.correct(parameter, correction), scale)
+
+    def on_client_end(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
+    ) -> None:
+        """Sends and keeps tensors."""
+        federation = find_federation(trainer)
+        planned, visits = federation.visit, federation.current_visits
+        visit = self._visits[planned.position]
+        visit.records = self._records
+        if len(visits) > 1:
+            visit.row = next(row for row, one in enumerate(visits) if one is planned)
+        visit.steps = planned.num_batches // trainer.accumulate_grad_batches  # a stack may make more
+        self.rule.end_visit(visit)
+        for title, channel in self.rule.channels.items():
+            if channel.up and channel.form == "entry":
+                update.extras |= with_prefix(visit.up[title], f"{title}:")
+            elif channel.up:
+                numbers = {n: torch.tensor(value, dtype=torch.float64) for n, value in visit.up[title].items()}
+                update.extras |= {f"{title}:{name}" if name else title: value for name, value in numbers.items()}
+            if channel.memory:
+                federation.client_memory.update(with_prefix(visit.memory[title], f"{title}:"))
+
+    def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
+        """Forgets the visit."""
+        position = find_federation(trainer).visit.position
+        self._visits.pop(position, None)
+        self._corrections.pop(position, None)
+        if not self._visits:
+            self._stacks, self._names, self._records = {}, {}, {}
+
+    def _correction(self, name: str, visits: Sequence[PlannedVisit]) -> Tensor | None:
+        """The correction of the visit, or the stack of all visits at once, in which a missing one is 0."""
+        rows = [self._corrections.get(planned.position, {}).get(name) for planned in visits]
+        if len(rows) == 1:
+            return rows[0]
+        if name not in self._stacks:
+            like = next((row for row in rows if row is not None), None)
+            if like is None:
+                return None
+            self._stacks[name] = torch.stack([torch.zeros_like(like) if row is None else row for row in rows])
+        return self._stacks[name]
+
+
+COMPANIONS[ChannelRule] = lambda rule: [ChannelCallback(rule)]
