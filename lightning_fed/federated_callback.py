@@ -34,71 +34,39 @@ class TrainerCallback(L.Callback):
 
 
 class FederatedCallback(TrainerCallback):
-    """An ordinary Lightning callback with more hooks, called by :class:`~lightning_fed.callbacks.Federation`.
+    """A Lightning callback with more hooks, for code that touches the module, the optimizer, the batches or the log.
 
-    Before the first visit :meth:`on_server_round_start`; in the order of a visit :meth:`on_client_request`,
-    :meth:`on_server_send`,
-    :meth:`on_client_receive`, :meth:`on_client_start`, the client's batches (with Lightning's own hooks, and
-    :meth:`on_client_batch` just before each training step), :meth:`on_client_end`, :meth:`on_server_receive`,
-    :meth:`on_client_visit_end`; after the last visit :meth:`on_server_aggregate` and :meth:`on_server_round_end`;
-    outside of visits
-    :meth:`on_model_loaded`. A hook may change the message it is given: what is true of the message after the hook is
-    what travels.
+    :class:`~lightning_fed.callbacks.Federation` calls the hooks. Before the first visit: :meth:`on_server_round_start`.
+    In a visit: :meth:`on_client_request`, :meth:`on_server_send`, :meth:`on_client_receive`, :meth:`on_client_start`,
+    for each batch :meth:`on_client_batch` and Lightning's own hooks, :meth:`on_client_end`, :meth:`on_server_receive`,
+    :meth:`on_client_visit_end`. After the last visit: :meth:`on_server_aggregate` and :meth:`on_server_round_end`.
+    Outside visits: :meth:`on_model_loaded`. The message after a hook travels.
 
-    Attributes:
-        supports_vectorize: Whether the callback can do with clients that train at once (``Vectorized``): in Lightning's
-            hooks of a batch the module's parameters, their gradients and what optimizers keep then have a leading axis
-            of the clients, and the batch is stacked; :meth:`on_client_start` is called for all of them before the first
-            batch, and :meth:`on_client_end` after the last. Where a callback implements hooks of a visit or a batch and
-            does not say so, clients train one after another.
-        needs_local_clients: Reason why the callback cannot work with clients on other machines; empty where it can.
-        can_recalibrate_remotely: Whether clients on other machines can measure BatchNorm's statistics with the global
-            model (``batch_norm="recalibrate"``), with the messages that there are for it.
-        keeps_privacy: Whether what the callback sends, or writes into a model, tells nothing of a client's data beside
-            its step, so that it may go with ``CentralDP`` and ``DPSGD``.
-        has_own_models: Whether clients have whole models of their own, with which they are evaluated.
+    Clipping, weights, encoding, masks and noise belong to an update step (:mod:`lightning_fed.steps`): the chain checks
+    the order of the steps.
+
+    Some features read attributes of a callback, with a default for callbacks without the attribute. See the `guide
+    <https://lightning-fed.github.io/lightning-fed/guides/hooks/>`_.
 
     Example:
         >>> import torch
-        >>> from torch.nn.utils import get_total_norm
-        >>> class ClipUpdate(FederatedCallback):
-        ...     '''Lets no client move further than ``limit``: the Euclidean norm over all its parameters.'''
-        ...
-        ...     def __init__(self, limit: float) -> None:
-        ...         self.limit = limit
+        >>> class Drift(FederatedCallback):
+        ...     '''Reports the largest change of a number in the model, for the log.'''
         ...
         ...     def on_client_start(self, trainer, module, client, broadcast):
         ...         self.start = broadcast.state
         ...
         ...     def on_client_end(self, trainer, module, client, update):
-        ...         names = [name for name, _ in module.named_parameters() if name in update.state]
-        ...         steps = {name: update.state[name] - self.start[name] for name in names}
-        ...         length = float(get_total_norm(steps.values()))
-        ...         if length > self.limit:
-        ...             for name, step in steps.items():
-        ...                 update.state[name] = self.start[name] + step * (self.limit / length)
-        >>> clip = ClipUpdate(limit=1.0)
-        >>> module = torch.nn.Linear(1, 1)
-        >>> clip.on_client_start(None, module, "a", Broadcast(0, {"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}))
-        >>> update = ClientUpdate("a", 8, {"weight": torch.tensor([[3.0]]), "bias": torch.tensor([4.0])})
-        >>> clip.on_client_end(None, module, "a", update)
-        >>> update.state
-        {'weight': tensor([[0.6000]]), 'bias': tensor([0.8000])}
-
-        A client that has not moved is left as it is:
-
-        >>> update = ClientUpdate("a", 8, {"weight": torch.zeros(1, 1), "bias": torch.zeros(1)})
-        >>> clip.on_client_end(None, module, "a", update)
-        >>> update.state
-        {'weight': tensor([[0.]]), 'bias': tensor([0.])}
+        ...         changes = [(update.state[name] - value).abs().max() for name, value in self.start.items()]
+        ...         update.metrics["drift"] = float(max(changes))
+        >>> drift = Drift()
+        >>> drift.on_client_start(None, None, "a", Broadcast(0, {"weight": torch.zeros(1), "bias": torch.ones(1)}))
+        >>> update = ClientUpdate("a", 8, {"weight": torch.tensor([3.0]), "bias": torch.tensor([1.5])})
+        >>> drift.on_client_end(None, None, "a", update)
+        >>> update.metrics
+        {'drift': 3.0}
 
     """
-
-    supports_vectorize: bool = False
-    needs_local_clients: str = ""
-    can_recalibrate_remotely: bool = True
-    keeps_privacy: bool = False
-    has_own_models: bool = False
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Server side, before the first visit: the module holds the global model, and must hold it again afterwards."""
@@ -154,7 +122,7 @@ class FederatedCallback(TrainerCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> Iterator[None] | None:
-        """Client side, after its last batch: may add extras and metrics, compress, clip, add noise.
+        """Client side, after the last batch: may add extras and metrics to the update. A step changes the state.
 
         A generator trains a second model on the last batches of the visit: every ``yield`` waits for the training step
         on one batch (:class:`~lightning_fed.callbacks.PersonalModel`).

@@ -37,7 +37,7 @@ _OCTAVES = 7
 
 @dataclass(frozen=True)
 class Channel:
-    """Declares named tensors of a method.
+    """Declares named tensors for a method.
 
     Args:
         form: A tensor for each entry, in float32 or float64 (``"entry"``), a number for each entry (``"numbers"``), or
@@ -46,8 +46,8 @@ class Channel:
         down: The server sends tensors with the broadcast.
         memory: Clients keep tensors between visits.
         server: The server keeps tensors between rounds.
-        bounds: Numbers for a division, a product or a power need bounds. The rule excludes clients more than a factor
-            of 128 above the median of the round (``"above"``), or also below (``"both"``).
+        bounds: Numbers for a division, a product or a power need bounds. The rule excludes clients more than a
+            factor 128 above the round's median (``"above"``), or also below (``"both"``).
         is_per_example: A number in the bounds per example is good as well: numbers grow with a client's data.
 
     """
@@ -61,10 +61,10 @@ class Channel:
     is_per_example: bool = False
 
     def read(self, title: str, update: ClientUpdate, state: State) -> dict[str, Any]:
-        """Checks the channel's part of an update.
+        """Checks an update's part for the channel.
 
         Args:
-            title: Name of the channel.
+            title: The channel's name.
             update: The update.
             state: The global model.
 
@@ -92,10 +92,10 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """Numbers of a client.
+    """A client's numbers.
 
     Args:
-        num_samples: Number of examples.
+        num_samples: Examples.
         numbers: Numbers by channel and entry.
 
     """
@@ -106,14 +106,14 @@ class Report(NamedTuple):
 
 @dataclass
 class Part:
-    """Sums over clients with bounded numbers of the same order of magnitude; a monoid.
+    """Sums over clients whose bounded numbers have the same magnitude; a monoid.
 
     The rule excludes whole parts: a sum cannot forget a single client.
 
     Args:
-        running: Mean of the models.
+        running: The models' mean.
         means: Means by channel.
-        sums: Further sums of a rule, by entry, with a method ``merge``.
+        sums: A rule's further sums by entry, with a method ``merge``.
         reports: Numbers by client.
 
     """
@@ -135,7 +135,7 @@ class Part:
 
 @dataclass
 class ChannelVisit:
-    """A visit of a client with the tensors of the channels.
+    """A client's visit with the channels' tensors.
 
     Args:
         trainer: The Trainer.
@@ -144,11 +144,11 @@ class ChannelVisit:
         parameters: Parameters that travel, by entry.
         start: The broadcast's entries.
         down: The server's tensors by channel and entry.
-        memory: The client's tensors, likewise by channel and entry; kept after the visit.
+        memory: The client's tensors by channel and entry; the client keeps changes.
         up: Tensors and numbers for the server, by channel and entry.
-        records: At the end, the results of :meth:`ChannelRule.follow_step` by entry.
-        row: Row in the stack of visits that train at once; ``None`` for a visit without others.
-        steps: Number of the visit's optimizer steps in a stack.
+        records: At the end, results from :meth:`ChannelRule.follow_step` by entry.
+        row: Row in the stack of simultaneous visits; ``None`` for a visit without others.
+        steps: The visit's optimizer steps in a stack.
 
     """
 
@@ -166,7 +166,7 @@ class ChannelVisit:
 
 
 class ChannelRule(AveragingAggregator):
-    """An averaging rule with channels, and the equations of both halves. Every hook is optional.
+    """An averaging rule with channels, and the equations for both halves. Every hook is optional.
 
     Attributes:
         channels: The channels by name.
@@ -219,8 +219,8 @@ class ChannelRule(AveragingAggregator):
             record: The result for the parameter's last step; ``None`` for the first one.
             parameter: The parameter with its gradient.
             group: The optimizer's parameter group.
-            state: The optimizer's state of the parameter.
-            scale: Scale of the gradient.
+            state: The parameter's optimizer state.
+            scale: Factor in the gradient.
 
         """
         return record
@@ -235,14 +235,14 @@ class ChannelRule(AveragingAggregator):
     # The server
 
     def weight(self, update: ClientUpdate) -> float:
-        """The client's number of examples."""
+        """The client's examples."""
         return float(update.num_samples)
 
     def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round from ``state``."""
         super().start(info, state)
         self.parts = {}
-        # From round 0 on it is a new run, with the same object perhaps.
+        # Round 0 starts a new run, perhaps with the same object.
         self.tensors = {
             title: {} if info.round == 0 else move_beside(tensors, state) for title, tensors in self.tensors.items()
         }
@@ -259,7 +259,7 @@ class ChannelRule(AveragingAggregator):
         """Adds an update.
 
         Raises:
-            BadUpdate: If something of a channel is missing or does not fit.
+            BadUpdate: If tensors are missing or do not fit.
 
         """
         up = {title: one.read(title, update, self._state) for title, one in self.channels.items() if one.up}
@@ -298,7 +298,7 @@ class ChannelRule(AveragingAggregator):
         part.reports[update.client] = Report(update.num_samples, numbers)
 
     def merge(self, other: ChannelRule) -> None:
-        """Joins the parts of another process."""
+        """Joins parts from another process."""
         for key, part in other.parts.items():
             self.parts.setdefault(key, Part()).merge(part)
 
@@ -306,7 +306,7 @@ class ChannelRule(AveragingAggregator):
         """All parts together.
 
         Raises:
-            BadUpdates: If numbers are out of their bounds.
+            BadUpdates: If numbers are out of bounds.
 
         """
         self._exclude()
@@ -320,7 +320,7 @@ class ChannelRule(AveragingAggregator):
         return joined
 
     def aggregate(self) -> State:
-        """The mean of the models, after which a subclass changes tensors and models with :meth:`finish`."""
+        """The models' mean, after the changes in :meth:`finish`."""
         part = self.join()
         return self.finish(super().aggregate(), part)
 
@@ -328,14 +328,14 @@ class ChannelRule(AveragingAggregator):
         """The new global model.
 
         Args:
-            state: The mean of the models; the rule's to change.
-            part: All sums of the round.
+            state: The models' mean; the rule may change the tensors.
+            part: All sums.
 
         """
         return state
 
     def share(self, part: Part) -> float:
-        """Share of the round's clients in all clients."""
+        """Share of the round's clients."""
         return part.running.count / (len(self._info.clients) or part.running.count)
 
     def state_dict(self) -> dict[str, Any]:
@@ -372,13 +372,13 @@ class ChannelRule(AveragingAggregator):
 
 
 def _octaves(value: float, num_samples: int) -> tuple[int, int]:
-    """Exponents of a number and of the number per example; 0 has that of the least number."""
+    """Exponents of a number and the number per example; 0 counts as the least number."""
     least = 5e-324
     return math.frexp(value or least)[1], math.frexp(value / num_samples or least)[1]
 
 
 class ChannelCallback(FederatedCallback):
-    """The client's half of a :class:`ChannelRule`.
+    """The client's half for a :class:`ChannelRule`.
 
     Args:
         rule: The rule, for its channels and equations.
@@ -472,7 +472,7 @@ class ChannelCallback(FederatedCallback):
             self._stacks, self._names, self._records = {}, {}, {}
 
     def _correction(self, name: str, visits: Sequence[PlannedVisit]) -> Tensor | None:
-        """The correction of the visit, or the stack of all visits at once, in which a missing one is 0."""
+        """The visit's correction, or the stack for simultaneous visits with 0 for missing ones."""
         rows = [self._corrections.get(planned.position, {}).get(name) for planned in visits]
         if len(rows) == 1:
             return rows[0]

@@ -26,7 +26,7 @@ class FedDyn(ChannelRule):
     .. math:: h \leftarrow h - \frac{\alpha}{N} \sum_{i \in S} (y_i - x), \qquad
         x \leftarrow \frac{1}{|S|} \sum_{i \in S} y_i - \frac{h}{\alpha}
 
-    for the clients :math:`S` of a round, of :math:`N`; :math:`h` is 0 at first. Clients add
+    for the round's clients :math:`S`, of :math:`N`; :math:`h` is 0 at first. Clients add
     :math:`\alpha (y - x) - g_i` to the gradients of the parameters that travel, and keep :math:`g_i`, 0 at first:
 
     .. math:: g_i \leftarrow g_i - \alpha (y_i - x)
@@ -43,7 +43,7 @@ class FedDyn(ChannelRule):
     - For: clients that differ, and that come back often: their regularisers are of their last visits.
 
     Args:
-        alpha: Strength :math:`\alpha` of the regulariser; the authors tune it in {0.001, 0.01, 0.1}.
+        alpha: The regulariser's strength :math:`\alpha`; the authors tune it in {0.001, 0.01, 0.1}.
 
     Raises:
         ValueError: If ``alpha`` is not positive and finite.
@@ -82,7 +82,7 @@ class FedDyn(ChannelRule):
         return corrections
 
     def correct(self, parameter: nn.Parameter, correction: Tensor) -> Tensor:
-        """The gradient of the regulariser."""
+        """The regulariser's gradient."""
         current = as_real(parameter.detach())
         return (self.alpha * at_least_float32(current) - correction).to(current.dtype)
 
@@ -100,7 +100,7 @@ class FedDyn(ChannelRule):
         return 1.0
 
     def finish(self, state: State, part: Part) -> State:
-        """The mean of the models, less :math:`h` over alpha."""
+        """The models' mean, less :math:`h` over alpha."""
         h = dict(self.tensors["h"])
         for name in trained_entries(self._info, state):
             mean = at_least_float32(state[name])

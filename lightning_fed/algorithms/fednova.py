@@ -31,19 +31,19 @@ class FedNova(ChannelRule):
     .. math:: x \leftarrow x - \tau \sum_i p_i d_i, \qquad d_i = \frac{x - y_i}{\lVert a_i \rVert_1}, \qquad
         \tau = \sum_i p_i \lVert a_i \rVert_1
 
-    where :math:`p_i` is the client's share of the examples and :math:`\lVert a_i \rVert_1` the length of its steps: SGD
+    where :math:`p_i` is the client's share and :math:`\lVert a_i \rVert_1` the length of its steps: SGD
     makes of the gradients :math:`g_k` of a visit :math:`x - y_i = \sum_k \alpha_k g_k`, and the length is
     :math:`\sum_k \alpha_k`, one number for every parameter that travels. The client follows the optimizer's steps with
-    gradients of 1:
+    gradients equal to 1:
 
     .. math:: b_k = \rho b_{k-1} + (1 - \mu d_{k-1}), \qquad d_k = d_{k-1} + \eta_k b_k, \qquad
         \lVert a_i \rVert_1 = d_K
 
-    with the rates :math:`\eta_k` and momentum :math:`\rho` of the parameter group (Nesterov's and dampening too), and
+    with the parameter group's rates :math:`\eta_k` and momentum :math:`\rho` (Nesterov's and dampening too), and
     the strength :math:`\mu` of the Trainer's :class:`~lightning_fed.callbacks.ProximalTerm`. At a constant rate the
     length is :math:`\eta` times the paper's :math:`K`, :math:`(K - \rho (1 - \rho^K) / (1 - \rho)) / (1 - \rho)`, and
     :math:`(1 - (1 - \eta \mu)^K) / (\eta \mu)`; the common factor :math:`\eta` drops out of the average. Weight decay
-    is part of the gradient. The server excludes a client with a length more than a factor of 128 from the round's
+    belongs to the gradient. The server excludes a client with a length more than a factor 128 from the round's
     median, in all and per example.
 
     With federated averaging clients that
@@ -112,7 +112,7 @@ class FedNova(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Follows a step with a gradient of 1: momentum, and the lengths after every step."""
+        """Follows a step with gradient 1: momentum, and the lengths after every step."""
         momentum, lengths = record or (0.0, list[float]())
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length

@@ -531,7 +531,7 @@ def refuse_other_messages(trainer: L.Trainer) -> None:
     """
     for callback in federated_callbacks(trainer):
         for hook in ("on_client_request", "on_client_end"):
-            if not callback.keeps_privacy and is_overridden(hook, callback, FederatedCallback):
+            if not getattr(callback, "keeps_privacy", False) and is_overridden(hook, callback, FederatedCallback):
                 raise MisconfigurationException(
                     f"Expected clients that send steps alone, but `{type(callback).__name__}.{hook}` may send more."
                 )

@@ -114,7 +114,7 @@ def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedC
             " from which examples' accounts are kept."
         )
     for callback in federated_callbacks(trainer):
-        if callback is own or callback.keeps_privacy:
+        if callback is own or getattr(callback, "keeps_privacy", False):
             continue
         for hook in _CLIENT_HOOKS:
             if is_overridden(hook, callback, FederatedCallback):

@@ -67,7 +67,6 @@ class Chain:
                 )
         for step in self.steps:
             step.check(rule, self.steps)
-            step.start(RoundInfo(-1), {})
         for step in self.steps[self._plain + 1 :]:
             if any(is_overridden(hook, step, UpdateStep) for hook in ("on_client", "on_server", "hold")):
                 raise OptionError(

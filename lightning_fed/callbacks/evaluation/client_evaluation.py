@@ -491,7 +491,7 @@ def _has_own_models(trainer: L.Trainer, federation: Federation) -> bool:
         return True
     if isinstance(federation.server.rule, ClusteredAggregator):
         return True
-    return any(callback.has_own_models for callback in federated_callbacks(trainer))
+    return any(getattr(callback, "has_own_models", False) for callback in federated_callbacks(trainer))
 
 
 def _advice(error: Exception) -> str:
