@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
 from lightning_utilities.core.apply_func import apply_to_collection
 
@@ -188,3 +189,14 @@ class SpoilsFiles(FederatedCallback):
     def on_server_round_end(self, trainer, pl_module, is_new):
         for path in self.files.glob("*.safetensors"):
             path.write_bytes(b"")
+
+
+class StepCheckpoint(ModelCheckpoint):
+    """Saves inside rounds, with the step in the name for tests."""
+
+    def __init__(self, folder, every, **options):
+        super().__init__(folder, "inside", every_n_train_steps=every, save_top_k=-1, **options)
+
+    def format_checkpoint_name(self, metrics, filename=None, **options):
+        """Adds the step to the name."""
+        return super().format_checkpoint_name(metrics, "inside-{step}" if filename is None else filename, **options)

@@ -16,7 +16,7 @@ from lightning_fed.callbacks import ClientEvaluation
 from lightning_fed.data import IID, LoaderDataModule
 from lightning_fed.steps import MaxNorm, MaxSamples, UniformWeights
 from tests.models import Module, Quadratic, as_datasets, mlp, vectors
-from tests.recorders import MemoryLogger
+from tests.recorders import MemoryLogger, StepCheckpoint
 
 OWN = {
     *(f"fed/{name}" for name in ("clients", "stragglers", "dropped", "failed", "num_samples", "drift")),
@@ -121,9 +121,9 @@ def test_a_log_has_the_rows_of_a_plain_fit(kind, tmp_path, plain_trainer):
 def test_a_fit_resumed_inside_a_round_logs_at_the_same_positions(steps, tmp_path, plain_trainer):
     """At the end of round 0 of three, or inside round 1: what comes is logged where it would have been anyway."""
     train = DataLoader(TensorDataset(*vectors({"a": 40})["a"]), 8)
-    save = ModelCheckpoint(tmp_path, "inside", every_n_train_steps=steps, save_top_k=-1)
+    save = StepCheckpoint(tmp_path, steps)
     logs = []
-    for path in (None, tmp_path / "inside.ckpt"):
+    for path in (None, tmp_path / f"inside-step={steps}.ckpt"):
         logger = MemoryLogger()
         federation = Federation(partition=IID(1), visits="lightning")
         made = plain_trainer(max_epochs=3, logger=logger, callbacks=[federation, save], enable_checkpointing=True)

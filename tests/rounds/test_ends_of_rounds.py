@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fed import Availability, FederatedCallback, Federation
 from lightning_fed.data import IID, LoaderDataModule
 from tests import models
-from tests.recorders import MemoryLogger, Recorder, assert_same, state_of
+from tests.recorders import MemoryLogger, Recorder, StepCheckpoint, assert_same, state_of
 
 # Many fits here only train, with modules that could validate.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -133,11 +133,11 @@ def test_a_module_that_ends_a_visit_leaves_the_others_alone(federated_trainer):
 @pytest.mark.parametrize("visits", ["fused", "lightning"])
 def test_a_checkpoint_on_the_last_batch_holds_the_round(visits, federated_trainer, tmp_path):
     recorder = Recorder()
-    save = ModelCheckpoint(tmp_path, "inside", every_n_train_steps=10, save_top_k=-1, save_last=True)
+    save = StepCheckpoint(tmp_path, 10, save_last=True)
     trainer = federated_trainer(max_rounds=2, callbacks=[recorder, save], enable_checkpointing=True, visits=visits)
     clients = models.as_datasets(models.vectors({"a": 40, "b": 40}))
     trainer.fit(models.Module(models.mlp()), {name: DataLoader(part, 8) for name, part in clients.items()})
-    for name, aggregate in (("inside", 0), ("inside-v1", 1), ("last", 1)):
+    for name, aggregate in (("inside-step=10", 0), ("inside-step=20", 1), ("last", 1)):
         saved = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
         assert_same(recorder.aggregates[aggregate], saved["state_dict"])
         assert saved["callbacks"]["Federation"]["rounds"] == aggregate + 1

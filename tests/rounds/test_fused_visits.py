@@ -28,7 +28,7 @@ from lightning_fed.callbacks import FederatedProgressBar, progress_bar
 from lightning_fed.rounds import batch_loop
 from tests import models
 from tests.breadth import quick
-from tests.recorders import MemoryLogger, state_of
+from tests.recorders import MemoryLogger, StepCheckpoint, state_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -328,7 +328,7 @@ def test_the_same_as_in_lightnings_loop(name, fit, tmp_path):
     """With and without somebody who looks at everything: the weights, the log, the counts, and all checkpoints."""
     row, found, traced = TABLE[name], {}, {}
     for visits in ("lightning", "fused"):
-        saver = ModelCheckpoint(tmp_path / "saved", "inside", save_top_k=-1, every_n_train_steps=3)
+        saver = StepCheckpoint(tmp_path / "saved", 3)
         left = outcome(*fit(row, visits, saver, LearningRateMonitor()))
         found[visits] = left, take_checkpoints(tmp_path / "saved")
         tracer = Tracer()

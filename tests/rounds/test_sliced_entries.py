@@ -10,7 +10,6 @@ import itertools
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -20,7 +19,7 @@ from lightning_fed.algorithms import FairAvg, FedAvg, FedProx, FeSEM
 from lightning_fed.callbacks import ProximalTerm
 from tests import models
 from tests.breadth import quick
-from tests.recorders import Recorder, assert_same, state_of
+from tests.recorders import Recorder, StepCheckpoint, assert_same, state_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -244,7 +243,7 @@ def test_checkpoints_hold_the_whole_table(federated_trainer, tmp_path):
     options = {"max_rounds": 3, "clients_per_round": 3, "enable_checkpointing": True}
     whole = reader(adagrad)
     federated_trainer(callbacks=[OwnWords(data)], **options).fit(whole, data)
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="inside")
+    saving = StepCheckpoint(tmp_path, 1)
     federated_trainer(callbacks=[OwnWords(data), saving], **options).fit(reader(adagrad), data)
     paths = sorted(tmp_path.glob("*.ckpt"))
     assert len(paths) > 6

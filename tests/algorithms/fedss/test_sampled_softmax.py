@@ -8,7 +8,6 @@ import pytest
 import timm
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
@@ -18,7 +17,7 @@ from lightning_fed.algorithms import FedAvg, FedMargin
 from lightning_fed.callbacks import ClassPrototypes, GradientCorrection, ProximalTerm, SampledSoftmax
 from lightning_fed.modules import SampledSoftmaxHead, to_group_norm
 from tests import models
-from tests.recorders import Recorder, assert_same, bytes_of, state_of
+from tests.recorders import Recorder, StepCheckpoint, assert_same, bytes_of, state_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -459,7 +458,7 @@ def test_resuming_inside_a_round(federated_trainer, tmp_path):
     options = {"max_rounds": 3, "enable_checkpointing": True}
     whole = models.Module(net(), models.adam)
     federated_trainer(callbacks=[SampledSoftmax(5)], **options).fit(whole, data)
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="inside")
+    saving = StepCheckpoint(tmp_path, 1)
     federated_trainer(callbacks=[SampledSoftmax(5), saving], **options).fit(models.Module(net(), models.adam), data)
     paths = sorted(tmp_path.glob("*.ckpt"))
     for path in (paths[1], paths[-2]):
