@@ -386,9 +386,11 @@ class FeatureFusion(FederatedCallback):
                 conv_bias=self.conv_bias,
                 channel_axis=self.channel_axis,
             )
-        except ValueError as error:
-            hint = "" if any(True for _ in module.parameters()) else " (What is built in its `setup` comes too late.)"
-            raise OptionError(f"{error}{hint}") from error
+        except (ValueError, MisconfigurationException) as error:
+            has_layers = any(True for _ in module.parameters())
+            if has_layers and isinstance(error, MisconfigurationException):
+                raise
+            raise OptionError(f"{error}{'' if has_layers else ' (Layers built in `setup` come too late.)'}") from error
         count = sum(parameter.numel() for parameter in fusion.parameters())
         rank_zero_info(f"FeatureFusion: {self.operator!r} with {count} parameters fuses {extractor}.")
         return fusion

@@ -855,7 +855,7 @@ class Aside(models.Module):
 @pytest.mark.parametrize(
     ("module", "options", "error", "message"),
     [
-        (Late, {}, ValueError, r"has none.*What is built in its `setup` comes too late"),
+        (Late, {}, ValueError, r"name the layer .*Layers built in `setup` come too late"),
         (lambda: Aside(Net()), {}, MisconfigurationException, "to run its Sequential up to .* but no batch did"),
         (lambda: models.Module(Net()), {"at": "net.nothing"}, ValueError, "but got 'net.nothing': 'net' has"),
         (lambda: models.Module(Net()), {"levels": [3]}, ValueError, "Expected `levels` to be some of"),
