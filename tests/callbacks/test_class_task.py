@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fed import Method
 from lightning_fed.algorithms import FedFusion, FedRep
-from lightning_fed.callbacks import ClassPrototypes, SpreadOut
+from lightning_fed.callbacks import ClassPrototypes, SpreadOut, training_trace
 from lightning_fed.callbacks.training_trace import find_class_task
 from lightning_fed.data import IID
 from lightning_fed.lightning.isolated_pass import is_same
@@ -435,6 +435,18 @@ def two_heads(self, batch):
     return F.cross_entropy(self.projector(features), batch[1]) + F.cross_entropy(self.other(features), batch[1] % 2)
 
 
+def mixture(self, batch):
+    """A layer makes only a part of the scores."""
+    features = self.body(batch[0])
+    return F.cross_entropy(self.projector(features) + features @ torch.ones(8, 4), batch[1])
+
+
+def only_logged(self, batch):
+    scores = self.projector(self.body(batch[0]))
+    self.log("train_loss", F.cross_entropy(scores, batch[1]))
+    return F.mse_loss(scores, batch[0][:, :4])
+
+
 def part_of_the_outputs(self, batch):
     return F.cross_entropy(self.projector(self.body(batch[0]))[:, :3], batch[1])
 
@@ -465,6 +477,8 @@ REFUSED = {
     "dqn": (lambda: of_a_body(dqn), NONE),
     "gan": (lambda: of_a_body(gan), NONE),
     "distilled": (lambda: of_a_body(distilled), NONE),
+    "mixture": (lambda: of_a_body(mixture), NONE),
+    "only logged": (lambda: of_a_body(only_logged), NONE),
     "outputs in parts": (lambda: of_a_body(part_of_the_outputs), NONE),
     "two heads": (lambda: of_a_body(two_heads), r"but the layers \['projector', 'other'\] do"),
     "by hand": (by_hand, "but it optimizes by hand"),
@@ -477,6 +491,33 @@ def test_no_classifier_is_an_error(federated_trainer, name):
     make, reason = REFUSED[name]
     with pytest.raises(MisconfigurationException, match=f"{reason}.*: name the layer in `layer`"):
         task_of(federated_trainer, make(), numbers(), labels(), numbers())
+
+
+class OnNetwork:
+    """A federation with the other half on other machines."""
+
+    is_remote = True
+
+    def __init__(self, federation, has_server):
+        self.federation, self.has_server = federation, has_server
+
+    def __getattr__(self, name):
+        return getattr(self.federation, name)
+
+
+@pytest.mark.parametrize("has_server", [True, False])
+def test_a_client_compares_the_layer_with_the_server(federated_trainer, monkeypatch, has_server):
+    """The server has no data and assumes the last layer."""
+    find = training_trace.federation_of
+    monkeypatch.setattr(training_trace, "federation_of", lambda trainer: OnNetwork(find(trainer), has_server))
+    task = task_of(federated_trainer, Base(compiled, net=models.mlp()))
+    assert (task.layer, task.num_classes) == ("net.2", C)
+    if has_server:
+        assert task_of(federated_trainer, classifier(F.cross_entropy)).layer == "decoy"
+        return
+    message = "server takes, 'decoy' with 5 classes, but got 'zz_head' with 3: on both sides, name the layer"
+    with pytest.raises(MisconfigurationException, match=message):
+        task_of(federated_trainer, classifier(F.cross_entropy))
 
 
 CONSUMERS = {
