@@ -223,6 +223,10 @@ def _batch_readers(trainer: L.Trainer) -> Iterator[Callable[[], Any]]:
 
 def _plain_batch(trainer: L.Trainer) -> Any:
     loader: Any = trainer.train_dataloader
+    if any(
+        isinstance(data, Iterator) for part in tree_leaves(loader) for data in (part, getattr(part, "dataset", None))
+    ):
+        raise ValueError("the loader gives each batch only once")
     with isolated_generators(loader, 0):
         return next(iter(CombinedLoader(loader, "min_size")))[0]
 

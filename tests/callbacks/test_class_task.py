@@ -595,3 +595,14 @@ def test_the_fit_is_that_with_a_named_layer(federated_trainer, plain_trainer, fe
         optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
         results.append((state_of(module), module.seen, module.kept, draws, optimizers, logger.lines))
     assert all(is_same(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_a_stream_loses_no_batch(plain_trainer):
+    """A loader that cannot start again is not read."""
+    trainer = plain_trainer(max_epochs=1, callbacks=[ClassPrototypes()])
+    batches = iter([(numbers(4), labels(4))] * 3)
+    with pytest.raises(
+        MisconfigurationException, match=r"gives each batch only once.*: give `ClassPrototypes` a `layer`"
+    ):
+        trainer.fit(Base(compiled, net=models.mlp()), batches)
+    assert len(list(batches)) == 2  # Lightning reads one ahead
