@@ -1,4 +1,4 @@
-"""Numbers of the classes in the clients' data sets, which must agree."""
+"""Check for equal class numbers in the clients' data sets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lightning_fed.messages import Client
 
 
 class ClassNumbers:
-    """The classes that the clients' data sets name in ``class_to_idx``, as torchvision's folders of images do.
+    """Classes by ``class_to_idx``, the attribute of torchvision's image folders.
 
-    A folder numbers the classes that it has. Two sites with different folders may give one number two meanings.
+    An image folder numbers only existing classes. Two sites with different folders may give one number two meanings.
 
     Example:
         >>> class Folder(list):
@@ -33,11 +33,11 @@ class ClassNumbers:
         self._names: dict[int, tuple[str, Client]] = {}
 
     def check(self, client: Client, data: Any) -> None:
-        """Adds the classes of a client.
+        """Adds a client's classes.
 
         Args:
             client: The client's key.
-            data: The client's data set, or a loader of one; others have no names of classes.
+            data: The client's data set or loader.
 
         Raises:
             ValueError: If a class has another number at another client, or a number another class.

@@ -1,4 +1,4 @@
-"""Parts of a ``DataLoader`` from which other loaders are made: samplers, batch size, random generators."""
+"""Samplers, batch sizes and random generators inside a ``DataLoader``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOADERS_REMEDY = "Give each client its own loader in a FederatedDataModule."
 
 
 def batches_of(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
-    """A loader's sampler of examples, batch size and ``drop_last``; of a batch sampler itself, ``None`` and ``False``.
+    """Returns a loader's sampler, batch size and ``drop_last``; ``None`` and ``False`` with a custom batch sampler.
 
     Example:
         >>> sampler, *rest = batches_of(DataLoader([1, 2], batch_sampler=BatchSampler([1, 0], 2, drop_last=True)))
@@ -36,16 +36,16 @@ def batches_of(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
 
 
 def is_whole(sampler: Any, dataset: Any) -> bool:
-    """True for a sampler of torch that draws every example of a data set once, in order or not."""
+    """True for a torch sampler over every example of a data set, once per pass."""
     if type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples != len(dataset)):
         return False
     return type(sampler) in (RandomSampler, SequentialSampler) and len(sampler.data_source) == len(dataset)
 
 
 def changed_methods(loader: DataLoader[Any]) -> set[str]:
-    """Methods and attributes of a ``DataLoader`` that a subclass or the object itself replaces.
+    """Finds ``DataLoader`` methods and attributes with a replacement in a subclass or the object.
 
-    A subclass may set its attributes in ``__init__``, and add methods.
+    A subclass may set attributes in ``__init__``, and add methods.
 
     Example:
         >>> class Half(DataLoader):
@@ -65,14 +65,14 @@ def changed_methods(loader: DataLoader[Any]) -> set[str]:
 
 
 def check_class(loader: DataLoader[Any], purpose: str) -> None:
-    """Refuses a subclass of ``DataLoader`` whose parts do not tell its batches.
+    """Refuses a loader if other loaders cannot be made from the same parts.
 
     Args:
         loader: The loader.
-        purpose: The reason why its parts are used, as the error shows it.
+        purpose: Reason in the error.
 
     Raises:
-        OptionError: If its class changes how a ``DataLoader`` makes batches.
+        OptionError: If the class has another way to make batches.
 
     """
     changed = changed_methods(loader)
@@ -85,7 +85,7 @@ def check_class(loader: DataLoader[Any], purpose: str) -> None:
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """The samplers of a loader, and the samplers that these hold."""
+    """Returns a loader's samplers, with nested samplers."""
     found: dict[int, Any] = {}
     waiting = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
     while waiting:
@@ -97,21 +97,21 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def set_epoch(samplers: list[Any], epoch: int) -> None:
-    """Gives samplers the number of the pass, by which some shuffle; Lightning tells those that it knows of."""
+    """Announces a pass to samplers with ``set_epoch``."""
     for sampler in samplers:
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)
 
 
 def own_generators(owners: list[Any]) -> list[torch.Generator]:
-    """The random generators of loaders and samplers."""
+    """Returns the random generators inside loaders and samplers."""
     generators = [getattr(owner, "generator", None) for owner in owners]
     return [generator for generator in generators if isinstance(generator, torch.Generator)]
 
 
 @contextmanager
 def seeded_own_generators(owners: list[Any], seed: int) -> Iterator[None]:
-    """Context that seeds the random generators of loaders and samplers, and restores their states afterwards."""
+    """Context with seeded generators of loaders and samplers; earlier states are restored."""
     states = [(generator, generator.get_state()) for generator in own_generators(owners)]
     for generator, _ in states:
         generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Passes of a user's sampler, of which every client serves its part."""
+"""Passes of a user's sampler, divided between clients."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NUM_CACHED = 4
 
 
 class SamplerStream:
-    """The passes of a sampler over a data set, and each client's part of them.
+    """Passes of a sampler over a data set, divided between clients.
 
-    A pass is a function of ``seed``, the round, and the number of the pass in the round: all clients of a round share
-    the pass, in every process. The part of a client is the pass without the examples of other clients. A batch sampler
-    keeps its batches: each is reduced to the examples of the client, and empty ones are skipped.
+    A pass depends only on ``seed``, the round, and the number in the round: all clients share the pass, in every
+    process. A client's part is the pass without other clients' examples. Batches from a batch sampler are reduced to
+    the client's examples; empty batches are skipped.
 
     Args:
         loader: The loader with the sampler.
@@ -33,8 +33,7 @@ class SamplerStream:
         seed: Seed of the passes.
 
     Raises:
-        OptionError: If a pass cannot be divided: the sampler has no length or a state of its own, or draws anything
-            but indices of examples.
+        OptionError: If the sampler cannot be divided: without a length, with a state, or with draws other than indices.
 
     Example:
         >>> from torch.utils.data import SubsetRandomSampler
@@ -76,8 +75,8 @@ class SamplerStream:
             epoch: Index of the pass in the fit, for samplers with ``set_epoch``.
 
         Returns:
-            Positions among the client's examples, shape (examples,), and for a batch sampler the index of each one's
-            batch, else zeros.
+            Positions among the client's examples, shape (examples,), and the index of each example's batch (zeros
+            without a batch sampler).
 
         """
         key = round, number, epoch
@@ -98,7 +97,7 @@ class SamplerStream:
         seed = derive_seed(self._seed, _SAMPLER, round, number)
         with seeded_generators(seed), seeded_own_generators(self._samplers, seed):
             set_epoch(self._samplers, epoch)
-            # Lightning ends an epoch with the length of the loader, whatever else a batch sampler gives.
+            # Lightning ends an epoch after the loader's length, even if a batch sampler continues.
             drawn = list(itertools.islice(self.sampler, len(self.sampler) + (self.batch_size is not None)))
         name = type(self.sampler).__name__
         if self.batch_size is not None and len(drawn) > len(self.sampler):

@@ -1,4 +1,4 @@
-"""Attributes that pass from one visit to the next, in addition to the messages: found, and named in the log."""
+"""Module and callback attributes with an effect on later visits, in addition to the messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MISSING = object()
 
 
 class _Known:
-    """What the rounds of a module have found: names that a visit changed, and names that the log has."""
+    """Results of a module's rounds: changed attributes, attributes in the log, and searches inside rounds."""
 
     def __init__(self) -> None:
         self.suspects: set[str] = set()
@@ -47,19 +47,19 @@ _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
 class CarriedAttributes:
-    """Finds attributes by which the visits of a round affect later visits, and names each once in the log.
+    """Finds attributes with an effect on later visits, and names each attribute once in the log.
 
-    An attribute is named if a visit changes it, and a later visit reads it before it writes it. A cache that every
-    visit writes before it reads is not named. Attributes are looked at in the module, in its submodules and in the
-    user's callbacks: numbers, texts, tensors, arrays, random generators, optimizers, iterators, containers and objects
-    with such attributes; in callbacks only where they hold tensors, for a callback may count.
+    An attribute is named after two events: one visit changes the attribute, and a later visit reads before writing. A
+    cache is written before each read, and is not named. The search covers the module, submodules and the user's
+    callbacks: numbers, texts, tensors, arrays, random generators, optimizers, iterators, containers, and objects with
+    such attributes; in callbacks only values with tensors, because a callback may count.
 
-    Not looked at: metrics, layers of this package, the Trainer's optimizers, memory of parameters and buffers, and
-    tensors with a gradient's history, which are computed from the parameters.
+    Excluded are metrics, layers of this package, the Trainer's optimizers, memory of parameters and buffers, and
+    tensors with a gradient history.
 
     Args:
         module: The module.
-        trainer: The Trainer, if there is one.
+        trainer: The Trainer, for callbacks and optimizers.
 
     Example:
         >>> module = L.LightningModule()
@@ -92,21 +92,21 @@ class CarriedAttributes:
         """Begins a visit."""
         self._num_visits += 1
         self._is_seen.clear()
-        # A visit may fill in its second round what is empty before the first; later changes show at a round's end.
+        # A list is empty before the first round only. Later changes show at a round's end.
         if self._num_visits == 2 and self._known.num_looks < 2:
             self._known.num_looks += 1
             self._known.suspects.update(self.changed())
             self._watch()
 
     def changed(self) -> list[str]:
-        """The attributes that have changed since the round's start, in order.
+        """Returns the attributes with changes since the round's start, in order.
 
-        A list that is empty when a round begins is left out: it collects what is logged after the epoch. One that is
-        never emptied is found in the second round.
+        A list without elements at the round's start is excluded, because modules collect outputs of an epoch for the
+        log. A list with elements from an earlier round is included.
         """
         after, before = self._fingerprints(), self._before
         names = sorted(before.keys() | after.keys())
-        # in lists NaN is what it was
+        # NaN equals the same NaN inside a list
         different = [name for name in names if [before.get(name, _MISSING)] != [after.get(name, _MISSING)]]
         kept = [name for name in different if before.get(name, _MISSING) not in ([], {})]
         return [name for name in kept if not _is_width(self._module, name)]
@@ -146,14 +146,14 @@ class CarriedAttributes:
         )
 
     def stop(self) -> None:
-        """Ends watching; the classes are as they were."""
+        """Removes all descriptors from classes."""
         for watched in self._watched.values():
             watched.remove()
         self._watched.clear()
         self._watched_names.clear()
 
     def _watch(self) -> None:
-        """Watches the suspects; not compiled modules, whose attributes are read when they are compiled."""
+        # A compiled module reads attributes at compile time.
         owners = self._owners()
         if any(_is_compiled(owner) for owner in owners.values()):
             return
@@ -174,7 +174,7 @@ class CarriedAttributes:
                 self._read_first.add(name)
 
     def _owners(self) -> dict[str, Any]:
-        """The objects with attributes, by the prefix of the attributes' names."""
+        """Returns modules and callbacks by name prefix."""
         layers = {f"{path}." if path else "": layer for path, layer in _layers(self._module)}
         owners: dict[str, Any] = {
             prefix: layer
@@ -201,19 +201,19 @@ class CarriedAttributes:
                 if isinstance(owner, L.LightningModule) and name in lightning_attributes():
                     continue
                 if type(owner).__module__.startswith("torch.") and name.startswith("_"):
-                    continue  # PyTorch's, such as an LSTM's list of its weights
+                    continue  # PyTorch's, such as the weights in an LSTM
                 if is_layer or _holds_tensors(value):
                     found[prefix + name] = _fingerprint(value, memory, skipped)
         return found
 
 
 class _Watched:
-    """Data descriptor in the place of an attribute: tells whether a visit reads or writes the attribute first.
+    """Data descriptor that reports reads and writes of an attribute.
 
     Args:
-        owner_type: The class on which the descriptor lies until :meth:`remove`.
+        owner_type: The class with the descriptor, until :meth:`remove`.
         attribute: Name of the attribute.
-        note: Function of the attribute's full name, and of whether it is read.
+        note: Function of the attribute's full name, and of ``True`` for a read.
 
     """
 
@@ -226,7 +226,7 @@ class _Watched:
 
     @staticmethod
     def is_possible(owner_type: type, attribute: str) -> bool:
-        """True if a class can have a descriptor: a class of Python, without a property of the name."""
+        """True for a Python class without a method or property of this name."""
         is_of_python = bool(owner_type.__flags__ & 1 << 9)
         return (
             is_of_python
@@ -235,7 +235,7 @@ class _Watched:
         )
 
     def remove(self) -> None:
-        """Gives the class what it had in the place of the descriptor."""
+        """Restores the class."""
         if self._own is _MISSING:
             delattr(self._type, self._attribute)
         else:
@@ -270,17 +270,17 @@ def _is_compiled(owner: Any) -> bool:
 
 
 def _is_width(module: nn.Module, name: str) -> bool:
-    """Returns whether an attribute states the shape of its layer's tensors, which the messages hold."""
+    """Returns whether an attribute states a tensor shape of the layer; messages hold the tensors."""
     path, _, attribute = name.rpartition(".")
     layer = dict(_layers(module)).get(path)
     try:
         return layer is not None and attribute in layer_numbers(layer)
-    except Exception:  # a pruned LSTM has no weights of its own; and a fit does not end for a warning's sake
+    except Exception:  # a pruned LSTM has no weights; a warning must not end a fit
         return False
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """A module and the modules in it, each once, by path; not those in metrics."""
+    """Yields a module and all submodules once, by path, without metrics' submodules."""
     seen: set[int] = set()
     for path, layer in module.named_modules():
         if id(layer) not in seen:
@@ -303,16 +303,15 @@ def _holds_tensors(value: Any, depth: int = 3) -> bool:
 
 
 def _fingerprint(value: Any, memory: set[int], skipped: set[int], depth: int = _DEPTH) -> Any:
-    """Fingerprint of a value: the same as long as the value is.
+    """Returns equal fingerprints for equal values.
 
-    Only fingerprints are kept. The fingerprint of a tensor on a device reads the tensor once. A part that cannot be
-    read counts as unchanged, except an iterator, which counts as changed.
+    A part without readable values counts as unchanged; an iterator counts as changed.
 
     Args:
         value: The value.
         memory: Addresses of parameters and buffers.
-        skipped: Identities of the objects around the value, and of objects that others account for.
-        depth: Number of levels that are looked into.
+        skipped: Identities of excluded objects and of containers around the value.
+        depth: Number of nested levels.
 
     """
     if isinstance(value, _VALUES):
@@ -334,7 +333,7 @@ def _fingerprint(value: Any, memory: set[int], skipped: set[int], depth: int = _
         if isinstance(value, set | frozenset):
             return frozenset(value)
         inside = _parts(value)
-    except Exception:  # a fit does not end for a warning's sake
+    except Exception:  # a warning must not end a fit
         return None
     if isinstance(inside, dict):
         return {key: _fingerprint(part, memory, skipped, depth) for key, part in inside.items()}
@@ -342,7 +341,7 @@ def _fingerprint(value: Any, memory: set[int], skipped: set[int], depth: int = _
 
 
 def _parts(value: Any) -> Any:
-    """The parts of a value that change with it: of a container, an object or an optimizer; else ``None``."""
+    """Returns the parts of a container, object or optimizer; otherwise ``None``."""
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, list | tuple | deque):

@@ -1,4 +1,4 @@
-"""State of schedulers and optimizers that a round copies, whatever classes the user has put into it."""
+"""Copies of schedulers with foreign classes."""
 
 import threading
 from collections import Counter, OrderedDict, deque
@@ -20,7 +20,7 @@ LOADER = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*models.vect
 
 
 class Forwards(LRScheduler):
-    """Warms up for two steps, and then has the attributes of another scheduler."""
+    """Warms up for two steps, and forwards attributes to another scheduler."""
 
     def __init__(self, optimizer, after):
         self.after = after
@@ -41,7 +41,7 @@ class Forwards(LRScheduler):
 
 
 class Wraps:
-    """No scheduler of torch, and its state is all that it has."""
+    """Plain class with every attribute in its state."""
 
     def __init__(self, optimizer):
         self.optimizer, self.inner = optimizer, ExponentialLR(optimizer, 0.8)
@@ -69,7 +69,7 @@ SCHEDULERS = {
 
 
 class Watched(models.Module):
-    """Records the learning rate of every step."""
+    """Records each step's learning rate."""
 
     def __init__(self, make, interval):
         super().__init__(models.mlp())
@@ -89,7 +89,7 @@ class Watched(models.Module):
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedulers_that_forward_attributes(kind, interval, plain_trainer):
-    """With one client the rates are a plain fit's. Of two clients both start a visit from the round's rates."""
+    """One client has a plain fit's rates. Two clients start each visit from the same rates."""
     rates = {}
     for clients in (0, 1, 2):
         module = Watched(SCHEDULERS[kind], interval)

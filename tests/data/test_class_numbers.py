@@ -1,4 +1,4 @@
-"""Sites whose folders number classes differently are refused, wherever the names of classes are."""
+"""Sites with different class numbers are refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Any sampler under a partition: a client's epoch is the sampler's stream without the examples of other clients."""
+"""Samplers under a partition: a client's epoch is the sampler's stream without other clients' examples."""
 
 import itertools
 import random
@@ -40,7 +40,7 @@ def numbers(size=SIZE):
 
 
 class Buckets(Sampler):
-    """Batches of neighbours in random order, as projects with speech and text draw them."""
+    """Batches of neighbours in random order, as in projects with speech and text."""
 
     def __init__(self, size, batch_size):
         self.size, self.batch_size, self.epoch = size, batch_size, 0
@@ -64,7 +64,7 @@ class Reversed(SequentialSampler):
 
 
 class Draws(Sampler):
-    """Draws of a function of the pass, which may hold a state."""
+    """Draws by a function."""
 
     def __init__(self, draw, length=SIZE):
         self.draw, self.length = draw, length
@@ -82,7 +82,7 @@ class Endless(Sampler):
 
 
 def passes_of(loader, partition, rounds=1, epochs=1, seed=0, clients=None, **options):
-    """What every client trains on: by round and client the batches of its visit, as lists of numbers."""
+    """The training batches by round and client, as lists of numbers."""
     population = split_training_data(loader, partition, seed)
     population.local_epochs = epochs
     served = []
@@ -123,7 +123,7 @@ SAMPLERS = {  # the loader, and how many different examples and examples a pass 
 
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_the_clients_of_a_round_see_every_example_of_a_pass_once(kind):
-    """And from each round to the next another pass, of the same length, unless the order is fixed."""
+    """Each round has a different pass with the same length, unless the order is fixed."""
     make, (different, count) = SAMPLERS[kind]
     options = make()
     loader = DataLoader(numbers(), **({"batch_size": 6} if "sampler" in options else {}), **options)
@@ -151,7 +151,7 @@ def test_batches_are_cut_within_a_client_or_are_parts_of_batches():
 
 
 def test_local_epochs_are_further_passes_of_any_length():
-    """Weights draw another number of a client's examples in every pass."""
+    """The number of a client's examples differs between passes with weights."""
     loader = DataLoader(numbers(), 4, sampler=WeightedRandomSampler(WEIGHTS, 45))
     population = split_loader(loader, IID(3), 0)
     population.local_epochs = 4
@@ -260,7 +260,7 @@ def fetching():
 
 
 class Adds(DataLoader):
-    """Sets another collation, as graph libraries do, and has a method of its own: batches are a DataLoader's."""
+    """Sets a collation, as graph libraries do, and adds a method."""
 
     def __init__(self, dataset, **options):
         super().__init__(
@@ -358,7 +358,7 @@ class Overlapping(Partition):
 
 
 class Shuffles(Sampler):
-    """Shuffles in one of the ways of samplers."""
+    """Shuffles by a seed, a state or a generator."""
 
     def __init__(self, size, way):
         self.size, self.epoch, self.way = size, 0, way
@@ -407,7 +407,7 @@ def has_state(loader):
 
 
 class Bare(DataLoader):
-    """Sets nothing of its own."""
+    """Equals the base class."""
 
 
 @st.composite
@@ -447,7 +447,7 @@ def partitions(draw, size):
 
 
 def filtered(batches, own, batch_size, drop_last):
-    """A client's part of one epoch of a plain loader, by hand, from the indices of its batches."""
+    """A client's part of a plain epoch, by hand, from the indices in the batches."""
     if batch_size is None:
         parts = [[index for index in batch if index in own] for batch in batches]
         return [part for part in parts if part]
@@ -482,7 +482,7 @@ def check_loader(data):
     for round, visits in enumerate(rounds):
         passes = [[] for _ in range(epochs)]
         for number in range(0 if is_whole else epochs):
-            # The seeds of a round are the package's; what a sampler draws from them is the sampler's.
+            # Only the seeds come from the package.
             plain = plain_pass(sampler, is_cut, round, number, epochs)
             passes[number] = [[int(index) for index in batch] for batch in plain]
         for client, own in indices.items():
@@ -504,7 +504,7 @@ def check_loader(data):
 
 
 def plain_pass(sampler, is_cut, round, number, epochs):
-    """One pass over a sampler, with the seeds of the round, as a plain loader reads it."""
+    """One pass over a sampler with the round's seeds."""
     from lightning_fed.numerics.seeds import derive_seed
 
     value = derive_seed(0, 0x5A, round, number)
@@ -522,7 +522,7 @@ def plain_pass(sampler, is_cut, round, number, epochs):
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 13))])
 def test_any_loader_is_divided_or_refused(number):
-    """50 draws for each seed, which is the name of the case; a failure prints the draw."""
+    """50 draws for each seed in the test's name; a failure prints the draw."""
 
     @seed(number)
     @settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
