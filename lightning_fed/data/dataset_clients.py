@@ -23,7 +23,7 @@ from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.server.schedule import Visit
 
 _MOST_EMPTY = 100
-"""Passes of a sampler without a batch of a client, after which no further one is drawn."""
+"""Highest number of consecutive sampler passes without a batch for a client."""
 
 SampleTransform: TypeAlias = Callable[[Any], Any]
 
@@ -75,13 +75,13 @@ class DatasetClients(Population):
         return self._loader.num_workers
 
     def num_samples(self, client: Client) -> int:
-        """The client's local examples; of a sampler the number of draws in the round's first pass."""
+        """The client's local examples, or a sampler's draws in the round's first pass."""
         if self.draws is None:
             return self.source.num_samples(client)
         return len(self._draw(client, self.round, 0)[0])
 
     def gives_all(self, client: Client) -> bool:
-        """True if one isolated pass gives all of the client's examples."""
+        """True unless a sampler skips examples."""
         return self.draws is None or len(set(self._draw(client, self.round, 0)[0])) == self.source.num_samples(client)
 
     def examples_per_batch(self, client: Client) -> int:
@@ -107,7 +107,7 @@ class DatasetClients(Population):
         return count if isolated else self.batches_to_overfit(count) or 0
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
-        """Batches in each pass of a visit, if a sampler draws the examples."""
+        """Batches per pass with a sampler."""
         if self.draws is None or self.overfit_batches:
             return ()
         lengths: list[int] = []
@@ -120,13 +120,13 @@ class DatasetClients(Population):
         return tuple(lengths)
 
     def cut_draws(self, client: Client, round: int, number: int, drop_last: bool) -> Iterator[np.ndarray]:
-        """Positions of the client's examples in every batch of a sampler's pass.
+        """Positions among the client's examples by batch, for one sampler pass.
 
         Args:
             client: The client's key.
-            round: Index of the round.
-            number: Index of the pass in the round.
-            drop_last: Whether to skip a trailing batch that is not full.
+            round: Round index.
+            number: Pass index in the round.
+            drop_last: Whether to skip a short trailing batch.
 
         """
         positions, batches = self._draw(client, round, number)

@@ -438,7 +438,7 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
 
     Args:
         loader: The loader; ``shuffle=True`` becomes shuffling within each client. The passes of any other sampler are
-            divided, see :class:`~lightning_fed.data.sampler_stream.SamplerStream`.
+            divided by :class:`~lightning_fed.data.sampler_stream.SamplerStream`.
         partition: The partition of the data set.
         seed: Seed of the split, unless the partition has its own.
 
@@ -530,7 +530,7 @@ def _check_splittable(loader: Any) -> None:
 
 
 def _is_whole(loader: DataLoader[Any]) -> bool:
-    """True for a map-style loader that passes over all examples, in batches that can be cut anew."""
+    """True for a map-style loader with all examples and a known batch size."""
     if isinstance(loader.dataset, IterableDataset):
         return False
     sampler, batch_size, _ = batches_of(loader)

@@ -198,7 +198,7 @@ def _looking_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 def _told_samplers(loader: Any, is_plain: bool) -> list[Any]:
-    """The samplers that receive the number of a pass: in a plain fit the samplers of examples only."""
+    """Samplers for ``set_epoch``; a plain fit excludes batch samplers."""
     parts = loader.streams if isinstance(loader, _Streams) else [loader]
     if not is_plain:
         return [sampler for part in parts for sampler in samplers_of(part)]
@@ -208,7 +208,7 @@ def _told_samplers(loader: Any, is_plain: bool) -> list[Any]:
 
 
 def _owners(loader: Any) -> list[Any]:
-    """Loaders and samplers, which may have random generators."""
+    """Loaders and samplers with random generators."""
     parts = loader.streams if isinstance(loader, _Streams) else [loader]
     return [owner for part in parts for owner in (part, *samplers_of(part))]
 
@@ -229,7 +229,7 @@ def _samplers(loader: Any) -> tuple[Any, Any]:
 
 
 def _checked_length(batch: Any) -> int:
-    """Number of examples in a batch without a data set that tells it.
+    """Counts the examples in a batch.
 
     Raises:
         ValueError: If the tensors of the batch have different lengths, as with the time along the first dimension.
@@ -303,7 +303,7 @@ def has_loader(loaders: Any) -> bool:
 
 
 def check_client_loader(loader: Any) -> None:
-    """Refuses data in the place of loaders, which would give single samples, or inputs and labels, for batches.
+    """Refuses arrays and data sets in the place of loaders.
 
     Args:
         loader: A client's data.
@@ -315,7 +315,7 @@ def check_client_loader(loader: Any) -> None:
     """
     arrays = loader if isinstance(loader, tuple | list) else (loader,)
     is_of_arrays = bool(arrays) and all(isinstance(array, Tensor | np.ndarray) for array in arrays)
-    # A list may hold batches, which have the same kind and shape.
+    # A list may hold batches of equal kind and shape.
     kinds = {(str(array.dtype), tuple(array.shape[1:])) for array in arrays} if is_of_arrays else set()
     if is_of_arrays and (not isinstance(loader, list) or len(kinds) > 1):
         raise TypeError(

@@ -38,7 +38,7 @@ class PlannedVisit:
         position: Index in the round, from 0.
         error: Exception by which it failed, if there was one, without its traceback.
         epoch_batches: Batches in one pass over the client's data; ``None`` where it has no length.
-        pass_batches: Batches in each pass of the visit, if a sampler gives passes different lengths.
+        pass_batches: Batches per pass, if a sampler gives passes different lengths.
         is_over: Whether the client has answered before its last batch.
         is_stream: Whether the visit ends with the client's loader; until then ``num_batches`` is the most there can be.
         is_counted: Whether the examples of the first pass are counted as they come.
@@ -103,8 +103,7 @@ class Population(ABC):
         local_steps: Batches of a visit, by which streams without a length are counted; ``None`` where visits are
             counted in passes.
         local_epochs: Passes of a visit, otherwise.
-        round: Round whose sizes :meth:`num_samples` and :meth:`batches_per_epoch` give: a sampler may draw a different
-            number of a client's examples in every round.
+        round: Current round: a sampler may change :meth:`num_samples` and :meth:`batches_per_epoch` every round.
         overfit_batches: Batches of each client, or share of them, on which it trains in every pass, in the order of its
             data: the Trainer's; 0 for all.
         split_loader: The user's own loader, whose data set a partition splits into the clients; ``None`` where each has
@@ -155,7 +154,7 @@ class Population(ABC):
         """
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
-        """Batches in each pass of a visit, if a sampler gives passes different lengths; otherwise empty."""
+        """Batches per pass of a visit, if a sampler gives passes different lengths; otherwise empty."""
         return ()
 
     @abstractmethod

@@ -81,11 +81,11 @@ class RoundLoader:
         failed: Clients without usable data, with the reason.
         group: The visits of the last batch: one, or those that train at once, whose batch is a list of
             :class:`~lightning_fed.data.interleave.StackedBatch`. Empty before the first visit and after the last one.
-        numbers: The random generators of the visits that train at once.
+        numbers: Random generators for visits that train at once.
         batches_left: Number of the group's batches after the last one; after the last visit, of the padding.
         padding: Number of ``None`` batches after the last visit.
-        on_start: Function that is called before the first batch is fetched.
-        on_visit: Function that is called before the first batch of every visit, or of visits that train at once.
+        on_start: Function called before the first batch is fetched.
+        on_visit: Function called at the start of every visit, or visit group.
         on_end: Function that is called with the last batch of a stream, before it is served.
 
     """

@@ -184,7 +184,7 @@ class SegmentationTask(Task):
         super().validation_step(batch, batch_idx, dataloader_idx)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Returns the loss of a batch; checks the masks of a binary task in the first one."""
+        """Returns a batch's loss; checks binary masks in the first batch."""
         if batch_idx == 0:
             self._check_binary(batch)
         return super().training_step(batch, batch_idx)
@@ -199,7 +199,7 @@ class SegmentationTask(Task):
         try:
             seems_ignored = bool(is_void.any() & (mask == 0).any() & ~(mask == 1).any())
             wrong = mask[~is_void & (mask != 0) & (mask != 1)]
-        except RuntimeError:  # several clients at once, as `torch.func.vmap` runs them: validation checks
+        except RuntimeError:  # inside `torch.func.vmap`; validation checks again
             return
         if len(wrong):
             raise ValueError(

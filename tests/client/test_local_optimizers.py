@@ -41,7 +41,7 @@ class Forwards(LRScheduler):
 
 
 class Wraps:
-    """Plain class with every attribute in its state."""
+    """Plain class with every attribute in the state."""
 
     def __init__(self, optimizer):
         self.optimizer, self.inner = optimizer, ExponentialLR(optimizer, 0.8)
@@ -102,7 +102,7 @@ def test_schedulers_that_forward_attributes(kind, interval, plain_trainer):
         assert rates[2][start : start + 5] == rates[2][start + 5 : start + 10]
 
 
-def test_a_copy_holds_its_values_and_shares_what_is_no_value():
+def test_a_copy_has_separate_values_and_shared_functions():
     def function():
         return None
 

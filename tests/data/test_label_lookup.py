@@ -410,10 +410,10 @@ def test_group_errors(dataset, group, kind, message):
     assert message in str(error.value)
 
 
-# --- labels that say nothing ------------------------------------------------------------------------------------------
+# --- labels without information ---------------------------------------------------------------------------------------
 
 HALF_FULL = (torch.arange(6) % 2).reshape(6, 1, 1).repeat(1, 2, 2)
-SAYS_NOTHING = {  # the data set, options, and what the log says
+SAYS_NOTHING = {  # tensors, options, log line
     "masks of 0 and 255": ((torch.rand(6, 1), 255 * HALF_FULL), {}, "have the label 0"),
     "masks of void": ((torch.rand(6, 1), torch.full((6, 2, 2), 255)), {"background": None}, "have the label 255"),
     "one label": ((torch.rand(6, 1), torch.full((6,), 3)), {}, "All 6 samples have the label 3"),

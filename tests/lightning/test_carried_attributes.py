@@ -100,7 +100,7 @@ class Slots:
 
 
 class Table(dict):
-    """A mapping of the user's."""
+    """A user's mapping."""
 
 
 Pair = namedtuple("Pair", ["tensor", "objects"])
@@ -175,7 +175,7 @@ def test_what_passes_from_client_to_client_is_named_once(kind, either_trainer, c
     module = Writing(write, **({} if make is None else {"kept": make()}))
     either_trainer(3, seed=0).fit(module, datamodule=FederatedDataModule(models.as_datasets(models.vectors())))
     (message,) = carried(caplog)
-    number = 2 if write in (append, write_into_subclass) else 1  # what is empty when a round begins may be emptied
+    number = 2 if write in (append, write_into_subclass) else 1  # empty lists are excluded
     assert message.startswith(f"Round {number}: these attributes of Writing changed in the visits: `")
     assert ("`net.0.kept`" if write is write_into_submodule else "`kept`") in message
     assert "`register_buffer(name, tensor)`" in message
@@ -203,7 +203,7 @@ def test_of_one_visit_in_a_round_it_is_the_next_round_that_shows_it(federated_tr
 
 
 def cache(module, outputs):
-    """As kornia's augmentations keep their parameters."""
+    """Writes and reads a transform, as kornia does."""
     module.kept = {"mean": outputs.mean(0)}
     assert module.kept["mean"] is not None
 
@@ -261,7 +261,7 @@ def test_a_fit_that_fails_leaves_the_classes_alone(federated_trainer):
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
 def test_weights_that_hooks_compute_are_no_state(norm, federated_trainer, caplog):
-    """Legacy hooks put the weight into an attribute before each use, without a gradient in validation."""
+    """Legacy hooks write the weight before each use, without a gradient in validation."""
 
     class Normed(models.Module):
         def __init__(self):
@@ -284,7 +284,7 @@ def test_weights_that_hooks_compute_are_no_state(norm, federated_trainer, caplog
 
 
 class Keeps(L.Callback):
-    """Calls a function with itself and the module after each batch."""
+    """Calls a function after each batch."""
 
     def __init__(self, write, kept):
         self.write, self.kept = write, kept
@@ -442,7 +442,7 @@ def test_each_of_several_processes_names_what_its_visits_leave(tmp_path):
 
 
 def changed_by(module, change):
-    """The attributes that a change in a visit shows, and before it none."""
+    """Attributes with changes, after a check for none before."""
     attributes = CarriedAttributes(module)
     attributes.start_round()
     attributes.start_visit()
@@ -462,7 +462,7 @@ def test_generators_of_all_kinds_are_noted():
 
 
 def test_a_pruned_recurrent_layer_ends_no_fit():
-    """Its weights are no parameters any more, from which its widths could be told."""
+    """Pruned weights are no parameters, so the layer has no widths."""
     module = L.LightningModule()
     module.recurrent = nn.LSTM(2, 3)
     prune.l1_unstructured(module.recurrent, "weight_hh_l0", amount=0.2)
@@ -470,7 +470,7 @@ def test_a_pruned_recurrent_layer_ends_no_fit():
 
 
 def test_of_what_cannot_be_read_the_rest_is():
-    """Attributes without values, or that hold themselves, neither end the fit nor hide what is beside them."""
+    """Attributes without values or with cycles neither end the fit nor hide neighbours."""
     module = L.LightningModule()
     module.lazy = [nn.LazyLinear(2), {"seen": 0}]
     module.meta = torch.zeros(3, device="meta")

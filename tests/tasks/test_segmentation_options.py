@@ -357,7 +357,7 @@ def test_a_binary_class_that_is_ignored(recwarn):
 
 
 def test_binary_masks_are_checked_in_training(recwarn):
-    """Without validation data nothing else would say that 255 is ignored, or that it is no class."""
+    """Training checks masks because validation data may be missing."""
     mask = 255 * labels(2, 8, 8, classes=2)
     data = loader([(images(2, 1, 8), mask)])
     trainer(max_epochs=1).fit(SegmentationTask(nn.Conv2d(1, 1, 1), 1, mode="binary"), data)
