@@ -305,7 +305,20 @@ def counting():
     return Draws(lambda: range(next(counter) // 2, SIZE), SIZE)
 
 
+class Grows(Draws):
+    """Never returns to an earlier epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = max(self.epoch, epoch)
+
+    def __iter__(self):
+        return iter(range(self.epoch, SIZE))
+
+
 REFUSED = {
+    "an epoch that only grows": ({"sampler": Grows(None)}, "same indices from the same seed"),
     "numpy's generator": ({"sampler": stateful()}, "same indices from the same seed, but .* `set_epoch"),
     "a counter": ({"sampler": counting()}, "same indices from the same seed"),
     "endless": ({"sampler": Endless()}, "Endless to have a length"),
