@@ -154,7 +154,7 @@ class Population(ABC):
         """
 
     def batches_by_pass(self, visit: Visit) -> tuple[int, ...]:
-        """Batches per pass of a visit, if a sampler gives passes different lengths; otherwise empty."""
+        """Batches per pass in a visit, if a sampler gives passes different lengths; otherwise empty."""
         return ()
 
     @abstractmethod
