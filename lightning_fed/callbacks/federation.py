@@ -32,6 +32,7 @@ from lightning_fed.fit.checkpoint_checks import (
     check_file,
     check_method,
     check_model,
+    check_steps,
     count_of,
     describe_clients,
     warn_of_batch_norm_option,
@@ -110,6 +111,8 @@ class Federation(TrainerCallback):
             (:mod:`lightning_fed.steps`). Steps of the method are inside. The federation copies the steps.
         seed: Seed of the partition and the schedule; ``None`` takes that of ``lightning.seed_everything`` when a fit
             begins, or else 0.
+        may_change_steps: Whether a fit may resume from a checkpoint with other update steps or options. Bounds and
+            privacy of the checkpoint's steps then end with the checkpoint's last round, and the log warns.
 
     Attributes:
         arguments: What it was built with, by name.
@@ -130,9 +133,9 @@ class Federation(TrainerCallback):
         a round has changed are named in the log. Buffers with ``persistent=False`` start every visit as they were at
         the start of the round.
 
-        Checkpoints hold ``rounds``, ``seed``, ``number`` of fits before (ints), ``method``, ``clients`` (texts), the
-        states of ``totals``, ``failed_rounds``, ``chain`` and ``store``, ``initial_statistics`` (tensors; empty but
-        for pooled statistics of unseen data), ``unset`` (buffers that had no values; ``None`` before a fit),
+        Checkpoints hold ``rounds``, ``seed``, ``number`` of fits before (ints), ``method``, ``clients``, ``steps``
+        (texts), the states of ``totals``, ``failed_rounds``, ``chain`` and ``store``, ``initial_statistics`` (tensors;
+        empty but for pooled statistics of unseen data), ``unset`` (buffers that had no values; ``None`` before a fit),
         ``held`` (which clients have which entries that do not train), and of BatchNorm the option ``batch_norm`` and
         its ``decision`` (texts), ``num_measured`` and ``model_round`` (ints), ``norm_layers`` (names) and the
         ``statistics`` behind each monitored value (texts by name).
@@ -165,6 +168,7 @@ class Federation(TrainerCallback):
         visits: VisitsOption = "auto",
         steps: Sequence[UpdateStep] = (),
         seed: int | None = None,
+        may_change_steps: bool = False,
     ) -> None:
         given = locals()
         warn_of_two()
@@ -185,6 +189,7 @@ class Federation(TrainerCallback):
         )
         self.server: ServerInterface = Server(chain, self.options.faults.min_clients)
         self._fresh_chain = copy.deepcopy(chain.state_dict())
+        self._steps = chain.describe()
         self.partition = partition
         work = options.local_epochs, options.local_steps
         self.schedule = Schedule(self.seed, clients_per_round, *work, self.options.availability)
@@ -595,6 +600,7 @@ class Federation(TrainerCallback):
             "statistics": {} if self._trainer is None else statistics_of_monitored(self._fit),
             "seed": self.schedule.seed,
             "method": self.method.name,
+            "steps": dict(self._steps),
             "clients": self._clients,
             "failed_rounds": self._loop.failed_rounds.state_dict(),
             "chain": self.server.state_before if is_in_round else self.server.chain.state_dict(),
@@ -610,7 +616,7 @@ class Federation(TrainerCallback):
         """Goes on after the checkpoint's last complete round.
 
         Raises:
-            ValueError: If a fit is to go on from the checkpoint of another method.
+            ValueError: If the checkpoint has another method or other update steps.
 
         """
         if self._is_fit:
@@ -624,9 +630,20 @@ class Federation(TrainerCallback):
         if then != now:
             _log.warning("The checkpoint's rounds were drawn with seed %d; from now on it is seed %d.", then, now)
         self._loop.failed_rounds.load_state_dict(state_dict["failed_rounds"])
-        self.server.chain.load_state_dict(state_dict["chain"])
+        self.server.chain.load_state_dict(self._check_steps(state_dict))
         self._models.restore(self.rounds, state_dict["store"], must=self._is_fit)
         self.server.held.load_state_dict(state_dict.get("held", {}))
+
+    def _check_steps(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state of the chain in a checkpoint, without the states of changed steps."""
+        then, chain = state_dict["steps"], dict(state_dict["chain"])
+        if self._is_fit:
+            check_steps(then, self._steps, self.rounds, self.arguments["may_change_steps"])
+            if list(then.items()) != list(self._steps.items()):
+                self.round_log.forget()
+                same = {name for name, text in self._steps.items() if then.get(name) == text}
+                chain["steps"] = {name: state for name, state in chain["steps"].items() if name in same}
+        return chain
 
     def find_population(self) -> Population:
         """All clients; in a fit their data are asked for if they are not known yet."""

@@ -118,6 +118,40 @@ def warn_of_batch_norm_option(then: str, now: str) -> None:
         )
 
 
+def check_steps(then: Mapping[str, str], now: Mapping[str, str], rounds: int, may_change: bool) -> None:
+    """Checks that a fit resumes with the update steps of the checkpoint.
+
+    Args:
+        then: The checkpoint's steps with their options, by name, the innermost step first.
+        now: The fit's.
+        rounds: Number of rounds in the checkpoint.
+        may_change: Whether other steps are a warning instead of an error.
+
+    Raises:
+        ValueError: If a step or an option differs.
+
+    """
+    if list(then.items()) == list(now.items()):
+        return
+    steps = (
+        f"{', '.join(then.values()) or 'none'} in the checkpoint, and {', '.join(now.values()) or 'none'} in this fit"
+    )
+    if not may_change:
+        raise ValueError(
+            f"Expected the update steps of the checkpoint, but they differ: {steps}. Bounds, noise and epsilon would"
+            " not hold for the whole fit. Take the same steps, or accept the change with"
+            " `Federation(may_change_steps=True)`."
+        )
+    _log.warning(
+        "The update steps change after round %d: %s. Bounds and privacy of the checkpoint's steps (an epsilon, for"
+        " example) hold for the first %d rounds only; a changed step starts anew, and its epsilon counts the later"
+        " rounds only.",
+        rounds,
+        steps,
+        rounds,
+    )
+
+
 def describe_clients(clients: Sequence[Client]) -> str:
     """Number and digest of a federation's clients, by which a checkpoint knows them again.
 

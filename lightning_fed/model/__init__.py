@@ -14,12 +14,14 @@ from lightning_fed.model.entries import Selector as Selector
 from lightning_fed.model.entries import batch_norm_statistics as batch_norm_statistics
 from lightning_fed.model.entries import copy_state as copy_state
 from lightning_fed.model.entries import entry_policies as entry_policies
+from lightning_fed.model.entries import find_implausible as find_implausible
 from lightning_fed.model.entries import find_non_finite as find_non_finite
 from lightning_fed.model.entries import is_running_statistic as is_running_statistic
 from lightning_fed.model.entries import live_entries as live_entries
 from lightning_fed.model.entries import load_entries as load_entries
 from lightning_fed.model.entries import norm as norm
 from lightning_fed.model.entries import trainable_entries as trainable_entries
+from lightning_fed.model.entries import untrained_entries as untrained_entries
 from lightning_fed.model.feature_extraction import evaluating as evaluating
 from lightning_fed.model.features import FeatureLayer as FeatureLayer
 from lightning_fed.model.features import LogitsLayer as LogitsLayer

@@ -269,17 +269,16 @@ def find_non_finite(state: Mapping[str, Tensor]) -> str | None:
 
 @torch.no_grad()
 def find_implausible(state: Mapping[str, Tensor]) -> str | None:
-    """Describes the first entry that no training can have left: not finite, or statistics that are negative.
+    """Describes the first fault of a state that no training can have left.
 
-    Such are a running variance and a number of batches below 0. It synchronises with the device once where there is
-    nothing to find.
+    Faults are NaN and infinities, a root mean square above 1e10, and a running variance or number of batches below 0.
 
     Example:
         >>> find_implausible({"1.running_var": torch.tensor([1.0, -1.0])})
         "entry '1.running_var' is negative"
 
     """
-    fault = find_non_finite(state)
+    fault = find_non_finite(state) or _find_excessive(state)
     if fault is not None:
         return fault
     statistics = {name: value for name, value in state.items() if _is_never_negative(name) and value.numel()}
@@ -294,16 +293,10 @@ def find_implausible(state: Mapping[str, Tensor]) -> str | None:
     return f"entry {next(name for name, value in statistics.items() if value.min() < 0)!r} is negative"
 
 
-@torch.no_grad()
-def find_excessive(state: Mapping[str, Tensor]) -> str | None:
-    """Describes a state whose root mean square exceeds all trained models; ``None`` for other states.
+def _find_excessive(state: Mapping[str, Tensor]) -> str | None:
+    """Describes a state with a root mean square that no training reaches; ``None`` for other states.
 
     Near the largest finite number a forward pass overflows for some inputs only, and so a fault would reveal the input.
-
-    Example:
-        >>> find_excessive({"w": torch.tensor([1e12, 1.0])})
-        'its numbers have the root mean square 7.07e+11, above 1e+10'
-
     """
     values = [value for value in state.values() if value.is_floating_point() or value.is_complex()]
     count = sum(value.numel() for value in values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -75,6 +76,18 @@ class Chain:
                 )
         self.held: list[Held | None] = [None] * len(self.steps)
         self._state: State = {}
+
+    def describe(self) -> dict[str, str]:
+        """Describes the steps and their options, the innermost step first.
+
+        Example:
+            >>> from lightning_fed.algorithms import FedAvg
+            >>> from lightning_fed.steps import MaxNorm
+            >>> Chain(FedAvg(), [MaxNorm(1.0)]).describe()
+            {'MaxNorm:0': 'MaxNorm(bound=1.0)'}
+
+        """
+        return {name: _describe_step(step) for name, step in self._named_steps().items()}
 
     @property
     def reveals(self) -> Literal["update", "sum", "model"]:
@@ -268,3 +281,19 @@ class Chain:
         if inspect is not None and self._plain == 0:
             inspect(update, sent)
         self.rule.receive(update)
+
+
+def _describe_step(step: UpdateStep) -> str:
+    """Describes the arguments of a step, as far as attributes of the same names hold them."""
+    known = vars(step)
+    arguments = dict.fromkeys(name for kind in type(step).__mro__ for name in inspect.signature(kind).parameters)
+    values = {name: known[name] for name in arguments if name in known}
+    texts = {
+        name: _describe_step(value)
+        if isinstance(value, UpdateStep)
+        else repr(value)
+        if isinstance(value, str | int | float | list | tuple | dict | None)
+        else type(value).__name__
+        for name, value in values.items()
+    }
+    return f"{type(step).__name__}({', '.join(f'{name}={text}' for name, text in texts.items())})"

@@ -624,3 +624,58 @@ def test_both_doors():
     trainer = FederatedTrainer(steps=[DP], logger=False)
     for federation in (trainer.federation, Federation(steps=[DP]).replace(local_epochs=2)):
         assert isinstance(federation.server.chain.steps[0], CentralDP)
+
+
+# --- other steps after a resume ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def private_rounds(tmp_path_factory):
+    """The checkpoint of three private rounds."""
+    path = tmp_path_factory.mktemp("private") / "last.ckpt"
+    fit_steps(None, 3, [private()]).save_checkpoint(path)
+    return path
+
+
+def private(clip=1.0, noise=1.0, **options):
+    return CentralDP(clip=clip, delta=0.01, noise_multiplier=noise, **options)
+
+
+def fit_steps(path, rounds, chain, **options):
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = FederatedTrainer(max_rounds=rounds, steps=chain, seed=1, enable_checkpointing=False, **quiet, **options)
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()), ckpt_path=path)
+    return trainer
+
+
+OTHER_STEPS = {
+    "none": [],
+    "another clip": [private(clip=5.0)],
+    "another noise": [private(noise=0.1)],
+    "another sampling": [private(sampling="fixed")],
+    "one more": [private(), MaxNorm(1.0)],
+    "another order": [MaxNorm(1.0), private()],
+}
+
+
+@pytest.mark.parametrize("name", OTHER_STEPS)
+def test_a_fit_does_not_resume_with_other_steps(name, private_rounds):
+    """Otherwise the model moves without the noise that the logged epsilon promises."""
+    with pytest.raises(ValueError, match=r"they differ: CentralDP\(clip=1\.0, delta=0\.01.* in the checkpoint"):
+        fit_steps(private_rounds, 6, OTHER_STEPS[name])
+
+
+def test_an_accepted_change_ends_the_curve_of_epsilon(private_rounds, caplog):
+    assert fit_steps(private_rounds, 6, [private()]).logged_metrics["privacy/epsilon"] > 0
+    caplog.clear()
+    trainer = fit_steps(private_rounds, 6, [], may_change_steps=True)
+    assert not [name for name in trainer.logged_metrics if name.startswith("privacy/")]
+    assert "The update steps change after round 3" in caplog.text
+    assert "none in this fit" in caplog.text
+
+
+def test_a_changed_step_starts_anew(private_rounds):
+    """The new clip applies, and epsilon counts the new rounds."""
+    trainer = fit_steps(private_rounds, 6, [private(clip=5.0)], may_change_steps=True)
+    (step,) = trainer.federation.server.chain.steps
+    assert (step.clip, step.rounds) == (5.0, 3)

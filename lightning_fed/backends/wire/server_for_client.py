@@ -34,7 +34,6 @@ from lightning_fed.lightning.isolated_pass import forward_step
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, digest
 from lightning_fed.model.entries import (
     copy_state,
-    find_excessive,
     find_implausible,
     find_non_finite,
     live_entries,
@@ -103,7 +102,7 @@ class RemoteServer(ServerInterface):
         if self._asked and digest_request(request) != self._asked:
             raise ClientFault("it asks for something else than before: its data are not always in the same order")
         state = self._broadcast.state
-        fault = find_implausible(state) or find_excessive(state) or find_non_finite(self._broadcast.extras)
+        fault = find_implausible(state) or find_non_finite(self._broadcast.extras)
         if fault is not None:
             raise ClientFault(f"what the server sent cannot be used: {fault}")
         self._broadcast.rows = dict(request.rows)
