@@ -15,7 +15,15 @@ import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.argument_checks import check_count
-from lightning_fed.callbacks.evaluation.data_pass import Stage, evaluate_data, limit_of, limited_values, pooled_values
+from lightning_fed.callbacks.evaluation.bounds import check_numbers, find_outliers
+from lightning_fed.callbacks.evaluation.data_pass import (
+    Stage,
+    evaluate_data,
+    find_disagreements,
+    limit_of,
+    limited_values,
+    pooled_values,
+)
 from lightning_fed.callbacks.evaluation.metric_states import REASONS, StateRules, check_state, named_metrics
 from lightning_fed.callbacks.evaluation.report import EvaluationReport, metric_of
 from lightning_fed.callbacks.evaluation.results import ClientResults
@@ -123,6 +131,7 @@ class ClientEvaluation(FederatedCallback):
         self._said: set[str] = set()
         self._kept_loaders: Mapping[Client, Iterable[Any]] = {}
         self._names: set[str] = set()
+        self._announced: dict[tuple[Stage, Client], int] = {}  # examples in a client's first evaluation
         self._known: set[str] = set()  # names over all clients, of all rounds that had a score
 
     # Lightning's hooks
@@ -227,7 +236,7 @@ class ClientEvaluation(FederatedCallback):
             answers = federation.ask(trainer, module, self, self._drawn(trainer, federation, stage), question, own)
         finally:
             self._kept_loaders = {}
-        reports = self._read(module, answers)
+        reports = self._read(module, answers, stage)
         examples = sum(report.num_samples for report in reports.values())
         counts = {
             "clients": len(reports), "failed": len(answers.failed), "num_samples": examples,
@@ -351,7 +360,7 @@ class ClientEvaluation(FederatedCallback):
         if results is not None and trainer.is_global_zero and len(results.num_samples) <= _MAX_CLIENTS_BY_NAME:
             _log.info("Evaluated by client:\n\n%s\n", client_table(results, self.pooled, with_support=False).markdown())
 
-    def _read(self, module: L.LightningModule, answers: Answers) -> dict[Client, EvaluationReport]:
+    def _read(self, module: L.LightningModule, answers: Answers, stage: Stage) -> dict[Client, EvaluationReport]:
         """Reads and checks the answers."""
         reports, metrics = dict[Client, EvaluationReport](), named_metrics(module)
         for client, update in answers.updates.items():
@@ -361,15 +370,25 @@ class ClientEvaluation(FederatedCallback):
                     if metric_of(key) not in metrics:
                         raise BadUpdate(f"it has a metric {metric_of(key)!r:.100}, and the server's module none")
                     check_state(metrics[metric_of(key)], state)
+                check_numbers(report, self._announced.get((stage, client)))
             except BadUpdate as error:
-                answers.failed[client] = str(error)
-                _log.warning("The evaluation of client %r is left out: %s.", client, error)
+                self._exclude(answers, client, str(error))
             else:
                 known = {name: reason if reason in REASONS else "it says so" for name, reason in report.stays.items()}
                 report.stays = {name: reason for name, reason in known.items() if name in metrics}
                 reports[client] = report
+        for client, reason in (find_outliers(reports) | find_disagreements(module, reports)).items():
+            self._exclude(answers, client, reason)
+            del reports[client]
+        for client, report in reports.items():
+            self._announced.setdefault((stage, client), report.num_samples)
         self._bound_names(reports)
         return reports
+
+    @staticmethod
+    def _exclude(answers: Answers, client: Client, reason: str) -> None:
+        answers.failed[client] = reason
+        _log.warning("The evaluation of client %r is excluded: %s.", client, reason)
 
     def _bound_names(self, reports: Mapping[Client, EvaluationReport]) -> None:
         """Leaves names out beyond the first that most clients send, and those that Lightning has for itself."""

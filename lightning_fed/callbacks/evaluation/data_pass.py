@@ -7,7 +7,7 @@ import logging
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -41,6 +41,7 @@ from lightning_fed.errors import describe
 from lightning_fed.lightning.internals import batch_size_of, callbacks_of, exchange_stage, is_overridden
 from lightning_fed.lightning.isolated_pass import find_metrics, isolated_pass, prepare_batch, run_prepared
 from lightning_fed.lightning.logged_values import LogCall, LoggedValue, LoggedValues, intercepted
+from lightning_fed.messages import Client
 from lightning_fed.process_group import ProcessGroup
 
 _log = logging.getLogger(__name__)
@@ -209,7 +210,8 @@ def pooled_values(
             if not all(_is_close(report.values[name], found[name]) for report in reports if name in report.values):
                 missing.add(name)
     values = {name: value for name, value in found.items() if not math.isnan(value)}
-    values |= {name: value.value for name, value in joined.items()}
+    # An infinite value would stay the best forever.
+    values |= {name: value.value if value.is_finite else math.nan for name, value in joined.items()}
     return {name: values[name] for name in names if name in values and name not in missing}
 
 
@@ -275,6 +277,36 @@ def _run_end(
             for name, metric in logged.items():
                 values |= _computed(name, metric)
     return values
+
+
+def find_disagreements(module: L.LightningModule, reports: Mapping[Client, EvaluationReport]) -> dict[Client, str]:
+    """Finds clients with a value that does not follow from the sums or the metric state under the same name.
+
+    Args:
+        module: The module; it computes with its metrics, and has their states back afterwards.
+        reports: The clients' reports.
+
+    Returns:
+        The reason for each such client.
+
+    """
+    faults: dict[Client, str] = {}
+    with ExitStack() as stack:
+        take = intercepted(LoggedValues().take)
+        stack.enter_context(isolated_pass(module, take, is_reloaded=False, is_muted=True))
+        metrics = named_metrics(module)
+        stack.enter_context(computing(metrics.values(), compute_measured))
+        for client, report in reports.items():
+            computed = {name: logged.value for name, logged in report.logged.items()}
+            for name, key in report.metrics.items():
+                metric = metrics.get(metric_of(key))
+                if metric is not None and _load(metric, key, [report]):
+                    computed |= _computed(name, metric)
+            for name, value in computed.items():
+                reported = report.values.get(name)
+                if reported is not None and name not in report.partial and not _is_close(reported, value):
+                    faults[client] = f"its value of {name!r} is {reported:g}, and its sums and states give {value:g}"
+    return faults
 
 
 def _compute_as_usual(metric: Metric, call: Callable[[], Any]) -> Any:

@@ -1,0 +1,138 @@
+"""Bounds of the numbers in the clients' evaluations, from the server's knowledge and from the other clients."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_fed.callbacks.evaluation.report import EvaluationReport
+from lightning_fed.callbacks.evaluation.results import is_score
+from lightning_fed.errors import BadUpdate
+from lightning_fed.messages import Client
+from lightning_fed.steps.weights import find_bad_count
+
+_FEWEST = 3  # clients for a comparison: of two, neither is the outlier
+_MOST_CHANGE = 2  # factor between two numbers of examples of one client
+_MOST_COUNTS = 10  # times the median count per example, for images of different sizes
+_MOST_BATCHES = 100  # updates of a metric per example
+_FARTHEST = 100  # spreads from the median
+
+_BY_EXAMPLE = ("sum",)  # reductions with a total that grows with the number of examples
+
+
+def check_numbers(report: EvaluationReport, announced: int | None) -> None:
+    """Checks the numbers of one report.
+
+    Args:
+        report: The report.
+        announced: Number of examples in the client's first report; ``None`` for the first report.
+
+    Raises:
+        BadUpdate: If a number is impossible.
+
+    """
+    fault = find_bad_count(report.num_samples)
+    if fault is not None:
+        raise BadUpdate(fault)
+    ratio = 1 if announced is None else max(announced, report.num_samples) / min(announced, report.num_samples)
+    if ratio > _MOST_CHANGE:
+        raise BadUpdate(f"it had {announced} examples in its first evaluation, and now {report.num_samples}")
+    for key, state in report.states.items():
+        if not 0 <= state.updates <= _MOST_BATCHES * report.num_samples:
+            raise BadUpdate(f"metric {key!r} has seen {state.updates} batches of {report.num_samples} examples")
+        for name, value in state.values.items():
+            if not value.is_complex() and bool((value < 0).any()) and is_count(value):
+                raise BadUpdate(f"state {name!r} of metric {key!r} has a negative count")
+
+
+def is_count(value: Tensor) -> bool:
+    """True for whole numbers: states that count."""
+    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+
+
+def find_outliers(reports: Mapping[Client, EvaluationReport]) -> dict[Client, str]:
+    """Finds clients with numbers far from the other clients' numbers.
+
+    Three clients or more are compared. A client is an outlier with a value 100 spreads from the median (the spread is
+    the largest of the median distance, the median, and 1), with the only negative loss, and with 10 times the median
+    of the counts per example.
+
+    Args:
+        reports: The reports.
+
+    Returns:
+        The reason for each outlier.
+
+    Example:
+        >>> values = {"a": 0.7, "b": 0.9, "c": 0.8, "d": -50.0}
+        >>> reports = {client: EvaluationReport(4, values={"val_loss": value}) for client, value in values.items()}
+        >>> find_outliers(reports)
+        {'d': "its value of 'val_loss' is -50, and the median of 4 clients 0.75"}
+
+    """
+    outliers: dict[Client, str] = {}
+    for name in _names(report.values for report in reports.values()):
+        values = _finite({client: report.values.get(name) for client, report in reports.items()})
+        _compare(outliers, f"value of {name!r}", values, not is_score(name))
+    for name in _names(report.logged for report in reports.values()):
+        values = _finite({client: _logged(report, name) for client, report in reports.items()})
+        _compare(outliers, f"total of {name!r}", values, not is_score(name))
+    for key in _names(report.states for report in reports.values()):
+        counts = _finite({client: _count(report, key) for client, report in reports.items()})
+        _compare_counts(outliers, f"counts of metric {key!r}", counts)
+    supports = _finite({client: _support(report) for client, report in reports.items()})
+    _compare_counts(outliers, "examples per class", supports)
+    return outliers
+
+
+def _names(held: Iterable[Mapping[str, object]]) -> list[str]:
+    return list(dict.fromkeys(name for names in held for name in names))
+
+
+def _finite(values: Mapping[Client, float | None]) -> dict[Client, float]:
+    return {client: value for client, value in values.items() if value is not None and math.isfinite(value)}
+
+
+def _logged(report: EvaluationReport, name: str) -> float | None:
+    logged = report.logged.get(name)
+    if logged is None or logged.total is None:
+        return None
+    return logged.value / report.num_samples if logged.reduce_fx in _BY_EXAMPLE else logged.value
+
+
+def _count(report: EvaluationReport, key: str) -> float | None:
+    if key not in report.states:
+        return None
+    counts = [float(value.double().sum()) for value in report.states[key].values.values() if is_count(value)]
+    return sum(counts) / report.num_samples if counts else None
+
+
+def _support(report: EvaluationReport) -> float | None:
+    return None if report.support is None else float(report.support.sum()) / report.num_samples
+
+
+def _compare(outliers: dict[Client, str], what: str, values: Mapping[Client, float], is_loss: bool) -> None:
+    if len(values) < _FEWEST:
+        return
+    median = statistics.median(values.values())
+    distance = statistics.median(abs(value - median) for value in values.values())
+    farthest = _FARTHEST * max(distance, abs(median), 1.0)
+    negative = [client for client, value in values.items() if value < 0]
+    for client, value in values.items():
+        if abs(value - median) > farthest or (is_loss and negative == [client]):
+            outliers.setdefault(client, f"its {what} is {value:g}, and the median of {len(values)} clients {median:g}")
+
+
+def _compare_counts(outliers: dict[Client, str], what: str, counts: Mapping[Client, float]) -> None:
+    if len(counts) < _FEWEST:
+        return
+    median = statistics.median_low(counts.values())
+    for client, count in counts.items():
+        if count > _MOST_COUNTS * median:
+            outliers.setdefault(
+                client, f"its {what} are {count:g} per example, and the median of {len(counts)} clients {median:g}"
+            )

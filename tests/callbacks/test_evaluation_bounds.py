@@ -1,0 +1,138 @@
+"""Forged evaluations: one client decides neither the best checkpoint nor the end of a fit."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fed import FederatedDataModule
+from lightning_fed.callbacks import ClientEvaluation
+from lightning_fed.callbacks.evaluation.bounds import find_outliers
+from lightning_fed.callbacks.evaluation.report import EvaluationReport
+from tests import evaluations, models
+
+
+class Scored(models.Module):
+    """A loss and a score."""
+
+    def __init__(self):
+        super().__init__(models.mlp())
+        self.acc = MulticlassAccuracy(models.CLASSES)
+
+    def validation_step(self, batch, batch_idx):
+        outputs = self(batch[0])
+        self.acc(outputs, batch[1])
+        self.log("val_loss", F.cross_entropy(outputs, batch[1]))
+        self.log("val_acc", self.acc)
+
+
+class Forged(ClientEvaluation):
+    """Evaluation in which the answer of `bob` is forged in one round."""
+
+    def __init__(self, forge, round):
+        super().__init__()
+        self.forge, self.round = forge, round
+
+    def on_client_question(self, trainer, module, client, question):
+        update = super().on_client_question(trainer, module, client, question)
+        if client == "bob" and trainer.current_epoch == self.round:
+            self.forge(update)
+        return update
+
+
+def loss_of(total, weight, value=None):
+    def forge(update):
+        update.extras["logged|mean|val_loss"] = torch.tensor([total, weight], dtype=torch.float64)
+        if value is not None:
+            update.extras["value|p|val_loss"] = update.extras["value||val_loss"] = torch.tensor([value])
+
+    return forge
+
+
+def counts_of(number, **others):
+    def forge(update):
+        for name, value in {"tp": number, **others}.items():
+            update.extras[f"state|acc|{name}"][:] = value
+        if others:  # with the value that follows from the states
+            update.extras["value|h|val_acc"] = torch.tensor([1.0])
+
+    return forge
+
+
+def examples_of(number):
+    def forge(update):
+        update.num_samples = number
+
+    return forge
+
+
+def support_of(update):
+    update.extras["support"][:] = 1e9
+
+
+FORGERIES = {
+    "a sum that disagrees with its value": (loss_of(-50.0, 1.0), 0, "its sums and states give -50"),
+    "a negative loss": (loss_of(-50.0, 1.0, -50.0), 0, "its value of 'val_loss' is -50"),
+    "a small negative loss": (loss_of(-1.0, 1.0, -1.0), 0, "its value of 'val_loss' is -1"),
+    "a huge loss": (loss_of(1e9, 1.0, 1e9), 0, "its value of 'val_loss' is 1e+09"),
+    "counts that disagree with their value": (counts_of(10**9), 0, "its value of 'val_acc' is"),
+    "more hits than examples": (counts_of(10**9, fp=0, fn=0), 0, "per example, and the median of 3 clients"),
+    "negative counts": (counts_of(-1), 0, "has a negative count"),
+    "no examples": (examples_of(0), 0, "examples"),
+    "other examples than announced": (examples_of(10**6), 1, "in its first evaluation, and now 1000000"),
+    "examples per class": (support_of, 0, "its examples per class are"),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forged_evaluation_is_excluded_by_name(name, federated_trainer, caplog):
+    """The values over all clients are those of the other clients, and the next round has all clients again."""
+    forge, round, reason = FORGERIES[name]
+    trainer = federated_trainer(max_rounds=round + 1, callbacks=[Forged(forge, round)])
+    clients = models.as_datasets(models.vectors(evaluations.TRAIN))
+    held_out = models.as_datasets(models.vectors(evaluations.HELD_OUT))
+    trainer.fit(Scored(), datamodule=FederatedDataModule(clients, held_out, batch_size=8))
+    (line,) = [record.getMessage() for record in caplog.records if "is excluded" in record.getMessage()]
+    assert line.startswith("The evaluation of client 'bob' is excluded: ")
+    assert reason in line
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert (logged["evaluation/clients"], logged["evaluation/failed"]) == (2, 1)
+    values = {client: logged[f"client/{client}/val_loss"] for client in ("ann", "cid")}
+    sizes = evaluations.HELD_OUT
+    mean = sum(sizes[client] * value for client, value in values.items()) / sum(sizes[client] for client in values)
+    assert logged["fed/val_loss/pooled"] == pytest.approx(mean)
+
+
+class Endless(Scored):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", -math.inf)
+
+
+def test_an_infinite_value_of_all_clients_is_no_value(federated_trainer):
+    """It would stay the best one for good."""
+    trainer = federated_trainer(max_rounds=1)
+    clients = models.as_datasets(models.vectors(evaluations.TRAIN))
+    held_out = models.as_datasets(models.vectors(evaluations.HELD_OUT))
+    trainer.fit(Endless(), datamodule=FederatedDataModule(clients, held_out, batch_size=8))
+    assert math.isnan(trainer.callback_metrics["fed/val_loss/pooled"])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"ann": 0.01, "bob": 0.02, "cid": 3.0, "dan": 0.02},  # a client that the model does not serve
+        {"ann": -310.0, "bob": -290.0, "cid": -5.0},  # likelihoods
+        {"ann": 0.5, "bob": -30.0},  # of two, neither is the outlier
+    ],
+)
+def test_clients_that_differ_are_no_outliers(values):
+    reports = {client: EvaluationReport(9, values={"val_loss": value}) for client, value in values.items()}
+    assert find_outliers(reports) == {}
+
+
+def test_a_score_may_be_negative():
+    values = {"ann": 0.3, "bob": -0.4, "cid": 0.2}
+    reports = {client: EvaluationReport(9, values={"val_r2": value}) for client, value in values.items()}
+    assert find_outliers(reports) == {}
