@@ -1,35 +1,169 @@
-"""Gateway: the one port of a server that other machines reach. It passes on what SuperNodes call, and nothing else.
+"""Gateway: the one port of a server for other machines. The gateway passes on the calls of registered SuperNodes only.
 
-Flower's SuperLink has all of its interfaces at one port. SuperNodes sign what they call (``/v1/fleet/``). Whoever
-reaches ``/v1/control/`` starts and stops runs, reads their logs, and registers nodes: Flower's free edition asks for no
-login. So the SuperLink listens on the loopback address, and the gateway in front of it knows SuperNodes' calls alone.
+Flower's SuperLink has all interfaces at one port. SuperNodes sign their calls (``/v1/fleet/``). A caller of
+``/v1/control/`` starts and stops runs, reads logs, and registers nodes: Flower's free edition has no login. So the
+SuperLink listens on the loopback address, behind the gateway.
+
+Strangers must not exhaust the gateway. A connection has ten seconds for a call with a registered key and a valid
+signature in its headers; the gateway reads no body before. Each address has few such connections, and a new
+connection replaces the oldest one. Bodies stream to the SuperLink.
 """
 
 from __future__ import annotations
 
 import asyncio
+import binascii
+import contextlib
 import json
 import logging
 import re
+import socket
+import sqlite3
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+import time
+from base64 import b64decode
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import httpx
 import uvicorn
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePublicKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
 _log = logging.getLogger(__name__)
 
 _CALL = re.compile(r"/v1/fleet/[a-z-]+")
-_MOST_BYTES = 64 * 2**20  # Flower sends pieces of 5 MB
+_MOST_BYTES = 16 * 2**20  # of a body; Flower sends pieces of 5 MB
 _SECONDS = 600.0  # for a piece on a slow connection
+_STRANGER_SECONDS = 10.0  # for TLS and the headers of a signed call
+_STRANGERS, _STRANGERS_PER_ADDRESS = 500, 50  # connections without a signed call
+_CALLS_PER_NODE = 64  # at once
+_OLDEST = 600.0  # seconds of a signature; the SuperLink accepts fewer
+_FRESH = 5.0  # seconds for which a key is known as registered
 _OWN_HEADERS = {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"content-length"}
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
 Send = Callable[[Scope], Awaitable[None]]
+
+
+class Registry:
+    """Keys of registered nodes, read from the SuperLink's database.
+
+    Args:
+        database: The SuperLink's SQLite file.
+
+    """
+
+    def __init__(self, database: str) -> None:
+        self._uri = f"{Path(database).resolve().as_uri()}?mode=ro"
+        self._known: dict[bytes, float] = {}
+
+    def find_node(self, headers: Mapping[bytes, bytes]) -> bytes | None:
+        """Returns the registered key that has signed a call; ``None`` without one.
+
+        Args:
+            headers: Headers of the call.
+
+        """
+        try:
+            key = b64decode(headers[b"flwr-public-key"], validate=True)
+            signature, signed = b64decode(headers[b"flwr-signature"], validate=True), headers[b"flwr-timestamp"]
+            age = datetime.now(UTC) - datetime.fromisoformat(signed.decode("ascii")).astimezone(UTC)
+            if abs(age.total_seconds()) > _OLDEST or not self._is_registered(key):
+                return None
+            public = load_pem_public_key(key)
+            if not isinstance(public, EllipticCurvePublicKey):
+                return None
+            public.verify(signature, signed, ECDSA(SHA256()))
+        except (KeyError, ValueError, binascii.Error, InvalidSignature, UnsupportedAlgorithm):
+            return None
+        except sqlite3.Error as error:
+            _log.error("The SuperLink's database cannot be read: %s.", error)
+            return None
+        return key
+
+    def _is_registered(self, key: bytes) -> bool:
+        now = time.monotonic()
+        if self._known.get(key, -_FRESH) > now - _FRESH:
+            return True
+        with contextlib.closing(sqlite3.connect(self._uri, uri=True, timeout=2)) as connection:
+            query = "SELECT 1 FROM node WHERE public_key = ? AND status != 'unregistered'"
+            is_there = connection.execute(query, (key,)).fetchone() is not None
+        if is_there:
+            self._known[key] = now
+        else:
+            self._known.pop(key, None)
+        return is_there
+
+
+class Connection(socket.socket):
+    """Connection of a stranger, or of a node after a signed call."""
+
+    listener: Listener
+    peer: tuple[Any, ...]  # address and port
+
+    def close(self) -> None:
+        """Closes the connection, and gives its place to other strangers."""
+        if self.listener.strangers.get(self.peer) is self:
+            del self.listener.strangers[self.peer]
+        super().close()
+
+
+class Listener(socket.socket):
+    """Listening socket with bounds for the connections of strangers.
+
+    Attributes:
+        strangers: Connections without a signed call, the oldest first, by address and port.
+
+    """
+
+    def __init__(self, family: int, address: tuple[Any, ...]) -> None:
+        super().__init__(family, socket.SOCK_STREAM)
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            self.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        self.bind(address)
+        self.strangers: dict[tuple[Any, ...], Connection] = {}
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accepts a connection; the oldest connection of a stranger makes room."""
+        accepted, address = super().accept()
+        peer = address[:2]
+        connection = Connection(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
+        connection.listener, connection.peer = self, peer
+        same = [other for other in self.strangers if other[0] == peer[0]]
+        if len(same) >= _STRANGERS_PER_ADDRESS:
+            self._end(same[0])
+        elif len(self.strangers) >= _STRANGERS:
+            self._end(next(iter(self.strangers)))
+        self.watch(peer, connection)
+        return connection, address
+
+    def watch(self, peer: tuple[Any, ...], connection: Connection) -> None:
+        """Ends a connection after the seconds of a stranger, unless :meth:`trust` is called before."""
+        self.strangers[peer] = connection
+        asyncio.get_running_loop().call_later(_STRANGER_SECONDS, self._expire, peer, connection)
+
+    def trust(self, peer: tuple[Any, ...]) -> Connection | None:
+        """Takes a connection with a signed call from the strangers."""
+        return self.strangers.pop(peer, None)
+
+    def _expire(self, peer: tuple[Any, ...], connection: Connection) -> None:
+        if self.strangers.get(peer) is connection:
+            self._end(peer)
+
+    def _end(self, peer: tuple[Any, ...]) -> None:
+        connection = self.strangers.pop(peer)
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 class Gateway:
@@ -40,12 +174,19 @@ class Gateway:
     Args:
         superlink: Address of the SuperLink, such as ``"127.0.0.1:8000"``.
         ca: File with the certificate of the authority that has signed the SuperLink's.
+        registry: Keys of the registered nodes.
+        listeners: The listening sockets.
 
     """
 
-    def __init__(self, superlink: str, ca: str) -> None:
+    def __init__(self, superlink: str, ca: str, registry: Registry, listeners: list[Listener] | None = None) -> None:
         context = ssl.create_default_context(cafile=ca)
-        self._client = httpx.AsyncClient(base_url=f"https://{superlink}", verify=context, timeout=_SECONDS)
+        limits = httpx.Limits(max_connections=None)
+        self._client = httpx.AsyncClient(
+            base_url=f"https://{superlink}", verify=context, timeout=_SECONDS, limits=limits
+        )
+        self._registry, self._listeners = registry, listeners or []
+        self._calls = Counter[bytes]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
@@ -64,45 +205,92 @@ class Gateway:
         if method != "POST" or not _CALL.fullmatch(path) or scope["query_string"]:
             await _answer(send, 403, b"the gateway of a federation passes on what SuperNodes call, and nothing else")
             return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        node = self._registry.find_node(headers)
+        if node is None:
+            await _answer(send, 401, b"the gateway passes on the signed calls of registered SuperNodes only")
+            return
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > _MOST_BYTES:
+            await _answer(send, 413, b"a call is too large")
+            return
+        if self._calls[node] >= _CALLS_PER_NODE:
+            await _answer(send, 429, b"this SuperNode has too many calls at once")
+            return
+        trusted = [
+            (listener, connection)
+            for listener in self._listeners
+            if (connection := listener.trust(tuple(scope["client"]))) is not None
+        ]
+        self._calls[node] += 1
         try:
-            async with asyncio.timeout(_SECONDS):
-                body = await _read(receive)
-                if body is None:
-                    await _answer(send, 413, b"a call is too large")
-                    return
-                headers = [(name, value) for name, value in scope["headers"] if name.lower() not in _OWN_HEADERS]
-                reply = await self._client.post(
-                    path, content=body, headers=[*headers, (b"accept-encoding", b"identity")]
-                )
+            await self._pass_on(path, scope, receive, send)
+        finally:
+            self._calls[node] -= 1
+            for listener, connection in trusted:
+                if connection.fileno() >= 0:
+                    listener.watch(connection.peer, connection)
+
+    async def _pass_on(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Streams a call to the SuperLink, and the answer back."""
+        headers = [(name, value) for name, value in scope["headers"] if name.lower() not in _OWN_HEADERS]
+        headers += [(name, value) for name, value in scope["headers"] if name.lower() == b"content-length"]
+        headers.append((b"accept-encoding", b"identity"))
+        has_begun = False
+        try:
+            async with (
+                asyncio.timeout(_SECONDS),
+                self._client.stream("POST", path, content=_read(receive), headers=headers) as reply,
+            ):
+                passed = [(name, value) for name, value in reply.headers.raw if name.lower() not in _OWN_HEADERS]
+                passed += [(name, value) for name, value in reply.headers.raw if name.lower() == b"content-length"]
+                await send({"type": "http.response.start", "status": reply.status_code, "headers": passed})
+                has_begun = True
+                async for part in reply.aiter_raw():
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+        except _TooLargeError:
+            await _answer(send, 413, b"a call is too large")
         except (httpx.HTTPError, TimeoutError) as error:
             _log.warning("The SuperLink does not answer: %r.", error)
+            if has_begun:
+                raise
             await _answer(send, 502, b"the SuperLink does not answer")
-            return
-        passed = [(name, value) for name, value in reply.headers.raw if name.lower() not in _OWN_HEADERS]
-        await _answer(send, reply.status_code, reply.content, passed)
 
 
-async def _read(receive: Receive) -> bytes | None:
-    """A request's body; ``None`` if it is too large or breaks off."""
-    body = bytearray()
-    while True:
+class _TooLargeError(Exception):
+    """A body with more bytes than announced or allowed, or a broken one."""
+
+
+async def _read(receive: Receive) -> AsyncIterator[bytes]:
+    """Parts of a request's body, as they come.
+
+    Raises:
+        _TooLargeError: If the body is too large or breaks off.
+
+    """
+    size, has_more = 0, True
+    while has_more:
         message = await receive()
         if message["type"] != "http.request":
-            return None
-        body += message.get("body", b"")
-        if len(body) > _MOST_BYTES:
-            return None
-        if not message.get("more_body"):
-            return bytes(body)
+            raise _TooLargeError
+        body, has_more = message.get("body", b""), message.get("more_body", False)
+        size += len(body)
+        if size > _MOST_BYTES:
+            raise _TooLargeError
+        if body:
+            yield body
 
 
-async def _answer(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
-    length = (b"content-length", str(len(body)).encode())
-    await send({"type": "http.response.start", "status": status, "headers": [*(headers or []), length]})
+async def _answer(send: Send, status: int, body: bytes) -> None:
+    """Answers, and closes the connection of a caller that was refused."""
+    headers = [(b"content-length", str(len(body)).encode())]
+    headers += [(b"connection", b"close")] if status >= 400 else []
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-def serve_gateway(superlink: str, host: str, port: int, ca: str, certificate: str, key: str) -> None:
+def serve_gateway(superlink: str, host: str, port: int, ca: str, certificate: str, key: str, database: str) -> None:
     """Runs a gateway until the process is told to end.
 
     Args:
@@ -112,14 +300,18 @@ def serve_gateway(superlink: str, host: str, port: int, ca: str, certificate: st
         ca: File with the certificate of the authority.
         certificate: File with the server's certificate.
         key: File with its key.
+        database: The SuperLink's SQLite file, which has the keys of registered nodes.
 
     """
-    uvicorn.run(
-        Gateway(superlink, ca), host=host, port=port, ssl_certfile=certificate, ssl_keyfile=key, lifespan="on",
-        ws="none", log_level="warning", access_log=False, limit_concurrency=1000, server_header=False,
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    listeners = [Listener(family, address) for family, address in {(one[0], one[4]): None for one in found}]
+    config = uvicorn.Config(
+        Gateway(superlink, ca, Registry(database), listeners), ssl_certfile=certificate, ssl_keyfile=key,
+        lifespan="on", ws="none", loop="asyncio", log_level="warning", access_log=False, server_header=False,
     )  # fmt: skip
+    uvicorn.Server(config).run(sockets=list(listeners))
 
 
 if __name__ == "__main__":  # of its own process, see `start.py`
-    _superlink, _host, _port, _ca, _certificate, _key = sys.argv[1:]
-    serve_gateway(_superlink, _host, int(_port), _ca, _certificate, _key)
+    _superlink, _host, _port, _ca, _certificate, _key, _database = sys.argv[1:]
+    serve_gateway(_superlink, _host, int(_port), _ca, _certificate, _key, _database)

@@ -68,7 +68,7 @@ def start_server(keys: Path, address: str, host: str | None = None, port: int = 
              "--isolation", "process", "--superexec-auth-secret-file", secret),
             ("flower-superexec", "--root-certificates", ca, "--runtime-api-address", superlink,
              "--superexec-auth-secret-file", secret, "--parent-pid", str(os.getpid())),
-            (*GATEWAY, superlink, listens, str(gateway_port), ca, certificate, key),
+            (*GATEWAY, superlink, listens, str(gateway_port), ca, certificate, key, str(folder / "superlink.db")),
         ],
         listening=[("127.0.0.1", port), None, (listens, gateway_port)],
         ready=f"Nodes reach the server at {address}, `flwr` on this machine at {superlink}.",

@@ -139,10 +139,13 @@ def test_the_guide_and_a_stranger(tmp_path):
     with Shell(tmp_path) as shell:
         run = follow(shell)
         running = shell.start(run, "SuperLink")
+        flood = exhaust(tmp_path / "hospitals" / "keys" / "ca.crt")
         wait_for(lambda: (tmp_path / "runs" / "hospitals" / "last.ckpt").exists(), 600)
         for action, refusal in be_a_stranger(shell, tmp_path):
             assert refusal, f"the stranger can {action}"
         running.wait(600)
+        for connection in flood:
+            connection.close()
         assert len(shell.run("flwr supernode list here --format json")[1].split('"node-id"')) == 1 + 3
         runs = shell.run("flwr list here --format json")[1]
         assert len(re.findall('"run-id"', runs)) == 1
@@ -152,6 +155,18 @@ def test_the_guide_and_a_stranger(tmp_path):
         for folder in ("runs/hospitals", "one-process")
     )
     assert_same(there, here)
+
+
+def exhaust(ca):
+    """Opens 1,005 connections that send nothing, and 20 bodies of 64 MiB that never end, while three nodes train."""
+    name, port = HERE.split(":")
+    connections = [socket.create_connection((name, int(port))) for _ in range(1005)]
+    context = ssl.create_default_context(cafile=ca)
+    for _ in range(20):
+        connection = context.wrap_socket(socket.create_connection((name, int(port))), server_hostname=name)
+        connection.sendall(b"POST /v1/fleet/push-messages HTTP/1.1\r\nhost: x\r\ncontent-length: 67108864\r\n\r\n")
+        connections.append(connection)
+    return connections
 
 
 def be_a_stranger(shell, folder):

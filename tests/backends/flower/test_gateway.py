@@ -6,19 +6,28 @@ import ssl
 import subprocess
 import threading
 import time
-from contextlib import contextmanager
-from datetime import timedelta
+import warnings
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("flwr")
 
+import httpx
 import uvicorn
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.server.superlink.linkstate.linkstate_factory import LinkStateFactory
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.superlink.federation import NoOpFederationManager
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from lightning_fed.backends.flower.certificates import write_certificates, write_node_key
 from lightning_fed.backends.flower.connection_check import Broken, check_connection
-from lightning_fed.backends.flower.gateway import Gateway
+from lightning_fed.backends.flower.gateway import Gateway, Listener, Registry
 from lightning_fed.backends.flower.start import GATEWAY, split_address
 from lightning_fed.cli.main import main
 from lightning_fed.errors import OptionError
@@ -34,13 +43,13 @@ PATHS = (
 
 
 @contextmanager
-def served(app, folder, tls=True):
+def served(app, folder, tls=True, listeners=None):
     """An ASGI application on the loopback address; yields its port."""
-    port = free_port()
+    port = free_port() if listeners is None else listeners[0].getsockname()[1]
     files = {"ssl_certfile": folder / "server.crt", "ssl_keyfile": folder / "server.key"} if tls else {}
     options = {"lifespan": "auto", "ws": "none", "loop": "asyncio", "log_level": "critical", **files}
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, **options))
-    thread = threading.Thread(target=server.run, daemon=True)
+    thread = threading.Thread(target=server.run, args=(listeners,), daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
@@ -60,14 +69,42 @@ class SuperLink:
     async def __call__(self, scope, receive, send):
         message = await receive()
         self.calls.append((scope["method"], scope["path"], dict(scope["headers"]), message["body"]))
-        await send({"type": "http.response.start", "status": 201, "headers": [(b"x-answer", b"1")]})
+        await send({"type": "http.response.start", "status": 201, "headers": [(b"content-length", b"6")]})
         await send({"type": "http.response.body", "body": b"answer"})
 
 
-def post(port, ca, path, body=b"body", method="POST"):
+KEY, GONE = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+
+
+def signed(key=KEY, age=0.0):
+    """Headers of a SuperNode's call, as Flower's own client makes them."""
+
+    with pytest.MonkeyPatch.context() as patched:
+        later = datetime.now(UTC) - timedelta(seconds=age)
+        patched.setattr("flwr.supernode.node_auth_http_interceptor.now", lambda: later)
+        request = httpx.Request("POST", "https://x")
+        NodeAuthHttpInterceptor(key, key.public_key()).intercept(SimpleNamespace(request=request), lambda _: None)
+    return {name: value for name, value in request.headers.items() if name.startswith("flwr-")}
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory):
+    """The key is registered in Flower's own database; another one was registered before."""
+    path = str(tmp_path_factory.mktemp("superlink") / "superlink.db")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Flower's migrations
+        state = LinkStateFactory(path, NoOpFederationManager(), ObjectStoreFactory()).state()
+    state.create_node("owner", "owner", public_key_to_bytes(KEY.public_key()), 30)
+    gone = state.create_node("owner", "owner", public_key_to_bytes(GONE.public_key()), 30)
+    state.delete_node("owner", gone)
+    return Registry(path)
+
+
+def post(port, ca, path, body=b"body", method="POST", headers=None, length=None):
     """A request, whose path is sent as it is; status and body."""
     context = ssl.create_default_context(cafile=ca)
-    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nflwr-signature: s\r\ncontent-length: {len(body)}\r\n"
+    lines = "".join(f"{name}: {value}\r\n" for name, value in (signed() if headers is None else headers).items())
+    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\n{lines}content-length: {length or len(body)}\r\n"
     with (
         socket.create_connection(("127.0.0.1", port)) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as connection,
@@ -84,21 +121,122 @@ def keys(tmp_path_factory):
     return folder
 
 
-def test_only_the_calls_of_nodes_pass(keys):
+def test_only_the_calls_of_nodes_pass(keys, registry):
     superlink, ca = SuperLink(), keys / "ca.crt"
-    with served(superlink, keys) as inner, served(Gateway(f"127.0.0.1:{inner}", str(ca)), keys) as port:
-        assert post(port, ca, "/v1/fleet/pull-messages") == (201, b"answer")
-        ((method, path, headers, body),) = superlink.calls
-        assert (method, path, headers[b"flwr-signature"], body) == ("POST", "/v1/fleet/pull-messages", b"s", b"body")
+    with served(superlink, keys) as inner, served(Gateway(f"127.0.0.1:{inner}", str(ca), registry), keys) as port:
+        headers = signed()
+        assert post(port, ca, "/v1/fleet/pull-messages", headers=headers) == (201, b"answer")
+        ((method, path, passed, body),) = superlink.calls
+        assert (method, path, body) == ("POST", "/v1/fleet/pull-messages", b"body")
+        assert {name: passed[name.encode()].decode() for name in headers} == headers
         for path in PATHS:
             assert post(port, ca, path)[0] in (400, 403), path
         assert post(port, ca, "/v1/fleet/pull-messages", method="GET")[0] == 403
-        assert post(port, ca, "/v1/fleet/push-object", bytes(2**26 + 1))[0] == 413
+        assert post(port, ca, "/v1/fleet/push-object", length=2**24 + 1)[0] == 413
         assert set(json.loads(post(port, ca, "/", method="GET")[1])) == {"flwr", "lightning-fed"}
         assert len(superlink.calls) == 1
     closed = free_port()
-    with served(Gateway(f"127.0.0.1:{closed}", str(ca)), keys) as port:
+    with served(Gateway(f"127.0.0.1:{closed}", str(ca), registry), keys) as port:
         assert post(port, ca, "/v1/fleet/pull-messages")[0] == 502
+
+
+STRANGERS = {
+    "no key": dict,
+    "another key": lambda: signed(ec.generate_private_key(ec.SECP384R1())),
+    "a key that was removed": lambda: signed(GONE),
+    "a registered key with another signature": lambda: {
+        **signed(), "flwr-signature": signed(ec.generate_private_key(ec.SECP384R1()))["flwr-signature"]
+    },
+    "an old signature": lambda: signed(age=3600),
+    "no text": lambda: dict.fromkeys(signed(), "%"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("who", STRANGERS)
+def test_no_call_of_a_stranger_passes(who, keys, registry):
+    superlink, ca = SuperLink(), keys / "ca.crt"
+    with served(superlink, keys) as inner, served(Gateway(f"127.0.0.1:{inner}", str(ca), registry), keys) as port:
+        assert post(port, ca, "/v1/fleet/pull-messages", headers=STRANGERS[who]())[0] == 401
+        assert superlink.calls == []
+
+
+@contextmanager
+def guarded(keys, registry):
+    """A gateway with its listener, and the port; the SuperLink behind it answers."""
+    with Listener(socket.AF_INET, ("127.0.0.1", 0)) as listener, served(SuperLink(), keys) as inner:
+        gateway = Gateway(f"127.0.0.1:{inner}", str(keys / "ca.crt"), registry, [listener])
+        with served(gateway, keys, listeners=[listener]) as port:
+            yield port, listener
+
+
+def open_connections(port, count, ca=None, start=b""):
+    """Connections of a stranger; with a certificate after the handshake of TLS."""
+    connections = []
+    for _ in range(count):
+        connection = socket.create_connection(("127.0.0.1", port))
+        if ca is not None:
+            connection = ssl.create_default_context(cafile=ca).wrap_socket(connection, server_hostname="localhost")
+        connection.sendall(start)
+        connections.append(connection)
+    return connections
+
+
+SLOW = {
+    "plain": {},
+    "half a greeting": {"start": b"\x16\x03"},
+    "no headers": {"with_tls": True},
+    "half of the headers": {"with_tls": True, "start": b"POST /v1/fleet/push-messages HTTP/1.1\r\nhost: x\r\n"},
+    "no body": {
+        "with_tls": True,
+        "start": b"POST /v1/fleet/push-messages HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SLOW)
+def test_slow_strangers_take_no_place_from_nodes(kind, keys, registry, monkeypatch):
+    """More connections than an address may have, and a call of a node from the same address passes at once."""
+    monkeypatch.setattr("lightning_fed.backends.flower.gateway._STRANGERS_PER_ADDRESS", 8)
+    monkeypatch.setattr("lightning_fed.backends.flower.gateway._STRANGER_SECONDS", 1.0)
+    ca, options = keys / "ca.crt", dict(SLOW[kind])
+    options["ca"] = ca if options.pop("with_tls", False) else None
+    with guarded(keys, registry) as (port, listener):
+        connections = open_connections(port, 40, **options)
+        assert len(listener.strangers) <= 8
+        assert post(port, ca, "/v1/fleet/pull-messages") == (201, b"answer")
+        deadline = time.monotonic() + 10
+        while listener.strangers and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not listener.strangers
+        for connection in connections:
+            connection.settimeout(5)
+            with suppress(OSError):
+                while connection.recv(4096):
+                    pass
+            connection.close()
+
+
+def test_a_body_without_a_signature_is_not_read(keys, registry):
+    """Twenty bodies of 64 MiB are refused by their headers."""
+    head = b"POST /v1/fleet/push-messages HTTP/1.1\r\nhost: x\r\ncontent-length: 67108864\r\n\r\n"
+    with guarded(keys, registry) as (port, _):
+        for connection in open_connections(port, 20, keys / "ca.crt", head):
+            connection.settimeout(5)
+            assert connection.recv(4096).startswith(b"HTTP/1.1 401")
+            connection.close()
+
+
+def test_a_slow_call_of_a_node_is_not_ended_with_the_strangers(keys, registry, monkeypatch):
+    monkeypatch.setattr("lightning_fed.backends.flower.gateway._STRANGER_SECONDS", 0.3)
+    head = "".join(f"{name}: {value}\r\n" for name, value in {**signed(), "host": "x", "content-length": "4"}.items())
+    start = f"POST /v1/fleet/push-messages HTTP/1.1\r\n{head}\r\nbo".encode()
+    with guarded(keys, registry) as (port, _):
+        (connection,) = open_connections(port, 1, keys / "ca.crt", start)
+        time.sleep(0.8)
+        connection.sendall(b"dy")
+        connection.settimeout(5)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 201")
+        connection.close()
 
 
 def test_what_is_wrong_with_a_connection(keys, tmp_path, monkeypatch):
@@ -123,7 +261,7 @@ def test_what_is_wrong_with_a_connection(keys, tmp_path, monkeypatch):
         assert "everybody who reaches it can take the federation over" in wrong(f"localhost:{port}")
     with served(plain, keys, tls=False) as port:
         assert "does not speak TLS" in wrong(f"localhost:{port}")
-    with served(Gateway(f"127.0.0.1:{free_port()}", str(ca)), keys) as port:
+    with served(Gateway(f"127.0.0.1:{free_port()}", str(ca), Registry("none.db")), keys) as port:
         good = list(check_connection(f"localhost:{port}", ca))
         assert [line.partition(":")[0] for line in good] == [
             "name",
