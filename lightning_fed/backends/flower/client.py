@@ -47,8 +47,9 @@ def client_app(
         callbacks: Callbacks beside the federation's own.
         store: Folder for what is the clients'; by default ``lightning-fed`` in Flower's own (``FLWR_HOME``).
         bounds: Bounds of the work that is done on the server's order; by default there are none.
-        policy: File of the site's policy, without which nothing leaves; by default ``site_policy.toml`` in ``store``,
-            if there is one. See :mod:`lightning_fed.backends.site`.
+        policy: File of the site's policy, without which nothing leaves; by default ``site_policy.toml`` in ``store``.
+            Without that file, a record or a file with a similar name in ``store``, every answer leaves. See
+            :mod:`lightning_fed.backends.site`.
 
     Raises:
         ValueError: If the Trainer is asked for what is the server's to say.

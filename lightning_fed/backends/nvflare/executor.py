@@ -43,8 +43,9 @@ class FederationExecutor(Executor):  # type: ignore[misc]
         store: Folder for what is the clients'; by default ``lightning-fed`` in the site's workspace, which every job
             on the site shares.
         bounds: Bounds of the work that is done on the server's order; by default there are none.
-        policy: File of the site's policy, without which nothing leaves; by default ``site_policy.toml`` in ``store``,
-            if there is one. See :mod:`lightning_fed.backends.site`.
+        policy: File of the site's policy, without which nothing leaves; by default ``site_policy.toml`` in ``store``.
+            Without that file, a record or a file with a similar name in ``store``, every answer leaves. See
+            :mod:`lightning_fed.backends.site`.
 
     Example:
         >>> import torch

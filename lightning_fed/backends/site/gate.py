@@ -34,6 +34,8 @@ POLICY_FILE = "site_policy.toml"
 NOT_ANSWERED = "its site does not answer this order; the site's log has the reason"
 """Text of every refusal and fault under a policy. A text that depends on the data would carry the data out."""
 
+_TRACES = ("site_record", "site_head")  # beginnings of the names of files that a policy leaves
+
 _PROTOCOL = (NOT_HELD, NOT_HERE)  # the server reacts to these texts, and no data decide on them
 
 
@@ -45,13 +47,15 @@ class SiteGate:
 
     Args:
         path: The policy's file.
-        is_required: Whether answers need the file. Otherwise the policy applies as soon as the file exists.
+        is_required: Whether answers need the file. Otherwise the policy applies as soon as the file, a record, or a
+            file with a similar name exists.
         half: The client half.
+        store: Folder of the client state.
 
     """
 
-    def __init__(self, path: Path, is_required: bool, half: Half) -> None:
-        self._path, self._is_required, self._half = path, is_required, half
+    def __init__(self, path: Path, is_required: bool, half: Half, store: Path) -> None:
+        self._path, self._is_required, self._half, self._store = path, is_required, half, store
         self._record: tuple[Path, Record] | None = None
         if self._is_in_force():
             try:
@@ -59,6 +63,8 @@ class SiteGate:
                 _log.info("The site's policy is %s.", path)
             except PolicyError as error:
                 _log.error("No answer will leave: %s.", error)
+        else:
+            _log.info("No policy at %s: every answer leaves.", path)
 
     def guard(self, kind: str, packet: Packet, answer: Callable[[Packet], Packet]) -> Packet:
         """Answers a packet.
@@ -110,8 +116,17 @@ class SiteGate:
                 raise Refusal("entries", str(error)) from error
 
     def _is_in_force(self) -> bool:
-        self._is_required = self._is_required or self._path.exists() or self._path.is_symlink()
+        self._is_required = self._is_required or self._path.is_symlink() or self._path.exists() or self._has_traces()
         return self._is_required
+
+    def _has_traces(self) -> bool:
+        """True if a folder has the traces of a policy: a record, a head, or a misspelt policy."""
+        for folder in {self._path.parent, self._store}:
+            for file in folder.iterdir() if folder.is_dir() else ():
+                if file.suffix in (".toml", ".tml") or file.name.startswith(_TRACES) or "policy" in file.name.lower():
+                    _log.error("%s shows that the site has a policy, which belongs at %s.", file, self._path)
+                    return True
+        return False
 
     def _decide(self, order: Order, reply: Packet | Refusal | None) -> Packet | None:
         """Records an order, or a reply to an order, and returns the packet that leaves.

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
 
+from lightning_fed.backends.site.owned_files import check_owner, check_parents
 from lightning_fed.backends.site.signatures import is_signed, read_public_key, split_signature
 from lightning_fed.backends.wire.packets import find_bad_place
 from lightning_fed.backends.wire.secure_sum_packets import Stage
@@ -322,9 +323,8 @@ def _read_own_file(path: Path) -> bytes:
         raise OSError("it is a symbolic link")
     with os.fdopen(os.open(path, flags), "rb") as file:
         opened = os.fstat(file.fileno())
-        for status in (opened, path.parent.stat()):
-            if os.name == "posix" and (status.st_mode & 0o022 or status.st_uid not in (0, os.getuid())):
-                raise OSError("others can change it, or its folder: chmod go-w, and chown to root or the worker's user")
+        check_owner(opened)
+        check_parents(path)
         if not stat.S_ISREG(opened.st_mode):
             raise OSError("it is no file")
         content = file.read(_LARGEST + 1)

@@ -102,6 +102,7 @@ class ClientRunner:
             self._store / POLICY_FILE if policy is None else Path(policy),
             policy is not None,
             Half(federation.method.name, chain.steps, [*federation.method.callbacks, *of_steps, *self._callbacks]),
+            self._store,
         )
 
     def answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:

@@ -45,8 +45,10 @@ HERE = "localhost:9092"
 
 def read_commands():
     """The lines of the section's blocks, in their order."""
-    section = PAGE.read_text().split("## Several machines")[1].split("\n###")[0]
-    return [line.strip().replace(SERVER, HERE) for line in section.splitlines() if line.startswith("    ")]
+    page = PAGE.read_text()
+    (new,) = re.findall(r"^    (lightning-fed flower new .*)$", page, re.M)
+    section = page.split("## Several machines")[1].split("\n###")[0]
+    return [new, *(line.strip().replace(SERVER, HERE) for line in section.splitlines() if line.startswith("    "))]
 
 
 class Shell:

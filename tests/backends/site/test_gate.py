@@ -13,7 +13,7 @@ from lightning_fed import Federation
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.transport import from_records
 from lightning_fed.backends.site.gate import NOT_ANSWERED
-from lightning_fed.backends.wire.packets import Packet
+from lightning_fed.backends.wire.packets import Packet, PacketError, write_packet
 from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import UniformWeights
 from tests import models
@@ -155,3 +155,48 @@ def test_reasons_leave_where_the_policy_lets_reasons_leave(order, tmp_path):
     write_policy(tmp_path, entries=["net.bias"], faults="text")
     (reply,) = ask(tmp_path, 1.0, [order])
     assert "does not allow 'net.weight' in entries" in json.loads(reply.text)["header"]["reason"]
+
+
+# --- a policy that is missing -----------------------------------------------------------------------------------------
+
+HELLO = write_packet("hello", {})
+
+
+def start(folder, **options):
+    """A process of the site that starts now, with a worker or for one message."""
+    data = clients_of(models.vectors(SIZES))
+    return client_app(Federation(), lambda: None, data, OPTIONS, store=folder, **options).runner
+
+
+def test_a_deleted_policy_lets_nothing_leave_after_a_restart(tmp_path):
+    write_policy(tmp_path)
+    start(tmp_path).answer("query", HELLO, {})
+    (tmp_path / "site_policy.toml").unlink()
+    with pytest.raises(PacketError, match=NOT_ANSWERED):
+        start(tmp_path).answer("query", HELLO, {})
+
+
+@pytest.mark.parametrize(
+    "name", ["site-policy.toml", "site_policy.tml", "Policy", "site_policy.toml.bak", "record.toml"]
+)
+def test_a_misspelt_policy_lets_nothing_leave(name, tmp_path, caplog):
+    (tmp_path / name).write_text('servers = ["*"]')
+    with pytest.raises(PacketError, match=NOT_ANSWERED):
+        start(tmp_path).answer("query", HELLO, {})
+    assert f"{name} shows that the site has a policy" in caplog.text
+
+
+def test_without_a_policy_and_traces_everything_leaves(tmp_path):
+    (tmp_path / ("0" * 32)).mkdir()
+    assert json.loads(start(tmp_path).answer("query", HELLO, {}).text)["kind"] == "hello"
+
+
+def test_folders_of_others_above_the_policy(tmp_path, caplog):
+    """Who can rename a folder can replace the policy in it."""
+    folder = tmp_path / "shared" / "site"
+    folder.mkdir(parents=True)
+    write_policy(folder)
+    folder.parent.chmod(0o777)
+    with pytest.raises(PacketError, match=NOT_ANSWERED):
+        start(folder).answer("query", HELLO, {})
+    assert "others can change it, or its folder" in caplog.text
