@@ -7,9 +7,10 @@ import json
 import sys
 from collections import deque
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
-from lightning_fed.backends.site.record import START, Line, RecordError, read_record
+from lightning_fed.backends.site.record import CLOCK, HEAD_FILE, START, Line, Record, RecordError, read_record
 from lightning_fed.console import round_number
 
 
@@ -24,6 +25,8 @@ def run(args: Sequence[str]) -> None:
 
     """
     options = _parser().parse_args(args)
+    if options.set_clock:
+        _set_clock(options.record, options.head_file or options.record.parent / HEAD_FILE)
     shown: deque[Line] = deque(maxlen=options.last)
     number, head, is_there = 0, START, options.head in (None, START)
     fault = ""
@@ -47,6 +50,13 @@ def run(args: Sequence[str]) -> None:
         )
 
 
+def _set_clock(path: Path, head: Path) -> None:
+    """Appends a line with the current time, from which the limits per day count."""
+    record = Record(path, head)
+    with record.open():
+        record.append({"event": CLOCK, "time": datetime.now(UTC).isoformat()})
+
+
 def describe_line(line: Line, is_full: bool = False) -> str:
     """A line of the record in one line of text.
 
@@ -65,6 +75,8 @@ def describe_line(line: Line, is_full: bool = False) -> str:
     content = line.content
     if is_full:
         return f"{line.number} {line.digest} {json.dumps(content, sort_keys=True)}"
+    if content["event"] == CLOCK:
+        return f"{line.number:6d} {content['time'][:19]} the operator has set the record's clock"
     refused = content["rule"].get("refused")
     is_fault = content["rule"].get("answers") == "fault"
     begun = "begun" if content["event"] == "order" else "left"
@@ -89,6 +101,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("record", type=Path, help="the file, site_record.jsonl beside the policy")
     parser.add_argument("--head", metavar="DIGEST", help="a head that was noted before, which must still be there")
+    parser.add_argument("--head-file", type=Path, metavar="FILE", help=f"{HEAD_FILE}, if it is not beside the record")
+    parser.add_argument(
+        "--set-clock",
+        action="store_true",
+        help="append a line with the current time, after the clock was ahead by mistake; the limits per day start anew",
+    )
     parser.add_argument("--last", type=int, default=20, metavar="N", help="lines to show (default: %(default)s)")
     parser.add_argument("--full", action="store_true", help="show all that the lines have, as JSON")
     return parser

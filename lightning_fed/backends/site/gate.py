@@ -21,7 +21,7 @@ from lightning_fed.backends.site.policy import (
     read_order,
     read_policy,
 )
-from lightning_fed.backends.site.record import DAY, Record, RecordError
+from lightning_fed.backends.site.record import CLOCK, DAY, HEAD_FILE, Record, RecordError
 from lightning_fed.backends.site.signatures import split_signature
 from lightning_fed.backends.wire.packets import NOT_HELD, NOT_HERE, Fault, Packet, PacketError, write_fault
 from lightning_fed.console import round_number
@@ -34,7 +34,7 @@ POLICY_FILE = "site_policy.toml"
 NOT_ANSWERED = "its site does not answer this order; the site's log has the reason"
 """Text of every refusal and fault under a policy. A text that depends on the data would carry the data out."""
 
-_TRACES = ("site_record", "site_head")  # beginnings of the names of files that a policy leaves
+_TRACES = ("site_record", HEAD_FILE)  # beginnings of the names of files that a policy leaves
 
 _PROTOCOL = (NOT_HELD, NOT_HERE)  # the server reacts to these texts, and no data decide on them
 
@@ -180,11 +180,16 @@ class SiteGate:
         if order.answer == "clients":
             return rule, []
         now = _now(record)
-        lines = [line.content for line in record.recent if line.time > now - DAY]
+        lines = [line.content for line in record.recent if line.time > now - DAY and line.content["event"] != CLOCK]
         size = 0 if reply is None else _size(reply)
         if reply is None:  # an order counts before the visit, whatever becomes of the visit
             same = [content for content in lines if _is_order(content) and _subject(content) == _subject(vars(order))]
             if len(same) >= policy.rounds_per_day:
+                ahead = (now - time.time()) / DAY
+                if ahead > 1:
+                    _log.error(
+                        "The record's clock is %.1f days ahead: `lightning-fed audit --set-clock` sets it.", ahead
+                    )
                 raise Refusal("rounds_per_day", f"its site's policy allows {policy.rounds_per_day} rounds in a day")
             allowed, names = dict[str, Any](), list[str]()
         else:
@@ -236,12 +241,12 @@ class SiteGate:
     def _open_record(self, policy: SitePolicy) -> Record:
         path = self._path.parent / policy.record
         if self._record is None or self._record[0] != path:
-            self._record = path, Record(path)
+            self._record = path, Record(path, self._store / HEAD_FILE)
         return self._record[1]
 
 
 def _now(record: Record) -> float:
-    """Current time; never earlier than the record's last line."""
+    """Current time; never earlier than the record's last line, unless the operator sets the clock."""
     return max(time.time(), record.last.time)
 
 

@@ -1,9 +1,9 @@
 """A site's record of its answers: lines in a file, each of which has a digest of itself and of the line before it.
 
 A line is ``DIGEST JSON``, where ``DIGEST`` is the SHA-256 of the line before's digest, a space and the JSON. So a byte
-that is changed, a line that is left out, added or moved, and a line that is cut off in the middle are found. Whoever
-may write to the file can cut whole lines off its end, or write all of it anew: this is found only with a copy of an
-earlier head (the digest of the last line) that is kept elsewhere.
+that is changed, a line that is left out, added or moved, and a line that is cut off in the middle are found. The head
+(number and digest of the last line) is in a second file: a record that is missing, shorter or another one than its head
+is an error. A writer of both files can forge both; a copy of an earlier head on another machine finds that too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from lightning_fed.atomic_files import atomic_write
+from lightning_fed.backends.site.owned_files import check_owner, check_parents
 
 try:
     import fcntl
@@ -126,11 +129,19 @@ def _digest(head: str, text: bytes) -> str:
     return hashlib.sha256(f"{head} ".encode() + text).hexdigest()
 
 
+HEAD_FILE = "site_head.json"
+"""Name of the file with the head of a record."""
+
+CLOCK = "clock"
+"""Event of a line with which the operator has set the record's time."""
+
+
 class Record:
     """A record that this process, and perhaps others, append to.
 
     Args:
-        path: The file; it is made if there is none.
+        path: The file. A missing file is made, unless the head shows that the record has lines.
+        head: File of the head.
 
     Attributes:
         last: The last line that was read or written.
@@ -138,8 +149,8 @@ class Record:
 
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, head: Path) -> None:
+        self._path, self._head = path, head
         self.recent: deque[Line] = deque()
         self._file, self._position = (-1, -1), 0
         self._descriptor, self._torn = -1, b""
@@ -154,7 +165,10 @@ class Record:
             OSError: If it cannot be opened; also where its path is a symbolic link.
 
         """
-        is_new = not self._path.exists()
+        is_new, head = not self._path.exists(), self._read_head()
+        if is_new and head[0]:
+            raise RecordError(f"it is missing, and {str(self._head)!r} has the head of line {head[0]}")
+        check_parents(self._path)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
         for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # not every system has each of them
             flags |= getattr(os, name, 0)
@@ -165,7 +179,7 @@ class Record:
             if fcntl is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             self._descriptor = descriptor
-            self._catch_up()
+            self._catch_up(self._read_head())
             yield
         finally:
             os.close(descriptor)
@@ -184,13 +198,27 @@ class Record:
         if os.write(self._descriptor, data) < len(data):
             raise OSError(errno.ENOSPC, "the record's line was not written whole", str(self._path))
         os.fsync(self._descriptor)
-        self._catch_up()
+        self._catch_up(None)
+        with atomic_write(self._head, f"-{os.getpid()}.partial") as partial:
+            partial.write_text(json.dumps({"line": self.last.number, "digest": self.last.digest}))
         return self.last
 
-    def _catch_up(self) -> None:
+    def _read_head(self) -> tuple[int, str]:
+        """Number and digest of the last line, as the head's file has both; 0 without a file."""
+        try:
+            head = json.loads(self._head.read_text())
+            return int(head["line"]), str(head["digest"])
+        except FileNotFoundError:
+            return 0, START
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise RecordError(f"its head {str(self._head)!r} cannot be read: {error}") from error
+
+    def _catch_up(self, head: tuple[int, str] | None) -> None:
+        """Reads and verifies the new lines, and compares the record with its head."""
         status = os.fstat(self._descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o022:
-            raise RecordError("it is no file, or others can write to it")
+        if not stat.S_ISREG(status.st_mode):
+            raise RecordError("it is not a regular file")
+        check_owner(status)
         if self._file != (status.st_dev, status.st_ino):
             self._file, self._position, self.last = (status.st_dev, status.st_ino), 0, Line(0, START, {})
             self.recent.clear()
@@ -200,12 +228,23 @@ class Record:
             file.seek(self._position)
             data = file.read()
         whole, self._torn = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
+        count, expected = head or (0, START)
+        digest = self.last.digest if self.last.number == count else None
         for line in read_lines(io.BytesIO(whole), self.last.digest, self.last.number):
+            digest = line.digest if line.number == count else digest
             self.last = line
+            if line.content.get("event") == CLOCK:
+                self.recent.clear()
             self.recent.append(line)
             while self.recent[0].time <= line.time - DAY:
                 self.recent.popleft()
         self._position += len(whole)
+        if head is None:
+            return
+        if self.last.number < count or digest not in (None, expected):
+            raise RecordError(f"its line {count} is missing or another one than in {str(self._head)!r}")
+        if not count and self.last.number > 1:  # a crash after the first line leaves no head
+            raise RecordError(f"it has {self.last.number} lines, and its head {str(self._head)!r} is missing")
 
 
 def _sync_folder(folder: Path) -> None:

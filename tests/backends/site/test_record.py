@@ -6,14 +6,16 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("flwr")
 
 from lightning_fed.backends.flower.client import client_app
+from lightning_fed.backends.site import gate
 from lightning_fed.backends.site.gate import NOT_ANSWERED
-from lightning_fed.backends.site.record import Record, RecordError, read_record
+from lightning_fed.backends.site.record import HEAD_FILE, Record, RecordError, read_record
 from lightning_fed.backends.wire.packets import PacketError, write_packet
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.cli.main import main
@@ -31,7 +33,7 @@ def content(number):
 @pytest.fixture
 def record(tmp_path):
     """A record of four lines."""
-    written = Record(tmp_path / "record.jsonl")
+    written = Record(tmp_path / "record.jsonl", tmp_path / HEAD_FILE)
     for number in range(4):
         with written.open():
             written.append(content(number))
@@ -68,16 +70,17 @@ def test_lines_that_are_left_out_moved_or_repeated_are_found(record, kept):
 
 def test_a_line_that_a_crash_has_cut_off_stays_and_is_vouched_for_by_the_next(record):
     """So the record is only ever appended to. The bytes of the cut line are as certain as those of others."""
-    whole = record.read_bytes()
+    whole, third = record.read_bytes(), list(read_record(record))[2]
     record.write_bytes(whole[:-20])
-    again = Record(record)
+    (record.parent / HEAD_FILE).write_text(json.dumps({"line": 3, "digest": third.digest}))  # written after the line
+    again = Record(record, record.parent / HEAD_FILE)
     with again.open():
         again.append(content(7))
     assert record.read_bytes().startswith(whole[:-20] + b"\n")
     assert numbers(record) == [0, 1, 2, 7]
     with again.open():  # also for the process that wrote it, and for a new one
         again.append(content(8))
-    with Record(record).open():
+    with Record(record, record.parent / HEAD_FILE).open():
         pass
     changed = bytearray(record.read_bytes())
     changed[len(whole) - 30] ^= 1
@@ -91,7 +94,7 @@ def test_several_may_write_one_record(record):
     start = threading.Barrier(4)
 
     def write(_):
-        written = Record(record)
+        written = Record(record, record.parent / HEAD_FILE)
         start.wait()
         for number in range(10, 35):
             with written.open():
@@ -119,7 +122,7 @@ def replaced_by_link(path):
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-100]), "it is shorter than it was"),
         (lambda path: path.write_bytes(b"x" + path.read_bytes() + b"x\n"), "line 3 is not as it was written"),
-        (lambda path: path.chmod(0o666), "others can write to it"),
+        (lambda path: path.chmod(0o666), "others can change it"),
         (replaced_by_link, "symbolic link"),
     ],
 )
@@ -177,3 +180,57 @@ def test_the_command(tmp_path, capsys):
         with pytest.raises(SystemExit):
             main(["audit", str(path), "--head", head])
         assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda path, head: path.rename(path.with_suffix(".old")), "it is missing, and"),
+        (lambda path, head: path.write_bytes(b""), "its line 3 is missing"),
+        (
+            lambda path, head: path.write_bytes(b"".join(path.read_bytes().splitlines(True)[:2])),
+            "its line 3 is missing",
+        ),
+        (lambda path, head: head.unlink(), "is missing"),
+        (lambda path, head: head.write_text("{}"), "cannot be read"),
+        (lambda path, head: head.write_text(head.read_text().replace('"digest": "', '"digest": "0')), "another one"),
+    ],
+)
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_record_that_is_shorter_than_its_head_closes_the_site(spoil, reason, is_new, tmp_path, caplog):
+    """While the worker runs, and after a restart: the limits per day do not start anew."""
+    runner, path = site(tmp_path)
+    for _ in range(3):
+        runner.answer("query", HELLO, {})
+    spoil(path, tmp_path / HEAD_FILE)
+    if is_new:
+        runner, _ = site(tmp_path)
+    with pytest.raises(PacketError, match=NOT_ANSWERED):
+        runner.answer("query", HELLO, {})
+    assert reason in caplog.text or "it is shorter than it was" in caplog.text
+
+
+def test_a_rotated_record_begins_anew(tmp_path):
+    """The operator moves both files."""
+    runner, path = site(tmp_path)
+    runner.answer("query", HELLO, {})
+    (tmp_path / "old").mkdir()
+    for file in (path, tmp_path / HEAD_FILE):
+        file.rename(tmp_path / "old" / file.name)
+    site(tmp_path)[0].answer("query", HELLO, {})
+    assert len(list(read_record(path))) == 1
+
+
+def test_a_clock_that_was_ahead_is_set_by_the_operator(tmp_path, monkeypatch, capsys):
+    """Ten years ahead for a moment; then the record's time stays there, until the operator sets the clock."""
+    runner, path = site(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(gate, "time", SimpleNamespace(time=lambda: time.time() + 3650 * 86400))
+        runner.answer("query", HELLO, {})
+    runner.answer("query", HELLO, {})
+    ahead = [line.time - time.time() for line in read_record(path)]
+    assert min(ahead) > 3649 * 86400
+    main(["audit", str(path), "--set-clock"])
+    assert "the operator has set the record's clock" in capsys.readouterr().out
+    runner.answer("query", HELLO, {})
+    assert abs(list(read_record(path))[-1].time - time.time()) < 60
