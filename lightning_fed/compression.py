@@ -25,6 +25,7 @@ from lightning_fed.errors import BadUpdate, OptionError
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, digest, tensor_bytes, without_prefix
 from lightning_fed.numerics.precision import cast_back, to_float64
+from lightning_fed.numerics.row_sums import is_increasing
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.rule import Aggregator, ClusteredAggregator, ResizingAggregator, RoundInfo
 from lightning_fed.steps.bounds import refuse_rule
@@ -235,7 +236,7 @@ class TopK(Compression):
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
         """The numbers in their places, and zeros."""
         is_list = extra.dtype == torch.int32 and extra.shape == code.shape
-        if not is_list or int(extra[0]) < 0 or int(extra[-1]) >= like.numel() or not bool((extra.diff() > 0).all()):
+        if not is_list or int(extra[0]) < 0 or int(extra[-1]) >= like.numel() or not is_increasing(extra):
             raise BadUpdate("it sends positions that are none")
         step = torch.zeros(like.numel(), dtype=torch.float64, device=like.device)
         step[extra.long().to(like.device)] = code.to(like.device, torch.float64)

@@ -86,6 +86,9 @@ def test_bytes_on_the_wire(step, size):
     assert sent[0].nbytes == size + tensor_bytes({"steps": START["steps"]})
 
 
+WRAPPING = torch.tensor([0, 2**31 - 1, -(2**31), -1, *range(5)], dtype=torch.int32)
+"""Positions with positive differences in int32, from 0 to a small number."""
+
 BAD = {
     "no scale": (Quantized(8), lambda update: update.extras.clear(), "a code of 'w'"),
     "a scale below 0": (Quantized(8), lambda update: update.extras["short:w"].neg_(), "a scale that is none"),
@@ -95,6 +98,9 @@ BAD = {
     "half a scale": (Float16(), lambda update: update.extras["short:w"].neg_(), "a scale that is none"),
     "positions outside": (TopK(0.3), lambda update: update.extras["short:w"].add_(99), "positions that are none"),
     "a position twice": (TopK(0.3), lambda update: update.extras["short:w"].fill_(3), "positions that are none"),
+    "positions whose differences wrap around": (
+        TopK(0.6), lambda update: update.extras["short:w"].copy_(WRAPPING[: len(update.extras["short:w"])]), "positions"
+    ),
     "fewer positions": (
         TopK(0.3), lambda update: update.extras.update({"short:w": torch.zeros(2, dtype=torch.int32)}), "positions",
     ),

@@ -10,6 +10,7 @@ from lightning_fed.numerics.precision import cast_back as cast_back
 from lightning_fed.numerics.precision import float64_device as float64_device
 from lightning_fed.numerics.precision import to_float64 as to_float64
 from lightning_fed.numerics.row_sums import RowWeighting as RowWeighting
+from lightning_fed.numerics.row_sums import is_increasing as is_increasing
 from lightning_fed.numerics.seeds import client_key as client_key
 from lightning_fed.numerics.seeds import derive_seed as derive_seed
 from lightning_fed.numerics.trees import map_leaves as map_leaves

@@ -138,4 +138,15 @@ def find_bad_rows(rows: Tensor, table: Tensor) -> str | None:
         return f"it has no rows to choose from: shape {tuple(table.shape)}, {table.dtype}"
     if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(table)):
         return f"its rows are between {int(rows.min())} and {int(rows.max())}, and it has {len(table)}"
-    return None if bool((rows.diff() > 0).all()) else "its rows are not strictly increasing"
+    return None if is_increasing(rows) else "its rows are not strictly increasing"
+
+
+def is_increasing(values: Tensor) -> bool:
+    """True for strictly increasing whole numbers. Differences would wrap around at the end of the integers' range.
+
+    Example:
+        >>> is_increasing(torch.tensor([2**31 - 1, -(2**31), 0], dtype=torch.int32))
+        False
+
+    """
+    return bool((values[1:] > values[:-1]).all())

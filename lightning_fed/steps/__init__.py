@@ -15,6 +15,7 @@ from lightning_fed.steps.weights import MaxSamples as MaxSamples
 from lightning_fed.steps.weights import UniformWeights as UniformWeights
 from lightning_fed.steps.weights import WeightStep as WeightStep
 from lightning_fed.steps.weights import counted_samples as counted_samples
+from lightning_fed.steps.weights import find_bad_count as find_bad_count
 
 __all__ = [
     "Chain",

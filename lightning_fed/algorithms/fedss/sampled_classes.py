@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_fed.algorithms.fedss.losses import Objective, log_correction
 from lightning_fed.argument_checks import check_option
+from lightning_fed.numerics.row_sums import is_increasing
 
 
 class ForeignLabelError(ValueError):
@@ -135,7 +136,7 @@ class SampledClasses:
 
 
 def _check_increasing(name: str, values: Tensor) -> None:
-    if values.ndim != 1 or values.dtype != torch.int64 or not (values.diff() > 0).all():
+    if values.ndim != 1 or values.dtype != torch.int64 or not is_increasing(values):
         raise ValueError(
             f"Expected `{name}` to be strictly increasing int64 numbers in a row, but got {values.dtype} of shape"
             f" {tuple(values.shape)}."
