@@ -170,7 +170,7 @@ class SitePolicy:
             server that is allowed is always told who is there.
         entries: Names of the model's entries.
         extras: Names of the method's further tensors, and of BatchNorm layers' statistics.
-        metrics: Names of numbers for the log, and of the sums and states of an evaluation.
+        metrics: Names of numbers for the log, and of the logged values and metrics of an evaluation.
         rounds_per_day: Most answers of one kind for one client, in any 24 hours.
         bytes_per_day: Most bytes of all answers, in any 24 hours.
         clients_per_sum: Fewest clients of a secure sum; there must be one, if it is given.
@@ -309,7 +309,7 @@ def read_policy(path: Path) -> SitePolicy:
     try:
         content = _read_own_file(path)
         values = tomllib.loads(content.decode())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # of thousands of brackets
         raise PolicyError(f"{str(path)!r} cannot be read: {error}") from error
     try:
         return _make_policy(hashlib.sha256(content).hexdigest(), values)
@@ -388,11 +388,25 @@ def _find_pattern(rule: str, names: Iterable[str], patterns: Sequence[str]) -> l
     """
     used: dict[str, None] = {}
     for name in names:
-        pattern = next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+        simple = _simple_name(name)
+        pattern = next((pattern for pattern in patterns if fnmatchcase(name, pattern) or simple == pattern), None)
         if pattern is None:
             raise Refusal(rule, f"its site's policy does not allow {name[:200]!r} in {rule}")
         used[pattern] = None
     return list(used)
+
+
+def _simple_name(name: str) -> str:
+    """Name of the logged value or metric in the name of an evaluation's tensor.
+
+    ``logged|mean|val_loss``, ``value|p|val_loss``, ``state|acc|tp`` and ``updates|@1@acc`` are of ``val_loss`` and
+    ``acc``.
+    """
+    kind, _, rest = name.partition("|")
+    if kind in ("state", "updates"):
+        key = rest.partition("|")[0]
+        return key.split("@", 2)[-1] if key.startswith("@") else key
+    return rest.partition("|")[2] if kind in ("logged", "value", "metric", "stays") else name
 
 
 def find_kind(text: str) -> str:

@@ -21,6 +21,7 @@ from lightning_fed.backends.site.policy import PolicyError, RequiredStep, read_p
 from lightning_fed.backends.site.record import read_lines
 from lightning_fed.backends.site.signatures import read_private_key, sign
 from lightning_fed.backends.wire.packets import Answer, PacketError, write_packet, write_update
+from lightning_fed.callbacks.evaluation.metric_states import MetricState
 from lightning_fed.callbacks.evaluation.report import EvaluationReport
 from lightning_fed.lightning.logged_values import LoggedValue
 from lightning_fed.privacy import SecureSum
@@ -218,11 +219,27 @@ def test_a_callback_that_protects_examples_has_the_values_that_are_required():
 def test_sums_and_states_of_an_evaluation_are_metrics(tmp_path):
     report = EvaluationReport(4, {"val_loss": LoggedValue("mean", torch.tensor(2.0), 4.0)}, {}, {}, {"age": 61.0})
     text = write_update(report.as_update("ann"), Answer()).text
-    policy = read_policy(write_policy(tmp_path, extras=["*"], metrics=["*|val_loss"]))
+    policy = read_policy(write_policy(tmp_path, extras=["*"], metrics=["val_loss"]))
     with pytest.raises(gate.Refusal, match=r"does not allow 'value.*\|age' in metrics"):
         policy.judge_answer("evaluation", text)
-    policy = read_policy(write_policy(tmp_path, metrics=["*|val_loss", "*|age"]))
-    assert policy.judge_answer("evaluation", text)[0] == {"metrics": ["*|val_loss", "*|age"]}
+    policy = read_policy(write_policy(tmp_path, metrics=["val_loss", "age"]))
+    assert policy.judge_answer("evaluation", text)[0] == {"metrics": ["val_loss", "age"]}
+
+
+@pytest.mark.parametrize("page", ["site_policy", "evaluation"])
+def test_the_names_of_the_pages_let_an_evaluation_leave(page, tmp_path):
+    """The patterns as they stand in the pages, with the module and the metrics of these names."""
+    text = (Path(models.__file__).parents[1] / "docs" / "guides" / f"{page}.md").read_text()
+    names = json.loads(re.findall(r'(\["val_loss".*?\])', text)[0])
+    counts = {name: torch.ones(3) for name in ("tp", "fp", "tn", "fn")}
+    report = EvaluationReport(
+        4, {"val_loss": LoggedValue("mean", torch.tensor(2.0), 4.0)}, values={"val_loss": 0.5, names[1]: 0.7},
+        states={names[-2] if page == "site_policy" else names[1]: MetricState(counts, 1)},
+        support=torch.ones(3) if "support" in names else None,
+    )  # fmt: skip
+    report.metrics = dict.fromkeys([names[1]], next(iter(report.states)))
+    policy = read_policy(write_policy(tmp_path, metrics=names))
+    policy.judge_answer("evaluation", write_update(report.as_update("ann"), Answer()).text)
 
 
 # --- files that cannot be trusted -------------------------------------------------------------------------------------
@@ -252,6 +269,7 @@ BAD_FILES = {
     "Expected a line like": lambda path: path.write_text('servers = ["server.pub"]'),
     "cannot be read": lambda path: path.write_text("servers = [\n"),
     "overwrite": lambda path: path.write_text("runs = []\nruns = []\n"),
+    "maximum recursion": lambda path: path.write_text("servers = " + "[" * 5000 + "]" * 5000),
     "more than": lambda path: path.write_text("#" * 2**20 + "\n"),
 }
 
