@@ -196,7 +196,9 @@ class FlowerTransport(Transport):
         for node in there - self._nodes.keys() - self._asked.keys():
             if self._retry_times.get(node, now) > now:
                 continue
-            sent = self._push(node, HELLO, self.signed(write_packet("hello", {})), "hello", self._deadline.seconds)
+            sent = self._push(
+                node, HELLO, self.signed(HELLO, write_packet("hello", {})), "hello", self._deadline.seconds
+            )
             if sent is not None:
                 self._asked[node] = sent, now + min(_HELLO_SECONDS, self._deadline.seconds)
         for node, (sent, _) in list(self._asked.items()):

@@ -18,6 +18,7 @@ from lightning_fed.backends.site.policy import (
     Refusal,
     SitePolicy,
     find_kind,
+    hide_counts,
     read_order,
     read_policy,
 )
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 POLICY_FILE = "site_policy.toml"
 """Default file name of a policy, in the folder of the client state."""
+
+_MOST_REFUSALS = 200  # lines for each rule in a day: a server without permission must not fill the disk
 
 NOT_ANSWERED = "its site does not answer this order; the site's log has the reason"
 """Text of every refusal and fault under a policy. A text that depends on the data would carry the data out."""
@@ -146,6 +149,8 @@ class SiteGate:
             policy = read_policy(self._path)
             record = self._open_record(policy)
             with record.open():
+                if isinstance(reply, Packet):
+                    reply = Packet(hide_counts(reply.text, policy), reply.data)
                 try:
                     rule, names = self._judge(policy, record, order, reply)
                 except Refusal as refusal:
@@ -154,7 +159,7 @@ class SiteGate:
                 assert not isinstance(reply, Refusal)
                 if reply is not None and find_kind(reply.text) == "fault":
                     reply = _without_reason(policy, order, reply)
-                if reply is not None or order.answer != "clients":
+                if (reply is not None or order.answer != "clients") and not _is_flood(record, rule):
                     self._append(record, policy, order, reply, rule, names)
         except (PolicyError, RecordError, OSError) as error:
             _log.error("No answer leaves: %s.", error)
@@ -179,6 +184,12 @@ class SiteGate:
         rule = policy.judge_order(order, self._half)
         if order.answer == "clients":
             return rule, []
+        if (
+            reply is None
+            and order.signature
+            and _digest(order) in {line.content.get("digest") for line in record.recent}
+        ):
+            raise Refusal("servers", "the order was done before: it is a copy")
         now = _now(record)
         lines = [line.content for line in record.recent if line.time > now - DAY and line.content["event"] != CLOCK]
         size = 0 if reply is None else _size(reply)
@@ -250,6 +261,14 @@ def _now(record: Record) -> float:
     return max(time.time(), record.last.time)
 
 
+def _is_flood(record: Record, rule: dict[str, Any]) -> bool:
+    """True for a refusal beyond the number that the record takes in a day."""
+    refused = rule.get("refused")
+    if refused is None:
+        return False
+    return sum(line.content.get("rule", {}).get("refused") == refused for line in record.recent) >= _MOST_REFUSALS
+
+
 def _is_order(content: dict[str, Any]) -> bool:
     return content["event"] == "order" and "refused" not in content["rule"]
 
@@ -263,7 +282,8 @@ def _size(packet: Packet) -> int:
 
 
 def _digest(packet: Packet | Order) -> str:
-    return hashlib.sha256(packet.text.encode() + b"\0" + packet.data).hexdigest()
+    signature = packet.signature if isinstance(packet, Order) else ""
+    return hashlib.sha256(f"{packet.text}\0{signature}\0".encode() + packet.data).hexdigest()
 
 
 def _reason_of(fault: Packet) -> str:

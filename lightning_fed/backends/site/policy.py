@@ -39,6 +39,9 @@ _CONTENTS: dict[str, tuple[set[str], dict[str, str | None]]] = {
 }
 """Contents that a packet of each kind may have: fields of its header, and groups of tensors with the rule for names."""
 
+COUNTS = ("num_samples", "steps")
+"""Whole numbers in an answer, each with a rule."""
+
 _NAMED_FIELDS = {"same": "entries", "metrics": "metrics"}
 """Fields that are mappings, and the rule for their names."""
 
@@ -50,6 +53,15 @@ _NEEDS = ("record", "steps", "clients_per_sum")
 allows no more than all of it."""
 
 _LARGEST = 2**20  # bytes of a policy
+
+
+def hide_counts(text: str, policy: SitePolicy) -> str:
+    """Replaces the number of optimizer steps by 0 in an update's text, unless the policy lets the number leave."""
+    packet = json.loads(text)
+    if packet["kind"] != "update" or "steps" in policy.counts:
+        return text
+    packet["header"]["steps"] = 0
+    return json.dumps(packet)
 
 
 class PolicyError(Exception):
@@ -171,6 +183,7 @@ class SitePolicy:
         entries: Names of the model's entries.
         extras: Names of the method's further tensors, and of BatchNorm layers' statistics.
         metrics: Names of numbers for the log, and of the logged values and metrics of an evaluation.
+        counts: ``"num_samples"`` and ``"steps"``, if the number of examples and of optimizer steps may leave.
         rounds_per_day: Most answers of one kind for one client, in any 24 hours.
         bytes_per_day: Most bytes of all answers, in any 24 hours.
         clients_per_sum: Fewest clients of a secure sum; there must be one, if it is given.
@@ -198,6 +211,7 @@ class SitePolicy:
     entries: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ("num_samples", "steps")
     rounds_per_day: int = 0
     bytes_per_day: int = 0
     clients_per_sum: int | None = None
@@ -275,6 +289,11 @@ class SitePolicy:
         unknown = sorted((header.keys() - known_fields) | (tensors.keys() - known_groups.keys()))
         if unknown:
             raise Refusal("answers", f"its site's policy knows no {unknown[0]!r} in an answer of the kind {kind!r}")
+        for name in COUNTS:
+            if name not in self.counts and header.get(name, 0) not in (0, 1):
+                raise Refusal("counts", f"its site's policy does not allow {name!r} in counts")
+        if "steps" not in self.counts and header.get("after") is not None:
+            raise Refusal("counts", "its site's policy does not allow the schedulers' 'steps' in counts")
         names: dict[str, list[str]] = {"entries": [], "extras": [], "metrics": []}
         for group, rows in tensors.items():
             rule = known_groups[group]
@@ -293,9 +312,10 @@ class SitePolicy:
         if "*" in self.servers:
             return "*"
         for line in self.servers:
-            if order.signature and is_signed(order.text, order.data, order.signature, read_public_key(line)):
+            kind = next(kind for kind, answer in ANSWERS.items() if answer == order.answer)
+            if order.signature and is_signed(kind, order.text, order.data, order.signature, read_public_key(line)):
                 return line
-        raise Refusal("servers", "its site's policy does not know the server's key")
+        raise Refusal("servers", "its site's policy does not know the server's key, or the order has expired")
 
 
 def read_policy(path: Path) -> SitePolicy:
@@ -362,9 +382,10 @@ def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
                 raise ValueError(f"expected `{name}` to be a list of texts, but got {value!r}")
             read[name] = tuple(value)
     kinds = [kind for kind in ANSWERS.values() if kind != "clients"]
-    strange = [kind for kind in read.get("answers", ()) if kind not in kinds]
-    if strange:
-        raise ValueError(f"expected `answers` of {kinds}, but got {strange[0]!r}")
+    for name, known in {"answers": kinds, "counts": COUNTS}.items():
+        strange = [value for value in read.get(name, ()) if value not in known]
+        if strange:
+            raise ValueError(f"expected `{name}` of {list(known)}, but got {strange[0]!r}")
     for line in read.get("servers", ()):
         if line != "*":
             read_public_key(line)

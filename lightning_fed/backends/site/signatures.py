@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+
+LIFETIME = 20 * 3600.0
+"""Longest lifetime of an order, in seconds. A site remembers the orders of a day, so that no order is done twice."""
 
 
 def read_private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
@@ -49,31 +53,47 @@ def read_public_key(line: str) -> Ed25519PublicKey:
     return key
 
 
-def sign(text: str, data: bytes, key: Ed25519PrivateKey) -> str:
-    """Returns a message's text with the signature of text and data as its second line."""
-    return f"{text}\n{key.sign(_signed(text, data)).hex()}"
+def sign(kind: str, text: str, data: bytes, key: Ed25519PrivateKey, seconds: float) -> str:
+    """Signs a message.
+
+    Args:
+        kind: Type of the message.
+        text: Text of the message: run, client, round and order.
+        data: Bytes of the tensors.
+        key: The server's key.
+        seconds: Lifetime of the order.
+
+    Returns:
+        The text, and as its second line the expiry (in nanoseconds since 1970) and the signature.
+
+    """
+    expiry = str(time.time_ns() + int(min(seconds, LIFETIME) * 1e9))
+    return f"{text}\n{expiry}:{key.sign(_signed(kind, expiry, text, data)).hex()}"
 
 
 def split_signature(text: str) -> tuple[str, str]:
-    r"""Returns a message's text, and its signature in hexadecimal; it is empty where there is none.
+    r"""Returns the text of a message, and the line with expiry and signature; empty without a signature.
 
     Example:
-        >>> split_signature('{"version": 4}\n0f')
-        ('{"version": 4}', '0f')
+        >>> split_signature('{"version": 4}\n17:0f')
+        ('{"version": 4}', '17:0f')
 
     """
     text, _, signature = text.partition("\n")
     return text, signature
 
 
-def is_signed(text: str, data: bytes, signature: str, key: Ed25519PublicKey) -> bool:
-    """True if the signature is the key's, of this text and these data."""
+def is_signed(kind: str, text: str, data: bytes, signature: str, key: Ed25519PublicKey) -> bool:
+    """True if the key has signed this message, and the signature has not expired."""
+    expiry, _, signed = signature.partition(":")
     try:
-        key.verify(bytes.fromhex(signature), _signed(text, data))
+        if not 0 <= int(expiry) - time.time_ns() <= LIFETIME * 1e9:
+            return False
+        key.verify(bytes.fromhex(signed), _signed(kind, expiry, text, data))
     except (InvalidSignature, ValueError):
         return False
     return True
 
 
-def _signed(text: str, data: bytes) -> bytes:
-    return b"lightning-fed order\0" + hashlib.sha256(data).digest() + text.encode()
+def _signed(kind: str, expiry: str, text: str, data: bytes) -> bytes:
+    return f"lightning-fed order\0{kind}\0{expiry}\0".encode() + hashlib.sha256(data).digest() + text.encode()

@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 _LOOK = 2.0  # seconds between looks at whether a client is still connected
 
+_WAITING = 3600.0  # seconds for which an order may wait in the network, beyond the time limit
+
 Answer = Packet | str
 """A packet, or in words why there is none."""
 
@@ -116,9 +118,18 @@ class Transport(ABC):
     def forget(self, client: Client) -> None:
         """Looks for a client anew that is not where it was."""
 
-    def signed(self, packet: Packet) -> Packet:
-        """The packet with the server's signature, if it has a key."""
-        return packet if self._key is None else Packet(sign(packet.text, packet.data, self._key), packet.data)
+    def signed(self, kind: str, packet: Packet) -> Packet:
+        """Signs a packet if the server has a key.
+
+        Args:
+            kind: The type of the message.
+            packet: The packet.
+
+        """
+        if self._key is None:
+            return packet
+        seconds = self._deadline.seconds + _WAITING
+        return Packet(sign(kind, packet.text, packet.data, self._key, seconds), packet.data)
 
     def ask(
         self,
@@ -148,7 +159,7 @@ class Transport(ABC):
         order: list[Client] = []
         for client, packet in packets:
             order.append(client)
-            name = self.push(client, kind, self.signed(packet), round)
+            name = self.push(client, kind, self.signed(kind, packet), round)
             self.sent += len(packet.data)
             if name is None:
                 ready[client] = lambda: "it is not connected"
@@ -203,7 +214,7 @@ class Transport(ABC):
         message.lost = now if message.lost is None else message.lost
         if connection is not None and again is not None:
             packet = again(message.client)
-            name = self.push(message.client, kind, self.signed(packet), round)
+            name = self.push(message.client, kind, self.signed(kind, packet), round)
             if name is not None:
                 _log.info(
                     "Round %d: client %r was started again, and is asked again.", round_number(round), message.client

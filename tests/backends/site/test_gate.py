@@ -2,6 +2,8 @@
 
 import json
 import struct
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +14,15 @@ pytest.importorskip("flwr")
 from lightning_fed import Federation
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.transport import from_records
+from lightning_fed.backends.site import gate, signatures
 from lightning_fed.backends.site.gate import NOT_ANSWERED
+from lightning_fed.backends.site.signatures import sign
 from lightning_fed.backends.wire.packets import Packet, PacketError, write_packet
 from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import UniformWeights
 from tests import models
 from tests.backends.flower.halves import OPTIONS, SIZES, clients_of, on_flower
-from tests.backends.site.test_policy import lines_of, write_policy
+from tests.backends.site.test_policy import lines_of, make_key, write_policy
 from tests.generators import same_random_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -155,6 +159,47 @@ def test_reasons_leave_where_the_policy_lets_reasons_leave(order, tmp_path):
     write_policy(tmp_path, entries=["net.bias"], faults="text")
     (reply,) = ask(tmp_path, 1.0, [order])
     assert "does not allow 'net.weight' in entries" in json.loads(reply.text)["header"]["reason"]
+
+
+# --- signed orders ----------------------------------------------------------------------------------------------------
+
+
+def ask_signed(folder, kind, packet, key, seconds=60.0, age=0.0):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(signatures, "time", SimpleNamespace(time_ns=lambda: time.time_ns() - int(age * 1e9)))
+        signed = Packet(sign(kind, packet.text, packet.data, key, seconds), packet.data)
+    runner = client_app(Federation(), linear, clients_of(data_with(1.0)), OPTIONS, store=folder).runner
+    return signed, runner
+
+
+def test_a_signed_order_is_done_once_and_before_its_expiry(order, tmp_path, caplog):
+    """Neither twice, nor later, nor as an order of another type."""
+    key, public = make_key(tmp_path / "keys", "server")
+    write_policy(tmp_path, servers=[public], answers=["update", "statistics"], extras=["*"])
+    signed, runner = ask_signed(tmp_path, "train", order, key)
+    assert json.loads(runner.answer("train", signed, {}).text)["kind"] == "update"
+    for kind, packet in (
+        ("train", signed),
+        ("train", ask_signed(tmp_path, "evaluate", order, key)[0]),
+        ("train", ask_signed(tmp_path, "train", order, key, age=120.0)[0]),
+        ("train", ask_signed(tmp_path, "train", order, key, age=-30 * 3600.0)[0]),
+        ("train", Packet(signed.text.replace("\n1", "\n2"), signed.data)),
+    ):
+        assert json.loads(runner.answer(kind, packet, {}).text)["header"]["reason"] == NOT_ANSWERED
+    assert "the order was done before" in caplog.text
+    assert caplog.text.count("or the order has expired") == 4
+    again, _ = ask_signed(tmp_path, "train", order, key)  # an answer that was lost is asked for with a new signature
+    assert json.loads(runner.answer("train", again, {}).text)["kind"] == "update"
+
+
+def test_a_server_without_permission_does_not_fill_the_disk(order, tmp_path, monkeypatch):
+    monkeypatch.setattr(gate, "_MOST_REFUSALS", 5)
+    write_policy(tmp_path, servers=[])
+    ask(tmp_path, 1.0, [order] * 20)
+    assert [line["rule"] for line in lines_of(tmp_path)] == [{"refused": "servers"}] * 5
+    write_policy(tmp_path)
+    (reply,) = ask(tmp_path, 1.0, [order])  # a server with permission is answered
+    assert json.loads(reply.text)["kind"] == "update"
 
 
 # --- a policy that is missing -----------------------------------------------------------------------------------------

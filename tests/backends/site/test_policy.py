@@ -174,7 +174,7 @@ def test_orders_of_another_key_or_changed_on_their_way(tmp_path):
     write_policy(tmp_path, servers=[other])
     runner = client_app(Federation(), lambda: None, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path).runner
     hello = write_packet("hello", {})
-    signed = gate.Packet(sign(hello.text, hello.data, key), hello.data)
+    signed = gate.Packet(sign("query", hello.text, hello.data, key, 60), hello.data)
     with pytest.raises(PacketError, match=gate.NOT_ANSWERED):
         runner.answer("query", signed, {})
     write_policy(tmp_path, servers=[(tmp_path / "server.pub").read_text()])
@@ -240,6 +240,22 @@ def test_the_names_of_the_pages_let_an_evaluation_leave(page, tmp_path):
     report.metrics = dict.fromkeys([names[1]], next(iter(report.states)))
     policy = read_policy(write_policy(tmp_path, metrics=names))
     policy.judge_answer("evaluation", write_update(report.as_update("ann"), Answer()).text)
+
+
+def test_numbers_of_examples_and_steps_have_a_rule(tmp_path):
+    """Behind a secure sum the number of examples is 1; the steps are hidden."""
+    write_policy(tmp_path / "11", counts=[])
+    refused = train(tmp_path)
+    assert [reply["kind"] for reply in refused] == ["fault", "fault"]
+    assert {line["rule"].get("refused") for line in answers_in(tmp_path / "11")} == {None, "counts"}
+    (tmp_path / "again").mkdir()
+    write_policy(tmp_path / "again" / "11", counts=[], extras=["*"])
+    left = [reply for reply in train(tmp_path / "again", in_sum) if reply["kind"] == "update"]
+    assert [(reply["header"]["num_samples"], reply["header"]["steps"]) for reply in left] == [(1, 0), (1, 0)]
+    (tmp_path / "third").mkdir()
+    write_policy(tmp_path / "third" / "11", counts=["num_samples"])
+    left = train(tmp_path / "third")
+    assert [reply["header"]["num_samples"] for reply in left] == [SIZES["ann"], SIZES["cid"]]
 
 
 # --- files that cannot be trusted -------------------------------------------------------------------------------------
