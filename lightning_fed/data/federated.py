@@ -327,9 +327,16 @@ class ChainedLoaders:
         return sum(len(loader) for loader in self.loaders)
 
     def __iter__(self) -> Iterator[Any]:
+        failures = 0
         for client, loader in itertools.zip_longest(self.clients, self.loaders):
             self.client = client
-            yield from loader
+            try:
+                yield from loader
+            except Exception as error:
+                failures += 1
+                if client is None or failures == len(self.loaders):
+                    raise
+                _log.warning("The data of client %r raised %r: the other batches are skipped.", client, error)
         self.client = None
 
 

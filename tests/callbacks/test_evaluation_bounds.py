@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import Dataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import FederatedDataModule
@@ -103,6 +104,25 @@ def test_a_forged_evaluation_is_excluded_by_name(name, federated_trainer, caplog
     sizes = evaluations.HELD_OUT
     mean = sum(sizes[client] * value for client, value in values.items()) / sum(sizes[client] for client in values)
     assert logged["fed/val_loss/pooled"] == pytest.approx(mean)
+
+
+class Broken(Dataset):
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        raise OSError("scan-17.dcm")
+
+
+def test_validation_data_that_raise_exclude_their_client(federated_trainer, caplog):
+    """As on another machine; the fit goes on."""
+    trainer = federated_trainer(max_rounds=2)
+    clients = models.as_datasets(models.vectors(evaluations.TRAIN))
+    held_out = {**models.as_datasets(models.vectors(evaluations.HELD_OUT)), "bob": Broken()}
+    trainer.fit(Scored(), datamodule=FederatedDataModule(clients, held_out, batch_size=8))
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert (logged["evaluation/clients"], logged["evaluation/failed"]) == (2, 1)
+    assert "its data raised OSError" in caplog.text
 
 
 class Endless(Scored):

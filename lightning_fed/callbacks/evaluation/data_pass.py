@@ -37,7 +37,7 @@ from lightning_fed.callbacks.evaluation.report import EvaluationReport, known_na
 from lightning_fed.callbacks.evaluation.results import monitored_name
 from lightning_fed.callbacks.unseen_data import measure_unseen
 from lightning_fed.data.federated import split_loaders
-from lightning_fed.errors import describe
+from lightning_fed.errors import ClientFault, describe
 from lightning_fed.lightning.internals import batch_size_of, callbacks_of, exchange_stage, is_overridden
 from lightning_fed.lightning.isolated_pass import find_metrics, isolated_pass, prepare_batch, run_prepared
 from lightning_fed.lightning.logged_values import LogCall, LoggedValue, LoggedValues, intercepted
@@ -122,7 +122,7 @@ def evaluate_data(
             logged.suffix = f"/dataloader_idx_{place}" if index else ""
             measure_unseen(trainer, module, limited_batches(loader, limit), f"{stage}_step")
             with tracing(named_metrics(module).values(), running):
-                for number, batch in enumerate(limited_batches(loader, limit)):
+                for number, batch in enumerate(_read_batches(limited_batches(loader, limit))):
                     with trainer.precision_plugin.forward_context():
                         prepared = logged.batch = prepare_batch(trainer, module, batch, place)
                     call("batch_start", prepared, number, *index)
@@ -368,6 +368,25 @@ def limited_batches(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
     if isinstance(limit, float):
         return loader if limit == 1.0 else itertools.islice(loader, int(limit * len(loader)))  # type: ignore[arg-type]
     return itertools.islice(loader, limit)
+
+
+def _read_batches(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yields batches.
+
+    Raises:
+        ClientFault: If the data raise an exception, in one process as on another machine.
+
+    """
+    iterator = iter(batches)
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            _log.warning("Validation or test data raised an exception.", exc_info=error)
+            raise ClientFault(f"its data raised {type(error).__name__}") from error
+        yield batch
 
 
 @contextmanager
