@@ -22,7 +22,8 @@ from lightning_fed.errors import ClientFault
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, with_prefix, without_prefix
 from lightning_fed.method import Method, register
-from lightning_fed.model.entries import copy_state, find_non_finite, live_entries
+from lightning_fed.model.entries import copy_state, find_non_finite, live_entries, parameter_entries
+from lightning_fed.numerics.precision import as_real
 from lightning_fed.rule import Aggregator
 
 
@@ -102,7 +103,7 @@ class PersonalModel(FederatedCallback):
         federation.open_visit.main_batches = batches and self.global_epochs * batches
         self._pulls = {
             parameter: broadcast.state[name].to(parameter.device)
-            for name, parameter in module.named_parameters()
+            for parameter, name in parameter_entries(module).items()
             if name in broadcast.state
         }
         if not any(name.startswith(OWN_MODEL) for name in federation.client_memory):
@@ -140,7 +141,7 @@ class PersonalModel(FederatedCallback):
 
     def _difference(self, parameter: nn.Parameter) -> Tensor | None:
         """The parameter's difference to the global model."""
-        return parameter - self._pulls[parameter] if parameter in self._pulls else None
+        return as_real(parameter.detach()) - self._pulls[parameter] if parameter in self._pulls else None
 
 
 @register

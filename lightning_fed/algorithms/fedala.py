@@ -25,7 +25,8 @@ from lightning_fed.lightning.internals import loss_scale
 from lightning_fed.lightning.isolated_pass import isolated_pass
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, with_prefix
 from lightning_fed.method import Method, register
-from lightning_fed.model.entries import copy_state
+from lightning_fed.model.entries import copy_state, parameter_entries
+from lightning_fed.numerics.precision import as_real
 from lightning_fed.rule import Aggregator
 
 _PREFIX = "ala:"
@@ -100,7 +101,7 @@ class AdaptiveAggregation(FederatedCallback):
             if last is not None:
                 last = last.to(parameter.device)
                 weight = memory.get(f"{_PREFIX}{name}", torch.ones_like(last)).to(parameter.device)
-                mixtures.append(_Mixture(name, parameter, last, parameter.detach() - last, weight.clone()))
+                mixtures.append(_Mixture(name, parameter, last, as_real(parameter.detach()) - last, weight.clone()))
         if not any(bool(mixture.difference.any()) for mixture in mixtures):
             return  # the first visit, or nothing to choose from
         is_first = not any(f"{_PREFIX}{mixture.name}" in memory for mixture in mixtures)
@@ -143,7 +144,7 @@ class AdaptiveAggregation(FederatedCallback):
                     continue
                 for mixture, gradient in zip(mixtures, gradients, strict=True):
                     if gradient is not None:
-                        mixture.weight.sub_(self.eta / scale * gradient * mixture.difference).clamp_(0, 1)
+                        mixture.weight.sub_(self.eta / scale * as_real(gradient) * mixture.difference).clamp_(0, 1)
                         mixture.write()
         return last_loss
 
@@ -167,7 +168,7 @@ class _Mixture(NamedTuple):
     @torch.no_grad()
     def write(self) -> None:
         """Gives the parameter the mixture's values."""
-        self.parameter.copy_(self.last + self.difference * self.weight)
+        as_real(self.parameter).copy_(self.last + self.difference * self.weight)
 
 
 def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
@@ -188,7 +189,7 @@ def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tens
 
     """
     layers: dict[str, dict[str, nn.Parameter]] = {}
-    for name, parameter in module.named_parameters():
+    for parameter, name in parameter_entries(module).items():
         if name in state and parameter.requires_grad:
             layers.setdefault(name.rpartition(".")[0], {})[name] = parameter
     if len(layers) < num_layers:

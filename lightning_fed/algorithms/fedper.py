@@ -16,7 +16,7 @@ from lightning_fed.callbacks.training_trace import find_class_task, has_same_par
 from lightning_fed.errors import OptionError
 from lightning_fed.lightning.internals import is_fitting
 from lightning_fed.method import Method, register
-from lightning_fed.model.entries import Selector, live_entries
+from lightning_fed.model.entries import Selector, layer_entries
 from lightning_fed.model.features import find_classifier
 from lightning_fed.rule import Aggregator
 
@@ -88,7 +88,7 @@ def _find_head(module: nn.Module) -> list[str]:
     if name is None:
         raise ValueError(f"Expected {type(module).__name__} to have a layer that makes the logits: {remedy}.")
     rank_zero_info(f"The head that stays with every client is {name!r}.")
-    return [entry for entry in live_entries(module) if entry.startswith(f"{name}.")]
+    return layer_entries(module, module.get_submodule(name))
 
 
 def _is_in_fit(module: L.LightningModule) -> bool:

@@ -19,7 +19,7 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Broadcast, Client, ClientUpdate
 from lightning_fed.method import Method, register
-from lightning_fed.model.entries import Selector
+from lightning_fed.model.entries import Selector, parameter_entries
 from lightning_fed.rule import Aggregator
 
 
@@ -78,7 +78,7 @@ class HeadThenBody(FederatedCallback):
     ) -> None:
         """Begins with the head."""
         self._release()
-        parameters = [(name, value) for name, value in module.named_parameters() if value.requires_grad]
+        parameters = [(name, value) for value, name in parameter_entries(module).items() if value.requires_grad]
         body = [parameter for name, parameter in parameters if name in broadcast.state]
         self._head = [parameter for name, parameter in parameters if name not in broadcast.state]
         if not body or not self._head:

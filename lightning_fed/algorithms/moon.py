@@ -17,7 +17,12 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_fed.algorithms.client_pass import refuse_rows
 from lightning_fed.algorithms.fedfusion.extractors import find_extractor_in_fit, named_features
+<<<<<<< HEAD
 from lightning_fed.algorithms.fedfusion.frozen_extractor import FrozenExtractor
+=======
+from lightning_fed.algorithms.fedfusion.frozen_extractor import FrozenExtractor, entries_of_network
+from lightning_fed.algorithms.visit_tensors import refuse_rows
+>>>>>>> 351b386e (Decide policies when training begins; check that entries are the memory that trains)
 from lightning_fed.argument_checks import check_nonnegative, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.federated_callback import FederatedCallback
@@ -132,8 +137,9 @@ class ContrastiveTerm(FederatedCallback):
                 f"Expected {type(module).__name__} to run its {self._name or 'forward'!r} up to {self._layer}, where"
                 " MOON compares features, but no batch did: name another layer in `layer`."
             )
-        memory, prefix = find_federation(trainer).client_memory, f"{self._name}." if self._name else ""
-        memory.update(with_prefix(copy_state(without_prefix(update.state, prefix)), _PREFIX))
+        names = entries_of_network(module, module.get_submodule(self._name)).items()
+        network_state = {path: update.state[name] for path, name in names if name in update.state}
+        find_federation(trainer).client_memory.update(with_prefix(copy_state(network_state), _PREFIX))
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Ends the term."""

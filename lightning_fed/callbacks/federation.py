@@ -37,7 +37,6 @@ from lightning_fed.fit.checkpoint_checks import (
     describe_clients,
     warn_of_batch_norm_option,
 )
-from lightning_fed.fit.entry_policies import check_sliced
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.fit_summary import describe_end, describe_start, files_of, last_checkpoint
 from lightning_fed.fit.options import BatchNormOption, Faults, FitOptions, LocalStatistics, VisitsOption
@@ -430,6 +429,8 @@ class Federation(TrainerCallback):
 
     def local_model(self, pl_module: L.LightningModule) -> LocalModel:
         """The module as one client after another sees it; to be asked for while it is the global model."""
+        if self._trainer is not None:
+            self._fit.decide_policies(self._trainer, pl_module)  # in `on_fit_start` they are not decided yet
         return self._models.local(pl_module)
 
     def own_models(
@@ -480,19 +481,19 @@ class Federation(TrainerCallback):
         self._loop.attach(trainer, pl_module, self.partition)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Decides what travels, before anything trains."""
+        """Checks schedulers before anything trains."""
         check_schedulers(trainer)
         if self._loop.is_planned and not self._fit.is_remote:
             check_estimate(self._fit)
-        self._fit.decide_policies(trainer, pl_module)
-        fit = self._fit
-        check_sliced(pl_module, fit.policies, self.server.rule, self.options, fit.reports_statistics)
-        if fit.batch_norm != self.options.batch_norm and trainer.is_global_zero and self.has_server:
-            _log.info("BatchNorm: each client has its own statistics, because the server may not see a client's.")
+        self._loop.is_ready = True
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Prepares the rounds, after all callbacks have changed the module in ``on_fit_start``."""
         self._loop.start_fit()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Makes sure that the Trainer's loader is ours, and puts the states of the global generators aside."""
+        self._loop.start_fit()
         self._loop.start_training()
         local = self.local_model(pl_module)
         check_model({name: local.entries[name] for name in local.shared})
@@ -519,6 +520,7 @@ class Federation(TrainerCallback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives up a round that is cut short: a Trainer that is told to stop validates at once."""
         if is_validating(trainer):
+            self._fit.policies = {}
             self._fit.decide_policies(trainer, pl_module)
         elif is_fitting(trainer) and not trainer.sanity_checking:
             self._fit.progress.validate()
@@ -527,6 +529,7 @@ class Federation(TrainerCallback):
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what is the clients' own."""
+        self._fit.policies = {}
         self._fit.decide_policies(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -10,18 +9,23 @@ from torch import Tensor, nn
 
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.local_optimizers import OPTIMIZER
+from lightning_fed.client.unsaved_tensors import Additions, UnsavedTensors
 from lightning_fed.messages import Client, ClientUpdate, State, without_prefix
 from lightning_fed.model.entries import (
     Policy,
     copy_state,
+    entry_names,
     find_fault,
     find_implausible,
     identical_entries,
     is_running_statistic,
     live_entries,
     load_entries,
+    parameter_entries,
+    tensor_slots,
 )
 from lightning_fed.model.resize import resize_module, set_tensor_data
+from lightning_fed.numerics.precision import as_real
 
 OWN_MODEL = "model:"
 """Prefix of names in a client's memory: of the entries of a model of its own, which it is evaluated with."""
@@ -53,9 +57,12 @@ class LocalModel:
     Attributes:
         server_entries: The server's values of the entries that do not travel.
         has_statistics: Whether the client that was loaded last has running statistics in its store.
+        dropped: Names of buffers with ``persistent=False`` that visits have changed; every visit starts without the
+            change.
 
     Raises:
         ValueError: If the module has entries without a policy, which were added since the policies were decided.
+        MisconfigurationException: If a parameter that trains has no entry.
 
     """
 
@@ -67,31 +74,28 @@ class LocalModel:
         resizes: bool = False,
         initial: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._module = module if resizes else None
+        self._module, self._resizes = module, resizes
         self._initial = initial or {}
+        names, slots = entry_names(module), {slot.tensor: slot for slot in reversed(tensor_slots(module))}
         self.entries = live_entries(module)
         added = [name for name in self.entries if name not in policies]
         if added:
             raise ValueError(
-                "Expected the module to keep its parameters and buffers until the fit ends, but these were added since"
-                f" it began: {', '.join(added[:5])}."
+                "Expected the module to keep its parameters and buffers until the round ends, but these were added:"
+                f" {', '.join(added[:5])}."
             )
         self.store = store
-        self.parameters = [
-            name for name, _ in module.named_parameters() if policies.get(name) in _TRAVELS and name in self.entries
-        ]
+        self.parameters = [name for name in parameter_entries(module).values() if policies[name] in _TRAVELS]
         self.shared = [name for name in self.entries if policies[name] in _TRAVELS]
         self.personal = [name for name in self.entries if policies[name] == "personal"]
         self.server_entries = copy_state(
             {name: value for name, value in self.entries.items() if policies[name] not in _TRAVELS}
         )
-        owners = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
-        self.sliced = {name: owners[name] for name in self.entries if policies[name] == "sliced"}
-        known = module.state_dict()
-        self._other_buffers = {name: value for name, value in module.named_buffers() if name not in known}
-        self._other_values = copy_state(self._other_buffers)
-        buffers = ((name, value) for name, value in module.named_buffers() if name not in self.sliced)
-        self._buffers = {name: (module.get_submodule(name.rpartition(".")[0]), value) for name, value in buffers}
+        self.sliced = {name: tensor for tensor, name in names.items() if policies[name] == "sliced"}
+        self._slots = {name: slots[tensor] for tensor, name in names.items() if name not in self.sliced}
+        self._unsaved = UnsavedTensors(module, names)
+        self._additions = Additions(module)
+        self.dropped = set[str]()
         self.has_statistics = False
         # A client's state between the request and the load: one read from the store.
         self._recalled: dict[Client, State] = {}
@@ -104,7 +108,7 @@ class LocalModel:
             known: Tensors to return in the place of copies of entries with the same values.
 
         """
-        self._find_buffers()
+        self._find_entries()
         known = {name: value for name, value in (known or {}).items() if name in self.entries}
         unchanged = identical_entries({name: self.entries[name] for name in known}, known)
         here = [name for name in self.shared if name not in self.sliced and name not in unchanged]
@@ -119,10 +123,11 @@ class LocalModel:
         The module owns the tensors of sliced entries from then on.
         """
         self._load({**state, **self.server_entries})
+        self._additions.put_back()
 
     def changed_server_entries(self, names: Iterable[str]) -> list[str]:
         """Those of some entries that do not travel of which the values are not the server's; NaN equals NaN."""
-        self._find_buffers()
+        self._find_entries()
         pairs = {name: (self.entries[name], self.server_entries[name]) for name in names if name in self.server_entries}
         return [
             name
@@ -178,7 +183,7 @@ class LocalModel:
 
     def client_entries(self) -> State:
         """A copy of all entries that a client trains, shared and personal."""
-        self._find_buffers()
+        self._find_entries()
         return copy_state({name: self.entries[name] for name in (*self.shared, *self.personal)})
 
     def load_client_entries(self, state: Mapping[str, Tensor]) -> None:
@@ -204,7 +209,7 @@ class LocalModel:
         memory: Mapping[str, Tensor],
     ) -> None:
         """Stores a client's personal entries, optimizer state and memory, if there are any, until the next visit."""
-        self._find_buffers()
+        self._find_entries()
         self._recalled, self._optimizer_state = {}, {}
         client_state = {name: self.entries[name] for name in self.personal} | dict(optimizer_state)
         client_state |= {f"{_MEMORY}{name}": value for name, value in memory.items()}
@@ -235,7 +240,7 @@ class LocalModel:
 
         Entries that were not plausible when the visit began may stay so. ``None`` if there is no fault.
         """
-        self._find_buffers()
+        self._find_entries()
         personal = {name: self.entries[name] for name in self.personal}
         fault = find_fault(personal, {name: self.server_entries[name] for name in personal}, finite=False)
         if fault is not None or find_implausible(personal) is None:
@@ -249,7 +254,13 @@ class LocalModel:
         return self._optimizer_state.pop(client, {})
 
     def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Builds the client's update of what :meth:`global_state` returns."""
+        """Builds the client's update of what :meth:`global_state` returns.
+
+        Raises:
+            MisconfigurationException: If the visit has written into tensors that ``state_dict`` does not hold.
+
+        """
+        self.dropped |= self._unsaved.changed()
         return ClientUpdate(client, num_samples, self.global_state(known))
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
@@ -261,12 +272,14 @@ class LocalModel:
                     f"The state cannot be loaded: the rows of entry {name!r} are {rows.dtype} of shape"
                     f" {tuple(rows.shape[1:])} instead of {owner.dtype} of shape {tuple(owner.shape[1:])}."
                 )
-        for name, (holder, buffer) in self._buffers.items():  # the module's own tensor returns, whatever replaced it
-            setattr(holder, name.rpartition(".")[2], buffer)
-        if self._module is not None:  # its tensors may have been replaced
+        self._additions.take_out()
+        self._unsaved.restore()
+        for _, layer, attribute, tensor in self._slots.values():  # the module's own tensor returns
+            if getattr(layer, attribute) is not tensor:
+                setattr(layer, attribute, tensor)
+        if self._resizes:
             resize_module(self._module, {name: value for name, value in state.items() if name not in self.sliced})
-            self.entries = live_entries(self._module)
-        self._find_buffers()
+        self._find_entries()
         load_entries(
             {name: value for name, value in self.entries.items() if name not in self.sliced},
             {name: value for name, value in state.items() if name not in self.sliced},
@@ -274,16 +287,15 @@ class LocalModel:
         for name, owner in self.sliced.items():
             set_tensor_data(owner, state.get(name, owner).detach())
             self.entries[name] = owner.detach()
-        load_entries(self._other_buffers, self._other_values)
 
-    def _find_buffers(self) -> None:
-        """Finds the current tensors of buffers, because a module may assign a buffer instead of writing into it."""
-        for name, (owner, _) in self._buffers.items():
-            current = getattr(owner, name.rpartition(".")[2])
+    def _find_entries(self) -> None:
+        """Finds the current tensors, because a module may assign a tensor or its data instead of writing into it."""
+        for name, (path, layer, attribute, tensor) in self._slots.items():
+            current = getattr(layer, attribute, None)
             if not isinstance(current, Tensor):
-                raise ValueError(f"Expected buffer {name!r} to stay a tensor, but in training it became {current!r}.")
-            if name in self.entries:
-                self.entries[name] = current.detach()
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                raise ValueError(f"Expected {kind} {path!r} to stay a tensor, but in training it became {current!r}.")
+            self.entries[name] = as_real(current.detach())
 
 
 def _part(client_state: State, prefix: str) -> State:

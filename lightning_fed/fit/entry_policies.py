@@ -15,10 +15,12 @@ from lightning_fed.model.entries import (
     Policy,
     Selector,
     batch_norm_statistics,
+    entry_names,
     entry_policies,
     find_non_finite,
     is_running_statistic,
     live_entries,
+    parameter_entries,
 )
 from lightning_fed.rule import Aggregator, RowAggregator
 
@@ -109,7 +111,7 @@ def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozense
         frozenset({'threshold'})
 
     """
-    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    buffers = {name for tensor, name in entry_names(module).items() if not isinstance(tensor, nn.Parameter)}
     return frozenset(
         name
         for name, value in live_entries(module).items()
@@ -138,6 +140,16 @@ def warn_of_filled(names: Collection[str]) -> None:
         " start (%s). What they write is dropped: the global model has there what it began with, or what its validation"
         " writes. Give them finite values before the fit to have them averaged, name them in `personal` to have each"
         " client keep its own, or in `frozen` if this is right.",
+        len(names),
+        _first(sorted(names)),
+    )
+
+
+def warn_of_dropped(names: Collection[str]) -> None:
+    """Names the buffers with ``persistent=False`` that visits change."""
+    _log.warning(
+        "The clients' visits change %d buffers with `persistent=False` (%s). Every visit starts from the values at the"
+        " start of the fit, and the changes are dropped: register them with `persistent=True` to have them averaged.",
         len(names),
         _first(sorted(names)),
     )
@@ -180,9 +192,10 @@ def check_sliced(
             f"Clients hold other rows of {sliced} in every visit, to which the optimizer state that they kept does not"
             " belong: use optimizer_state='reset'."
         )
-    for name, layer in module.named_modules():
-        entry = f"{name}.weight".lstrip(".")
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and entry in sliced and layer.padding_idx is not None:
+    names = entry_names(module)
+    for layer in module.modules():
+        entry = names.get(layer.weight) if isinstance(layer, nn.Embedding | nn.EmbeddingBag) else None
+        if entry in sliced and layer.padding_idx is not None:
             raise MisconfigurationException(
                 f"Clients hold some rows of {entry!r} only, and its padding_idx={layer.padding_idx} would be another"
                 " word in every visit: make the embedding without `padding_idx`."
@@ -207,7 +220,7 @@ def freeze_parameters(module: nn.Module, policies: Mapping[str, Policy]) -> list
     """
     frozen = [
         parameter
-        for name, parameter in module.named_parameters()
+        for parameter, name in parameter_entries(module).items()
         if policies.get(name) == "frozen" and parameter.requires_grad
     ]
     for parameter in frozen:

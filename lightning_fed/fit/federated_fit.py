@@ -205,17 +205,26 @@ class FederatedFit:
                 " the global model would never change."
             )
 
-    def decide_policies(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Decides which entries of a module travel, before it is trained or evaluated."""
+    def decide_policies(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
+        """Decides which entries of a module travel; policies that a fit has decided stay.
+
+        Returns:
+            Whether there are entries without a policy before.
+
+        """
+        if self.policies.keys() >= live_entries(module).keys():
+            return False
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(module)}
-        options = self.options
-        if options.batch_norm == "auto":
+        options, known = self.options, self.policies
+        if options.batch_norm == "auto" and not known:
             has_hidden_updates = bool(sliced) or self.server.chain.reveals != "update"
             self.batch_norm = LocalStatistics() if has_hidden_updates and batch_norm_statistics(module) else "auto"
         policies = decide_policies(module, options.personal, options.frozen, self.batch_norm, sliced)
-        if self.unset is None:  # a resumed fit knows them: by then they may have values
-            self.unset = unset_buffers(module, policies)
-        self.policies = freeze_unset(policies, self.unset)
+        new = {name: policy for name, policy in policies.items() if name not in known}
+        if self.unset is None or known:  # a resumed fit knows them: by then they may have values
+            self.unset = unset_buffers(module, new) | (self.unset or frozenset())
+        self.policies = {**freeze_unset(new, self.unset), **known}
+        return True
 
     def note_initial_statistics(self) -> None:
         """Keeps the statistics with which clients start, before the first round's take their place in the module."""

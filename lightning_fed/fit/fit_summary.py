@@ -15,7 +15,7 @@ from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.messages import tensor_bytes
 from lightning_fed.model.batch_norm import batch_norm_layers
-from lightning_fed.model.entries import live_entries
+from lightning_fed.model.entries import live_entries, parameter_entries
 
 _UNITS = ["bytes", "kB", "MB", "GB", "TB"]
 _AT_HOME = ("personal", "frozen")
@@ -48,7 +48,7 @@ def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
     clients, trainer = len(fit.population.clients), fit.trainer
     counts = Counter[str](fit.policies.values())
     entries = live_entries(fit.module)
-    untrained = {name for name, value in fit.module.named_parameters() if not value.requires_grad}
+    untrained = {name for value, name in parameter_entries(fit.module).items() if not value.requires_grad}
     shared = {name: entries[name] for name, policy in fit.policies.items() if policy == "shared"}
     following = {name: shared.pop(name) for name in untrained & shared.keys()}
     first, last = trainer.current_epoch, trainer.max_epochs

@@ -24,8 +24,8 @@ from lightning_fed.matching.one_shot import MatchMode, MatchOrder, match_states
 from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.model.batch_norm import batch_norm_layers, recalibrate_batch_norm
 from lightning_fed.model.batches import BatchKey, find_inputs
-from lightning_fed.model.entries import find_non_finite
-from lightning_fed.model.resize import match_widths, named_tensors, resize_module
+from lightning_fed.model.entries import entry_tensors, find_non_finite
+from lightning_fed.model.resize import match_widths, resize_module
 from lightning_fed.numerics.trees import move_tensors
 
 
@@ -199,7 +199,7 @@ class MatchedAverage:
         resize_module(module, match.state)
         if self.batch_norm == "recalibrate" and batch_norm_layers(module):
             recalibrate_batch_norm(module, data or (), self.inputs)
-        merged = {name: value.detach().clone() for name, value in named_tensors(module).items()}
+        merged = {name: value.detach().clone() for name, value in entry_tensors(module).items()}
         widths, matched = match.groups.sizes, match.matched
         merged_groups = [
             MergedGroup(name, before, widths[name], matched[name], match.agreement[name], match.seconds[name])
@@ -235,7 +235,7 @@ class MatchedAverage:
                 "Expected `example_input`, or `data` or an `example_input_array` of the module to take it from, but got"
                 " none of them."
             )
-        device = next((tensor.device for tensor in named_tensors(module).values()), torch.device("cpu"))
+        device = next((tensor.device for tensor in entry_tensors(module).values()), torch.device("cpu"))
         return move_tensors(example, device), data
 
 
@@ -266,7 +266,7 @@ def _states(networks: Sequence[Checkpoint | nn.Module], module: nn.Module) -> li
     """The states of networks, on the devices that the module's entries are on."""
     if not networks:
         raise ValueError("Expected at least one of `networks`, but got none.")
-    module_tensors, states = named_tensors(module), list[dict[str, Tensor]]()
+    module_tensors, states = entry_tensors(module), list[dict[str, Tensor]]()
     for number, network in enumerate(networks):
         label = str(network) if isinstance(network, str | Path) else f"network {number}"
         state = network.state_dict() if isinstance(network, nn.Module) else state_of(read_checkpoint(network))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.matching.permutation import PermutationGroup, grow_neurons, permute_neurons
-from lightning_fed.model.resize import named_tensors, update_layer_sizes
+from lightning_fed.model.entries import entry_tensors
+from lightning_fed.model.resize import update_layer_sizes
 from lightning_fed.numerics.precision import float64_device
 from lightning_fed.numerics.trees import map_leaves, tree_leaves
 
@@ -34,7 +35,7 @@ class PermutationCheck:
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._module, self._generator = module, torch.Generator().manual_seed(0)
-        self._tensors = named_tensors(module)
+        self._tensors = entry_tensors(module)
         first = {id(tensor): name for name, tensor in reversed(self._tensors.items())}
         self._values = {name: self._perturbed(self._tensors[name], name) for name in first.values()}
         self._inputs = map_leaves(self._perturbed, (args, dict(kwargs)))

@@ -33,7 +33,7 @@ from lightning_fed.matching.permutation import (
 )
 from lightning_fed.matching.permutation_check import PermutationCheck, restored_afterwards, split_inputs
 from lightning_fed.matching.tracer import Tracer
-from lightning_fed.model.resize import named_tensors
+from lightning_fed.model.entries import entry_tensors, tensor_slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,7 @@ class PermutationGroups:
             True
 
         """
-        tensors = named_tensors(module)
+        tensors = entry_tensors(module)
         first: dict[int, str] = {}
         names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
         for pattern in pin:
@@ -120,7 +120,7 @@ class PermutationGroups:
                 raise ValueError(f"Expected `extra_groups` to have entries of the module, but got {unknown}.")
         args, kwargs = split_inputs(example_input)
         with restored_afterwards(module):
-            tracer = _trace(module, args, kwargs, names)
+            tracer = _trace(module, args, kwargs, names, tensors)
             candidates = [*extra_groups]
             for group in find_groups(tracer) if tracer is not None else []:
                 pinned = any(fnmatchcase(name, pattern) for name in _all_names(group, names) for pattern in pin)
@@ -245,29 +245,34 @@ class PermutationGroups:
         return [sizes.get(group.name, group.size) for group in self.groups]
 
 
-def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Mapping[str, str]) -> Tracer | None:
+def _trace(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+) -> Tracer | None:
     """Follows a module's neurons; ``None``, with a warning, if its operations cannot be read off."""
-    tensors = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
-    constants = {name: tensor for name, tensor in tensors.items() if name not in names}
-    tracer = Tracer({name: tensors[name] for name in names}, {**RULES, **LAYERS})
+    entries = {tensor: names[name] for name, tensor in tensors.items()}
+    slots = tensor_slots(module)
+    paths = {slot.path: entries[slot.tensor] for slot in slots if slot.tensor in entries}
+    constants = {slot.path: slot.tensor for slot in slots if slot.tensor not in entries}
+    tracer = Tracer(tensors, {**RULES, **LAYERS})
     try:
-        tracer.run(_exported(module, args, kwargs), names, constants)
+        tracer.run(_exported(module, args, kwargs), paths, constants)
     except Exception as error:  # a module that depends on its data, or on what only a Trainer gives it
         rank_zero_warn(
             "No neurons can change places but those of `extra_groups`: the module's operations cannot be read off."
             f" {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         )
         return None
-    if _unused(module, names, tracer):
+    if _unused(tensors, names, tracer):
         module.train()
         with suppress(Exception):  # the warning that follows says what is left
-            tracer.run(_exported(module, args, kwargs), names, constants)
+            tracer.run(_exported(module, args, kwargs), paths, constants)
         module.eval()
         used = {name.partition(".")[0] for name in _traced_names(tracer)}
-        children = dict.fromkeys(name.partition(".")[0] for name in _unused(module, names, tracer))
+        children = dict.fromkeys(name.partition(".")[0] for name in _unused(tensors, names, tracer))
         unused = [child for child in children if child not in used]
         if unused:
             rank_zero_warn(
@@ -287,10 +292,11 @@ def _traced_names(tracer: Tracer) -> set[str]:
     return {name for name, _ in tracer.axes} | set(tracer.elements)
 
 
-def _unused(module: nn.Module, names: Mapping[str, str], tracer: Tracer) -> list[str]:
+def _unused(tensors: Mapping[str, Tensor], names: Mapping[str, str], tracer: Tracer) -> list[str]:
     """Parameters with several axes that the trace has not reached."""
     traced = _traced_names(tracer)
-    return [name for name, value in module.named_parameters() if value.ndim > 1 and names[name] not in traced]
+    parameters = {name: value for name, value in tensors.items() if isinstance(value, nn.Parameter)}
+    return [name for name, value in parameters.items() if value.ndim > 1 and names[name] not in traced]
 
 
 def _checked(

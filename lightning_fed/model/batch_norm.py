@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_fed.messages import State
 from lightning_fed.model.batches import BatchKey, find_inputs
-from lightning_fed.model.entries import BatchNorm, find_non_finite
+from lightning_fed.model.entries import BatchNorm, find_non_finite, layer_prefixes
 from lightning_fed.model.feature_extraction import evaluating
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.numerics.trees import move_tensors
@@ -29,10 +29,12 @@ _WIDE_RANGE = 1e30
 
 
 def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
-    """BatchNorm layers (of any kind) with running statistics, by name."""
+    """BatchNorm layers (of any kind) with running statistics, by the name before the last dot of their entries."""
+    prefixes = layer_prefixes(module)
     return {
-        name: cast("nn.BatchNorm2d", layer)  # the kinds share their attributes, and no public base class
-        for name, layer in module.named_modules()
+        # The kinds share their attributes, and no public base class.
+        prefixes.get(layer, f"{path}.").removesuffix("."): cast("nn.BatchNorm2d", layer)
+        for path, layer in module.named_modules()
         if isinstance(layer, BatchNorm) and layer.running_mean is not None
     }
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal, TypeAlias
+from itertools import pairwise
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -38,6 +39,51 @@ BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """The batch normalisation layers, with the subclasses that timm makes of them."""
 
 
+class Slot(NamedTuple):
+    """Place of a parameter or buffer in a module.
+
+    Args:
+        path: Name as in ``named_parameters()`` and ``named_buffers()``.
+        layer: Module that holds the tensor.
+        attribute: Name of the tensor in ``layer``.
+        tensor: The parameter or buffer itself.
+
+    """
+
+    path: str
+    layer: nn.Module
+    attribute: str
+    tensor: Tensor
+
+
+def tensor_slots(module: nn.Module) -> list[Slot]:
+    """Places of a module's parameters and buffers, in the order of ``named_modules()``; tied tensors several times.
+
+    Example:
+        >>> [slot.path for slot in tensor_slots(nn.Sequential(nn.Linear(2, 1)))]
+        ['0.weight', '0.bias']
+
+    """
+    return [
+        Slot(f"{path}.{name}" if path else name, layer, name, value)
+        for path, layer in module.named_modules(remove_duplicate=False)
+        for find in (layer.named_parameters, layer.named_buffers)
+        for name, value in find(recurse=False)
+    ]
+
+
+def tensors_by_path(module: nn.Module) -> dict[str, Tensor]:
+    """A module's parameters and buffers by path, each once; the paths are no names of entries.
+
+    Example:
+        >>> list(tensors_by_path(nn.Sequential(nn.Linear(2, 1))))
+        ['0.weight', '0.bias']
+
+    """
+    paths = {slot.tensor: slot.path for slot in reversed(tensor_slots(module))}
+    return {path: tensor for tensor, path in reversed(paths.items())}
+
+
 def live_entries(module: nn.Module) -> State:
     """Tensors that share memory with the module's state, by entry name: a write changes the module.
 
@@ -52,19 +98,19 @@ def live_entries(module: nn.Module) -> State:
         3.0
 
     """
-    return {name: as_real(value) for name, value in _state_tensors(module).items()}
+    return {name: as_real(value) for name, value in _state_tensors(module, tensor_slots(module)).items()}
 
 
-def _state_tensors(module: nn.Module) -> State:
+def _state_tensors(module: nn.Module, slots: Sequence[Slot]) -> State:
     state = {
         name: value
         for name, value in module.state_dict().items()
-        if isinstance(value, Tensor) and name.rpartition(".")[2] != "_extra_state"
+        if isinstance(value, Tensor) and name.rpartition(".")[2] != "_extra_state" and not is_lazy(value)
     }
     names = tied_names(state)
     state = {name: value for name, value in state.items() if names[name] == name}
-    owned = {_memory(tensor) for tensor in _tensors(module)}
-    others = {name: value for name, value in state.items() if _memory(value) not in owned}
+    memories = {_memory(slot.tensor) for slot in slots}
+    others = {name: value for name, value in state.items() if _memory(value) not in memories}
     if not others:
         return state
     again = module.state_dict()  # `state` is alive, so a copy has another address now
@@ -72,14 +118,9 @@ def _state_tensors(module: nn.Module) -> State:
     return {name: value for name, value in state.items() if name not in copied}
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers of a module, each once, without lazy ones."""
-    return [value for value in (*module.parameters(), *module.buffers()) if not is_lazy(value)]
-
-
 def _memory(value: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]] | None:
-    """Address and form of a tensor; ``None`` if the tensor has no memory (empty, meta, sparse)."""
-    if value.layout != torch.strided or not value.numel() or not value.data_ptr():
+    """Address and form of a tensor; ``None`` if the tensor has no memory (lazy, empty, meta, sparse)."""
+    if is_lazy(value) or value.layout != torch.strided or not value.numel() or not value.data_ptr():
         return None
     return value.data_ptr(), value.dtype, value.shape, value.stride()
 
@@ -105,19 +146,40 @@ def entry_names(module: nn.Module) -> dict[Tensor, str]:
         'weight'
 
     """
-    entries = _state_tensors(module)
+    names, slots = _entry_names(module), tensor_slots(module)
+    missing = [slot.path for slot in slots if slot.tensor.requires_grad and slot.tensor not in names]
+    if missing:
+        raise MisconfigurationException(
+            f"Expected `{type(module).__name__}.state_dict()` to hold every parameter that trains, but"
+            f" {_some(missing)} shares no memory with an entry, and the server would never see it: return the"
+            " parameter itself from `state_dict` (no copy, no other form, no part), or stop its gradient"
+            " (`requires_grad_(False)`)."
+        )
+    return names
+
+
+def _entry_names(module: nn.Module) -> dict[Tensor, str]:
+    slots = tensor_slots(module)
+    entries = _state_tensors(module, slots)
     names = {_memory(value): name for name, value in entries.items()}
-    names.pop(None, None)
-    found = {tensor: names[_memory(tensor)] for tensor in _tensors(module) if _memory(tensor) in names}
-    for path, parameter in module.named_parameters():
-        if parameter not in found and parameter.requires_grad and not is_lazy(parameter) and _memory(parameter):
-            raise MisconfigurationException(
-                f"Expected `{type(module).__name__}.state_dict()` to hold every parameter that trains, but {path!r}"
-                " shares no memory with an entry, so the server would never see the parameter: return the parameter"
-                " itself from `state_dict` (no copy, no other form, no part), or stop the gradient"
-                " (`requires_grad_(False)`)."
-            )
-    return found
+    # A tensor without memory has nothing but a name.
+    found = ((slot.tensor, names.get(_memory(slot.tensor)) if _memory(slot.tensor) else slot.path) for slot in slots)
+    return {tensor: name for tensor, name in found if name in entries}
+
+
+def entry_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a module's state by entry name; tied ones appear under every name.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> entry_tensors(layer)["bias"] is layer.bias
+        True
+
+    """
+    names = _entry_names(module)
+    tensors = {name: tensor for tensor, name in reversed(names.items())}
+    state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    return {name: tensors[first] for name, first in tied_names(state).items() if first in tensors}
 
 
 def parameter_entries(module: nn.Module) -> dict[nn.Parameter, str]:
@@ -131,6 +193,91 @@ def parameter_entries(module: nn.Module) -> dict[nn.Parameter, str]:
     """
     names = entry_names(module)
     return {parameter: names[parameter] for parameter in module.parameters() if parameter in names}
+
+
+def layer_entries(module: nn.Module, layer: nn.Module) -> list[str]:
+    """Names of a layer's entries among the entries of the module that contains the layer.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        >>> layer_entries(net, net[1])
+        ['1.weight', '1.bias']
+
+    """
+    names = _entry_names(module)
+    return list(dict.fromkeys(names[slot.tensor] for slot in tensor_slots(layer) if slot.tensor in names))
+
+
+def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
+    """Prefix of the entries of each layer with tensors: the entry of ``weight`` is ``prefix + "weight"``.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        >>> layer_prefixes(net)[net[1]]
+        '1.'
+
+    """
+    names, prefixes = _entry_names(module), dict[nn.Module, str]()
+    for slot in tensor_slots(module):
+        if slot.tensor in names and names[slot.tensor].rpartition(".")[2] == slot.attribute:
+            prefixes.setdefault(slot.layer, names[slot.tensor].removesuffix(slot.attribute))
+    return prefixes
+
+
+def check_entries(module: nn.Module) -> None:
+    """Makes sure that the entries are the memory that trains.
+
+    Args:
+        module: The module, before visits.
+
+    Raises:
+        MisconfigurationException: If a layer is lazy, a parameter that trains or a running statistic in training mode
+            has no entry, or two entries overlap in memory.
+
+    Example:
+        >>> check_entries(nn.LazyLinear(2))
+        Traceback (most recent call last):
+            ...
+        lightning.fabric.utilities.exceptions.MisconfigurationException: Expected parameters with a shape, but ...
+
+    """
+    slots, owner = tensor_slots(module), type(module).__name__
+    lazy = [slot.path for slot in slots if is_lazy(slot.tensor)]
+    if lazy:
+        raise MisconfigurationException(
+            f"Expected parameters with a shape, but {_some(lazy)} of {owner} is lazy: make a dry run of the module"
+            " before `fit`, such as `module(batch)` with one batch, or write the layer's sizes."
+        )
+    names = entry_names(module)
+    missing = [
+        slot.path
+        for slot in slots
+        if slot.tensor not in names and slot.layer.training and is_running_statistic(slot.attribute)
+    ]
+    if missing:
+        raise MisconfigurationException(
+            f"Expected `{owner}.state_dict()` to hold the running statistics of every layer in training mode, but"
+            f" {_some(missing)} shares no memory with an entry, and the server would never see it: keep the statistics"
+            " in `state_dict`, or put the layer in evaluation mode (`.eval()`)."
+        )
+    spans = sorted(
+        (value.untyped_storage().data_ptr(), value.data_ptr(), value.data_ptr() + _extent(value), name)
+        for name, value in _state_tensors(module, slots).items()
+        if _memory(value) is not None
+    )
+    for (storage, _, end, name), (next_storage, start, _, next_name) in pairwise(spans):
+        if storage == next_storage and start < end:
+            raise MisconfigurationException(
+                f"Expected every entry of `{owner}.state_dict()` to have memory of its own, but {name!r} and"
+                f" {next_name!r} overlap: save only one of them (`register_buffer(..., persistent=False)`), or tie"
+                " whole tensors."
+            )
+
+
+def _extent(value: Tensor) -> int:
+    """Bytes from a tensor's first element to behind the last one in memory."""
+    steps = ((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return (sum(steps) + 1) * value.element_size()
 
 
 def trainable_entries(module: nn.Module) -> frozenset[str]:
@@ -395,9 +542,16 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
         elif not isinstance(selector, type):
             selected = set(selector(module)).intersection((*names, *later))
         else:
-            owners = [owner for owner, child in module.named_modules() if isinstance(child, selector)]
-            prefixes = tuple(f"{owner}." if owner else "" for owner in owners)
-            selected = {name for name in (*names, *later) if name.startswith(prefixes)} if prefixes else set()
+            layers = [child for child in module.modules() if isinstance(child, selector)]
+            selected = {name for child in layers for name in layer_entries(module, child)}.intersection(names)
+            inner = {layer for child in layers for layer in child.modules()}
+            first_layers = {name: layer for name, layer in _first_layers(module).items() if name in selected}
+            for name, layer in first_layers.items():
+                if layer not in inner:
+                    raise OptionError(
+                        f"Expected `{option}` to match tied entries by their first layer, but {selector.__name__}"
+                        f" matches a layer that shares {name!r} with {type(layer).__name__}, and not the latter."
+                    )
         if not selected:
             raise OptionError(
                 f"Expected every selector in `{option}` to match entries of the model, but {selector!r} matches none of"
@@ -411,6 +565,11 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
                 f" {later[name]!r}, and not the latter."
             )
     return matched.difference(later)
+
+
+def _first_layers(module: nn.Module) -> dict[str, nn.Module]:
+    names = _entry_names(module)
+    return {names[slot.tensor]: slot.layer for slot in reversed(tensor_slots(module)) if slot.tensor in names}
 
 
 def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
@@ -441,13 +600,14 @@ def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
 
 
 def batch_norm_statistics(module: nn.Module) -> set[str]:
-    """Names of the running statistics (mean, variance, counter) of the module's BatchNorm layers."""
+    """Entries of the running statistics (mean, variance, counter) of the module's BatchNorm layers."""
+    names = _entry_names(module)
     return {
-        f"{name}.{buffer}" if name else buffer
-        for name, layer in module.named_modules()
+        names[getattr(layer, attribute)]
+        for layer in module.modules()
         if isinstance(layer, BatchNorm)
-        for buffer in ("running_mean", "running_var", "num_batches_tracked")
-        if getattr(layer, buffer) is not None
+        for attribute in ("running_mean", "running_var", "num_batches_tracked")
+        if getattr(layer, attribute) in names
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_fed.model.entries import entry_tensors
 from lightning_fed.model.layer_widths import find_width_ratios, layer_numbers
 
 
@@ -44,7 +45,7 @@ def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         (5, torch.Size([4, 1]))
 
     """
-    tensors = named_tensors(module)
+    tensors = entry_tensors(module)
     for name, value in state.items():
         if name not in tensors:
             raise ValueError(f"Expected entries of the module, but got {name!r}.")
@@ -82,7 +83,7 @@ def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
             layer, or those that come one after another in an ``nn.Sequential``. The module is as it was then.
 
     """
-    tensors = named_tensors(module)
+    tensors = entry_tensors(module)
     resized = {
         name: value
         for name, value in state.items()
@@ -101,13 +102,6 @@ def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
                 f"Expected layers that fit each other, where {old.producer} has {old.out_width} and"
                 f" {old.consumer} {old.in_width}, but got {new.out_width} and {new.in_width}."
             )
-
-
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module's state by name; tied ones appear under every name."""
-    tensors = dict[str, Tensor](module.named_parameters(remove_duplicate=False))
-    tensors.update(module.named_buffers(remove_duplicate=False))
-    return {name: tensors[name] for name in module.state_dict(keep_vars=True) if name in tensors}
 
 
 def update_layer_sizes(module: nn.Module) -> list[AttributeChange]:

@@ -19,7 +19,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fed.argument_checks import (
     check_count,
@@ -40,6 +40,7 @@ from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.internals import OverriddenMethod
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, file_name
+from lightning_fed.model.entries import tensors_by_path
 from lightning_fed.numerics.seeds import client_key
 from lightning_fed.privacy.accounting import Accountant, Budget, calibrate
 from lightning_fed.privacy.dpsgd_checks import check_federation, check_trainer, loader_owner
@@ -680,7 +681,11 @@ class _Visit:
 
     def watch(self, module: L.LightningModule, optimized: set[int]) -> None:
         """Begins to look at the gradients, and notes what is not to change."""
-        self.trained = {name: value for name, value in module.named_parameters() if id(value) in optimized}
+        self.trained = {
+            path: value
+            for path, value in tensors_by_path(module).items()
+            if isinstance(value, nn.Parameter) and id(value) in optimized
+        }
         self.gradients = ExampleGradients(module, self.trained.values())
         self._module = module
         self._others = {name: value.detach().clone() for name, value in self._untrained().items()}
@@ -696,8 +701,7 @@ class _Visit:
 
     def _untrained(self) -> Mapping[str, Tensor]:
         # Also buffers that are not saved: what a step writes into them, the next one may train with.
-        state = {**dict(self._module.named_buffers()), **self._module.state_dict()}
-        return {name: value for name, value in state.items() if name not in self.trained and isinstance(value, Tensor)}
+        return {path: value for path, value in tensors_by_path(self._module).items() if path not in self.trained}
 
 
 class _DrawnBatches:

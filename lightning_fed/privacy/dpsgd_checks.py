@@ -8,12 +8,14 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import nn
 
 from lightning_fed.callbacks.federation import Federation
 from lightning_fed.callbacks.training_trace import optimized_parameters
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.internals import callbacks_of, datamodule_of, is_compiled, is_overridden
+from lightning_fed.model.entries import tensor_slots, tensors_by_path
 from lightning_fed.privacy.gradients import find_unsupported
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed")
@@ -51,8 +53,8 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
         MisconfigurationException: With what to do instead.
 
     """
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    tied = set(names) - {name for name, _ in module.named_parameters()}
+    names = [slot.path for slot in tensor_slots(module) if isinstance(slot.tensor, nn.Parameter)]
+    tied = set(names) - tensors_by_path(module).keys()
     own = set(map(id, module.parameters()))
     refused = {
         "automatic optimization: with a manual one the module steps as it likes": not module.automatic_optimization,

@@ -27,7 +27,7 @@ from lightning_fed.data.federated import (
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population, in_one_thread, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
-from lightning_fed.fit.entry_policies import freeze_parameters
+from lightning_fed.fit.entry_policies import check_sliced, freeze_parameters
 from lightning_fed.fit.failed_rounds import FailedRounds
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of, sharing_strategy
@@ -55,6 +55,7 @@ from lightning_fed.lightning.internals import (
     move_log_position,
 )
 from lightning_fed.messages import Client
+from lightning_fed.model.entries import check_entries
 from lightning_fed.rounds.batch_hooks import BatchHooks
 from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
@@ -79,12 +80,13 @@ class RoundLoop:
         hooks: Overrides of the batch hooks; they know the round under way.
         failed_rounds: Count of the rounds that brought no new model because clients failed.
         is_planned: True once the first round has been planned.
+        is_ready: True once the module is complete, as far as ``setup`` and ``on_fit_start`` are concerned.
     """
 
     def __init__(self, fit: FederatedFit, remote: RemoteSide | None = None) -> None:
         self.fit, self.remote = fit, remote
         self.failed_rounds = FailedRounds(fit.options.faults.max_failed_rounds)
-        self.is_planned = False
+        self.is_planned = self.is_ready = self._is_started = False
         self._plan = VisitPlan()
         self.hooks = BatchHooks(fit, self._close_round)
         self._averages: RoundAverages | None = None
@@ -161,13 +163,22 @@ class RoundLoop:
                     self._overridden.append(_without_none(owner, hook))
 
     def start_fit(self) -> None:
-        """Prepares the module for the rounds, when the policies of its entries are decided.
+        """Prepares the module for the rounds, once.
 
         Raises:
-            MisconfigurationException: If visits are to be fused and cannot be.
+            MisconfigurationException: If the module's entries are not the memory that trains, or visits are to be fused
+                and cannot be.
 
         """
         fit = self.fit
+        if self._is_started:
+            return
+        self._is_started = True
+        check_entries(fit.module)
+        fit.decide_policies(fit.trainer, fit.module)
+        check_sliced(fit.module, fit.policies, fit.server.rule, fit.options, fit.reports_statistics)
+        if fit.batch_norm != fit.options.batch_norm and fit.trainer.is_global_zero and fit.has_server:
+            _log.info("BatchNorm: each client has its own statistics, because the server may not see a client's.")
         if self._averages is not None:
             self._averages.check_entries()
         self.hooks.batch_loop = self._fuse(self.hooks.has_batch_start)
@@ -175,6 +186,11 @@ class RoundLoop:
             check_optimizers(fit.trainer.optimizers)
         fit.note_initial_statistics()
         self._frozen = freeze_parameters(fit.module, fit.policies)
+        self._plan_visits()
+
+    def _plan_visits(self) -> None:
+        """Plans visits that train at once."""
+        fit = self.fit
         visits = fit.options.visits_at_once
         if visits is None:
             return
@@ -184,6 +200,15 @@ class RoundLoop:
         self._plan = visits.plan(fit) or VisitPlan()
         if fit.is_batch_norm_fixed:
             thaw_batch_norm(fit.module)
+
+    def _find_new_entries(self) -> bool:
+        """Gives entries that were added to the module a policy; returns whether there are any."""
+        fit = self.fit
+        check_entries(fit.module)
+        has_new = fit.decide_policies(fit.trainer, fit.module)
+        if has_new:
+            self._frozen += freeze_parameters(fit.module, fit.policies)
+        return has_new
 
     def _fuse(self, has_batch_start: bool) -> BatchLoop | None:
         """Decides whether visits are fused; the log gives the obstacle."""
@@ -235,7 +260,12 @@ class RoundLoop:
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         self._overridden, self._reload_interval, self._frozen = [], None, []
+<<<<<<< HEAD
         self._plan, self.hooks.batch_loop = VisitPlan(), None
+=======
+        self._plan, self._hooks = VisitPlan(), None
+        self.is_ready = self._is_started = False
+>>>>>>> 351b386e (Decide policies when training begins; check that entries are the memory that trains)
         self.fit.close()
         self._generators.close()
 
@@ -287,6 +317,10 @@ class RoundLoop:
 
     def _plan_round(self) -> RoundLoader:
         """Override of ``train_dataloader``: the next round's loader, which opens it when its first batch is fetched."""
+        if self.is_ready:
+            self.start_fit()
+            if self._find_new_entries():
+                self._plan_visits()
         fit, round, interval = self.fit, self.fit.trainer.current_epoch, self._reload_interval or 0
         is_due = bool(interval) and round - self._last_look >= interval
         if self.is_planned and is_due:
@@ -330,6 +364,12 @@ class RoundLoop:
                     " its validation is not: resume with a Trainer that validates as the one before."
                 )
             self.fit.start_round(cohort)
+            if self._find_new_entries() and self._plan.groups is not None:
+                raise MisconfigurationException(
+                    "Expected the module to have all parameters and buffers when a round is planned, because several"
+                    " clients train at once, but a hook has added some since: add the tensors earlier, or use"
+                    " visits='auto'."
+                )
             if self.remote is not None:
                 self.remote.start(self.fit)
             self.hooks.round = Round(self.fit, loader, cohort, self._plan)

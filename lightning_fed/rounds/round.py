@@ -25,6 +25,7 @@ from lightning_fed.console import round_number
 from lightning_fed.data.population import seed_everything, seeded_generators
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.federated_callback import FederatedCallback
+from lightning_fed.fit.entry_policies import warn_of_dropped
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.carried_attributes import CarriedAttributes
@@ -162,6 +163,8 @@ class Round:
 
     def join(self) -> None:
         """Joins the processes that shared the visits, after the last of them."""
+        if self.local.dropped and self.fit.note_warning("dropped"):
+            warn_of_dropped(self.local.dropped)
         self._carried.end_round(self._server.report.round)
         self.fit.synchronisation.join(self.state, self.optimizers, self.cohort)
 

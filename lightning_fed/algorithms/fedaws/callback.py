@@ -21,7 +21,7 @@ from lightning_fed.callbacks.training_trace import find_class_task
 from lightning_fed.errors import OptionError
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
-from lightning_fed.model.entries import live_entries
+from lightning_fed.model.entries import layer_prefixes, live_entries, parameter_entries
 from lightning_fed.numerics.precision import at_least_float32
 
 Variant: TypeAlias = Literal["top_k", "margin"]
@@ -105,7 +105,7 @@ class SpreadOut(FederatedCallback):
         """Finds the layer."""
         if self.entry == "auto":
             layer = find_class_task(trainer, pl_module, "name the `entry` that holds one row per class").layer
-            self._name = f"{layer}.weight".lstrip(".")
+            self._name = f"{layer_prefixes(pl_module)[pl_module.get_submodule(layer)]}weight"
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Checks the layer, and finds its learning rate in this round."""
@@ -179,6 +179,6 @@ def _with_lengths_of(new: Tensor, old: Tensor) -> Tensor:
 def _learning_rate(trainer: L.Trainer, module: nn.Module, name: str) -> float:
     """Learning rate of a parameter; of the first parameter group, if no optimizer has it."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    weight = dict(module.named_parameters()).get(name)
-    own = [group for group in groups if any(parameter is weight for parameter in group["params"])]
+    weights = {parameter for parameter, entry in parameter_entries(module).items() if entry == name}
+    own = [group for group in groups if not weights.isdisjoint(group["params"])]
     return float((own or groups)[0]["lr"])

@@ -29,7 +29,8 @@ from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.isolated_pass import isolated_pass, until_fault
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, with_prefix, without_prefix
 from lightning_fed.method import register
-from lightning_fed.model.entries import find_non_finite
+from lightning_fed.model.entries import find_non_finite, parameter_entries
+from lightning_fed.numerics.precision import as_real
 from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.numerics.weighted_mean import WeightedMean
 from lightning_fed.rounds.batch_norm import batch_norm_layers
@@ -151,9 +152,9 @@ class GradientCorrection(FederatedCallback):
                 visit.fail(str(fault), fault.step_error)
             visit.fault = visit.fault or str(fault)
             return
-        parameters = dict(module.named_parameters())
-        for name, gradient in without_prefix(gradients, _PREFIX).items():
-            self._corrections[parameters[name]] = mean[name] - gradient
+        differences = {name: mean[name] - gradient for name, gradient in without_prefix(gradients, _PREFIX).items()}
+        parameters = parameter_entries(module).items()
+        self._corrections = {parameter: differences[name] for parameter, name in parameters if name in differences}
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Adds the correction."""
@@ -186,7 +187,7 @@ class GradientCorrection(FederatedCallback):
         visit = Visit(client, round, derive_seed(schedule.seed, round), steps=schedule.local_steps)
         parameters = {
             name: parameter
-            for name, parameter in module.named_parameters()
+            for parameter, name in parameter_entries(module).items()
             if name in state and parameter.requires_grad
         }
         batches = until_fault(population.one_pass(visit, isolated=True), faults)
@@ -239,7 +240,7 @@ def full_gradient(
                 continue
             values = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
             gradients = {
-                name: torch.zeros_like(parameter) if value is None else value.to_dense()
+                name: as_real(torch.zeros_like(parameter) if value is None else value.to_dense())
                 for (name, parameter), value in zip(parameters.items(), values, strict=True)
             }
             size = batch_length(batch)

@@ -21,6 +21,7 @@ from torch import nn
 from lightning_fed.algorithms.fedfusion.equations import smooth_weight
 from lightning_fed.algorithms.fedfusion.extractors import Extractor, find_extractor, find_extractor_in_fit
 from lightning_fed.algorithms.fedfusion.feature_cache import FeatureCache
+from lightning_fed.algorithms.fedfusion.frozen_extractor import entries_of_network
 from lightning_fed.algorithms.fedfusion.layers import FusionLayer
 from lightning_fed.algorithms.fedfusion.model_surgery import find_fusion, fuse
 from lightning_fed.algorithms.fedfusion.operators import ConvInit, OperatorName, build_operator
@@ -39,6 +40,7 @@ from lightning_fed.errors import OptionError
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.internals import callbacks_of, is_fitting
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.model.entries import tensors_by_path
 from lightning_fed.model.features import FeatureLayer
 from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.rule import ClusteredAggregator
@@ -192,7 +194,9 @@ class FeatureFusion(FederatedCallback):
         """Makes sure that the extractor and the operator train."""
         optimized = optimized_parameters(trainer)
         entries = self.fusion.frozen.entries
-        wanted = {id(p) for name, p in self.fusion.network.named_parameters() if name in entries and p.requires_grad}
+        wanted = {
+            id(p) for path, p in tensors_by_path(self.fusion.network).items() if path in entries and p.requires_grad
+        }
         if self.operator != "none" and wanted and optimized.isdisjoint(wanted):
             raise MisconfigurationException(
                 "Expected to fuse features that train, but no optimizer has parameters of what makes"
@@ -346,10 +350,11 @@ class FeatureFusion(FederatedCallback):
             return
         self._use_global_reference()
         if client is not None and self.fusion.is_referring:
-            policies, network = find_federation(trainer).policies, _name_of(self.fusion.network, module)
-            entries = self.fusion.frozen.state(self.fusion.network)
-            names = {name: ".".join(filter(None, (network, name))) for name in entries}
-            personal = {name: value for name, value in entries.items() if policies.get(names[name]) == "personal"}
+            policies, entries = find_federation(trainer).policies, self.fusion.frozen.state(self.fusion.network)
+            names = entries_of_network(module, self.fusion.network)
+            personal = {
+                path: value for path, value in entries.items() if policies.get(names.get(path, "")) == "personal"
+            }
             self.fusion.refer(personal)
 
     def _fuse(self, trainer: L.Trainer, module: L.LightningModule, trace: TrainingTrace | None = None) -> FusionLayer:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fed.messages import State
+from lightning_fed.model.entries import entry_names, tensors_by_path
 from lightning_fed.model.features import FeatureLayer
 
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -44,7 +45,7 @@ class FrozenExtractor:
     def __init__(self, network: nn.Module, layer: FeatureLayer) -> None:
         self.network = _copy_network(network).eval().requires_grad_(False)
         self.layer = layer
-        self.entries = set(_entries(self.network))
+        self.entries = set(tensors_by_path(self.network))
         self.is_plain: bool | None = None
         tapped = self.network.get_submodule(layer.path)
         if layer.side == "input":
@@ -77,9 +78,9 @@ class FrozenExtractor:
         """
         if isinstance(source, nn.Module):
             self.follow(source)
-        values = _entries(source) if isinstance(source, nn.Module) else source
+        values = tensors_by_path(source) if isinstance(source, nn.Module) else source
         with torch.no_grad():
-            for name, entry in _entries(self.network).items():
+            for name, entry in tensors_by_path(self.network).items():
                 if name not in self.entries or name not in values:
                     continue
                 if values[name].shape != entry.shape:
@@ -96,7 +97,7 @@ class FrozenExtractor:
             source: The network; ``None`` for the extractor itself.
 
         """
-        entries = _entries(self.network if source is None else source)
+        entries = tensors_by_path(self.network if source is None else source)
         return {name: value.detach().clone() for name, value in entries.items() if name in self.entries}
 
     def follow(self, network: nn.Module) -> None:
@@ -104,10 +105,10 @@ class FrozenExtractor:
         source, copied = (next(module.parameters(), None) for module in (network, self.network))
         if source is None or copied is None or (source.device, source.dtype) == (copied.device, copied.dtype):
             return
-        originals = _entries(network)
+        originals = tensors_by_path(network)
         with torch.inference_mode(False):  # what is made in that mode cannot be written into later
             self.network.to(source.device)
-            for name, entry in _entries(self.network).items():
+            for name, entry in tensors_by_path(self.network).items():
                 entry.data = entry.data.to(originals[name].dtype)
 
     def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
@@ -140,7 +141,7 @@ class FrozenExtractor:
             for handle in handles:
                 handle.remove()
         needed = set(_needed(self.network, started, set(finished)))
-        unneeded = {name: entry for name, entry in _entries(self.network).items() if name not in needed}
+        unneeded = {name: entry for name, entry in tensors_by_path(self.network).items() if name not in needed}
         values = {name: entry.data for name, entry in unneeded.items()}
         for entry in unneeded.values():
             entry.data = entry.data.new_empty(0)
@@ -181,9 +182,10 @@ def _copy_network(network: nn.Module) -> nn.Module:
         return copy.deepcopy(network, shared)
 
 
-def _entries(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, those too that are not in the state."""
-    return dict(module.named_parameters()) | dict(module.named_buffers())
+def entries_of_network(module: nn.Module, network: nn.Module) -> dict[str, str]:
+    """Names of the module's entries by the path of the parameter or buffer in one of the module's networks."""
+    names = entry_names(module)
+    return {path: names[tensor] for path, tensor in tensors_by_path(network).items() if tensor in names}
 
 
 def _needed(module: nn.Module, started: set[nn.Module], finished: set[nn.Module], prefix: str = "") -> Iterator[str]:
@@ -193,7 +195,7 @@ def _needed(module: nn.Module, started: set[nn.Module], finished: set[nn.Module]
     checkpointing): something in them is.
     """
     if module in finished:
-        yield from (f"{prefix}{name}" for name in _entries(module))
+        yield from (f"{prefix}{name}" for name in tensors_by_path(module))
     elif module in started or any(layer in started for layer in module.modules()) or not _is_callable(module):
         direct = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         yield from (f"{prefix}{name}" for pairs in direct for name, _ in pairs)

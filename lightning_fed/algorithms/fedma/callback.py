@@ -40,9 +40,15 @@ from lightning_fed.matching.stages import find_stages
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, with_prefix, without_prefix
 from lightning_fed.method import register
 from lightning_fed.model.batches import BatchKey, find_target
-from lightning_fed.model.entries import copy_state, trainable_entries
+from lightning_fed.model.entries import (
+    copy_state,
+    entry_tensors,
+    layer_prefixes,
+    parameter_entries,
+    trainable_entries,
+)
 from lightning_fed.model.initial_state import shuffled_state
-from lightning_fed.model.resize import match_widths, named_tensors
+from lightning_fed.model.resize import match_widths
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.numerics.trees import move_tensors
 from lightning_fed.rounds.batch_norm import batch_norm_layers, measure_statistics, pool_statistics
@@ -134,7 +140,7 @@ class LayerwiseTraining(FederatedCallback):
 
         def resize(checkpoint: dict[str, Any]) -> None:
             state, known = checkpoint["state_dict"], checkpoint.get("callbacks", {}).get(self.state_key)
-            shapes = {name: value.shape for name, value in named_tensors(pl_module).items() if name in state}
+            shapes = {name: value.shape for name, value in entry_tensors(pl_module).items() if name in state}
             self._resized = {name: (shape, state[name].shape) for name, shape in shapes.items()}
             if known is not None:
                 check_growth(self._resized, known["growable"])
@@ -355,12 +361,12 @@ class LayerwiseTraining(FederatedCallback):
     def _freeze(self, module: nn.Module, stage: int) -> None:
         """Keeps the parameters and statistics of matched stages as they are."""
         matched = frozenset[str]().union(*self._stages[:stage])
-        for name, parameter in module.named_parameters():
+        for parameter, name in parameter_entries(module).items():
             if name in matched and parameter.requires_grad:
                 parameter.requires_grad_(False)
                 self._frozen_parameters.append(parameter)
-        for name, layer in module.named_modules():
-            if layer.training and f"{name}.running_mean" in matched:  # BatchNorm, and InstanceNorm that keeps them
+        for layer, prefix in layer_prefixes(module).items():
+            if layer.training and f"{prefix}running_mean" in matched:  # BatchNorm, and InstanceNorm that keeps them
                 layer.eval()
                 self._frozen_layers.append(layer)
 

@@ -29,6 +29,7 @@ from lightning_fed.lightning.internals import callbacks_of
 from lightning_fed.lightning.isolated_pass import until_fault
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request
 from lightning_fed.model.batches import find_target
+from lightning_fed.model.entries import layer_entries
 
 ClientClasses: TypeAlias = Mapping[Client, Sequence[int]] | Callable[[Client], Sequence[int]]
 
@@ -217,7 +218,7 @@ class SampledSoftmax(FederatedCallback):
                     f"The head shares its weight with {name!r}, which would look up other rows than those it means:"
                     " clients can hold a few classes only if the weight is the head's own."
                 )
-        return [name for name, parameter in module.named_parameters() if id(parameter) in parameters]
+        return layer_entries(module, head)
 
     def _hold(self, module: L.LightningModule) -> None:
         head = self._head(module)

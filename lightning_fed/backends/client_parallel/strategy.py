@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from lightning_fed.client.client_store import ClientStore
 from lightning_fed.fit.synchronisation import ClientSharing, RoundSynchronisation
 from lightning_fed.lightning.internals import callbacks_of
 from lightning_fed.lightning.trainer_progress import RoundProgress
+from lightning_fed.model.entries import tensors_by_path
 from lightning_fed.process_group import ProcessGroup, TorchProcessGroup
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Schedule
@@ -170,7 +170,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
     @torch.no_grad()
     def _make_alike(self, module: L.LightningModule) -> None:
         """Gives parameters and buffers the values that they have in the first process."""
-        values = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
+        values = tensors_by_path(module)
         forms = {name: (value.shape, value.dtype) for name, value in values.items()}
         for rank, rank_forms in enumerate(self._processes.gather(forms)):
             differing = sorted(name for name in forms.keys() | rank_forms if forms.get(name) != rank_forms.get(name))

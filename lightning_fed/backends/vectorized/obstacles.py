@@ -20,6 +20,7 @@ from lightning_fed.lightning.internals import (
     is_overridden,
     loss_scaler,
 )
+from lightning_fed.model.entries import tensors_by_path
 from lightning_fed.rule import ResizingAggregator
 
 _MODULE_HOOKS = (
@@ -84,7 +85,7 @@ def check_entries(module: nn.Module, names: Iterable[str]) -> None:
     """
     known = set(names)
     names_by_storage: dict[int, str] = {}
-    for name, value in (*module.named_parameters(), *module.named_buffers()):
+    for name, value in tensors_by_path(module).items():
         if name not in known:
             continue
         if has_gradient_hooks(value):

@@ -19,6 +19,7 @@ from lightning_fed.data.round_loader import VisitGroups
 from lightning_fed.errors import describe
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.options import VisitsAtOnce
+from lightning_fed.model.entries import entry_names, tensors_by_path
 from lightning_fed.rounds.batch_norm import layers_in_training
 from lightning_fed.rounds.visit_driver import VisitPlan
 from lightning_fed.server.schedule import Schedule
@@ -50,13 +51,18 @@ class Vectorized(VisitsAtOnce):
     def plan(self, fit: FederatedFit) -> VisitPlan | None:
         """See :class:`~lightning_fed.rounds.VisitsAtOnce`."""
         trainer, module, population = fit.trainer, fit.module, fit.population
-        entries = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-        statistics = {  # which change in a visit whether they travel or not
+        entries = entry_names(module)
+        paths = tensors_by_path(module).items()
+        statistics = {  # a visit changes BatchNorm statistics with any policy
             f"{name}.{buffer}".lstrip(".")
             for name, layer in layers_in_training(module).items()
             for buffer, _ in layer.named_buffers(recurse=False)
         }
-        names = [name for name in entries if fit.policies.get(name) != "frozen" or name in statistics]
+        names = [
+            path
+            for path, tensor in paths
+            if path in statistics or fit.policies.get(entries.get(tensor, "")) != "frozen"
+        ]
         try:
             check_vectorizable(fit)
             check_entries(module, names)

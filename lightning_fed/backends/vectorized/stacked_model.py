@@ -19,7 +19,7 @@ from lightning_fed.backends.vectorized.client_random import PerClientRandom
 from lightning_fed.data.interleave import ClientGenerators, StackedBatch, batch_tensors, rebuild_batch
 from lightning_fed.lightning.isolated_pass import loss_in
 from lightning_fed.lightning.logged_values import LogCall, intercepted
-from lightning_fed.model.entries import copy_state
+from lightning_fed.model.entries import copy_state, tensor_slots, tensors_by_path
 from lightning_fed.model.resize import set_tensor_data
 from lightning_fed.numerics.precision import at_least_float32
 
@@ -43,19 +43,15 @@ class StackedModel:
         self._module, self._draws = module, draws
         self._caller = _Caller(module)
         known = set(names)
+        tensors = {path: tensor for path, tensor in tensors_by_path(module).items() if path in known}
         self._parameters: dict[str, Tensor] = {
-            name: value for name, value in module.named_parameters() if name in known
+            path: value for path, value in tensors.items() if isinstance(value, nn.Parameter)
         }
-        self._buffers = {name: value for name, value in module.named_buffers() if name in known}
-        firsts = {id(value): name for name, value in self._entries()}
+        self._buffers = {path: value for path, value in tensors.items() if path not in self._parameters}
+        firsts = {value: path for path, value in tensors.items()}
         # Every layer once, also one that is registered twice: `functional_call` would give it the wrong tensors back.
-        every = [
-            entry
-            for path, layer in module.named_modules()
-            for find in (layer.named_parameters, layer.named_buffers)
-            for entry in find(path, recurse=False, remove_duplicate=False)
-        ]
-        self._firsts = {f"module.{name}": firsts[id(value)] for name, value in every if id(value) in firsts}
+        slots = {(slot.layer, slot.attribute): slot for slot in reversed(tensor_slots(module))}.values()
+        self._firsts = {f"module.{slot.path}": firsts[slot.tensor] for slot in slots if slot.tensor in firsts}
         self._whole = {name: many(value, size) for name, value in (*self._parameters.items(), *self._buffers.items())}
         self._indices = torch.arange(size)
         self._plain: dict[str, Tensor] = {}

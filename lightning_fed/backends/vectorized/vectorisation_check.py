@@ -28,7 +28,7 @@ from lightning_fed.errors import describe
 from lightning_fed.lightning.internals import is_vmap_tensor, tensor_version
 from lightning_fed.lightning.isolated_pass import is_same, isolated_pass, loss_in, noted_attributes, prepare_batch
 from lightning_fed.lightning.logged_values import LogCall, intercepted
-from lightning_fed.model.entries import copy_state
+from lightning_fed.model.entries import copy_state, tensors_by_path
 
 _WRITES = "`training_step` writes the attribute {!r}, which would be all clients'"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -85,7 +85,7 @@ class _TwoClients:
         self._module, self._names = module, names
         self._step: Callable[..., Any] = module.training_step
         self._rest = [0] * (len(inspect.signature(self._step).parameters) > 1)
-        entries = dict[str, Tensor](module.named_parameters()) | dict(module.named_buffers())
+        entries = tensors_by_path(module)
         self._entries = {name: entries[name] for name in names}
         self._start = copy_state(self._entries)
         self._trained = [value for value in module.parameters() if value.requires_grad]
