@@ -33,7 +33,7 @@ from lightning_fed.model.entries import batch_norm_statistics
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.seeds import client_key
 from lightning_fed.privacy.accounting import Accountant, Budget, Sampling, budget_of, plan_budget
-from lightning_fed.rule import Aggregator, RoundInfo
+from lightning_fed.rule import Aggregator
 from lightning_fed.server.schedule import SecretSampling
 from lightning_fed.steps.update_step import Arrived, CollectingStep, Held, UpdateStep
 
@@ -263,16 +263,6 @@ class CentralDP(UpdateStep):
     def callbacks(self) -> Sequence[Any]:
         """The budget, which is settled before a fit and watched in it."""
         return [PrivacyBudget(self)]
-
-    def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round.
-
-        Raises:
-            ValueError: If there are complex entries.
-
-        """
-        refuse_complex(state)
-        super().start(info, state)
 
     def on_send(self, broadcast: Broadcast) -> None:
         """Tells the client the clip."""
@@ -576,17 +566,6 @@ def refuse_statistics(module: L.LightningModule, federation: Federation, how: st
             f"BatchNorm's statistics ({statistics[0]}, ...) would leave the clients {how}: take batch_norm='personal',"
             " 'frozen' or LocalStatistics(), or GroupNorm (`lightning_fed.modules.to_group_norm`)."
         )
-
-
-def refuse_complex(state: State) -> None:
-    """Refuses entries of which there is no clipped step.
-
-    Raises:
-        ValueError: If there are complex entries.
-
-    """
-    if any(value.is_complex() for value in state.values()):
-        raise OptionError("Expected a model without complex entries, whose steps are clipped.")
 
 
 def step_length(steps: State) -> float:

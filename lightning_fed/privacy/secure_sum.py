@@ -25,13 +25,12 @@ from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.privacy.central import (
     CentralDP,
     clip_factor,
-    refuse_complex,
     refuse_other_messages,
     refuse_statistics,
     step_length,
 )
 from lightning_fed.privacy.ring import CLIENTS, SCALE, Ring, in_ring, ring_form
-from lightning_fed.rule import Aggregator, RoundInfo
+from lightning_fed.rule import Aggregator
 from lightning_fed.steps.update_step import Arrived, Held, UpdateStep
 from lightning_fed.steps.weights import MOST_SAMPLES, counted_samples
 
@@ -137,16 +136,6 @@ class SecureSum(UpdateStep):
     def callbacks(self) -> Sequence[Any]:
         """The callback that settles the ring before a fit."""
         return [RingSettings(self)]
-
-    def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round.
-
-        Raises:
-            ValueError: If there are complex entries.
-
-        """
-        refuse_complex(state)
-        super().start(info, state)
 
     def form(self, state: State) -> State:
         """Whole numbers in the place of floating-point entries that train."""

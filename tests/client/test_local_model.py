@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.client.client_store import FolderStore, MemoryStore
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.client.local_optimizers import LocalOptimizers, pack_optimizers, unpack_optimizers
@@ -517,13 +518,22 @@ def test_a_buffer_that_is_no_tensor_any_more_is_refused(federated_trainer):
 
 
 @WITHOUT_VALIDATION
-def test_entries_that_are_added_between_rounds_are_named(federated_trainer):
+def test_entries_that_are_added_between_rounds_get_a_policy(federated_trainer):
     class Growing(models.Module):
         def on_train_epoch_end(self):
-            self.grown = nn.Linear(2, 2)
+            if not hasattr(self, "grown"):
+                self.grown, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
 
-    with pytest.raises(ValueError, match=r"these were added since it began: grown\.weight, grown\.bias"):
-        federated_trainer(max_rounds=2).fit(Growing(models.mlp()), models.as_datasets(models.vectors()))
+    trainer = federated_trainer(max_rounds=2, personal=["*.bias"])
+    trainer.fit(Growing(models.mlp()), models.as_datasets(models.vectors()))
+    policies = find_federation(trainer).policies
+    added = {name: policy for name, policy in policies.items() if name.startswith(("grown.", "head."))}
+    assert added == {
+        "grown.weight": "shared",
+        "grown.bias": "personal",
+        "head.weight": "shared",
+        "head.bias": "personal",
+    }
 
 
 def test_rows_that_do_not_fit_leave_the_module_as_it_was():

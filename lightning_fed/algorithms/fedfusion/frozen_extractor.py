@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_fed.messages import State
 from lightning_fed.model.entries import entry_names, tensors_by_path
 from lightning_fed.model.features import FeatureLayer
+from lightning_fed.numerics.precision import as_real
 
 _INTERNAL = frozenset(vars(nn.Module()))
 
@@ -83,12 +84,13 @@ class FrozenExtractor:
             for name, entry in tensors_by_path(self.network).items():
                 if name not in self.entries or name not in values:
                     continue
-                if values[name].shape != entry.shape:
+                own, value = as_real(entry), as_real(values[name])
+                if value.shape != own.shape:
                     raise ValueError(
-                        f"Expected {name!r} of the extractor to have shape {tuple(entry.shape)}, but got"
-                        f" {tuple(values[name].shape)}."
+                        f"Expected {name!r} of the extractor to have shape {tuple(own.shape)}, but got"
+                        f" {tuple(value.shape)}."
                     )
-                entry.copy_(values[name])
+                own.copy_(value)
 
     def state(self, source: nn.Module | None = None) -> State:
         """A copy of its parameters and buffers, or of their counterparts in the network.
