@@ -44,6 +44,7 @@ _MOST_BYTES = 16 * 2**20  # of a body; Flower sends pieces of 5 MB
 _SECONDS = 600.0  # for a piece on a slow connection
 _STRANGER_SECONDS = 10.0  # for TLS and the headers of a signed call
 _STRANGERS, _STRANGERS_PER_ADDRESS = 500, 50  # connections without a signed call
+_BURST = 32  # connections that are accepted at once
 _CALLS_PER_NODE = 64  # at once
 _OLDEST = 600.0  # seconds of a signature; the SuperLink accepts fewer
 _FRESH = 5.0  # seconds for which a key is known as registered
@@ -132,9 +133,15 @@ class Listener(socket.socket):
             self.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         self.bind(address)
         self.strangers: dict[tuple[Any, ...], Connection] = {}
+        self._burst = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accepts a connection; the oldest connection of a stranger makes room."""
+        """Accepts a connection. The oldest connection of the same address makes room, or of the busiest address."""
+        if self._burst == 0:
+            asyncio.get_running_loop().call_soon(self._end_burst)
+        if self._burst >= _BURST:  # others have a turn: every connection takes memory for TLS
+            raise BlockingIOError
+        self._burst += 1
         accepted, address = super().accept()
         peer = address[:2]
         connection = Connection(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
@@ -143,7 +150,8 @@ class Listener(socket.socket):
         if len(same) >= _STRANGERS_PER_ADDRESS:
             self._end(same[0])
         elif len(self.strangers) >= _STRANGERS:
-            self._end(next(iter(self.strangers)))
+            busiest = Counter(other[0] for other in self.strangers).most_common(1)[0][0]
+            self._end(next(other for other in self.strangers if other[0] == busiest))
         self.watch(peer, connection)
         return connection, address
 
@@ -155,6 +163,9 @@ class Listener(socket.socket):
     def trust(self, peer: tuple[Any, ...]) -> Connection | None:
         """Takes a connection with a signed call from the strangers."""
         return self.strangers.pop(peer, None)
+
+    def _end_burst(self) -> None:
+        self._burst = 0
 
     def _expire(self, peer: tuple[Any, ...], connection: Connection) -> None:
         if self.strangers.get(peer) is connection:

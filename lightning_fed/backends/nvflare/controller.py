@@ -13,6 +13,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
+from nvflare.fuel.f3.cellnet import cell
 
 from lightning_fed.backends.nvflare.transport import FlareTransport
 from lightning_fed.backends.site.signatures import read_private_key
@@ -93,7 +94,8 @@ class FederationController(Controller):  # type: ignore[misc]
         self._key = None if key is None else read_private_key(key)
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        """Does nothing: the run begins with the control flow."""
+        """Keeps the job alive when NVFLARE cannot decode an answer."""
+        _survive_bad_answers()
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Trains; an error ends the job."""
@@ -107,3 +109,13 @@ class FederationController(Controller):  # type: ignore[misc]
     ) -> None:
         """Drops an answer that came too late."""
         _log.warning("An answer of site %r to %r came too late, and is dropped.", client.name, task_name)
+
+
+def _survive_bad_answers() -> None:
+    """Turns off the exit of NVFLARE's job process after an undecodable answer: one site would end the job for all.
+
+    NVFLARE decodes an answer before the controller sees the answer. The decoding still fails, and the round excludes
+    the site at its deadline.
+    """
+    if hasattr(cell, "_is_server_job_cell"):  # from NVFLARE 2.8 on
+        cell._is_server_job_cell = lambda _: False  # noqa: SLF001 - NVFLARE has no option

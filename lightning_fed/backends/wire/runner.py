@@ -92,6 +92,7 @@ class ClientRunner:
         self._federation, self._model, self._data = federation, model, data
         self._options, self._callbacks = check_options(trainer, _OURS), list(callbacks)
         self._store = Path(store)
+        self._store.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._run = ""
         self._module: L.LightningModule
         self._found: dict[str, tuple[Population, HalfData]] = {}  # by node

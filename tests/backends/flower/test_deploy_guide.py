@@ -160,12 +160,16 @@ def test_the_guide_and_a_stranger(tmp_path):
 
 
 def exhaust(ca):
-    """Opens 1,005 connections that send nothing, and 20 bodies of 64 MiB that never end, while three nodes train."""
+    """Opens 1,005 connections that send nothing, and 20 bodies of 64 MiB that never end, while three nodes train.
+
+    The stranger has another address than the nodes.
+    """
     name, port = HERE.split(":")
-    connections = [socket.create_connection((name, int(port))) for _ in range(1005)]
+    there = {"address": ("127.0.0.1", int(port)), "source_address": ("127.0.0.2", 0)}
+    connections = [socket.create_connection(**there) for _ in range(1005)]
     context = ssl.create_default_context(cafile=ca)
     for _ in range(20):
-        connection = context.wrap_socket(socket.create_connection((name, int(port))), server_hostname=name)
+        connection = context.wrap_socket(socket.create_connection(**there), server_hostname=name)
         connection.sendall(b"POST /v1/fleet/push-messages HTTP/1.1\r\nhost: x\r\ncontent-length: 67108864\r\n\r\n")
         connections.append(connection)
     return connections

@@ -33,12 +33,13 @@ def environment(folder, case, **deadline):
     }
 
 
-def simulate(folder, case, job=JOB, seconds=240):
+def simulate(folder, case, job=JOB, seconds=240, **deadline):
     """Runs a job in the simulator, and returns its log."""
     command = [sys.executable, "-m", f"{MAIN}.simulator.simulator", str(job), "-w", str(folder / "simulator")]
     done = subprocess.run(
         [*command, "-c", "site-1,site-2", "-t", "2"],
-        env=environment(folder, case), cwd=folder, timeout=seconds, text=True, capture_output=True, check=False,
+        env=environment(folder, case, **deadline), cwd=folder, timeout=seconds, text=True, capture_output=True,
+        check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"[-5000:]
     return done.stdout + done.stderr

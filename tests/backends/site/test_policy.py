@@ -17,6 +17,7 @@ from lightning_fed import Faults, FederatedCallback, Federation
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.transport import from_records
 from lightning_fed.backends.site import gate
+from lightning_fed.backends.site import policy as policy_module
 from lightning_fed.backends.site.policy import PolicyError, RequiredStep, read_policy
 from lightning_fed.backends.site.record import read_lines
 from lightning_fed.backends.site.signatures import read_private_key, sign
@@ -370,3 +371,21 @@ def test_the_example_of_the_guide_lets_its_study_leave_and_its_first_half_nothin
             continue
         with pytest.raises(gate.Refusal):
             policy.judge_order(order, gate.Half("FedAvg"))
+
+
+def test_the_threat_model_has_every_field_that_leaves():
+    """The tables are those of the messages, and the names of the tests exist."""
+    root = Path(models.__file__).parents[1]
+    page = (root / "docs" / "guides" / "threat_model.md").read_text()
+    rows = {row[0]: row[1] for row in re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.M)}
+    contents = {kind: fields | groups.keys() for kind, (fields, groups) in policy_module._CONTENTS.items()}  # noqa: SLF001
+    assert {kind: set(re.findall(r"`(\w+)`", text)) for kind, text in rows.items()} == contents
+    update = EvaluationReport(
+        4, {"a": LoggedValue("mean", torch.tensor(2.0), 4.0)}, {"m": MetricState({"tp": torch.ones(1)}, 1)}, {"a": "m"},
+        {"a": 0.5}, stays={"n": "it is withheld"}, support=torch.ones(2),
+    ).as_update("ann")  # fmt: skip
+    (evaluation,) = re.findall(r"^\| an evaluation \((.*?)\)", page, re.M)
+    assert set(re.findall(r"`(\w+)`", evaluation)) == {name.partition("|")[0] for name in update.extras}
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert named <= {path.stem for path in (root / "tests").rglob("test_*.py")}
+    assert len(named) > 10

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import lightning as L
@@ -26,6 +27,13 @@ class Wait(L.Callback):
             time.sleep(0.05)
 
 
+@dataclass
+class Strange:
+    """An object that NVFLARE cannot decode on the server."""
+
+    value: int
+
+
 class Server(FederationController):
     def __init__(self):
         super().__init__(
@@ -39,3 +47,11 @@ class Client(FederationExecutor):
         super().__init__(
             FEDERATIONS[os.environ["FEDJOB"]](), module, lambda node: data_of(node["site"]), OPTIONS, callbacks=[Wait()]
         )
+
+    def execute(self, task_name, shareable, fl_ctx, abort_signal):
+        """Answers a task; in the second round of a hostile site with an object."""
+        reply = super().execute(task_name, shareable, fl_ctx, abort_signal)
+        is_hostile = os.environ.get("FEDJOB_HOSTILE") == fl_ctx.get_identity_name()
+        if is_hostile and task_name == "train" and '"round": 1' in shareable["text"]:
+            reply["data"] = Strange(1)
+        return reply
