@@ -55,7 +55,7 @@ class FederatedCallback(TrainerCallback):
         ...     '''Reports the largest change of a number in the model, for the log.'''
 =======
         >>> from torch.nn.utils import get_total_norm
-        >>> from lightning_fed.model.entries import parameter_entries
+        >>> from lightning_fed.model import parameter_entries
         >>> class ClipUpdate(FederatedCallback):
         ...     '''Lets no client move further than ``limit``: the Euclidean norm over all its parameters.'''
         ...

@@ -1,11 +1,13 @@
 """Any legal module: a federation equals averaging by hand, or an error says why not. Never other numbers."""
 
 import warnings
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_fed import Vectorized
 from tests import grammar_modules
 from tests.grammar_modules import BLOCKS, LATE, REFUSED, Chain
 
@@ -56,6 +58,24 @@ def test_each_block(name, federated_trainer):
 @pytest.mark.parametrize("late", LATE[1:])
 def test_a_layer_that_a_hook_adds(late, federated_trainer):
     check(federated_trainer, one("linear", late))
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_a_layer_that_a_hook_adds_where_clients_train_at_once(late, federated_trainer):
+    """A round is planned before it starts, so that later layers are refused."""
+    found = outcome(partial(federated_trainer, visits=Vectorized(2)), one("linear", late))
+    if late in ("on_train_start", "on_train_epoch_start"):
+        assert "when a round is planned" in str(found)
+    else:
+        assert found < 1e-9
+
+
+@pytest.mark.parametrize("name", ["unsaved buffer", "constant buffer", "assigned buffer"])
+def test_a_warning_names_buffers_whose_changes_are_dropped(name, federated_trainer, caplog):
+    outcome(federated_trainer, one(name))
+    messages = [record.getMessage() for record in caplog.records if "persistent=False" in record.getMessage()]
+    assert len(messages) == (name == "unsaved buffer")
+    assert all("blocks.0.mean" in message for message in messages)
 
 
 @pytest.mark.parametrize("batches", [1, 3])

@@ -520,7 +520,7 @@ class Federation(TrainerCallback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gives up a round that is cut short: a Trainer that is told to stop validates at once."""
         if is_validating(trainer):
-            self._fit.policies = {}
+            self._fit.forget_policies()
             self._fit.decide_policies(trainer, pl_module)
         elif is_fitting(trainer) and not trainer.sanity_checking:
             self._fit.progress.validate()
@@ -529,7 +529,7 @@ class Federation(TrainerCallback):
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides what is the clients' own."""
-        self._fit.policies = {}
+        self._fit.forget_policies()
         self._fit.decide_policies(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -61,8 +61,8 @@ class LocalModel:
             change.
 
     Raises:
-        ValueError: If the module has entries without a policy, which were added since the policies were decided.
-        MisconfigurationException: If a parameter that trains has no entry.
+        ValueError: If the module has entries without a policy, which were added since the policies were decided, or a
+            parameter that trains has no entry.
 
     """
 
@@ -257,7 +257,7 @@ class LocalModel:
         """Builds the client's update of what :meth:`global_state` returns.
 
         Raises:
-            MisconfigurationException: If the visit has written into tensors that ``state_dict`` does not hold.
+            ValueError: If the visit has written into tensors that ``state_dict`` does not hold.
 
         """
         self.dropped |= self._unsaved.changed()

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_fed.errors import OptionError
 from lightning_fed.model.entries import tensor_slots
 from lightning_fed.numerics.foreach import norms
 
@@ -38,7 +38,7 @@ class UnsavedTensors:
         """Names of the non-persistent buffers with other values of the same form than at the start of the round.
 
         Raises:
-            MisconfigurationException: If a parameter or a persistent buffer has changed.
+            ValueError: If a parameter or a persistent buffer has changed.
 
         """
         changed = {
@@ -50,7 +50,7 @@ class UnsavedTensors:
         changed |= {slot.path: False for slot, before, after in lengths if before != after and before == before}
         for path, is_declared in changed.items():
             if not is_declared:
-                raise MisconfigurationException(
+                raise OptionError(
                     f"Expected `{self._owner}.state_dict()` to hold every tensor that changes in training, but"
                     f" {path!r} has changed and shares no memory with an entry: keep the tensor in `state_dict`."
                 )
@@ -96,7 +96,7 @@ class Additions:
         """Removes additions of the last visit from the module.
 
         Raises:
-            MisconfigurationException: If another client has made another tensor in the same place.
+            ValueError: If another client has made another tensor in the same place.
 
         """
         differing = []
@@ -115,7 +115,7 @@ class Additions:
                     if is_persistent:
                         differing.append(f"{type(layer).__name__}.{name}")
         if differing:
-            raise MisconfigurationException(
+            raise OptionError(
                 f"Expected all clients to start from the same model, but training adds {differing[0]!r}, with other"
                 " values for another client: create the tensor or layer before `fit`, for example by a dry run (one"
                 " batch through the module)."

@@ -205,6 +205,10 @@ class FederatedFit:
                 " the global model would never change."
             )
 
+    def forget_policies(self) -> None:
+        """Forgets the policies, before an evaluation: its module may be another one."""
+        self.policies = {}
+
     def decide_policies(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
         """Decides which entries of a module travel; policies that a fit has decided stay.
 

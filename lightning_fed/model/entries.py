@@ -16,7 +16,6 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -138,7 +137,7 @@ def entry_names(module: nn.Module) -> dict[Tensor, str]:
         Parameters and buffers in PyTorch's order, with the names from :func:`live_entries`.
 
     Raises:
-        MisconfigurationException: If a parameter that requires a gradient has no entry.
+        ValueError: If a parameter that requires a gradient has no entry.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -149,7 +148,7 @@ def entry_names(module: nn.Module) -> dict[Tensor, str]:
     names, slots = _entry_names(module), tensor_slots(module)
     missing = [slot.path for slot in slots if slot.tensor.requires_grad and slot.tensor not in names]
     if missing:
-        raise MisconfigurationException(
+        raise OptionError(
             f"Expected `{type(module).__name__}.state_dict()` to hold every parameter that trains, but"
             f" {_some(missing)} shares no memory with an entry, and the server would never see it: return the"
             " parameter itself from `state_dict` (no copy, no other form, no part), or stop its gradient"
@@ -231,20 +230,20 @@ def check_entries(module: nn.Module) -> None:
         module: The module, before visits.
 
     Raises:
-        MisconfigurationException: If a layer is lazy, a parameter that trains or a running statistic in training mode
+        ValueError: If a layer is lazy, a parameter that trains or a running statistic in training mode
             has no entry, or two entries overlap in memory.
 
     Example:
         >>> check_entries(nn.LazyLinear(2))
         Traceback (most recent call last):
             ...
-        lightning.fabric.utilities.exceptions.MisconfigurationException: Expected parameters with a shape, but ...
+        lightning_fed.errors.OptionError: Expected parameters with a shape, but ...
 
     """
     slots, owner = tensor_slots(module), type(module).__name__
     lazy = [slot.path for slot in slots if is_lazy(slot.tensor)]
     if lazy:
-        raise MisconfigurationException(
+        raise OptionError(
             f"Expected parameters with a shape, but {_some(lazy)} of {owner} is lazy: make a dry run of the module"
             " before `fit`, such as `module(batch)` with one batch, or write the layer's sizes."
         )
@@ -255,7 +254,7 @@ def check_entries(module: nn.Module) -> None:
         if slot.tensor not in names and slot.layer.training and is_running_statistic(slot.attribute)
     ]
     if missing:
-        raise MisconfigurationException(
+        raise OptionError(
             f"Expected `{owner}.state_dict()` to hold the running statistics of every layer in training mode, but"
             f" {_some(missing)} shares no memory with an entry, and the server would never see it: keep the statistics"
             " in `state_dict`, or put the layer in evaluation mode (`.eval()`)."
@@ -267,7 +266,7 @@ def check_entries(module: nn.Module) -> None:
     )
     for (storage, _, end, name), (next_storage, start, _, next_name) in pairwise(spans):
         if storage == next_storage and start < end:
-            raise MisconfigurationException(
+            raise OptionError(
                 f"Expected every entry of `{owner}.state_dict()` to have memory of its own, but {name!r} and"
                 f" {next_name!r} overlap: save only one of them (`register_buffer(..., persistent=False)`), or tie"
                 " whole tensors."

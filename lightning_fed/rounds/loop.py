@@ -166,8 +166,8 @@ class RoundLoop:
         """Prepares the module for the rounds, once.
 
         Raises:
-            MisconfigurationException: If the module's entries are not the memory that trains, or visits are to be fused
-                and cannot be.
+            MisconfigurationException: If visits are to be fused and cannot be.
+            ValueError: If the module's entries are not the memory that trains.
 
         """
         fit = self.fit

@@ -27,7 +27,7 @@ class Spectrum(nn.Module):
 
     def __init__(self, is_complex):
         super().__init__()
-        pairs = 0.3 * torch.randn(6, 8, 2)
+        pairs = 0.3 * torch.randn(6, 8, 2, dtype=torch.float64)
         self.weight = nn.Parameter(torch.view_as_complex(pairs) if is_complex else pairs)
 
     def forward(self, inputs):
@@ -43,7 +43,7 @@ class Net(L.LightningModule):
         layers = [spectrum, nn.Linear(8, 8)]
         if form == "wrapped":
             layers = [checkpoint_wrapper(layer) for layer in layers]
-        self.net = nn.Sequential(*layers, nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        self.net = nn.Sequential(*layers, nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
 
     def forward(self, inputs):
         return self.net(inputs)
@@ -59,7 +59,7 @@ def clients():
     generator = torch.Generator().manual_seed(0)
     made = {}
     for client, size in zip("abcdef", (12, 8, 10, 8, 8, 6), strict=True):
-        inputs = torch.randn(size, 6, generator=generator)
+        inputs = torch.randn(size, 6, generator=generator, dtype=torch.float64)
         made[client] = DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=4)
     return made
 
@@ -104,7 +104,7 @@ CASES = {method: {"method": method} for method in [*METHODS, *SLOW]} | {
 
 def fit(trainer, form, options):
     module = Net(form)
-    trainer(max_rounds=3, seed=0, **options).fit(module, clients())
+    trainer(max_rounds=2, seed=0, **options).fit(module, clients())
     tensors = [*module.parameters(), *module.buffers()]
     return [torch.view_as_real(value) if value.is_complex() else value for value in tensors]
 
@@ -113,4 +113,4 @@ def fit(trainer, form, options):
 def test_the_form_of_a_layer_changes_no_method(case, federated_trainer):
     reference = fit(federated_trainer, "plain", CASES[case])
     for form in ("complex", "wrapped"):
-        torch.testing.assert_close(fit(federated_trainer, form, CASES[case]), reference, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(fit(federated_trainer, form, CASES[case]), reference, rtol=1e-6, atol=1e-8)

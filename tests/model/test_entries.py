@@ -1,15 +1,24 @@
 """Entries of a module's state: live, tied, with a policy; and what does not fit."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
 
+import lightning_fed
+from lightning_fed.errors import OptionError
+from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.entries import (
     batch_norm_statistics,
+    check_entries,
     check_selectors,
     copy_state,
     distance,
+    entry_names,
     entry_policies,
     find_fault,
     find_implausible,
@@ -329,3 +338,53 @@ def test_what_no_training_leaves():
     )
     assert find_implausible({**good, "running_var": torch.zeros(0)}) is None
     assert find_implausible({"num_batches_tracked": torch.tensor(-1)}) == "entry 'num_batches_tracked' is negative"
+
+
+def test_no_entry_is_looked_up_by_the_name_of_a_parameter():
+    """`named_parameters` of a whole module are used in one file: others ask for a layer's own tensors, or by memory."""
+    folder = Path(lightning_fed.__file__).parent
+    found = [
+        f"{path.relative_to(folder)}: {line.strip()}"
+        for path in sorted(folder.rglob("*.py"))
+        if path != folder / "model" / "entries.py"
+        for line in path.read_text().splitlines()
+        if re.search(r"named_(parameters|buffers)\b(?!`|\(recurse=False\))", line)
+    ]
+    assert not found, "use `parameter_entries`, `entry_names` or `tensors_by_path` of `lightning_fed.model`"
+
+
+def test_entries_that_overlap_are_refused():
+    module = nn.Linear(4, 4)
+    module.register_buffer("row", module.weight.detach()[1])
+    with pytest.raises(OptionError, match="'weight' and 'row' overlap"):
+        check_entries(module)
+    module = nn.Linear(4, 4)
+    storage = torch.zeros(4, 8)
+    module.weight = nn.Parameter(storage.flatten()[:16].view(4, 4))
+    module.register_buffer("rest", storage.flatten()[16:])
+    check_entries(module)
+
+
+def test_tensors_without_memory_go_by_their_names():
+    module = nn.Linear(2, 2, device="meta")
+    module.register_buffer("queue", torch.zeros(0))
+    module.register_buffer("other", torch.zeros(0))
+    assert list(entry_names(module).values()) == ["weight", "bias", "queue", "other"]
+
+
+def test_types_select_the_entries_of_wrapped_layers():
+    net = nn.Sequential(checkpoint_wrapper(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))), nn.Linear(2, 2))
+    policies = entry_policies(net, personal=[nn.BatchNorm1d], frozen=["1.*"])
+    assert {name for name, policy in policies.items() if policy == "personal"} == {
+        f"0.1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    }
+    assert batch_norm_layers(net).keys() == {"0.1"}
+    assert "0.1.running_mean" in batch_norm_statistics(net)
+
+
+def test_a_type_that_selects_a_tied_layer_and_not_the_first_is_refused():
+    net = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3, bias=False))
+    net[1].weight = net[0].weight
+    with pytest.raises(OptionError, match=r"Linear matches a layer that shares '0\.weight' with Embedding"):
+        entry_policies(net, personal=[nn.Linear])
+    assert entry_policies(net, personal=[nn.Embedding]) == {"0.weight": "personal"}
