@@ -50,10 +50,10 @@ class FederatedCallback(TrainerCallback):
 
     Example:
         >>> import torch
-<<<<<<< HEAD
+    <<<<<<< HEAD
         >>> class Drift(FederatedCallback):
         ...     '''Reports the largest change of a number in the model, for the log.'''
-=======
+    =======
         >>> from torch.nn.utils import get_total_norm
         >>> from lightning_fed.model import parameter_entries
         >>> class ClipUpdate(FederatedCallback):
@@ -61,13 +61,13 @@ class FederatedCallback(TrainerCallback):
         ...
         ...     def __init__(self, limit: float) -> None:
         ...         self.limit = limit
->>>>>>> 351b386e (Decide policies when training begins; check that entries are the memory that trains)
+    >>>>>>> 351b386e (Decide policies when training begins; check that entries are the memory that trains)
         ...
         ...     def on_client_start(self, trainer, module, client, broadcast):
         ...         self.start = broadcast.state
         ...
         ...     def on_client_end(self, trainer, module, client, update):
-<<<<<<< HEAD
+    <<<<<<< HEAD
         ...         changes = [(update.state[name] - value).abs().max() for name, value in self.start.items()]
         ...         update.metrics["drift"] = float(max(changes))
         >>> drift = Drift()
@@ -76,7 +76,7 @@ class FederatedCallback(TrainerCallback):
         >>> drift.on_client_end(None, None, "a", update)
         >>> update.metrics
         {'drift': 3.0}
-=======
+    =======
         ...         names = [name for name in parameter_entries(module).values() if name in update.state]
         ...         steps = {name: update.state[name] - self.start[name] for name in names}
         ...         length = float(get_total_norm(steps.values()))
@@ -97,7 +97,7 @@ class FederatedCallback(TrainerCallback):
         >>> clip.on_client_end(None, module, "a", update)
         >>> update.state
         {'weight': tensor([[0.]]), 'bias': tensor([0.])}
->>>>>>> 351b386e (Decide policies when training begins; check that entries are the memory that trains)
+    >>>>>>> 351b386e (Decide policies when training begins; check that entries are the memory that trains)
 
     """
 

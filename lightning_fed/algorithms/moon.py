@@ -17,12 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_fed.algorithms.client_pass import refuse_rows
 from lightning_fed.algorithms.fedfusion.extractors import find_extractor_in_fit, named_features
-<<<<<<< HEAD
-from lightning_fed.algorithms.fedfusion.frozen_extractor import FrozenExtractor
-=======
 from lightning_fed.algorithms.fedfusion.frozen_extractor import FrozenExtractor, entries_of_network
-from lightning_fed.algorithms.visit_tensors import refuse_rows
->>>>>>> 351b386e (Decide policies when training begins; check that entries are the memory that trains)
 from lightning_fed.argument_checks import check_nonnegative, check_positive
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.federated_callback import FederatedCallback

@@ -260,12 +260,8 @@ class RoundLoop:
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         self._overridden, self._reload_interval, self._frozen = [], None, []
-<<<<<<< HEAD
         self._plan, self.hooks.batch_loop = VisitPlan(), None
-=======
-        self._plan, self._hooks = VisitPlan(), None
         self.is_ready = self._is_started = False
->>>>>>> 351b386e (Decide policies when training begins; check that entries are the memory that trains)
         self.fit.close()
         self._generators.close()
 
