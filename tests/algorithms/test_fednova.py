@@ -34,7 +34,7 @@ def cross_entropy(net, batch):
 
 
 class Lengths(FederatedCallback):
-    """Keeps the lengths that are sent, with the number of batches."""
+    """Records the number of batches and the lengths in each message."""
 
     def __init__(self):
         self.sent = []
@@ -147,7 +147,7 @@ def test_with_unequal_steps_it_is_not(federated_trainer):
 
 
 def test_a_users_proximal_term_counts(federated_trainer):
-    """One that the Trainer has already, as much as the method's own."""
+    """The method's term and a term in the Trainer give equal lengths."""
     sent = []
     for method, callbacks in ((FedNova(0.5), []), (FedNova(), [ProximalTerm(0.5)])):
         lengths = Lengths()
@@ -251,7 +251,7 @@ def test_strengths_that_cannot_be(mu):
 
 
 def moved_by(lengths, sizes=None, step=-0.005):
-    """Server and new weight, from 0, after a round in which every client moves the weight by `step`."""
+    """Server and new weight after a round; each client moves the weight from 0 by `step`."""
     server = Server(chain_of(FedNova()))
     server.start_round(RoundInfo(0, [*range(len(lengths))], frozenset("w")), {"w": torch.zeros(1)})
     for client, length in enumerate(lengths):
@@ -276,7 +276,7 @@ def test_a_length_far_from_the_median_excludes_the_client(claimed, place):
 
 
 def test_lengths_of_small_clients_are_good():
-    """A client with 500 times fewer examples makes 500 times fewer steps: equal work per example."""
+    """500 times fewer examples make 500 times fewer steps: equal work per example."""
     server, _ = moved_by([1.0, 500.0, 500.0, 600.0], sizes=[1, 500, 500, 600])
     assert server.report.failed == {}
 
