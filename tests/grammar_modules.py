@@ -1,7 +1,7 @@
 """A grammar of legal PyTorch modules, and federated averaging by hand on them; nothing here imports the package.
 
 A module is a chain of blocks. Every block is a legal way to hold tensors: wrapped, tied, renamed, saved in part, saved
-as a copy, written in training, created late. ``REFUSED`` names the blocks that may end in an error in the first round.
+as a copy, written in training, created late. ``REFUSED`` lists blocks with an error in the first round.
 All other blocks must train, with the numbers of :func:`average_by_hand`.
 """
 
@@ -20,7 +20,7 @@ WIDTH = 4
 
 
 class Block(nn.Module):
-    """A linear layer, whose output an own rule changes."""
+    """A linear layer with a change of the output."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ class Assigned(Block):
 
 
 class Unsaved(Assigned):
-    """The same buffer, which PyTorch leaves out: every visit starts with the first values."""
+    """The same buffer, not saved by PyTorch: every visit starts with the first values."""
 
     def prepare(self):
         self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
@@ -163,7 +163,7 @@ class Transposed(Aliased):
 
 
 class Teacher(Block):
-    """A parameter without gradient that follows another one."""
+    """A parameter without gradient follows another one."""
 
     def prepare(self):
         self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
@@ -194,7 +194,7 @@ class UnsavedTeacher(Teacher):
 
 
 class UnsavedBackbone(UnsavedTeacher):
-    """The same without steps of its own: nothing is lost."""
+    """A teacher without steps: nothing is lost."""
 
     def follow(self):
         pass
@@ -298,7 +298,7 @@ LATE = ["", "on_fit_start", "on_train_start", "on_train_epoch_start"]
 
 
 class Chain(L.LightningModule):
-    """Blocks one after another; ``late`` names the hook that adds one more layer, with its parameters, once."""
+    """Blocks one after another; the hook ``late`` adds one more layer once."""
 
     def __init__(self, blocks, late="", renames=False, seed=0):
         super().__init__()
@@ -404,8 +404,8 @@ def _is_saved(module, name):
 def average_by_hand(build, clients, rounds):
     """Federated averaging: every client trains a copy with plain SGD, and the server takes the mean of all tensors.
 
-    Clients have the same number of examples and of steps, so that whole numbers are the same. Buffers that PyTorch does
-    not save are no part of the model: every client starts with the first values.
+    Clients have the same number of examples and steps, so whole numbers are the same. Buffers without
+    persistence are outside the model: every client starts with the first values.
     """
     server = build()
     for hook in LATE[1:]:

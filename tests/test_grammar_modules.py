@@ -1,4 +1,4 @@
-"""Any legal module: a federation equals averaging by hand, or an error says why not. Never other numbers."""
+"""Any legal module: a federation equals averaging by hand, or an error gives a remedy. Never other numbers."""
 
 import warnings
 from functools import partial
@@ -62,7 +62,7 @@ def test_a_layer_that_a_hook_adds(late, federated_trainer):
 
 @pytest.mark.parametrize("late", LATE)
 def test_a_layer_that_a_hook_adds_where_clients_train_at_once(late, federated_trainer):
-    """A round is planned before it starts, so that later layers are refused."""
+    """Hooks after the plan of a round add layers too late."""
     found = outcome(partial(federated_trainer, visits=Vectorized(2)), one("linear", late))
     if late in ("on_train_start", "on_train_epoch_start"):
         assert "when a round is planned" in str(found)

@@ -34,7 +34,7 @@ class FedPer(Method):
 
     Args:
         head: The personal entries: a name pattern (``"head.*"``), a module type, or several. ``"auto"`` is the layer
-            that makes the logits (:func:`~lightning_fed.modules.find_classifier`), which is named in the log.
+            that makes the logits (:func:`~lightning_fed.modules.find_classifier`); the log gives the name.
         aggregator: The method for the base, by name or as an object.
 
     Raises:

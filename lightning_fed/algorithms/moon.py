@@ -38,7 +38,7 @@ class ContrastiveTerm(FederatedCallback):
     .. math:: \ell = - \mu \log \frac{e^{\cos(z, z_g) / \tau}}{e^{\cos(z, z_g) / \tau} + e^{\cos(z, z_p) / \tau}}
 
     where :math:`z` are the features that the model makes of an example, :math:`z_g` those of the model that the client
-    was sent, and :math:`z_p` those of the model that it last trained, which stays in its memory; in a client's first
+    was sent, and :math:`z_p` the features from the client's last model, kept in memory; in a client's first
     visit there is no term. The features are averaged over their positions, if they are maps or tokens (the ends of a
     linear layer have their channels last, all else in the second place); the loss is the mean over a batch. As the loss
     depends on the features alone, its gradient is added where they are made, in every backward pass; ``training_step``
@@ -174,7 +174,7 @@ class ContrastiveTerm(FederatedCallback):
         maps[-1].register_hook(lambda gradient: gradient + term.to(gradient.dtype))  # type: ignore[no-untyped-call]
 
     def _gradient(self, trainer: L.Trainer, features: Tensor, of_global: Tensor, of_last: Tensor) -> Tensor:
-        """The term's gradient by the features, in the scale of the loss that is differentiated."""
+        """Gradient by the features, in the scale of the loss."""
         scale = loss_scale(trainer)
         if trainer.lightning_module.automatic_optimization:
             scale /= trainer.accumulate_grad_batches
@@ -187,7 +187,7 @@ class ContrastiveTerm(FederatedCallback):
 
 
 def contrastive_loss(features: Tensor, of_global: Tensor, of_last: Tensor, temperature: float = 0.5) -> Tensor:
-    r"""MOON's loss: small where features are like the global model's, and unlike those of the client's last model.
+    r"""MOON's loss: small for features close to the global model's and far from the client's last model's.
 
     .. math:: -\frac{1}{N} \sum \log \frac{e^{\cos(z, z_g) / \tau}}{e^{\cos(z, z_g) / \tau} + e^{\cos(z, z_p) / \tau}}
 

@@ -488,11 +488,11 @@ class Federation(TrainerCallback):
         self._loop.is_ready = True
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Prepares the rounds, after all callbacks have changed the module in ``on_fit_start``."""
+        """Prepares the rounds, after ``on_fit_start`` in all callbacks."""
         self._loop.start_fit()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Makes sure that the Trainer's loader is ours, and puts the states of the global generators aside."""
+        """Checks the Trainer's loader, and stores the global generators' states."""
         self._loop.start_fit()
         self._loop.start_training()
         local = self.local_model(pl_module)

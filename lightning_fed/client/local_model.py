@@ -57,12 +57,10 @@ class LocalModel:
     Attributes:
         server_entries: The server's values of the entries that do not travel.
         has_statistics: Whether the client that was loaded last has running statistics in its store.
-        dropped: Names of buffers with ``persistent=False`` that visits have changed; every visit starts without the
-            change.
+        dropped: Names of buffers with ``persistent=False`` changed in visits; every visit starts without the change.
 
     Raises:
-        ValueError: If the module has entries without a policy, which were added since the policies were decided, or a
-            parameter that trains has no entry.
+        ValueError: If the module has entries without a policy, or a trained parameter has no entry.
 
     """
 
@@ -257,7 +255,7 @@ class LocalModel:
         """Builds the client's update of what :meth:`global_state` returns.
 
         Raises:
-            ValueError: If the visit has written into tensors that ``state_dict`` does not hold.
+            ValueError: If the visit has written into tensors missing in ``state_dict``.
 
         """
         self.dropped |= self._unsaved.changed()

@@ -134,7 +134,7 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
 
 
 def warn_of_filled(names: Collection[str]) -> None:
-    """Says that visits fill buffers that do not travel, so that what they write is lost."""
+    """Warns of buffers filled in visits: the buffers do not travel, and the values are lost."""
     _log.warning(
         "The clients' visits write into %d buffers that do not travel, because they held NaN or infinite values at the"
         " start (%s). What they write is dropped: the global model has there what it began with, or what its validation"
@@ -146,7 +146,7 @@ def warn_of_filled(names: Collection[str]) -> None:
 
 
 def warn_of_dropped(names: Collection[str]) -> None:
-    """Names the buffers with ``persistent=False`` that visits change."""
+    """Names the buffers with ``persistent=False`` changed in visits."""
     _log.warning(
         "The clients' visits change %d buffers with `persistent=False` (%s). Every visit starts from the values at the"
         " start of the fit, and the changes are dropped: register them with `persistent=True` to have them averaged.",
@@ -166,7 +166,7 @@ def check_sliced(
     options: FitOptions,
     reports_statistics: bool,
 ) -> None:
-    """Makes sure that the federation's options go with entries of which clients hold some rows only.
+    """Checks the federation's options if clients hold some rows of an entry only.
 
     Args:
         module: The module.

@@ -210,7 +210,7 @@ class FederatedFit:
         self.policies = {}
 
     def decide_policies(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
-        """Decides which entries of a module travel; policies that a fit has decided stay.
+        """Decides the policies of a module's entries; known policies stay.
 
         Returns:
             Whether there are entries without a policy before.
@@ -276,7 +276,7 @@ class FederatedFit:
         return subject in self._warnings
 
     def ignore_warning(self, message: str, module: str = "") -> None:
-        """Keeps a warning of Lightning's from being seen while the fit lasts: what it warns of is on purpose."""
+        """Hides a warning from Lightning during the fit: the situation is on purpose."""
         self._ignored.append(IgnoredWarning(message, module))
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ _WIDE_RANGE = 1e30
 
 
 def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
-    """BatchNorm layers (of any kind) with running statistics, by the name before the last dot of their entries."""
+    """BatchNorm layers (any kind) with running statistics, by the prefix shared by the layer's entries."""
     prefixes = layer_prefixes(module)
     return {
         # The kinds share their attributes, and no public base class.

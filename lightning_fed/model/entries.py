@@ -72,7 +72,7 @@ def tensor_slots(module: nn.Module) -> list[Slot]:
 
 
 def tensors_by_path(module: nn.Module) -> dict[str, Tensor]:
-    """A module's parameters and buffers by path, each once; the paths are no names of entries.
+    """A module's parameters and buffers by path, each once; entries may have other names.
 
     Example:
         >>> list(tensors_by_path(nn.Sequential(nn.Linear(2, 1))))
@@ -88,7 +88,7 @@ def live_entries(module: nn.Module) -> State:
 
     Tied entries (one tensor under several names) appear once, under the first name. A complex tensor appears as its
     real view (:func:`torch.view_as_real`, shape ``(..., 2)``), so rules, steps and messages see real numbers only.
-    Entries without memory in the module are excluded: extra state, and copies that ``state_dict`` computes.
+    Entries without memory in the module are excluded: extra state, and copies computed by ``state_dict``.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -125,7 +125,7 @@ def _memory(value: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...
 
 
 def entry_names(module: nn.Module) -> dict[Tensor, str]:
-    """Names of the entries that hold the module's parameters and buffers, found by memory.
+    """Entries of the module's parameters and buffers, found by memory.
 
     ``named_parameters()`` and ``state_dict()`` may use different names, for example with PyTorch's
     ``checkpoint_wrapper``. Parameters and buffers without an entry are missing.
@@ -224,14 +224,14 @@ def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def check_entries(module: nn.Module) -> None:
-    """Makes sure that the entries are the memory that trains.
+    """Checks every trained tensor for an entry on the same memory.
 
     Args:
         module: The module, before visits.
 
     Raises:
-        ValueError: If a layer is lazy, a parameter that trains or a running statistic in training mode
-            has no entry, or two entries overlap in memory.
+        ValueError: If a layer is lazy, a trained parameter or a running statistic in training mode has no entry, or
+            two entries overlap in memory.
 
     Example:
         >>> check_entries(nn.LazyLinear(2))
@@ -280,7 +280,7 @@ def _extent(value: Tensor) -> int:
 
 
 def trainable_entries(module: nn.Module) -> frozenset[str]:
-    """Names of the entries that are parameters which require gradients: no buffers, and no frozen layers.
+    """Entries of the parameters with a gradient: no buffers, and no frozen layers.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2))
@@ -292,9 +292,9 @@ def trainable_entries(module: nn.Module) -> frozenset[str]:
 
 
 def untrained_entries(module: nn.Module) -> frozenset[str]:
-    """Names of the entries that training leaves as they are, unless the module itself writes into them.
+    """Entries without training: parameters without gradient, and buffers of layers in evaluation mode.
 
-    They are the parameters without gradient, and the buffers of layers in evaluation mode.
+    The module itself may write into these entries.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval())

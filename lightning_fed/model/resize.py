@@ -28,14 +28,14 @@ def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     optimizer's state of a parameter with a new shape no longer fits, and the parameter's gradient is dropped. Layers'
     attributes (``out_channels``, ``num_features``, ``hidden_size``, the groups of depthwise convolutions) follow.
 
-    The widths are those of the state: a checkpoint makes a module as wide as it was.
+    A module gets the widths of the state, for example from a checkpoint.
 
     Args:
         module: The module, changed in place.
-        state: Values of any of its entries, with as many axes as they have. Types and devices are the module's.
+        state: Values of any entries, with the same numbers of axes. Types and devices are the module's.
 
     Raises:
-        ValueError: If there is no such entry, or it has another number of axes. Nothing is changed then.
+        ValueError: If an entry is unknown or has another number of axes. The module stays unchanged.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -105,7 +105,7 @@ def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def update_layer_sizes(module: nn.Module) -> list[AttributeChange]:
-    """Sets the width attributes of all layers to those of their tensors, and returns the changes."""
+    """Sets the width attributes of all layers from the tensors, and returns the changes."""
     changes = []
     for layer in module.modules():
         for name, value in layer_numbers(layer).items():

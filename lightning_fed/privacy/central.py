@@ -205,7 +205,7 @@ class CentralDP(UpdateStep):
 
     @property
     def sensitivity(self) -> float:
-        """Most by which one client changes a sum of steps of length 1: 2 where it is another in its place."""
+        """Largest change by one client in a sum of unit steps: 2 if another client replaces the client."""
         assert self.budget is not None
         return 1.0 if self.budget.sampling == "poisson" else 2.0
 
@@ -270,9 +270,9 @@ class CentralDP(UpdateStep):
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Clips the step; all else that would tell of the client stays with it.
+        """Clips the step; everything else about the client stays at home.
 
-        That is its number of examples, its metrics, and what its module has written into parameters without gradient.
+        Examples are the number of examples, metrics, and writes into parameters without gradient.
 
         Raises:
             ClientFault: If the server has another clip than the client's own federation.
@@ -440,7 +440,7 @@ class PrivacyBudget(FederatedCallback):
         self.step = step
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses what would tell of clients beside the noise, sets the noise and draws the key.
+        """Refuses messages without noise, sets the noise and draws the key.
 
         Raises:
             MisconfigurationException: If something else leaves the clients.
@@ -466,7 +466,7 @@ class PrivacyBudget(FederatedCallback):
         federation.schedule.secret = SecretSampling(key, budget.sampling == "poisson")
 
     def _warn_of_earlier(self, trainer: L.Trainer) -> None:
-        """Tells that epsilon begins anew, where other fits of this process had clients of the same names."""
+        """Warns of a new epsilon, if earlier fits in this process had clients with the same names."""
         if not find_federation(trainer).has_server:
             return
         fits = _FITS.get(_names(trainer), {})

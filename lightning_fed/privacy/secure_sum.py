@@ -1,4 +1,4 @@
-"""A secure sum of clients' steps: the server is to see the sum of all, and of no client its own.
+"""A secure sum over clients' steps: the server sees the sum, and no single step.
 
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017.
 https://eprint.iacr.org/2017/281
@@ -90,7 +90,7 @@ class SecureSum(UpdateStep):
         self.least = 0
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses a rule that makes more of updates than their average, and steps among which it cannot be right.
+        """Refuses rules other than an average, and unsuitable steps.
 
         These are steps outside that work on updates, and weights without a bound.
         """
@@ -130,7 +130,7 @@ class SecureSum(UpdateStep):
         return self._private.clip if self._private is not None else float(self.clip or 0.0)
 
     def least_clients(self, count: int) -> int:
-        """Fewest clients of which the sum is read, of so many in a round; never one."""
+        """Fewest clients in a readable sum, for a number in the round; never one."""
         return max(2, math.ceil(self.threshold * count - 1e-9))
 
     def callbacks(self) -> Sequence[Any]:
@@ -274,7 +274,7 @@ class RingSum(Held):
             self.total[name] = in_ring(self.total[name].long() - value.to(self.total[name].device).long())
 
     def discard(self, reason: str) -> None:
-        """Gives up the sum, for the first reason that there is."""
+        """Gives up the sum, for the first reason."""
         self._fault = reason if self._fault is None else self._fault
 
     def release(self) -> Sequence[Arrived]:
@@ -301,7 +301,7 @@ class RingSum(Held):
 
 
 class RingSettings(FederatedCallback):
-    """Settles the ring of a secure sum before a fit, and refuses what would tell of single clients.
+    """Settles the ring of a secure sum before a fit, and refuses messages about single clients.
 
     Args:
         step: The step.
@@ -315,7 +315,7 @@ class RingSettings(FederatedCallback):
         self.step = step
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses what would tell of single clients, and settles the ring.
+        """Refuses messages about single clients, and settles the ring.
 
         Raises:
             MisconfigurationException: If something else leaves the clients.

@@ -80,7 +80,7 @@ class RoundLoop:
         hooks: Overrides of the batch hooks; they know the round under way.
         failed_rounds: Count of the rounds that brought no new model because clients failed.
         is_planned: True once the first round has been planned.
-        is_ready: True once the module is complete, as far as ``setup`` and ``on_fit_start`` are concerned.
+        is_ready: True after ``setup`` and ``on_fit_start``.
     """
 
     def __init__(self, fit: FederatedFit, remote: RemoteSide | None = None) -> None:
@@ -167,7 +167,7 @@ class RoundLoop:
 
         Raises:
             MisconfigurationException: If visits are to be fused and cannot be.
-            ValueError: If the module's entries are not the memory that trains.
+            ValueError: If a trained tensor has no entry.
 
         """
         fit = self.fit
@@ -189,7 +189,7 @@ class RoundLoop:
         self._plan_visits()
 
     def _plan_visits(self) -> None:
-        """Plans visits that train at once."""
+        """Plans simultaneous visits."""
         fit = self.fit
         visits = fit.options.visits_at_once
         if visits is None:
@@ -202,7 +202,7 @@ class RoundLoop:
             thaw_batch_norm(fit.module)
 
     def _find_new_entries(self) -> bool:
-        """Gives entries that were added to the module a policy; returns whether there are any."""
+        """Decides policies of added entries; returns whether the module has any."""
         fit = self.fit
         check_entries(fit.module)
         has_new = fit.decide_policies(fit.trainer, fit.module)

@@ -227,7 +227,7 @@ class Round:
         self.optimizers.end_round(counting)
 
     def _counting(self) -> list[int]:
-        """Positions of the visits whose updates count."""
+        """Positions of visits with accepted updates."""
         received = self._server.report.received
         served = self.fit.served(self.cohort).visits  # without stragglers whose work is dropped
         return [position for position, visit in enumerate(served) if visit.client in received]
@@ -238,7 +238,7 @@ class Round:
             self.fit.store.settle(self._server.report.round, counting)
 
     def measure_batch_norm(self) -> None:
-        """Has clients measure BatchNorm's running statistics with the new global model."""
+        """Measures BatchNorm's running statistics on the clients with the new global model."""
         with seeded_generators():  # every process measures its share
             self._measured = measure_round(self.fit, self.local)
 

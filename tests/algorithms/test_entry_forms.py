@@ -1,4 +1,4 @@
-"""The form in which a module holds a tensor changes no method: complex numbers, and activation checkpointing.
+"""Complex numbers and activation checkpointing change no method.
 
 The reference is the same network with pairs of real numbers, in a plain layer. Server, rules and steps see the same
 numbers, so the results agree to the last bits.
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 class Spectrum(nn.Module):
-    """A product with complex weights, which are one complex parameter or pairs of real numbers."""
+    """A product with complex weights: one complex parameter, or pairs of real numbers."""
 
     def __init__(self, is_complex):
         super().__init__()

@@ -49,7 +49,7 @@ class SpreadOut(FederatedCallback):
 
     Args:
         variant: Which of the two.
-        k: Number of nearest classes, for ``"top_k"``; the authors have 10, and 100 where there are very many.
+        k: Number of nearest classes, for ``"top_k"``; the authors use 10, and 100 for very many classes.
         strength: :math:`\lambda`; the authors report 10 to 100 as robust, and 1 as too weak. Tune it: a step turns
             vectors by an angle that grows with ``strength * lr * k`` over their squared length. With ``lr=0.03``,
             ``k=10`` and 964 vectors as a new head has them (of 64 numbers, length 0.57), 10 turned those of a round by
@@ -121,7 +121,7 @@ class SpreadOut(FederatedCallback):
     def on_server_send(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Refuses a layer that stays with the clients, which the server does not know."""
+        """Refuses a personal layer, unknown to the server."""
         if self._name not in broadcast.state:
             raise OptionError(f"Expected `entry` to be one that travels, but {self._name!r} does not.")
 
@@ -170,7 +170,7 @@ class SpreadOut(FederatedCallback):
 
 
 def _with_lengths_of(new: Tensor, old: Tensor) -> Tensor:
-    """Rows of ``new`` with the lengths of those of ``old``; to the last bit the same where nothing was changed."""
+    """Rescales changed rows in ``new`` to the lengths in ``old``; other rows stay the same to the last bit."""
     lengths = [torch.linalg.vector_norm(rows, dim=1, keepdim=True) for rows in (old, new)]
     changed = (new != old).any(1, keepdim=True)
     return torch.where(changed, new * (lengths[0] / lengths[1]), old)

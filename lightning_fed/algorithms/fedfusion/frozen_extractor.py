@@ -24,15 +24,15 @@ _INTERNAL = frozenset(vars(nn.Module()))
 class FrozenExtractor:
     """A copy of a network up to one of its layers: in evaluation mode, without gradients.
 
-    It is no module, so that no module has it as a submodule: it is in no ``parameters()`` and no ``state_dict()``.
+    The extractor is not a submodule: ``parameters()`` and ``state_dict()`` exclude the copy.
 
     Args:
-        network: The network, which is copied.
+        network: The network to copy.
         layer: The end of a layer in it that has the features.
 
     Attributes:
         network: The copy.
-        entries: Names of the parameters and buffers that it has, of those of the network.
+        entries: Paths of the network's parameters and buffers in the copy.
         is_plain: True if the layer is called with one argument and the features are one tensor; ``None`` before a run.
 
     Example:
@@ -185,7 +185,7 @@ def _copy_network(network: nn.Module) -> nn.Module:
 
 
 def entries_of_network(module: nn.Module, network: nn.Module) -> dict[str, str]:
-    """Names of the module's entries by the path of the parameter or buffer in one of the module's networks."""
+    """Maps paths in one network to the module's entries."""
     names = entry_names(module)
     return {path: names[tensor] for path, tensor in tensors_by_path(network).items() if tensor in names}
 
