@@ -53,15 +53,14 @@ class Vectorized(VisitsAtOnce):
         trainer, module, population = fit.trainer, fit.module, fit.population
         entries = entry_names(module)
         paths = tensors_by_path(module).items()
-        statistics = {  # a visit changes BatchNorm statistics with any policy
-            f"{name}.{buffer}".lstrip(".")
-            for name, layer in layers_in_training(module).items()
-            for buffer, _ in layer.named_buffers(recurse=False)
+        # A visit changes BatchNorm statistics with any policy.
+        statistics = {
+            buffer for layer in layers_in_training(module).values() for buffer in layer.buffers(recurse=False)
         }
         names = [
             path
             for path, tensor in paths
-            if path in statistics or fit.policies.get(entries.get(tensor, "")) != "frozen"
+            if tensor in statistics or fit.policies.get(entries.get(tensor, "")) != "frozen"
         ]
         try:
             check_vectorizable(fit)
