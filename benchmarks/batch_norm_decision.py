@@ -1,8 +1,8 @@
-"""Own or pooled BatchNorm statistics: the shift of each setting, and one decision per model against one per layer.
+"""Own or pooled BatchNorm statistics: the shift by setting, and one decision per model against one per layer.
 
-All ways have the same weights. `pooled` and `own` are the two treatments of the whole model, `by layer` has own
-statistics only in layers with a shift above the threshold, and `by model` is the default's decision. The settings and
-networks are those of `appearance.py`, and the retina of `hospitals.py`.
+All ways have the same weights. `pooled` and `own` treat the whole model, `by layer` has own statistics only
+in layers with a shift above the threshold, and `by model` follows the default's decision. Settings and networks come
+from `appearance.py`, the retina from `hospitals.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WAYS = ("pooled", "own", "by layer", "by model")
 
 
 def shifts_of(states: Mapping[Any, Mapping[str, Tensor]], sizes: Mapping[Any, int]) -> dict[str, float]:
-    """Shift of each BatchNorm layer, of running statistics of the clients."""
+    """Shift by layer, from the clients' running statistics."""
     layers = [name.removesuffix(".running_mean") for name in next(iter(states.values())) if "running_mean" in name]
     shifts = {}
     for layer in layers:

@@ -31,13 +31,14 @@ from lightning_fed.datasets.array_module import ArrayDataModule
 from lightning_fed.datasets.camvid import CamVid
 from lightning_fed.datasets.shapes import Shapes
 from lightning_fed.messages import Client
+from lightning_fed.metrics import SegmentationScores
 from lightning_fed.model.feature_extraction import evaluating
 from lightning_fed.tasks.segmentation import SegmentationTask
 from lightning_fed.trainer import FederatedTrainer
 
 _ENCODER = "tu-mobilenetv3_small_100"
 _NUM_PICTURES = 8
-_SHAPES_MEAN, _SHAPES_STD = 0.47, 0.22  # of the images of `Shapes`, for all channels
+_SHAPES_MEAN, _SHAPES_STD = 0.47, 0.22  # both for all channels
 _DECISIONS = {
     "own": "clients look different, so each client has its own statistics",
     "pooled": "clients look alike, so they share pooled statistics",
@@ -47,8 +48,8 @@ _DECISIONS = {
 _COLUMNS = {
     "clients": ("fed/clients", 1, 0),
     "loss": ("train_loss", 1, 3),
-    "val mIoU": ("val_miou", 1, 3),
-    "pixel acc": ("val_pixel_acc", 1, 3),
+    "val mIoU": ("fed/val_miou/mean", 1, 3),
+    "pixel acc": ("fed/val_pixel_acc/mean", 1, 3),
     "MB up": ("comm/up_bytes", 1e-6, 1),
     "MB down": ("comm/down_bytes", 1e-6, 1),
     "seconds": ("seconds", 1, 1),
@@ -57,11 +58,11 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Result of a run of the demo.
+    """Result of the demo.
 
     Args:
         rounds: The logged values of every round.
-        log_dir: Folder with TensorBoard's event file, the checkpoint and the picture.
+        log_dir: Folder with TensorBoard's event file, checkpoint and picture.
         picture: The PNG file.
 
     """
@@ -86,7 +87,7 @@ def run(args: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Parser of ``demo``."""
+    """Builds the parser."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed demo",
         description="Train DeepLabV3+ on 24 clients whose images differ, and show the scores.",
@@ -106,22 +107,22 @@ def run_demo(
     clients_per_round: int = 5,
     num_scenes: int = 960,
 ) -> DemoResult:
-    """Trains DeepLabV3+ federatedly, with a table, TensorBoard logs and a picture of each client's predictions.
+    """Trains DeepLabV3+ federatedly, with a table, TensorBoard logs and a picture with predictions by client.
 
-    A Dirichlet distribution draws each client's share of images by dominant class. Generated images also have a
-    different look at each client: contrast, colours, blur and noise.
+    A Dirichlet distribution draws each client's classes. Generated images also have a different look per client:
+    contrast, colours, blur and noise.
 
     Args:
-        data_dir: Folder with CamVid; ``None`` generates scenes of shapes.
-        rounds: Number of rounds; ``None`` for as many as take two to three minutes on two cores.
+        data_dir: Folder with CamVid; ``None`` generates scenes.
+        rounds: Rounds; ``None`` for 16.
         out: Folder for logs and the picture; every run has its own folder in it.
-        num_clients: Number of clients.
-        clients_per_round: Number of clients that train in a round.
-        num_scenes: Number of generated training scenes.
+        num_clients: Clients.
+        clients_per_round: Clients per round.
+        num_scenes: Generated training scenes.
 
     Raises:
-        ModuleNotFoundError: If the packages of the extra ``demo`` are not installed.
-        ValueError: If a number is out of its range.
+        ModuleNotFoundError: If packages from the extra ``demo`` are missing.
+        ValueError: If a number is outside the allowed range.
         FileNotFoundError: If ``data_dir`` has no CamVid.
 
     """
@@ -139,7 +140,7 @@ def run_demo(
         partition: Partition = Look(split, contrast=1.5, colour=1.0, blur=1.0, noise=0.1, mean=mean, std=std)
     else:
         data = CamVid(data_dir, image_size=(96, 128), augment=True, batch_size=8, eval_batch_size=32)
-        # There is no background among CamVid's classes.
+        # CamVid has no background class.
         partition = split = Dirichlet(num_clients, alpha=0.5, background=None, min_size=4)
     clients = PartitionedData(data, partition, val_fraction=0.1, seed=0)
     with quiet(), _single_thread(), seeded_generators(seed=0):
@@ -152,7 +153,7 @@ def run_demo(
             optimizer="AdamW",
             lr=0.002,
         )
-        table, evaluation = RoundCurve(_say_round), ClientEvaluation(every_n_rounds=rounds)
+        table, evaluation = RoundCurve(_say_round), ClientEvaluation(clients="round")
         logger = TensorBoardLogger(out, name="")
         trainer = FederatedTrainer(
             max_rounds=rounds,
@@ -180,9 +181,12 @@ def run_demo(
     counts = [np.bincount(labels[indices], minlength=data.num_classes) for indices in parts.values()]
     chosen = list(clients.val)[:_NUM_PICTURES]
     models = {client: trainer.federation.client_model(client) for client in chosen}
-    scores = {} if evaluation.results is None else evaluation.results.values["val_miou"]
-    titles = [f"client {client}: {scores[client]:.2f}" if client in scores else f"client {client}" for client in chosen]
-    draw(result, data, np.stack(counts), titles, _predictions(models, clients.val, mean, std))
+    draw(
+        result,
+        data,
+        np.stack(counts),
+        [_predict(model, client, clients.val[client], mean, std) for client, model in models.items()],
+    )
     _say(
         "\nTensorBoard (its steps are batches; `epoch` is the round, from 0):"
         f"\n    {_program('tensorboard')} --logdir {out}"
@@ -191,17 +195,14 @@ def run_demo(
     return result
 
 
-def draw(
-    result: DemoResult, data: ArrayDataModule, counts: np.ndarray, titles: Sequence[str], tiles: Sequence[Tensor]
-) -> None:
-    """Draws the clients' classes, the curves, and a held-out image of each client with its model's prediction.
+def draw(result: DemoResult, data: ArrayDataModule, counts: np.ndarray, tiles: Sequence[tuple[str, Tensor]]) -> None:
+    """Draws the clients' classes, the curves, and one held-out image per client with the prediction.
 
     Args:
-        result: The rounds and the path of the picture.
+        result: The rounds and the picture's path.
         data: The classes.
-        counts: Images of each client by dominant class, shape ``(num_clients, num_classes)``.
-        titles: Title of each tile.
-        tiles: Input, truth and prediction of a client, see :func:`segmentation_grid`.
+        counts: Images by client and dominant class, shape ``(num_clients, num_classes)``.
+        tiles: Title and picture by client.
 
     """
     from matplotlib.figure import Figure  # the extra `demo`
@@ -223,12 +224,12 @@ def draw(
     for axes, name, label, line_color in (
         (loss, "train_loss", "clients, training", "tab:blue"),
         (loss, "val_loss", "global model, validation", "tab:orange"),
-        (score, "val_pixel_acc", "pixel accuracy", "tab:green"),
-        (score, "val_miou", "mean IoU", "tab:red"),
+        (score, "fed/val_pixel_acc/mean", "pixel accuracy", "tab:green"),
+        (score, "fed/val_miou/mean", "mean IoU", "tab:red"),
     ):
         axes.plot(numbers, [row[name] for row in result.rounds], "o-", label=label, color=line_color)
     loss.set(title="Loss", xlabel="round", ylim=(0, None))
-    score.set(title="Global model, validation", xlabel="round", ylim=(0, 1))
+    score.set(title="The round's clients, validation", xlabel="round", ylim=(0, 1))
     for axes in (loss, score):
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
@@ -236,32 +237,31 @@ def draw(
         axes.xaxis.get_major_locator().set_params(integer=True)
 
     grid = below.subplots(3, len(tiles), squeeze=False)
-    for column, picture in enumerate(tiles):
+    for column, (title, picture) in enumerate(tiles):
         for row, (name, tile) in enumerate(zip(("input", "truth", "prediction"), picture.chunk(3, dim=2), strict=True)):
             grid[row, column].imshow(tile.permute(1, 2, 0).numpy(), interpolation="nearest")
             grid[row, column].set(xticks=[], yticks=[], ylabel=name if column == 0 else "")
-        grid[0, column].set_title(titles[column], fontsize="small")
+        grid[0, column].set_title(title, fontsize="small")
     figure.savefig(result.picture, dpi=100)
 
 
-def _predictions(
-    models: Mapping[Client, Any], held_out: Mapping[Client, Any], mean: float | None, std: float | None
-) -> list[Tensor]:
-    """Input, truth and prediction side by side, uint8 of shape (3, H, 3 W), for one held-out image of each client."""
-    tiles = []
-    for client, model in models.items():
-        image, mask = held_out[client][0]
-        with evaluating(model):
-            guess = model(image[None]).argmax(1)
-        colors = default_colors(model.num_classes)
-        tiles.append(segmentation_grid(image[None], mask[None], guess, colors, mean, std, padding=0))
-    return tiles
+def _predict(model: Any, client: Client, held_out: Any, mean: float | None, std: float | None) -> tuple[str, Tensor]:
+    """Scores a client's model on held-out images; draws input, truth and prediction of one, shape (3, H, 3 W)."""
+    scores = SegmentationScores(model.num_classes)
+    image, mask = (
+        torch.stack(parts) for parts in zip(*(held_out[index] for index in range(len(held_out))), strict=True)
+    )
+    with evaluating(model):
+        logits = model(image)
+    scores.update(logits, mask)
+    colors, guess = default_colors(model.num_classes), logits.argmax(1)
+    tile = segmentation_grid(image[:1], mask[:1], guess[:1], colors, mean, std, padding=0)
+    return f"client {client}: {float(scores.compute()['miou']):.2f}", tile
 
 
 @contextmanager
 def _single_thread() -> Iterator[None]:
-    # Images so small gain nothing from a second thread; and where the cores are busy, threads spin while they wait for
-    # one another.
+    # Small images gain nothing from a second thread, and threads spin on busy cores.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

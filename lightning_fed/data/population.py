@@ -181,7 +181,7 @@ class Population(ABC):
             isolated: Whether a visit is under way, whose batches go on afterwards. The pass is then also over what
                 ``drop_last`` leaves out of training (but a loader of the client's own gives what it gives).
 
-        Data of unknown length give as many batches as a visit has, where visits count steps.
+        Data without a known length give as many batches as a visit, where visits count steps.
 
         """
         self.round = visit.round

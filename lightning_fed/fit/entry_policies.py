@@ -42,8 +42,8 @@ def decide_policies(
         frozen: Selectors of the frozen entries.
         batch_norm: What becomes of BatchNorm: ``"personal"`` adds its layers to the personal entries, an object
             :class:`~lightning_fed.LocalStatistics` its running statistics where a visit measures them, and
-            ``"frozen"`` adds the running statistics to the frozen entries. Statistics that clients measure after the
-            aggregation are no part of a visit's update: frozen without reports to the server, else shared.
+            ``"frozen"`` adds the running statistics to the frozen entries. Statistics measured after the
+            aggregation are frozen without reports to the server, else shared.
         sliced: Names of entries of which clients hold some rows only.
 
     Raises:

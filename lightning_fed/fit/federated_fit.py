@@ -59,9 +59,9 @@ class FederatedFit:
         initial_statistics: BatchNorm's running statistics with which clients start, where those of the global model are
             measured and clients keep their own.
         batch_norm: The option ``batch_norm``, or its replacement where ``"auto"`` has no choice.
-        decision: Decision of ``batch_norm="auto"``: ``"own"``, ``"pooled"``, or empty before.
-        num_measured: Number of rounds in which clients have reported statistics.
-        model_round: Index of the round of the current global model; -1 for the initial one.
+        decision: ``"own"`` or ``"pooled"`` statistics, or empty before the decision.
+        num_measured: Number of rounds with reported statistics.
+        model_round: Index of the last round with a new global model; -1 for no round.
         norm_layers: Names of the BatchNorm layers in training mode; ``None`` before the first round.
         served_client: The client with BatchNorm statistics in the module, outside of visits; ``None`` for none.
 
@@ -120,7 +120,7 @@ class FederatedFit:
 
     @property
     def has_own_statistics(self) -> bool:
-        """True if each client has BatchNorm statistics of its data."""
+        """True if each client has its own BatchNorm statistics."""
         return isinstance(self.batch_norm, LocalStatistics) or self.decision == "own"
 
     @property
@@ -138,12 +138,12 @@ class FederatedFit:
 
     @property
     def statistics_round(self) -> int | None:
-        """Round of the global model that clients measure their BatchNorm statistics with; ``None`` for no model."""
+        """Round whose global model clients measure their BatchNorm statistics with; ``None`` for no such round."""
         return self.model_round if self.has_measured_statistics and self.model_round >= 0 else None
 
     @property
     def reports_statistics(self) -> bool:
-        """True if the clients of a round report BatchNorm statistics to the server, which pools them."""
+        """True if a round's clients report BatchNorm statistics to the server."""
         option = self.batch_norm
         if isinstance(option, LocalStatistics):
             return option.unseen == "pooled"
@@ -246,7 +246,7 @@ class FederatedFit:
         self.rounds = number
 
     def count_model(self, round: int) -> None:
-        """Records the round of a new global model."""
+        """Records a round with a new global model."""
         self.model_round = round
 
     def set_norm_layers(self, names: Sequence[str]) -> None:
@@ -262,7 +262,7 @@ class FederatedFit:
         self.num_measured += 1
 
     def decide(self, decision: str) -> None:
-        """Records the decision of ``batch_norm="auto"``."""
+        """Records the decision between own and pooled statistics."""
         self.decision = decision
 
     def note_warning(self, subject: str) -> bool:

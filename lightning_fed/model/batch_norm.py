@@ -211,10 +211,10 @@ def pool_statistics(
 
 
 def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malicious: int = 0) -> float | None:
-    r"""Differences between clients in the inputs of a layer: the larger one of two shares from 0 to 1.
+    r"""Differences between clients in a layer's inputs: the larger one among two shares from 0 to 1.
 
-    The first is the share of the pooled variance that lies between the clients' means, the second the share of the mean
-    square of the variances that lies between the clients' variances, both as means over the layer's channels:
+    The first is the part between the clients' means in the pooled variance, the second the part between the clients'
+    variances in the mean square variance, both as means over the layer's channels:
 
     .. math:: \frac{1}{C} \sum_c \frac{\sum_k n_k (\mu_{kc} - \mu_c)^2}
               {\sum_k n_k \left(\sigma_{kc}^2 + (\mu_{kc} - \mu_c)^2\right)}, \qquad
@@ -225,8 +225,8 @@ def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malic
     Args:
         reports: Mean, variance and count of every client, of :meth:`InputStatistics.as_extras`.
         layer: Name of the layer.
-        num_malicious: Number f of clients that may report anything: no count counts, and the f smallest and f largest
-            means and variances of each channel are excluded.
+        num_malicious: Number f of clients with arbitrary reports: counts are ignored, and each channel excludes the f
+            smallest and f largest means and variances.
 
     Returns:
         The share; ``None`` if fewer than two clients remain, or no channel varies.

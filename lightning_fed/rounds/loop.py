@@ -101,7 +101,7 @@ class RoundLoop:
 
     @property
     def is_attached(self) -> bool:
-        """True while methods of the user's objects are replaced."""
+        """True during a fit, while methods in the user's objects are replaced."""
         return bool(self._overridden)
 
     @property

@@ -1,4 +1,4 @@
-"""`lightning-fed adapt`: a checkpoint with the statistics of new data, and mistakes on the command line."""
+"""`lightning-fed adapt`: a checkpoint with statistics from new data, and mistakes on the command line."""
 
 import sys
 from pathlib import Path
@@ -44,7 +44,7 @@ def task(**options):
 
 
 def test_a_checkpoint_gets_the_statistics_of_the_data(capsys):
-    """The file loads into a plain module; weights stay."""
+    """The weights stay."""
     module = task()
     torch.save({"state_dict": module.state_dict(), "epoch": 3}, "last.ckpt")
     main(["adapt", "last.ckpt", "--recipe", "recipe.yaml", "--data.num_train", "8"])

@@ -1,4 +1,4 @@
-"""The demo, small: what it prints is what was logged, and the picture shows what was trained."""
+"""The demo, small: the printed values are the logged values, and the picture shows the trained models."""
 
 import re
 import sys
@@ -72,8 +72,8 @@ def test_the_table_holds_the_logged_values(small):
     assert columns[1] == [2, 2, 2, 2, 2]
     assert columns[1] == series("fed/clients")
     assert columns[2] == series("train_loss")
-    assert columns[3] == series("val_miou")
-    assert columns[4] == series("val_pixel_acc")
+    assert columns[3] == series("fed/val_miou/mean")
+    assert columns[4] == series("fed/val_pixel_acc/mean")
     assert columns[5] == series("comm/up_bytes", 1e-6)
     assert columns[6] == series("comm/down_bytes", 1e-6)
     assert all(seconds > 0 for seconds in columns[7])
@@ -106,7 +106,7 @@ def test_the_picture_shows_clients_curves_and_predictions(small):
     skew, loss, score, *tiles = figure.axes
     assert sum(bar.get_height() for bar in skew.patches) == SMALL["num_scenes"]
     rounds = [1, 2, 3, 4, 5]
-    for axes, names in ((loss, ("train_loss", "val_loss")), (score, ("val_pixel_acc", "val_miou"))):
+    for axes, names in ((loss, ("train_loss", "val_loss")), (score, ("fed/val_pixel_acc/mean", "fed/val_miou/mean"))):
         for line, name in zip(axes.get_lines(), names, strict=True):
             assert list(line.get_xdata()) == rounds
             assert list(line.get_ydata()) == [row[name] for row in result.rounds]
@@ -149,7 +149,7 @@ def test_it_takes_the_real_camvid(tmp_path, capsys):
 @pytest.mark.slow
 def test_it_learns(tmp_path):
     result = run_demo(out=tmp_path)
-    scores = [row["val_miou"] for row in result.rounds]
+    scores = [row["fed/val_miou/mean"] for row in result.rounds]
     assert scores[-1] > 0.4
     assert scores[-1] > 2 * scores[0]
 

@@ -613,7 +613,7 @@ def test_options_of_methods(with_options):
 
 
 def test_all_methods_have_one_treatment_of_batch_norm(tmp_path):
-    """The first decision is the one of later runs, whatever their clients report."""
+    """Later runs take the first decision."""
     compare("own.yaml", "--methods", "fedavg", "--out", "out", *ONE_ROUND)
     path = tmp_path / "out" / "runs" / "fedavg_0_0" / "result.json"
     found = json.loads(path.read_text())

@@ -45,7 +45,7 @@ def unlike(sizes=models.SIZES, offset=20.0):
 
 
 def measured_reference(aggregate, clients, client, round, seed=SEED):
-    """Running statistics of one client: one pass of its data through the aggregate of a round."""
+    """Running statistics after one pass by hand through the aggregate."""
     net = models.norm_mlp()
     net.load_state_dict({name.removeprefix("net."): value for name, value in aggregate.items()}, strict=False)
     pass_seed = recalibration_seed_reference(visit_seed_reference(seed, round, client))
@@ -82,7 +82,7 @@ def decisions(caplog):
 @pytest.mark.parametrize("batch_norm", ["auto", LocalStatistics(), LocalStatistics("pooled")], ids=str)
 @pytest.mark.parametrize("cohort", [1.0, 3])
 def test_statistics_are_one_pass_through_the_averaged_weights(batch_norm, cohort, federated_trainer):
-    """Of every client after the fit, also of one that was not in the last round."""
+    """Every client after the fit, also a client outside the last round."""
     clients = unlike()
     trainer, module, recorder = fit(federated_trainer, clients, batch_norm=batch_norm, clients_per_round=cohort)
     for client in clients:
@@ -92,7 +92,7 @@ def test_statistics_are_one_pass_through_the_averaged_weights(batch_norm, cohort
 
 
 def test_known_clients_are_evaluated_with_their_statistics(federated_trainer):
-    """In validation after every round; a client without training data by the statistics of its batch."""
+    """In validation after every round; a client without training data has the statistics of a batch."""
     clients = unlike()
     data = {**clients, "new": models.vectors({"new": 20})["new"]}
     val = {client: DataLoader(TensorDataset(*tensors), len(tensors[0])) for client, tensors in data.items()}
@@ -229,7 +229,7 @@ def test_clients_with_some_rows_of_an_entry_have_own_statistics(federated_traine
 
 
 class Fails:
-    """Has clients fail to measure in some rounds."""
+    """Makes clients fail to measure in some rounds."""
 
     def __init__(self, monkeypatch, clients, rounds=range(ROUNDS)):
         measure = batch_norm.client_statistics
@@ -279,7 +279,7 @@ def test_rounds_that_decide(failing, rounds, min_clients, decided, federated_tra
 
 @pytest.mark.parametrize(("method", "decision"), [("fedavg", "own"), ("trimmed_mean:num_malicious=1", "pooled")])
 def test_clients_that_a_robust_rule_trims_do_not_decide(method, decision, federated_trainer):
-    """One client of five looks different."""
+    """One client in five looks different."""
     clients = models.vectors()
     clients["eve"] = (clients["eve"][0] + 50.0, clients["eve"][1])
     trainer, *_ = fit(federated_trainer, clients, max_rounds=1, method=method)
@@ -288,7 +288,7 @@ def test_clients_that_a_robust_rule_trims_do_not_decide(method, decision, federa
 
 @pytest.mark.parametrize(("is_far", "decision"), [(False, "pooled"), (True, "own")])
 def test_each_model_of_a_clustered_rule_is_compared_within_its_clients(is_far, decision, federated_trainer):
-    """Two looks, one for each model; then a client of the other look in a cluster."""
+    """Two looks, one for each model; then a mixed cluster."""
 
     class Clusters(FedAvg, ClusteredAggregator):
         def aggregate(self):
@@ -376,7 +376,7 @@ def loaders(clients, batch_size=8):
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("unseen", ["batch", "data"])
 def test_a_checkpoint_reproduces_the_monitored_values(unseen, federated_trainer, tmp_path):
-    """In another Trainer without the training data's measurements: of clients, of new data, of a client without any."""
+    """In another Trainer without the training data: known clients, and a client without statistics."""
     clients = unlike()
     val = loaders({**clients, "new": models.vectors({"new": 20})["new"]})
     saver = ModelCheckpoint(tmp_path, monitor="fed/val_loss/mean")
@@ -396,7 +396,7 @@ def test_a_checkpoint_reproduces_the_monitored_values(unseen, federated_trainer,
 
 @pytest.mark.parametrize("unseen", ["batch", "data", "pooled"])
 def test_statistics_of_data_without_a_client(unseen, federated_trainer):
-    """Against a pass by hand, of a loader with batches of another mean each."""
+    """Against a pass by hand, with different means in the batches."""
     inputs, targets = models.vectors({"new": 24})["new"]
     inputs = inputs + torch.arange(24)[:, None] // 8 * 3.0
     trainer, module, _ = fit(federated_trainer, unlike(), batch_norm=LocalStatistics(unseen), max_rounds=1)
