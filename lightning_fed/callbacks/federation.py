@@ -110,8 +110,6 @@ class Federation(TrainerCallback):
             (:mod:`lightning_fed.steps`). Steps of the method are inside. The federation copies the steps.
         seed: Seed of the partition and the schedule; ``None`` takes that of ``lightning.seed_everything`` when a fit
             begins, or else 0.
-        may_change_steps: Whether a fit may resume from a checkpoint with other update steps or options. Bounds and
-            privacy of the checkpoint's steps then end with the checkpoint's last round, and the log warns.
 
     Attributes:
         arguments: What it was built with, by name.
@@ -167,7 +165,6 @@ class Federation(TrainerCallback):
         visits: VisitsOption = "auto",
         steps: Sequence[UpdateStep] = (),
         seed: int | None = None,
-        may_change_steps: bool = False,
     ) -> None:
         given = locals()
         warn_of_two()
@@ -624,6 +621,7 @@ class Federation(TrainerCallback):
         """
         if self._is_fit:
             check_method(state_dict.get("method", ""), self.method.name)
+            check_steps(state_dict["steps"], self._steps)
             check_batch_norm(state_dict.get("batch_norm", ""), repr(self.options.batch_norm))
         else:
             warn_of_batch_norm_option(state_dict.get("batch_norm", ""), repr(self.options.batch_norm))
@@ -633,20 +631,9 @@ class Federation(TrainerCallback):
         if then != now:
             _log.warning("The checkpoint's rounds were drawn with seed %d; from now on it is seed %d.", then, now)
         self._loop.failed_rounds.load_state_dict(state_dict["failed_rounds"])
-        self.server.chain.load_state_dict(self._check_steps(state_dict))
+        self.server.chain.load_state_dict(state_dict["chain"])
         self._models.restore(self.rounds, state_dict["store"], must=self._is_fit)
         self.server.held.load_state_dict(state_dict.get("held", {}))
-
-    def _check_steps(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns the state of the chain in a checkpoint, without the states of changed steps."""
-        then, chain = state_dict["steps"], dict(state_dict["chain"])
-        if self._is_fit:
-            check_steps(then, self._steps, self.rounds, self.arguments["may_change_steps"])
-            if list(then.items()) != list(self._steps.items()):
-                self.round_log.forget()
-                same = {name for name, text in self._steps.items() if then.get(name) == text}
-                chain["steps"] = {name: state for name, state in chain["steps"].items() if name in same}
-        return chain
 
     def find_population(self) -> Population:
         """All clients; in a fit their data are asked for if they are not known yet."""

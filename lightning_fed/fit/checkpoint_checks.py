@@ -118,38 +118,25 @@ def warn_of_batch_norm_option(then: str, now: str) -> None:
         )
 
 
-def check_steps(then: Mapping[str, str], now: Mapping[str, str], rounds: int, may_change: bool) -> None:
+def check_steps(then: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Checks that a fit resumes with the update steps of the checkpoint.
 
     Args:
         then: The checkpoint's steps with their options, by name, the innermost step first.
         now: The fit's.
-        rounds: Number of rounds in the checkpoint.
-        may_change: Whether other steps are a warning instead of an error.
 
     Raises:
-        ValueError: If a step or an option differs.
+        ValueError: If a step, an option or the order differs.
 
     """
-    if list(then.items()) == list(now.items()):
-        return
-    steps = (
-        f"{', '.join(then.values()) or 'none'} in the checkpoint, and {', '.join(now.values()) or 'none'} in this fit"
-    )
-    if not may_change:
+    old, new = (", ".join(steps.values()) or "none" for steps in (then, now))
+    if list(then.items()) != list(now.items()):
         raise ValueError(
-            f"Expected the update steps of the checkpoint, but they differ: {steps}. Bounds, noise and epsilon would"
-            " not hold for the whole fit. Take the same steps, or accept the change with"
-            " `Federation(may_change_steps=True)`."
+            f"Expected the update steps of the checkpoint, {old}, but got {new}: bounds, noise and epsilon would not"
+            " hold for the whole fit. Resume with the same steps, or start a new fit from the model's weights, for"
+            " which the old epsilon does not hold:"
+            ' `model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])`.'
         )
-    _log.warning(
-        "The update steps change after round %d: %s. Bounds and privacy of the checkpoint's steps (an epsilon, for"
-        " example) hold for the first %d rounds only; a changed step starts anew, and its epsilon counts the later"
-        " rounds only.",
-        rounds,
-        steps,
-        rounds,
-    )
 
 
 def describe_clients(clients: Sequence[Client]) -> str:

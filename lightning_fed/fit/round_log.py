@@ -89,10 +89,6 @@ class RoundLog:
         self.total_up_bytes, self.total_down_bytes = state["up_bytes"], state["down_bytes"]
         self._last, self._passing = dict(state["last"]), dict(state["passing"])
 
-    def forget(self) -> None:
-        """Drops the newest numbers, whose owners may not be part of the fit any more."""
-        self._last, self._passing = {}, {}
-
     def show(self, trainer: L.Trainer) -> None:
         """Puts the newest numbers, as in a fit that was never resumed, where callbacks look for what they monitor."""
         show_metrics(trainer, {name: torch.tensor(value, dtype=torch.float64) for name, value in self._last.items()})

@@ -48,7 +48,7 @@ def client_app(
         store: Folder for what is the clients'; by default ``lightning-fed`` in Flower's own (``FLWR_HOME``).
         bounds: Bounds of the work that is done on the server's order; by default there are none.
         policy: File of the site's policy, without which nothing leaves; by default ``site_policy.toml`` in ``store``.
-            Without that file, a record or a file with a similar name in ``store``, every answer leaves. See
+            If neither the file, nor a record or a similar name exists in ``store``, every answer leaves. See
             :mod:`lightning_fed.backends.site`.
 
     Raises:

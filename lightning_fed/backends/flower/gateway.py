@@ -1,6 +1,6 @@
-"""Gateway: the one port of a server for other machines. The gateway passes on the calls of registered SuperNodes only.
+"""Gateway: the server's one port for other machines. The gateway passes on calls from registered SuperNodes only.
 
-Flower's SuperLink has all interfaces at one port. SuperNodes sign their calls (``/v1/fleet/``). A caller of
+Flower's SuperLink has all interfaces at one port. SuperNodes sign their calls (``/v1/fleet/``). A caller at
 ``/v1/control/`` starts and stops runs, reads logs, and registers nodes: Flower's free edition has no login. So the
 SuperLink listens on the loopback address, behind the gateway.
 
@@ -40,13 +40,13 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key
 _log = logging.getLogger(__name__)
 
 _CALL = re.compile(r"/v1/fleet/[a-z-]+")
-_MOST_BYTES = 16 * 2**20  # of a body; Flower sends pieces of 5 MB
+_MOST_BYTES = 16 * 2**20  # in a body; Flower sends pieces with 5 MB
 _SECONDS = 600.0  # for a piece on a slow connection
-_STRANGER_SECONDS = 10.0  # for TLS and the headers of a signed call
+_STRANGER_SECONDS = 10.0  # for TLS and a signed call's headers
 _STRANGERS, _STRANGERS_PER_ADDRESS = 500, 50  # connections without a signed call
-_BURST = 32  # connections that are accepted at once
+_BURST = 32  # accepted connections in one turn
 _CALLS_PER_NODE = 64  # at once
-_OLDEST = 600.0  # seconds of a signature; the SuperLink accepts fewer
+_OLDEST = 600.0  # seconds for a signature; the SuperLink accepts fewer
 _FRESH = 5.0  # seconds for which a key is known as registered
 _OWN_HEADERS = {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"content-length"}
 
@@ -56,7 +56,7 @@ Send = Callable[[Scope], Awaitable[None]]
 
 
 class Registry:
-    """Keys of registered nodes, read from the SuperLink's database.
+    """Registered nodes' keys, read from the SuperLink's database.
 
     Args:
         database: The SuperLink's SQLite file.
@@ -68,10 +68,10 @@ class Registry:
         self._known: dict[bytes, float] = {}
 
     def find_node(self, headers: Mapping[bytes, bytes]) -> bytes | None:
-        """Returns the registered key that has signed a call; ``None`` without one.
+        """Returns the registered key behind a call's signature; ``None`` without a key.
 
         Args:
-            headers: Headers of the call.
+            headers: The call's headers.
 
         """
         try:
@@ -106,7 +106,7 @@ class Registry:
 
 
 class Connection(socket.socket):
-    """Connection of a stranger, or of a node after a signed call."""
+    """Connection to a stranger, or to a node after a signed call."""
 
     listener: Listener
     peer: tuple[Any, ...]  # address and port
@@ -119,7 +119,7 @@ class Connection(socket.socket):
 
 
 class Listener(socket.socket):
-    """Listening socket with bounds for the connections of strangers.
+    """Listening socket with bounds for strangers' connections.
 
     Attributes:
         strangers: Connections without a signed call, the oldest first, by address and port.
@@ -136,7 +136,7 @@ class Listener(socket.socket):
         self._burst = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accepts a connection. The oldest connection of the same address makes room, or of the busiest address."""
+        """Accepts a connection. The oldest connection from the same address makes room, or from the busiest address."""
         if self._burst == 0:
             asyncio.get_running_loop().call_soon(self._end_burst)
         if self._burst >= _BURST:  # others have a turn: every connection takes memory for TLS
@@ -156,7 +156,7 @@ class Listener(socket.socket):
         return connection, address
 
     def watch(self, peer: tuple[Any, ...], connection: Connection) -> None:
-        """Ends a connection after the seconds of a stranger, unless :meth:`trust` is called before."""
+        """Ends a connection after a stranger's seconds, unless :meth:`trust` is called before."""
         self.strangers[peer] = connection
         asyncio.get_running_loop().call_later(_STRANGER_SECONDS, self._expire, peer, connection)
 
@@ -183,9 +183,9 @@ class Gateway:
     To ``GET /`` it answers with the versions of Flower and lightning-fed, for ``lightning-fed doctor --flower``.
 
     Args:
-        superlink: Address of the SuperLink, such as ``"127.0.0.1:8000"``.
-        ca: File with the certificate of the authority that has signed the SuperLink's.
-        registry: Keys of the registered nodes.
+        superlink: The SuperLink's address, such as ``"127.0.0.1:8000"``.
+        ca: File with the authority's certificate.
+        registry: Registered nodes' keys.
         listeners: The listening sockets.
 
     """
@@ -270,11 +270,11 @@ class Gateway:
 
 
 class _TooLargeError(Exception):
-    """A body with more bytes than announced or allowed, or a broken one."""
+    """A body with more bytes than allowed, or a broken body."""
 
 
 async def _read(receive: Receive) -> AsyncIterator[bytes]:
-    """Parts of a request's body, as they come.
+    """Parts from a request's body, one after another.
 
     Raises:
         _TooLargeError: If the body is too large or breaks off.
@@ -294,7 +294,7 @@ async def _read(receive: Receive) -> AsyncIterator[bytes]:
 
 
 async def _answer(send: Send, status: int, body: bytes) -> None:
-    """Answers, and closes the connection of a caller that was refused."""
+    """Answers, and closes a refused caller's connection."""
     headers = [(b"content-length", str(len(body)).encode())]
     headers += [(b"connection", b"close")] if status >= 400 else []
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -305,13 +305,13 @@ def serve_gateway(superlink: str, host: str, port: int, ca: str, certificate: st
     """Runs a gateway until the process is told to end.
 
     Args:
-        superlink: Address of the SuperLink, of this machine.
-        host: Name or address of this machine at which to listen.
-        port: Port at which to listen.
-        ca: File with the certificate of the authority.
+        superlink: The SuperLink's address on this machine.
+        host: This machine's name or address.
+        port: Port.
+        ca: File with the authority's certificate.
         certificate: File with the server's certificate.
         key: File with its key.
-        database: The SuperLink's SQLite file, which has the keys of registered nodes.
+        database: The SuperLink's SQLite file, with registered nodes' keys.
 
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -323,6 +323,6 @@ def serve_gateway(superlink: str, host: str, port: int, ca: str, certificate: st
     uvicorn.Server(config).run(sockets=list(listeners))
 
 
-if __name__ == "__main__":  # of its own process, see `start.py`
+if __name__ == "__main__":  # in a separate process, see `start.py`
     _superlink, _host, _port, _ca, _certificate, _key, _database = sys.argv[1:]
     serve_gateway(_superlink, _host, int(_port), _ca, _certificate, _key, _database)

@@ -112,7 +112,7 @@ class FederationController(Controller):  # type: ignore[misc]
 
 
 def _survive_bad_answers() -> None:
-    """Turns off the exit of NVFLARE's job process after an undecodable answer: one site would end the job for all.
+    """Turns off the exit of NVFLARE's job process after an undecodable answer: one site would end the job for all sites.
 
     NVFLARE decodes an answer before the controller sees the answer. The decoding still fails, and the round excludes
     the site at its deadline.

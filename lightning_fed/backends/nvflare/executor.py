@@ -44,7 +44,7 @@ class FederationExecutor(Executor):  # type: ignore[misc]
             on the site shares.
         bounds: Bounds of the work that is done on the server's order; by default there are none.
         policy: File of the site's policy, without which nothing leaves; by default ``site_policy.toml`` in ``store``.
-            Without that file, a record or a file with a similar name in ``store``, every answer leaves. See
+            If neither the file, nor a record or a similar name exists in ``store``, every answer leaves. See
             :mod:`lightning_fed.backends.site`.
 
     Example:

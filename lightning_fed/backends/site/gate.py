@@ -132,7 +132,7 @@ class SiteGate:
         return False
 
     def _decide(self, order: Order, reply: Packet | Refusal | None) -> Packet | None:
-        """Records an order, or a reply to an order, and returns the packet that leaves.
+        """Records an order, or a reply to an order, and returns the packet for the server.
 
         Args:
             order: The order.
@@ -262,15 +262,16 @@ def _now(record: Record) -> float:
 
 
 def _is_flood(record: Record, rule: dict[str, Any]) -> bool:
-    """True for a refusal beyond the number that the record takes in a day."""
+    """True for a refusal above the daily number of lines."""
     refused = rule.get("refused")
     if refused is None:
         return False
-    return sum(line.content.get("rule", {}).get("refused") == refused for line in record.recent) >= _MOST_REFUSALS
+    lines = [line for line in record.recent if line.content.get("rule", {}).get("refused") == refused]
+    return len(lines) >= _MOST_REFUSALS
 
 
 def _is_order(content: dict[str, Any]) -> bool:
-    return content["event"] == "order" and "refused" not in content["rule"]
+    return bool(content["event"] == "order" and "refused" not in content["rule"])
 
 
 def _subject(content: dict[str, Any]) -> list[Any]:
@@ -291,7 +292,7 @@ def _reason_of(fault: Packet) -> str:
 
 
 def _without_reason(policy: SitePolicy, order: Order, fault: Packet) -> Packet:
-    """Logs the reason of a fault, and replaces the reason unless the policy lets reasons leave."""
+    """Logs the reason for a fault, and replaces the reason unless the policy sends reasons."""
     reason = _reason_of(fault)
     if reason in _PROTOCOL:
         return fault

@@ -382,10 +382,10 @@ def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
                 raise ValueError(f"expected `{name}` to be a list of texts, but got {value!r}")
             read[name] = tuple(value)
     kinds = [kind for kind in ANSWERS.values() if kind != "clients"]
-    for name, known in {"answers": kinds, "counts": COUNTS}.items():
-        strange = [value for value in read.get(name, ()) if value not in known]
+    for name, allowed in (("answers", kinds), ("counts", [*COUNTS])):
+        strange = [value for value in read.get(name, ()) if value not in allowed]
         if strange:
-            raise ValueError(f"expected `{name}` of {list(known)}, but got {strange[0]!r}")
+            raise ValueError(f"expected `{name}` of {allowed}, but got {strange[0]!r}")
     for line in read.get("servers", ()):
         if line != "*":
             read_public_key(line)
