@@ -134,7 +134,7 @@ class Federation(TrainerCallback):
         (texts), the states of ``totals``, ``failed_rounds``, ``chain`` and ``store``, ``initial_statistics`` (tensors;
         empty but for pooled statistics of unseen data), ``unset`` (buffers that had no values; ``None`` before a fit),
         ``held`` (which clients have which entries that do not train), and of BatchNorm the option ``batch_norm`` and
-        its ``decision`` (texts), ``num_measured`` and ``model_round`` (ints), ``norm_layers`` (names) and the
+        the ``decision`` (texts), ``num_measured`` and ``model_round`` (ints), ``norm_layers`` (names) and the
         ``statistics`` behind each monitored value (texts by name).
 
     Example:
@@ -269,7 +269,7 @@ class Federation(TrainerCallback):
 
     @property
     def round_log(self) -> RoundLog:
-        """Log of the rounds."""
+        """Round log."""
         return self._fit.round_log
 
     @property

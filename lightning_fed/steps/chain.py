@@ -78,7 +78,7 @@ class Chain:
         self._state: State = {}
 
     def describe(self) -> dict[str, str]:
-        """Describes the steps and their options, the innermost step first.
+        """Describes the steps and the options, the innermost step first.
 
         Example:
             >>> from lightning_fed.algorithms import FedAvg
@@ -238,12 +238,12 @@ class Chain:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the rule, and of the steps by their names."""
+        """The states of the rule, and the steps' states by name."""
         steps = {name: step.state_dict() for name, step in self._named_steps().items()}
         return {"rule": self.rule.state_dict(), "steps": steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores them; a step of which there is no state begins anew, and one that is not here any more is named."""
+        """Restores the states. A step without a state begins anew; the log names states without a step."""
         steps = self._named_steps()
         unused = [name for name, step_state in state["steps"].items() if step_state and name not in steps]
         if unused:
@@ -284,7 +284,7 @@ class Chain:
 
 
 def _describe_step(step: UpdateStep) -> str:
-    """Describes the arguments of a step, as far as attributes of the same names hold them."""
+    """Describes a step's arguments, read from attributes with the same names."""
     known = vars(step)
     arguments = dict.fromkeys(name for kind in type(step).__mro__ for name in inspect.signature(kind).parameters)
     values = {name: known[name] for name in arguments if name in known}

@@ -89,7 +89,7 @@ FORGERIES = {
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forged_evaluation_is_excluded_by_name(name, federated_trainer, caplog):
-    """The values over all clients are those of the other clients, and the next round has all clients again."""
+    """The values over all clients equal the values over the other clients."""
     forge, round, reason = FORGERIES[name]
     trainer = federated_trainer(max_rounds=round + 1, callbacks=[Forged(forge, round)])
     clients = models.as_datasets(models.vectors(evaluations.TRAIN))
@@ -115,7 +115,7 @@ class Broken(Dataset):
 
 
 def test_validation_data_that_raise_exclude_their_client(federated_trainer, caplog):
-    """As on another machine; the fit goes on."""
+    """As on another machine; the fit continues."""
     trainer = federated_trainer(max_rounds=2)
     clients = models.as_datasets(models.vectors(evaluations.TRAIN))
     held_out = {**models.as_datasets(models.vectors(evaluations.HELD_OUT)), "bob": Broken()}
@@ -131,7 +131,7 @@ class Endless(Scored):
 
 
 def test_an_infinite_value_of_all_clients_is_no_value(federated_trainer):
-    """It would stay the best one for good."""
+    """Such a value would stay the best one for good."""
     trainer = federated_trainer(max_rounds=1)
     clients = models.as_datasets(models.vectors(evaluations.TRAIN))
     held_out = models.as_datasets(models.vectors(evaluations.HELD_OUT))
@@ -142,9 +142,9 @@ def test_an_infinite_value_of_all_clients_is_no_value(federated_trainer):
 @pytest.mark.parametrize(
     "values",
     [
-        {"ann": 0.01, "bob": 0.02, "cid": 3.0, "dan": 0.02},  # a client that the model does not serve
+        {"ann": 0.01, "bob": 0.02, "cid": 3.0, "dan": 0.02},  # a hard client
         {"ann": -310.0, "bob": -290.0, "cid": -5.0},  # likelihoods
-        {"ann": 0.5, "bob": -30.0},  # of two, neither is the outlier
+        {"ann": 0.5, "bob": -30.0},  # neither of two is the outlier
     ],
 )
 def test_clients_that_differ_are_no_outliers(values):

@@ -28,9 +28,9 @@ _log = logging.getLogger(__name__)
 class FederationController(Controller):  # type: ignore[misc]
     """The server's half of a federation, as an NVFLARE controller: one task for each message, answered by its site.
 
-    It trains as ``Trainer.fit`` does: after every round the global model is validated, logged and saved in ``folder``.
-    A job that is submitted again goes on from the last complete round there, whatever ended the one before; one that is
-    to begin anew needs another folder.
+    The controller trains as ``Trainer.fit`` does: after every round the global model is validated, logged and saved in
+    ``folder``. A job submitted again resumes from the last complete round there, whatever ended the job before; a new
+    run needs another folder.
 
     Args:
         federation: The federation: rule, schedule, what stays with the clients. Clients need the same one.
@@ -112,7 +112,7 @@ class FederationController(Controller):  # type: ignore[misc]
 
 
 def _survive_bad_answers() -> None:
-    """Turns off the exit of NVFLARE's job process after an undecodable answer: one site would end the job for all sites.
+    """Turns off the exit of NVFLARE's job process after an undecodable answer, which one site could provoke.
 
     NVFLARE decodes an answer before the controller sees the answer. The decoding still fails, and the round excludes
     the site at its deadline.

@@ -46,7 +46,7 @@ _NAMED_FIELDS = {"same": "entries", "metrics": "metrics"}
 """Fields that are mappings, and the rule for their names."""
 
 _NAMES = {"update": ("entries", "extras"), "statistics": ("extras",), "evaluation": ("metrics",)}
-"""Rules of names by the kind of answer: every answer of the kind has names under at least one of these rules."""
+"""Rules for names by kind of answer: every such answer has names under at least one rule."""
 
 _NEEDS = ("record", "steps", "clients_per_sum")
 """Rules that forbid where others allow, and the file by which days are counted. They come first: then half a policy
@@ -56,7 +56,7 @@ _LARGEST = 2**20  # bytes of a policy
 
 
 def hide_counts(text: str, policy: SitePolicy) -> str:
-    """Replaces the number of optimizer steps by 0 in an update's text, unless the policy lets the number leave."""
+    """Replaces the optimizer steps by 0 in an update's text, unless the policy allows the number."""
     packet = json.loads(text)
     if packet["kind"] != "update" or "steps" in policy.counts:
         return text
@@ -69,7 +69,7 @@ class PolicyError(Exception):
 
 
 class Refusal(ClientFault):
-    """Refusal to answer an order, by a rule of the policy.
+    """Refusal to answer an order, by one rule.
 
     Args:
         rule: The rule.
@@ -176,16 +176,16 @@ class SitePolicy:
     Args:
         digest: Digest of the file.
         servers: Public keys, the lines of servers' ``.pub`` files; ``"*"`` for all servers, also without a signature.
-        runs: Names of runs.
-        methods: Names of methods, in any case.
+        runs: Runs' names.
+        methods: Methods' names, in any case.
         answers: Kinds of answers: ``"update"``, ``"request"``, ``"statistics"``, ``"sum"`` and ``"evaluation"``. A
             server that is allowed is always told who is there.
         entries: Names of the model's entries.
         extras: Names of the method's further tensors, and of BatchNorm layers' statistics.
         metrics: Names of numbers for the log, and of the logged values and metrics of an evaluation.
-        counts: ``"num_samples"`` and ``"steps"``, if the number of examples and of optimizer steps may leave.
+        counts: ``"num_samples"`` and ``"steps"``, if the numbers of examples and optimizer steps may leave.
         rounds_per_day: Most answers of one kind for one client, in any 24 hours.
-        bytes_per_day: Most bytes of all answers, in any 24 hours.
+        bytes_per_day: Most bytes in all answers, in any 24 hours.
         clients_per_sum: Fewest clients of a secure sum; there must be one, if it is given.
         steps: Update steps that must be in the chain.
         faults: ``"constant"`` sends one text for every refusal and fault; ``"text"`` sends the reason.
@@ -256,10 +256,10 @@ class SitePolicy:
         return allowed
 
     def judge_entries(self, names: Iterable[str]) -> None:
-        """Judges the entries of an update before training.
+        """Judges an update's entries before training.
 
         Args:
-            names: Names of the entries.
+            names: The entries' names.
 
         Raises:
             Refusal: If an entry is not allowed.
@@ -329,7 +329,7 @@ def read_policy(path: Path) -> SitePolicy:
     try:
         content = _read_own_file(path)
         values = tomllib.loads(content.decode())
-    except (OSError, ValueError, RecursionError) as error:  # of thousands of brackets
+    except (OSError, ValueError, RecursionError) as error:  # from thousands of brackets
         raise PolicyError(f"{str(path)!r} cannot be read: {error}") from error
     try:
         return _make_policy(hashlib.sha256(content).hexdigest(), values)
@@ -418,7 +418,7 @@ def _find_pattern(rule: str, names: Iterable[str], patterns: Sequence[str]) -> l
 
 
 def _simple_name(name: str) -> str:
-    """Name of the logged value or metric in the name of an evaluation's tensor.
+    """Name in the log, or metric, behind the name of an evaluation's tensor.
 
     ``logged|mean|val_loss``, ``value|p|val_loss``, ``state|acc|tp`` and ``updates|@1@acc`` are of ``val_loss`` and
     ``acc``.

@@ -2,8 +2,9 @@
 
 A line is ``DIGEST JSON``, where ``DIGEST`` is the SHA-256 of the line before's digest, a space and the JSON. So a byte
 that is changed, a line that is left out, added or moved, and a line that is cut off in the middle are found. The head
-(number and digest of the last line) is in a second file: a record that is missing, shorter or another one than its head
-is an error. A writer of both files can forge both; a copy of an earlier head on another machine finds that too.
+(number and digest of the last line) is in a second file: a missing record, or a record shorter than or different from
+its head, is an error. A writer of both files can forge both; a copy of an earlier head on another machine finds that
+too.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class Record:
     """A record that this process, and perhaps others, append to.
 
     Args:
-        path: The file. A missing file is made, unless the head shows that the record has lines.
+        path: The file. A missing file is made, unless the head has lines.
         head: File of the head.
 
     Attributes:

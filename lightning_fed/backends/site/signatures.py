@@ -57,11 +57,11 @@ def sign(kind: str, text: str, data: bytes, key: Ed25519PrivateKey, seconds: flo
     """Signs a message.
 
     Args:
-        kind: Type of the message.
-        text: Text of the message: run, client, round and order.
-        data: Bytes of the tensors.
+        kind: The message's type.
+        text: The message's text: run, client, round and order.
+        data: The tensors' bytes.
         key: The server's key.
-        seconds: Lifetime of the order.
+        seconds: The order's lifetime.
 
     Returns:
         The text, and as its second line the expiry (in nanoseconds since 1970) and the signature.

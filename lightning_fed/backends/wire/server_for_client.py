@@ -61,10 +61,10 @@ def find_public_reason(error: Exception) -> str:
 
 
 class RemoteServer(ServerInterface):
-    """A client's connection to its server: there is one broadcast, and one update in answer.
+    """A client's connection to the server, for one broadcast and one update in answer.
 
     Args:
-        server: The federation's own server, which says what the method is.
+        server: The federation's own server, with the method.
         broadcast: The message that has come.
         asked: Digest of the request that the client has made before.
 
@@ -145,7 +145,7 @@ class RemoteServerSide(RemoteSide):
         train_request: The train request.
         broadcast: The message that came with it.
         population: The clients of this node.
-        judge_entries: Raises an exception, before training, if an entry of the update may not leave the site.
+        judge_entries: Raises an exception, before training, if an update's entry may not leave the site.
         held: File of what the server sent before, for what it leaves out.
 
     Attributes:

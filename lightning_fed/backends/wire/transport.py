@@ -1,4 +1,4 @@
-"""Carrier of packets: all that the two halves need of a network is that it brings a packet and its answer."""
+"""Carrier of packets: from a network the two halves need the transport of a packet and an answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Deadline:
         min_clients: Number of answers after which the other clients have only ``rest`` seconds left; ``None`` if they
             always have all the time.
         rest: Those seconds.
-        reconnect: Seconds in which a client whose connection is lost can come back.
+        reconnect: Seconds for the return of a client after a lost connection.
 
     Raises:
         ValueError: If a number is out of its range.

@@ -160,7 +160,7 @@ def test_the_guide_and_a_stranger(tmp_path):
 
 
 def exhaust(ca):
-    """Opens 1,005 connections that send nothing, and 20 bodies of 64 MiB that never end, while three nodes train.
+    """Opens 1,005 silent connections, and 20 endless bodies of 64 MiB, while three nodes train.
 
     The stranger has another address than the nodes.
     """

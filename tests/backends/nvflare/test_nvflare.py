@@ -108,7 +108,7 @@ def test_a_link_that_is_cut_while_a_site_trains(federated_trainer, tmp_path):
 
 @pytest.mark.slow
 def test_an_answer_that_cannot_be_decoded_excludes_its_site(federated_trainer, tmp_path, monkeypatch):
-    """NVFLARE decodes before the controller does, and ends the process of the job by itself."""
+    """NVFLARE decodes before the controller does, and would end the job for all sites."""
     monkeypatch.setenv("FEDJOB_HOSTILE", "site-2")
     simulate(tmp_path, "fedavg", min_clients=1, rest=20)
     assert_same(weights_of(tmp_path), reference(federated_trainer, "fedavg", [Loses("site-2", rounds=(1,))]))

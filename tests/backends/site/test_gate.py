@@ -1,4 +1,4 @@
-"""A server that a policy allows nothing learns nothing: neither from the text of a fault, nor from a count."""
+"""A server without permission learns nothing: neither from a fault's text, nor from a count."""
 
 import json
 import struct
@@ -44,7 +44,7 @@ def linear():
 
 
 def data_with(largest):
-    """Clients whose first feature is at most `largest`, and reaches that value."""
+    """Clients with a first feature of at most `largest`, reached once."""
     data = models.vectors(SIZES)
     for inputs, _ in data.values():
         inputs[:, 0] = inputs[:, 0].clamp(max=largest)
@@ -72,7 +72,7 @@ def order(tmp_path_factory):
 
 
 def comparing(order, threshold):
-    """The same order with a model whose result overflows for a first feature above the threshold."""
+    """The same order with another model: the result overflows for a first feature above the threshold."""
     values = [0.0] * 21
     values[0], values[6] = LARGEST / threshold, -LARGEST / threshold
     return Packet(order.text, struct.pack("21f", *values))
@@ -112,7 +112,7 @@ def test_what_would_not_leave_is_not_trained(order, tmp_path, caplog):
 
 
 def test_a_model_near_the_largest_number_is_not_trained(order, tmp_path, caplog):
-    """With allowed entries as well: otherwise a fault compares an input with a number that the server chooses."""
+    """With allowed entries as well: otherwise a fault compares an input with the server's number."""
     write_policy(tmp_path)
     for largest in (0.5, 7.25):
         (reply,) = ask(tmp_path, largest, [comparing(order, 2.0)])
@@ -188,7 +188,7 @@ def test_a_signed_order_is_done_once_and_before_its_expiry(order, tmp_path, capl
         assert json.loads(runner.answer(kind, packet, {}).text)["header"]["reason"] == NOT_ANSWERED
     assert "the order was done before" in caplog.text
     assert caplog.text.count("or the order has expired") == 4
-    again, _ = ask_signed(tmp_path, "train", order, key)  # an answer that was lost is asked for with a new signature
+    again, _ = ask_signed(tmp_path, "train", order, key)  # a lost answer is requested with a new signature
     assert json.loads(runner.answer("train", again, {}).text)["kind"] == "update"
 
 
@@ -208,7 +208,7 @@ HELLO = write_packet("hello", {})
 
 
 def start(folder, **options):
-    """A process of the site that starts now, with a worker or for one message."""
+    """A new process of the site, with a worker or for one message."""
     data = clients_of(models.vectors(SIZES))
     return client_app(Federation(), lambda: None, data, OPTIONS, store=folder, **options).runner
 
@@ -237,7 +237,7 @@ def test_without_a_policy_and_traces_everything_leaves(tmp_path):
 
 
 def test_folders_of_others_above_the_policy(tmp_path, caplog):
-    """Who can rename a folder can replace the policy in it."""
+    """A user with permission to rename a folder can replace the policy inside."""
     folder = tmp_path / "shared" / "site"
     folder.mkdir(parents=True)
     write_policy(folder)

@@ -374,7 +374,7 @@ def test_the_example_of_the_guide_lets_its_study_leave_and_its_first_half_nothin
 
 
 def test_the_threat_model_has_every_field_that_leaves():
-    """The tables are those of the messages, and the names of the tests exist."""
+    """The tables equal the messages, and the named tests exist."""
     root = Path(models.__file__).parents[1]
     page = (root / "docs" / "guides" / "threat_model.md").read_text()
     rows = {row[0]: row[1] for row in re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.M)}
