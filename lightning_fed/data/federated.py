@@ -303,7 +303,7 @@ def datamodule_of_handed(
 
 
 class ChainedLoaders:
-    """Several loaders one after another, as one. An exception skips the rest of one client's loader.
+    """Several loaders one after another, as one. After an exception a client's later batches are skipped.
 
     Args:
         loaders: The loaders.

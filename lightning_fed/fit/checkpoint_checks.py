@@ -119,7 +119,7 @@ def warn_of_batch_norm_option(then: str, now: str) -> None:
 
 
 def check_steps(then: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Checks that a fit resumes with the update steps of the checkpoint.
+    """Compares the update steps of a fit and a checkpoint.
 
     Args:
         then: The checkpoint's steps with their options, by name, the innermost step first.

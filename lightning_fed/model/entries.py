@@ -415,9 +415,9 @@ def find_non_finite(state: Mapping[str, Tensor]) -> str | None:
 
 @torch.no_grad()
 def find_implausible(state: Mapping[str, Tensor]) -> str | None:
-    """Describes the first fault of an implausible state.
+    """Describes an implausible state's first fault.
 
-    Faults are NaN and infinities, a root mean square above 1e10, and a running variance or number of batches below 0.
+    Faults are NaN, infinities, a root mean square above 1e10, and negative running variances or batch counts.
 
     Example:
         >>> find_implausible({"1.running_var": torch.tensor([1.0, -1.0])})
@@ -440,7 +440,7 @@ def find_implausible(state: Mapping[str, Tensor]) -> str | None:
 
 
 def _find_excessive(state: Mapping[str, Tensor]) -> str | None:
-    """Describes a state with an implausible root mean square; ``None`` for other states.
+    """Describes an implausible root mean square; ``None`` for other states.
 
     Near the largest finite number a forward pass overflows for some inputs only, and so a fault would reveal the input.
     """

@@ -114,7 +114,7 @@ class RemoteServer(ServerInterface):
         return True
 
     def accept(self, update: ClientUpdate) -> bool:
-        """Checks the update, and takes it for the server's answer."""
+        """Checks the update, and takes the update for the server's answer."""
         fault = find_non_finite(update.state) or find_non_finite(update.extras)
         if fault is not None:
             return self.fail(update.client, fault)
@@ -145,7 +145,7 @@ class RemoteServerSide(RemoteSide):
         train_request: The train request.
         broadcast: The message that came with it.
         population: The clients of this node.
-        judge_entries: Raises an exception, before training, if an update's entry may not leave the site.
+        judge_entries: Raises an exception, before training, for a forbidden entry.
         held: File of what the server sent before, for what it leaves out.
 
     Attributes:

@@ -200,7 +200,7 @@ def be_a_stranger(shell, folder):
         status, said = stranger.run(line, 120)
         yield action, "403" in said and status != 0
     status, said = stranger.run(
-        "timeout 30 flower-supernode --max-retries 0 --port 19094 --auth-supernode-private-key keys/stranger.key"
+        "timeout 120 flower-supernode --max-retries 0 --port 19094 --auth-supernode-private-key keys/stranger.key"
         f" --root-certificates {ca} --superlink {HERE}"
     )
     yield "join as a node", status not in (0, 124) and "SuperNode ID" not in said
