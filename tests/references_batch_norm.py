@@ -99,10 +99,13 @@ def normalised_by_batch(net, inputs):
 
 
 def between_share_reference(inputs_by_client):
-    """Share of the variance between clients, mean over channels; of all values of a layer's inputs at once."""
+    """Shares of the clients' means and of the clients' variances, the larger mean over channels, from all inputs."""
     flat = [values.double().movedim(1, -1).reshape(-1, values.shape[1]) for values in inputs_by_client]
     everything = torch.cat(flat)
     means = torch.cat([values.mean(0).expand_as(values) for values in flat])
     between = (means - everything.mean(0)).square().sum(0)
     total = (everything - everything.mean(0)).square().sum(0)
-    return float((between / total)[total > 0].mean())
+    spreads = torch.cat([values.var(0, correction=0).expand_as(values) for values in flat])
+    of_means = (between / total)[total > 0].mean()
+    of_variances = 1 - spreads.mean(0).square() / spreads.square().mean(0)
+    return float(max(of_means, of_variances[total > 0].mean()))

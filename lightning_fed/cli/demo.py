@@ -110,7 +110,7 @@ def run_demo(
     """Trains DeepLabV3+ federatedly, with a table, TensorBoard logs and a picture with predictions by client.
 
     A Dirichlet distribution draws each client's classes. Generated images also have a different look per client:
-    contrast, colours, blur and noise.
+    contrast and colours.
 
     Args:
         data_dir: Folder with CamVid; ``None`` generates scenes.
@@ -135,9 +135,9 @@ def run_demo(
     rounds, mean, std = rounds or 16, None, None
     if data_dir is None:
         data = Shapes(num_train=num_scenes, num_val=1, num_test=1, batch_size=8, eval_batch_size=32)
-        split = Dirichlet(num_clients, alpha=0.3)
+        split = Dirichlet(num_clients, alpha=1.0)
         mean, std = _SHAPES_MEAN, _SHAPES_STD
-        partition: Partition = Look(split, contrast=1.5, colour=1.0, blur=1.0, noise=0.1, mean=mean, std=std)
+        partition: Partition = Look(split, contrast=1.0, colour=1.0, mean=mean, std=std)
     else:
         data = CamVid(data_dir, image_size=(96, 128), augment=True, batch_size=8, eval_batch_size=32)
         # CamVid has no background class.
@@ -179,14 +179,11 @@ def run_demo(
     parts = split.split(data.train_dataset, trainer.federation.schedule.seed)
     labels = labels_of(data.train_dataset, background=split.background)
     counts = [np.bincount(labels[indices], minlength=data.num_classes) for indices in parts.values()]
-    chosen = list(clients.val)[:_NUM_PICTURES]
-    models = {client: trainer.federation.client_model(client) for client in chosen}
-    draw(
-        result,
-        data,
-        np.stack(counts),
-        [_predict(model, client, clients.val[client], mean, std) for client, model in models.items()],
-    )
+    tiles = [
+        _predict(trainer.federation.client_model(client), client, clients.val[client], mean, std)
+        for client in list(clients.val)[:_NUM_PICTURES]
+    ]
+    draw(result, data, np.stack(counts), tiles)
     _say(
         "\nTensorBoard (its steps are batches; `epoch` is the round, from 0):"
         f"\n    {_program('tensorboard')} --logdir {out}"
@@ -248,14 +245,13 @@ def draw(result: DemoResult, data: ArrayDataModule, counts: np.ndarray, tiles: S
 def _predict(model: Any, client: Client, held_out: Any, mean: float | None, std: float | None) -> tuple[str, Tensor]:
     """Scores a client's model on held-out images; draws input, truth and prediction of one, shape (3, H, 3 W)."""
     scores = SegmentationScores(model.num_classes)
-    image, mask = (
-        torch.stack(parts) for parts in zip(*(held_out[index] for index in range(len(held_out))), strict=True)
-    )
+    examples = [held_out[index] for index in range(len(held_out))]
+    images, masks = (torch.stack([example[part] for example in examples]) for part in (0, 1))
     with evaluating(model):
-        logits = model(image)
-    scores.update(logits, mask)
+        logits = model(images)
+    scores.update(logits, masks)
     colors, guess = default_colors(model.num_classes), logits.argmax(1)
-    tile = segmentation_grid(image[:1], mask[:1], guess[:1], colors, mean, std, padding=0)
+    tile = segmentation_grid(images[:1], masks[:1], guess[:1], colors, mean, std, padding=0)
     return f"client {client}: {float(scores.compute()['miou']):.2f}", tile
 
 

@@ -26,6 +26,7 @@ from lightning_fed.argument_checks import check_inside, check_option, check_posi
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.errors import BadUpdate, ClientFault, OptionError
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
+from lightning_fed.fit.options import LocalStatistics
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.internals import is_overridden, loss_scaler
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
@@ -38,6 +39,8 @@ from lightning_fed.server.schedule import SecretSampling
 from lightning_fed.steps.update_step import Arrived, CollectingStep, Held, UpdateStep
 
 _log = logging.getLogger(__name__)
+
+_LOCAL_TREATMENTS = ("auto", "personal", "frozen")  # of BatchNorm, where the server may not see a client's update
 
 _FITS: dict[tuple[int, int, int], dict[int, tuple[Budget, int]]] = {}
 """Budget and rounds of this process's fits: by number, first and last of their clients, and by the fit's key."""
@@ -559,9 +562,9 @@ def refuse_statistics(module: L.LightningModule, federation: Federation, how: st
         MisconfigurationException: If they do.
 
     """
-    policies = federation.policies
-    statistics = sorted(batch_norm_statistics(module))
-    if statistics and (federation.reports_statistics or any(policies.get(name) == "shared" for name in statistics)):
+    option, statistics = federation.options.batch_norm, sorted(batch_norm_statistics(module))
+    is_local = option.unseen != "pooled" if isinstance(option, LocalStatistics) else option in _LOCAL_TREATMENTS
+    if statistics and not is_local:
         raise MisconfigurationException(
             f"BatchNorm's statistics ({statistics[0]}, ...) would leave the clients {how}: take batch_norm='personal',"
             " 'frozen' or LocalStatistics(), or GroupNorm (`lightning_fed.modules.to_group_norm`)."

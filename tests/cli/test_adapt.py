@@ -12,7 +12,7 @@ from lightning_fed.datasets import Shapes
 from lightning_fed.modules import recalibrate_batch_norm
 from lightning_fed.tasks import ClassificationTask
 
-# Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
+# Lightning 2.6 calls a function with a new name in jsonargparse 4.53.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 RECIPE = {

@@ -35,7 +35,7 @@ def small_network(name, **options):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """One small run: its result, what it printed, and the figure that it drew."""
+    """One small run: result, output and figure."""
     folder, figures, text = tmp_path_factory.mktemp("demo"), [], []
     savefig = Figure.savefig
 

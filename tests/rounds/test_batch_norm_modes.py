@@ -259,6 +259,30 @@ def test_share_between_clients_is_that_of_all_values_at_once():
     assert shift_between(reports, "1") is None
 
 
+def report_of(*values):
+    """A report as a client sends it, of one layer with one channel."""
+    net = nn.Sequential(nn.BatchNorm1d(1))
+    statistics = InputStatistics(batch_norm_layers(net))
+    with statistics.watching():
+        net(torch.tensor(values, dtype=torch.float32)[:, None])
+    return statistics.as_extras()
+
+
+@pytest.mark.parametrize(
+    ("reports", "num_malicious", "shift"),
+    [
+        ([(0, 2), (4, 6, 8)], 0, (2 * 9 + 3 * 4) / (5 * 8)),
+        ([(-1, 1), (-3, 3)], 0, (2 * 4**2 + 2 * 4**2) / (2 * 1 + 2 * 81)),  # variances 1 and 9
+        ([(0, 2), (0, 2)], 0, 0.0),
+        ([(0, 2), (0, 2), (0, 2), (100, 300)], 1, 0.0),
+        ([(0, 2), (50, 90), (100, 300)], 1, None),
+    ],
+)
+def test_shift_by_hand(reports, num_malicious, shift):
+    found = shift_between([report_of(*values) for values in reports], "0", num_malicious)
+    assert found == (None if shift is None else pytest.approx(shift, rel=1e-6))
+
+
 @pytest.mark.parametrize("offset", [0.0, 20.0])
 def test_the_log_says_once_where_pooled_statistics_fit_nobody(offset, federated_trainer, caplog):
     clients = {
