@@ -31,7 +31,7 @@ from lightning_fed.datasets.array_module import ArrayDataModule
 from lightning_fed.datasets.camvid import CamVid
 from lightning_fed.datasets.shapes import Shapes
 from lightning_fed.messages import Client
-from lightning_fed.metrics import SegmentationScores
+from lightning_fed.metrics.segmentation import SegmentationScores
 from lightning_fed.model.feature_extraction import evaluating
 from lightning_fed.tasks.segmentation import SegmentationTask
 from lightning_fed.trainer import FederatedTrainer
