@@ -61,6 +61,7 @@ class UnseenData(FederatedCallback):
     """
 
     supports_vectorize = True
+    keeps_privacy = True  # hooks of a visit only pause the adaptation
 
     def __init__(self, find_fit: Callable[[], FederatedFit]) -> None:
         self._find_fit = find_fit
