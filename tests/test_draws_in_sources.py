@@ -61,6 +61,7 @@ ALLOWED = {
     "_Rounds.__iter__": "centralised training, whose rounds are seeded as visits are",
     "_Rounds._passes": "centralised training, likewise",
     # Programs of their own, which seed themselves.
+    "cli/adapt.py: run": "the command line",
     "cli/merge.py: run": "the command line",
     "ClientRunner._carry_out": "the app of a client",
     "RemoteServerSide._answer": "likewise, before it evaluates",

@@ -261,6 +261,14 @@ def test_doors_only_reexport():
     assert {name for name, body in bodies.items() if not all(map(is_of_a_door, body[1:]))} == set()
 
 
+def test_no_lazy_name_is_a_submodule():
+    """The import of the submodule would replace the name."""
+    callbacks = PACKAGE / "callbacks"
+    names = {alias.asname for node in ast.parse((callbacks / "__init__.pyi").read_text()).body
+             if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
+    assert names & {path.stem for path in callbacks.iterdir()} == set()
+
+
 def test_tests_mirror_the_package():
     tests = Path(__file__).parent
     folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}

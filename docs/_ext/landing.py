@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from lightning_fed import FederatedTrainer
 from lightning_fed.callbacks import ClientEvaluation
-from lightning_fed.callbacks.segmentation_grid import default_colors
+from lightning_fed.callbacks.picture_grid import default_colors
 from lightning_fed.data import Dirichlet, PartitionedData
 from lightning_fed.datasets import Shapes
 from lightning_fed.model.feature_extraction import evaluating

@@ -25,8 +25,8 @@ from lightning_fed.callbacks.evaluation.local_evaluation import LocalEvaluation 
 from lightning_fed.callbacks.evaluation.site_matrix import SiteMatrix as SiteMatrix
 from lightning_fed.callbacks.federation import Federation as Federation
 from lightning_fed.callbacks.federation import find_federation as find_federation
+from lightning_fed.callbacks.picture_grid import segmentation_grid as segmentation_grid
 from lightning_fed.callbacks.progress_bar import FederatedProgressBar as FederatedProgressBar
 from lightning_fed.callbacks.progress_bar import FederatedRichProgressBar as FederatedRichProgressBar
-from lightning_fed.callbacks.segmentation_grid import segmentation_grid as segmentation_grid
 from lightning_fed.callbacks.segmentation_images import SegmentationImages as SegmentationImages
 from lightning_fed.federated_callback import FederatedCallback as FederatedCallback

@@ -22,8 +22,8 @@ from lightning_fed.atomic_files import atomic_write, write_text_atomically
 from lightning_fed.callbacks.evaluation.client_evaluation import NO_CLIENTS
 from lightning_fed.callbacks.evaluation.data_pass import limited_batches
 from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.callbacks.picture_grid import checked_colors, default_colors, segmentation_grid
 from lightning_fed.callbacks.pictures import draw_matrix, label_grid, log_picture
-from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors, segmentation_grid
 from lightning_fed.callbacks.segmentation_images import segmentation_logits, with_background
 from lightning_fed.callbacks.training_trace import describe_classes
 from lightning_fed.console import round_number

@@ -10,6 +10,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from time import perf_counter  # ours, whatever a program that measures time puts in its place
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -451,7 +452,7 @@ class Federation(TrainerCallback):
         add_callbacks(trainer, self, [*self.method.callbacks, *own, *shared])
         option = self.options.batch_norm
         if option == "auto" or (isinstance(option, LocalStatistics) and option.unseen != "pooled"):
-            add_callbacks(trainer, self, [UnseenData(lambda: self._fit)])
+            add_callbacks(trainer, self, [UnseenData(partial(getattr, self, "_fit"))])  # a lambda cannot be pickled
         previous, self._trainer = self._trainer, trainer
         if stage != "fit":
             self._fit.attach(trainer)

@@ -12,8 +12,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count, check_option
+from lightning_fed.callbacks.picture_grid import checked_colors, default_colors, segmentation_grid
 from lightning_fed.callbacks.pictures import log_picture, report_other_loggers, tensorboards
-from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors, segmentation_grid
 from lightning_fed.callbacks.training_trace import describe_classes
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError

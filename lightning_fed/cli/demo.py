@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation
-from lightning_fed.callbacks.segmentation_grid import default_colors, segmentation_grid
+from lightning_fed.callbacks.picture_grid import default_colors, segmentation_grid
 from lightning_fed.callbacks.segmentation_images import SegmentationImages
 from lightning_fed.compare.run import RoundCurve, quiet
 from lightning_fed.data.appearance import Look

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fed import FederatedDataModule, LocalStatistics
 from lightning_fed.callbacks import ClientSegmentations, pictures
 from lightning_fed.callbacks.client_segmentations import heat_map, scores_for
-from lightning_fed.callbacks.segmentation_grid import default_colors, segmentation_grid
+from lightning_fed.callbacks.picture_grid import default_colors, segmentation_grid
 from lightning_fed.metrics.functional.entropy import softmax_entropy
 from tests import models
 from tests.callbacks.test_segmentation_images import logged

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedTrainer
-from lightning_fed.callbacks.segmentation_grid import default_colors, segmentation_grid
+from lightning_fed.callbacks.picture_grid import default_colors, segmentation_grid
 from lightning_fed.callbacks.segmentation_images import SegmentationImages
 from lightning_fed.errors import OptionError
 from tests.conftest import QUIET

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_fed.callbacks.segmentation_grid import default_colors
+from lightning_fed.callbacks.picture_grid import default_colors
 from lightning_fed.callbacks.segmentation_images import SegmentationImages
 from lightning_fed.cli import demo
 from lightning_fed.cli.demo import run_demo

@@ -22,8 +22,8 @@ from lightning_fed.algorithms.fedmargin.prototype_messages import (
 from lightning_fed.algorithms.fedmargin.prototypes import Prototypes, aggregate_prototypes
 from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.federation import federation_of, find_federation
+from lightning_fed.callbacks.picture_grid import checked_colors, default_colors
 from lightning_fed.callbacks.pictures import Color, figure_pixels, has_matplotlib, report_other_loggers, tensorboards
-from lightning_fed.callbacks.segmentation_grid import checked_colors, default_colors
 from lightning_fed.console import round_number
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.internals import callbacks_of
