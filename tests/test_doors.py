@@ -881,7 +881,8 @@ def test_every_option_reaches_the_federation():
         "visits": Vectorized(2),
     }  # fmt: skip
     federation = FederatedTrainer(**options, **QUIET).federation
-    assert federation.server.rule is aggregator
+    assert type(federation.server.rule) is FedAvg
+    assert federation.server.rule is not aggregator  # a federation copies the rule
     assert federation.partition is partition
     assert federation.server.min_clients == 2
     for name in ("clients_per_round", "local_epochs", "availability", "seed"):

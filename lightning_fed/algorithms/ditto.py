@@ -69,6 +69,7 @@ class PersonalModel(FederatedCallback):
     """
 
     has_own_models = True
+    leaves_update = True  # `on_client_end` trains a second model, and neither reads nor changes the update
 
     def __init__(self, lam: float, global_epochs: int = 1) -> None:
         self.lam = check_nonnegative("lam", lam)

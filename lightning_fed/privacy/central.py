@@ -524,7 +524,8 @@ def refuse_other_messages(trainer: L.Trainer) -> None:
     """
     for callback in federated_callbacks(trainer):
         for hook in ("on_client_request", "on_client_end"):
-            if not getattr(callback, "keeps_privacy", False) and is_overridden(hook, callback, FederatedCallback):
+            is_harmless = getattr(callback, "keeps_privacy", False) or getattr(callback, "leaves_update", False)
+            if not is_harmless and is_overridden(hook, callback, FederatedCallback):
                 raise MisconfigurationException(
                     f"Expected clients that send steps alone, but `{type(callback).__name__}.{hook}` may send more."
                 )

@@ -122,7 +122,6 @@ trainer:
   clients_per_round: 4
   local_epochs: 2
   partition: {class_path: Dirichlet, init_args: {num_clients: 12, alpha: 0.3}}
-  batch_norm: recalibrate
 """
 
 
