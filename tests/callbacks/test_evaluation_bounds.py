@@ -11,7 +11,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_fed import FederatedDataModule
 from lightning_fed.callbacks import ClientEvaluation
 from lightning_fed.callbacks.evaluation.bounds import find_outliers
-from lightning_fed.callbacks.evaluation.report import EvaluationReport
+from lightning_fed.callbacks.evaluation.report import EvaluationReport, MetricState
 from tests import evaluations, models
 
 
@@ -145,6 +145,8 @@ def test_an_infinite_value_of_all_clients_is_no_value(federated_trainer):
         {"ann": 0.01, "bob": 0.02, "cid": 3.0, "dan": 0.02},  # a hard client
         {"ann": -310.0, "bob": -290.0, "cid": -5.0},  # likelihoods
         {"ann": 0.5, "bob": -30.0},  # neither of two is the outlier
+        {"ann": 0.04, "bob": 0.02, "cid": -0.01, "dan": 0.03},  # likelihoods around zero
+        {"ann": 0.5, "bob": -0.3, "cid": 0.4},
     ],
 )
 def test_clients_that_differ_are_no_outliers(values):
@@ -156,3 +158,23 @@ def test_a_score_may_be_negative():
     values = {"ann": 0.3, "bob": -0.4, "cid": 0.2}
     reports = {client: EvaluationReport(9, values={"val_r2": value}) for client, value in values.items()}
     assert find_outliers(reports) == {}
+
+
+@pytest.mark.parametrize("found", [(0, 0, 4), (0, 1, 40)])
+def test_rare_events_of_one_client_are_no_outlier(found):
+    """Most clients may have none."""
+    states = [{"lesions": MetricState(updates=3, values={"found": torch.tensor(number)})} for number in found]
+    reports = {client: EvaluationReport(20, states=state) for client, state in enumerate(states)}
+    assert find_outliers(reports) == {}
+
+
+def test_other_data_in_another_evaluation_exclude_no_client(federated_trainer):
+    """Numbers of examples are compared within one fit or evaluation."""
+    trainer, module = federated_trainer(max_rounds=1), Scored()
+    clients = models.as_datasets(models.vectors(evaluations.TRAIN))
+    for factor in (1, 4):
+        sizes = {client: factor * size for client, size in evaluations.HELD_OUT.items()}
+        data = FederatedDataModule(clients, models.as_datasets(models.vectors(sizes)), batch_size=8)
+        trainer.validate(module, datamodule=data, verbose=False)
+        assert trainer.callback_metrics["evaluation/failed"] == 0
+        assert trainer.callback_metrics["evaluation/num_samples"] == sum(sizes.values())

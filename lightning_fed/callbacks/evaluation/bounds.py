@@ -20,6 +20,7 @@ _MOST_CHANGE = 2  # factor between two numbers of examples of one client
 _MOST_COUNTS = 10  # times the median count per example, for images of different sizes
 _MOST_BATCHES = 100  # updates of a metric per example
 _FARTHEST = 100  # spreads from the median
+_FARTHEST_NEGATIVE = 10  # median distances from the median, for the only negative loss
 
 _BY_EXAMPLE = ("sum",)  # reductions with a total that grows with the number of examples
 
@@ -58,8 +59,8 @@ def find_outliers(reports: Mapping[Client, EvaluationReport]) -> dict[Client, st
     """Finds clients with numbers far from the other clients' numbers.
 
     Three clients or more are compared. A client is an outlier with a value 100 spreads from the median (the spread is
-    the largest of the median distance, the median, and 1), with the only negative loss, and with 10 times the median
-    of the counts per example.
+    the largest of the median distance, the median, and 1), with the only negative loss (10 median distances, the median
+    and 1 below the median), and with 10 times the median of the counts per example (at least 10).
 
     Args:
         reports: The reports.
@@ -121,9 +122,10 @@ def _compare(outliers: dict[Client, str], what: str, values: Mapping[Client, flo
     median = statistics.median(values.values())
     distance = statistics.median(abs(value - median) for value in values.values())
     farthest = _FARTHEST * max(distance, abs(median), 1.0)
+    lowest = median - max(_FARTHEST_NEGATIVE * distance, abs(median), 1.0)
     negative = [client for client, value in values.items() if value < 0]
     for client, value in values.items():
-        if abs(value - median) > farthest or (is_loss and negative == [client]):
+        if abs(value - median) > farthest or (is_loss and negative == [client] and value < lowest):
             outliers.setdefault(client, f"its {what} is {value:g}, and the median of {len(values)} clients {median:g}")
 
 
@@ -132,7 +134,7 @@ def _compare_counts(outliers: dict[Client, str], what: str, counts: Mapping[Clie
         return
     median = statistics.median_low(counts.values())
     for client, count in counts.items():
-        if count > _MOST_COUNTS * median:
+        if count > _MOST_COUNTS * max(median, 1.0):  # most clients may have none of a rare event
             outliers.setdefault(
                 client, f"its {what} are {count:g} per example, and the median of {len(counts)} clients {median:g}"
             )

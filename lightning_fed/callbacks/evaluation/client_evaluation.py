@@ -136,6 +136,10 @@ class ClientEvaluation(FederatedCallback):
 
     # Lightning's hooks
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forgets the numbers of examples: another fit or evaluation may have other data."""
+        self._announced = {}
+
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Moves behind the federation: callbacks that monitor come later."""
         callbacks = callbacks_of(trainer)
