@@ -23,7 +23,7 @@ from lightning_fed.backends.site.policy import (
     read_policy,
 )
 from lightning_fed.backends.site.record import CLOCK, DAY, HEAD_FILE, Record, RecordError
-from lightning_fed.backends.site.signatures import split_signature
+from lightning_fed.backends.site.signatures import digest_order, split_signature
 from lightning_fed.backends.wire.packets import NOT_HELD, NOT_HERE, Fault, Packet, PacketError, write_fault
 from lightning_fed.console import round_number
 
@@ -283,8 +283,9 @@ def _size(packet: Packet) -> int:
 
 
 def _digest(packet: Packet | Order) -> str:
-    signature = packet.signature if isinstance(packet, Order) else ""
-    return hashlib.sha256(f"{packet.text}\0{signature}\0".encode() + packet.data).hexdigest()
+    if isinstance(packet, Order):
+        return digest_order(packet.answer, packet.text, packet.data, packet.signature)
+    return hashlib.sha256(f"{packet.text}\0".encode() + packet.data).hexdigest()
 
 
 def _reason_of(fault: Packet) -> str:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+
+_SIGNATURE = re.compile(r"([1-9][0-9]{0,19}):([0-9a-f]{128})")  # one spelling of each signature
 
 LIFETIME = 20 * 3600.0
 """Longest lifetime of an order, in seconds. A site remembers the orders of a day, so that no order is done twice."""
@@ -85,14 +88,27 @@ def split_signature(text: str) -> tuple[str, str]:
 
 def is_signed(kind: str, text: str, data: bytes, signature: str, key: Ed25519PublicKey) -> bool:
     """True if the key has signed this message, and the signature has not expired."""
-    expiry, _, signed = signature.partition(":")
+    parts = _SIGNATURE.fullmatch(signature)
+    if parts is None or not 0 <= int(parts[1]) - time.time_ns() <= LIFETIME * 1e9:
+        return False
     try:
-        if not 0 <= int(expiry) - time.time_ns() <= LIFETIME * 1e9:
-            return False
-        key.verify(bytes.fromhex(signed), _signed(kind, expiry, text, data))
-    except (InvalidSignature, ValueError):
+        key.verify(bytes.fromhex(parts[2]), _signed(kind, parts[1], text, data))
+    except InvalidSignature:
         return False
     return True
+
+
+def digest_order(kind: str, text: str, data: bytes, signature: str) -> str:
+    """Digest of the signed content (type, expiry, text, data), so that no spelling of a signature is a new order.
+
+    Args:
+        kind: The message's type.
+        text: The message's text, without the signature.
+        data: The tensors' bytes.
+        signature: The line with expiry and signature; empty without a signature.
+
+    """
+    return hashlib.sha256(_signed(kind, signature.partition(":")[0], text, data)).hexdigest()
 
 
 def _signed(kind: str, expiry: str, text: str, data: bytes) -> bytes:

@@ -16,7 +16,7 @@ from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.transport import from_records
 from lightning_fed.backends.site import gate, signatures
 from lightning_fed.backends.site.gate import NOT_ANSWERED
-from lightning_fed.backends.site.signatures import sign
+from lightning_fed.backends.site.signatures import digest_order, sign
 from lightning_fed.backends.wire.packets import Packet, PacketError, write_packet
 from lightning_fed.privacy import SecureSum
 from lightning_fed.steps import UniformWeights
@@ -178,8 +178,11 @@ def test_a_signed_order_is_done_once_and_before_its_expiry(order, tmp_path, capl
     write_policy(tmp_path, servers=[public], answers=["update", "statistics"], extras=["*"])
     signed, runner = ask_signed(tmp_path, "train", order, key)
     assert json.loads(runner.answer("train", signed, {}).text)["kind"] == "update"
+    text, _, signature = signed.text.rpartition(":")
     for kind, packet in (
         ("train", signed),
+        ("train", Packet(f"{text}:{signature.upper()}", signed.data)),
+        ("train", Packet(f"{text}: {signature}", signed.data)),
         ("train", ask_signed(tmp_path, "evaluate", order, key)[0]),
         ("train", ask_signed(tmp_path, "train", order, key, age=120.0)[0]),
         ("train", ask_signed(tmp_path, "train", order, key, age=-30 * 3600.0)[0]),
@@ -187,7 +190,10 @@ def test_a_signed_order_is_done_once_and_before_its_expiry(order, tmp_path, capl
     ):
         assert json.loads(runner.answer(kind, packet, {}).text)["header"]["reason"] == NOT_ANSWERED
     assert "the order was done before" in caplog.text
-    assert caplog.text.count("or the order has expired") == 4
+    assert caplog.text.count("or the order has expired") == 6
+    line = signed.text.partition("\n")[2]
+    digests = {digest_order("update", order.text, order.data, text) for text in (line, line.upper(), line + " ")}
+    assert digests == {lines_of(tmp_path)[0]["digest"]}  # a second check behind the spelling
     again, _ = ask_signed(tmp_path, "train", order, key)  # a lost answer is requested with a new signature
     assert json.loads(runner.answer("train", again, {}).text)["kind"] == "update"
 
