@@ -16,6 +16,7 @@ import binascii
 import contextlib
 import json
 import logging
+import math
 import re
 import socket
 import sqlite3
@@ -48,6 +49,7 @@ _BURST = 32  # accepted connections in one turn
 _CALLS_PER_NODE = 64  # at once
 _OLDEST = 600.0  # seconds for a signature; the SuperLink accepts fewer
 _FRESH = 5.0  # seconds for which a key is known as registered
+_STALE = 60.0  # the same while the database cannot be read
 _OWN_HEADERS = {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"content-length"}
 
 Scope = MutableMapping[str, Any]
@@ -67,42 +69,52 @@ class Registry:
         self._uri = f"{Path(database).resolve().as_uri()}?mode=ro"
         self._known: dict[bytes, float] = {}
 
-    def find_node(self, headers: Mapping[bytes, bytes]) -> bytes | None:
+    async def find_node(self, headers: Mapping[bytes, bytes]) -> bytes | None:
         """Returns the registered key behind a call's signature; ``None`` without a key.
 
         Args:
             headers: The call's headers.
+
+        Raises:
+            sqlite3.Error: If the database cannot be read, and the key was not found in the last minute.
 
         """
         try:
             key = b64decode(headers[b"flwr-public-key"], validate=True)
             signature, signed = b64decode(headers[b"flwr-signature"], validate=True), headers[b"flwr-timestamp"]
             age = datetime.now(UTC) - datetime.fromisoformat(signed.decode("ascii")).astimezone(UTC)
-            if abs(age.total_seconds()) > _OLDEST or not self._is_registered(key):
+            if abs(age.total_seconds()) > _OLDEST or not await self._is_registered(key):
                 return None
             public = load_pem_public_key(key)
             if not isinstance(public, EllipticCurvePublicKey):
                 return None
             public.verify(signature, signed, ECDSA(SHA256()))
-        except (KeyError, ValueError, binascii.Error, InvalidSignature, UnsupportedAlgorithm):
-            return None
-        except sqlite3.Error as error:
-            _log.error("The SuperLink's database cannot be read: %s.", error)
+        except (KeyError, ValueError, OverflowError, binascii.Error, InvalidSignature, UnsupportedAlgorithm):
             return None
         return key
 
-    def _is_registered(self, key: bytes) -> bool:
+    async def _is_registered(self, key: bytes) -> bool:
         now = time.monotonic()
-        if self._known.get(key, -_FRESH) > now - _FRESH:
+        last = self._known.get(key, -math.inf)
+        if last > now - _FRESH:
             return True
-        with contextlib.closing(sqlite3.connect(self._uri, uri=True, timeout=2)) as connection:
-            query = "SELECT 1 FROM node WHERE public_key = ? AND status != 'unregistered'"
-            is_there = connection.execute(query, (key,)).fetchone() is not None
+        try:
+            is_there = await asyncio.to_thread(self._look_up, key)  # a locked database must not stop other calls
+        except sqlite3.Error as error:
+            _log.error("The SuperLink's database cannot be read: %s.", error)
+            if last > now - _STALE:
+                return True
+            raise
         if is_there:
             self._known[key] = now
         else:
             self._known.pop(key, None)
         return is_there
+
+    def _look_up(self, key: bytes) -> bool:
+        with contextlib.closing(sqlite3.connect(self._uri, uri=True, timeout=2)) as connection:
+            query = "SELECT 1 FROM node WHERE public_key = ? AND status != 'unregistered'"
+            return connection.execute(query, (key,)).fetchone() is not None
 
 
 class Connection(socket.socket):
@@ -217,7 +229,11 @@ class Gateway:
             await _answer(send, 403, b"the gateway of a federation passes on what SuperNodes call, and nothing else")
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        node = self._registry.find_node(headers)
+        try:
+            node = await self._registry.find_node(headers)
+        except sqlite3.Error:  # a SuperNode ends after 401, and tries again after 503
+            await _answer(send, 503, b"the gateway cannot read the registered keys now")
+            return
         if node is None:
             await _answer(send, 401, b"the gateway passes on the signed calls of registered SuperNodes only")
             return
@@ -226,7 +242,7 @@ class Gateway:
             await _answer(send, 413, b"a call is too large")
             return
         if self._calls[node] >= _CALLS_PER_NODE:
-            await _answer(send, 429, b"this SuperNode has too many calls at once")
+            await _answer(send, 503, b"this SuperNode has too many calls at once")
             return
         trusted = [
             (listener, connection)

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import sqlite3
 import ssl
 import subprocess
 import threading
@@ -88,7 +89,7 @@ def signed(key=KEY, age=0.0):
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory):
+def database(tmp_path_factory):
     """The key is registered in Flower's own database; another one was registered before."""
     path = str(tmp_path_factory.mktemp("superlink") / "superlink.db")
     with warnings.catch_warnings():
@@ -97,7 +98,12 @@ def registry(tmp_path_factory):
     state.create_node("owner", "owner", public_key_to_bytes(KEY.public_key()), 30)
     gone = state.create_node("owner", "owner", public_key_to_bytes(GONE.public_key()), 30)
     state.delete_node("owner", gone)
-    return Registry(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def registry(database):
+    return Registry(database)
 
 
 def post(port, ca, path, body=b"body", method="POST", headers=None, length=None):
@@ -148,6 +154,7 @@ STRANGERS = {
         **signed(), "flwr-signature": signed(ec.generate_private_key(ec.SECP384R1()))["flwr-signature"]
     },
     "an old signature": lambda: signed(age=3600),
+    "a year before the first": lambda: {**signed(), "flwr-timestamp": "0001-01-01T00:00:00+14:00"},
     "no text": lambda: dict.fromkeys(signed(), "%"),
 }  # fmt: skip
 
@@ -158,6 +165,32 @@ def test_no_call_of_a_stranger_passes(who, keys, registry):
     with served(superlink, keys) as inner, served(Gateway(f"127.0.0.1:{inner}", str(ca), registry), keys) as port:
         assert post(port, ca, "/v1/fleet/pull-messages", headers=STRANGERS[who]())[0] == 401
         assert superlink.calls == []
+
+
+def test_a_database_that_cannot_be_read_ends_no_node(keys, database, monkeypatch):
+    """A SuperNode ends after 401. A key that was just found is accepted, and every other call can be repeated."""
+
+    def locked(*args, **kwargs):
+        raise sqlite3.OperationalError("database is locked")
+
+    with served(SuperLink(), keys) as inner:
+        gateway = Gateway(f"127.0.0.1:{inner}", str(keys / "ca.crt"), Registry(database))
+        with served(gateway, keys) as port, monkeypatch.context() as patched:
+            patched.setattr(sqlite3, "connect", locked)
+            assert post(port, keys / "ca.crt", "/v1/fleet/pull-messages")[0] == 503
+            patched.undo()
+            assert post(port, keys / "ca.crt", "/v1/fleet/pull-messages")[0] == 201
+            patched.setattr(sqlite3, "connect", locked)
+            patched.setattr("lightning_fed.backends.flower.gateway._FRESH", 0.0)
+            assert post(port, keys / "ca.crt", "/v1/fleet/pull-messages")[0] == 201
+            patched.setattr("lightning_fed.backends.flower.gateway._STALE", 0.0)
+            assert post(port, keys / "ca.crt", "/v1/fleet/pull-messages")[0] == 503
+
+
+def test_too_many_calls_of_a_node_can_be_repeated(keys, registry, monkeypatch):
+    monkeypatch.setattr("lightning_fed.backends.flower.gateway._CALLS_PER_NODE", 0)
+    with served(Gateway("127.0.0.1:1", str(keys / "ca.crt"), registry), keys) as port:
+        assert post(port, keys / "ca.crt", "/v1/fleet/pull-messages")[0] == 503
 
 
 @contextmanager
