@@ -1,8 +1,8 @@
-"""Seconds per round of FedFusion beside FedAvg: each operator, and with the global features kept during a visit.
+"""Seconds per round of FedFusion compared with FedAvg: each operator, also with cached global features in a visit.
 
-All train the same clients in one process, alternating: every repetition runs a short fit of each, and ratios are taken
-within a repetition. Validation, loggers, progress bars and checkpoints are off, and BatchNorm's statistics are
-averaged, because recalibration would add the same pass to each of them.
+All methods train the same clients in one process, alternating: every repetition runs a short fit per method, with
+ratios within a repetition. Validation, loggers, progress bars and checkpoints are off. BatchNorm's statistics are
+averaged, because recalibration would add the same pass to each method.
 """
 
 from __future__ import annotations

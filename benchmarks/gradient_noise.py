@@ -1,8 +1,8 @@
 """Gradient noise of sampled softmax (figure 9 of the FedSS paper): how far a round is from one with the full softmax.
 
-All clients of the simulated round hold the same batch, and so the same classes of their own, but each draws its own
-negatives. The noise is the norm of the difference between the round's mean gradient and that of the full softmax, at
-the same weights; the mean over many batches.
+All clients in the simulated round hold the same batch with the same positive classes, but draw separate negatives. The
+noise is the norm of the difference between the round's mean gradient and the full softmax gradient, at the same
+weights, averaged over many batches.
 """
 
 from __future__ import annotations

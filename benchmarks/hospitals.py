@@ -1,7 +1,7 @@
 """Two hospitals: vessels of the retina in pictures of two cameras, DRIVE and CHASE, one client each.
 
-The ways to train and to treat BatchNorm are those of `appearance.py`. Patients are those of the data sets' own split:
-40 pictures for training, 28 for the test, at a quarter of their pixels. The ceiling is a second annotator.
+The ways to train and to treat BatchNorm are the same as in `appearance.py`. The patients follow the data sets' split:
+40 pictures for training, 28 for the test, at a quarter of the pixels. The ceiling is a second annotator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES = ("central", "alone", *appearance.TREATMENTS, *appearance.METHODS)
 
 
 def smaller(masks: Tensor) -> Tensor:
-    """Masks of half the side: a vessel where it has more than a third of what counts, as in the file."""
+    """Masks of half the side: a vessel if more than a third of the counted pixels are vessel, as in the file."""
     counts = (masks != IGNORED).float()[:, None]
     vessels = F.avg_pool2d((masks == 1).float()[:, None] * counts, 2) / F.avg_pool2d(counts, 2).clamp_min(1e-6)
     made = (vessels > 1 / 3).long()
@@ -36,7 +36,7 @@ def smaller(masks: Tensor) -> Tensor:
 
 
 class Retina:
-    """The file `retina/retina_256.npz`: images in [0, 1], masks, and whose they are."""
+    """The file `retina/retina_256.npz`: images in [0, 1], masks, and patients."""
 
     def __init__(self, folder: Path) -> None:
         with np.load(folder / "retina" / "retina_256.npz") as file:
@@ -51,7 +51,7 @@ class Retina:
         self.names = [str(name) for name in kept["camera_names"]]
 
     def hospitals(self) -> FederatedDataModule:
-        """A client for each camera, and its test pictures."""
+        """A client for each camera, with test pictures."""
         parts: list[dict[str, TensorDataset]] = [{}, {}]
         for camera, name in enumerate(self.names):
             for split, datasets in enumerate(parts):
@@ -72,7 +72,7 @@ class Retina:
 
 
 def rows_of(found: dict[str, list[dict[str, Any]]], names: list[str]) -> list[list[str]]:
-    """Dice of every way by camera, and its differences in the mean over cameras."""
+    """Dice of every way by camera, and differences in the mean over cameras."""
     rows = []
     means = {
         name: {run["seed"]: statistics.fmean(run["scores"][way]["dice"].values()) for run in runs}

@@ -1,8 +1,8 @@
-"""FedSS with thousands of classes: 2,965 kanji, of which a client has a share in one typeface.
+"""FedSS with thousands of classes: 2,965 kanji; a client has a share of the kanji in one typeface.
 
-The network, the schedule on the server and the rates are those of `fedss.py`, which were tuned there and not again.
-Eight of the 42 typefaces are held out: three for validation, five for the test, which is looked at when a run has
-ended. Runs one (seed, method, classes held) after another, and skips those that are done.
+The network, the schedule on the server and the rates come from `fedss.py`, without further tuning. Eight of the 42
+typefaces are held out: three for validation, five for the test at the end of a run. Runs one (seed, method, classes
+held) after another, and skips finished runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VALIDATION, TEST = 3, 5
 
 
 class Characters(Dataset[tuple[Tensor, int]]):
-    """Characters of some typefaces, kept as bytes."""
+    """Characters in some typefaces, stored as bytes."""
 
     def __init__(self, images: Tensor, targets: Tensor, typefaces: Tensor) -> None:
         self.images, self.targets, self.typefaces = images, targets, typefaces
@@ -38,7 +38,7 @@ class Characters(Dataset[tuple[Tensor, int]]):
 
 
 class Kanji:
-    """The file `kanji/kanji32.npz`, by typefaces; which of them are held out does not depend on the run's seed."""
+    """The file `kanji/kanji32.npz`, by typefaces; the held-out typefaces do not depend on the run's seed."""
 
     num_classes = CLASSES
 
@@ -57,19 +57,19 @@ class Kanji:
 
 
 class Shares(Clients):
-    """A client has some characters of one typeface, one image of each."""
+    """A client has some characters in one typeface, one image per character."""
 
     def split(self, frames: Any, own: int, seed: int) -> Mapping[Any, Any]:
         generator, parts = np.random.default_rng(seed), {}
         for typeface in frames.typefaces.unique().tolist():
             places = generator.permutation(torch.nonzero(frames.typefaces == typeface)[:, 0].numpy())
-            for number in range(len(places) // own):  # the last few characters belong to nobody
+            for number in range(len(places) // own):  # the last few characters belong to no client
                 parts[f"{typeface}_{number}"] = torch.as_tensor(places[number * own : (number + 1) * own])
         return parts
 
 
 def sizes_of(name: str, own: int) -> tuple[int, ...]:
-    """Classes that a client holds, its own among them."""
+    """Numbers of classes at a client, including the client's own classes."""
     return {"fedss": tuple(own + drawn for drawn in DRAWN), "negonly": tuple(own + drawn for drawn in DRAWN)}.get(
         name, (own,) if METHODS[name].objective == "posonly" else (CLASSES,)
     )
@@ -80,7 +80,7 @@ def path_of(arguments: argparse.Namespace, name: str, held: int, seed: int) -> P
 
 
 def report(found: Mapping[tuple[str, int], list[dict[str, Any]]], clients: int, arguments: argparse.Namespace) -> str:
-    """A row for every method and number of classes."""
+    """Makes a row for every method and number of classes."""
     own, body = arguments.own, next(iter(found.values()))[0]["parameters"]
     rows = []
     for (name, held), runs in found.items():

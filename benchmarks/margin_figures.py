@@ -49,7 +49,7 @@ class Watch(L.Callback):
 
 
 def train_quietly(cli: Any, method: str, seed: int, stragglers: float | None) -> list[dict[str, float]]:
-    """Trains the recipe's model with a method; the numbers of every round."""
+    """Trains the recipe's model with a method; returns the numbers by round."""
     with TemporaryDirectory() as folder, quiet():
         run = Run(MethodChoice.parse(method), seed, stragglers)
         rounds: list[dict[str, float]] = train(cli, run, Path(folder), Path(folder), lambda *_: None)["rounds"]
@@ -57,7 +57,7 @@ def train_quietly(cli: Any, method: str, seed: int, stragglers: float | None) ->
 
 
 def curves(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The measures of every method by round, and of central training at its end."""
+    """The measures for every method by round, and for central training at the end."""
     plan = fedmargin.make_plan("steps", "", METHODS, [0.5], arguments)
     with quiet():
         central = plan.build(seed)
@@ -79,7 +79,7 @@ def curves(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any
 
 
 def draw_curves(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """A panel for every measure: mean over seeds, with their range."""
+    """Draws a panel for every measure: mean and range over seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4), layout="constrained")
@@ -102,7 +102,7 @@ def draw_curves(results: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def draw_maps(path: Path, arguments: argparse.Namespace) -> None:
-    """Scenes for validation: image, truth, and of two methods what they see and how unsure they are."""
+    """Draws validation scenes: image, truth, and two methods' predictions and entropies."""
     from matplotlib.figure import Figure
 
     plan = fedmargin.make_plan("shapes", "Dirichlet 1", ("fedavg", "fedmargin"), [0.0], arguments)

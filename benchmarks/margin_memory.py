@@ -1,6 +1,6 @@
-"""Peak memory of FedMargin's analysis on large inputs, each in a process of its own.
+"""Peak memory of FedMargin's analysis on large inputs, each in a separate process.
 
-What is measured is the process' peak resident memory: once with the inputs alone, once with the computation.
+Measured is the process' peak resident memory: once with only the inputs, once with the computation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Seconds of matching a layer's neurons, beside plain loops over neurons; and of finding a module's groups.
+"""Seconds for matching a layer's neurons, compared with plain loops over neurons; and for finding a module's groups.
 
-Both match the same clients from the same state. The plain loops make, for every neuron, a table of all global neurons,
-in NumPy, as the published programs do: the time of one neuron is measured on some and multiplied.
+Both match the same clients from the same state. Like the published programs, the plain loops make a NumPy table over
+all global neurons for every neuron: the time per neuron is measured on some neurons and multiplied.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
 
 
 def random_clients(count: int, neurons: int, numbers: int) -> list[torch.Tensor]:
-    """Small weights that nobody shares, as the published prior has them."""
+    """Small weights without common neurons, as in the published prior."""
     generator = torch.Generator().manual_seed(0)
     return [0.05 * torch.randn(neurons, numbers, generator=generator) for _ in range(count)]
 
 
 def shared_clients(count: int, neurons: int, numbers: int) -> list[torch.Tensor]:
-    """Of every four neurons three are common to all clients, but for noise; the others are a client's own."""
+    """Three in four neurons are common to all clients, except for noise; the others belong to one client."""
     generator = torch.Generator().manual_seed(0)
     common = torch.randn(3 * neurons // 4, numbers, generator=generator)
     clients = []
@@ -82,7 +82,7 @@ def seconds(work: Callable[[], Any], repetitions: int) -> float:
 
 
 def measure_layer(neurons: int, numbers: int, clients: int, passes: int, repetitions: int) -> dict[str, float]:
-    """A whole matching of ours, and what loops take for the same assignments."""
+    """Times the package's matching, and loops for the same assignments."""
     own = random_clients(clients, neurons, numbers)
     match = None
 

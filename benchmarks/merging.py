@@ -1,7 +1,7 @@
-"""Accuracy of networks that were merged: plainly averaged, with their neurons in order, and with private ones added.
+"""Accuracy of merged networks: plain averages, averages with matched neurons, and with private neurons added.
 
-Ten smooth patterns with noise, on which all networks are trained. *Moved*: eight networks, each trained from one start
-on data of its own, whose neurons were then put in other places. *Independent*: two networks of different starts.
+All networks train on ten smooth patterns with noise. *Moved*: eight networks with the same start, each trained on
+different data; the neurons were then permuted. *Independent*: two networks with different starts.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def train(net: nn.Module, images: Tensor, labels: Tensor, epochs: int, seed: int
 
 
 def moved(start: nn.Module, images: Tensor, labels: Tensor, seed: int) -> list[nn.Module]:
-    """Eight clients, trained on from a start, with the neurons of every group in other places."""
+    """Trains eight clients from a start, and permutes the neurons in every group."""
     groups, nets = PermutationGroups.of(start, images[:2]), []
     for client in range(8):
         own = slice(150 * client, 150 * (client + 1))
@@ -97,7 +97,7 @@ def accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """The networks' mean accuracy, and that of what they are merged to in every way."""
+    """The networks' mean accuracy, and the accuracy of each merged network."""
     architecture, kind = name.split(", ")
     make: Callable[[], nn.Module] = small_lenet if architecture == "LeNet" else resnet
     images, labels = patterns(16 if architecture == "LeNet" else 8)

@@ -1,7 +1,7 @@
-"""Both halves of the federation of `network_latency.py`: what they train, and the times that they note.
+"""Both halves of the federation in `network_latency.py`: the training, and the recorded times.
 
-The times are taken in what is the same on all networks: where the server sends a round's packets and gets the answers,
-and where a client answers a packet and trains.
+The clocks are in the code common to all networks: in the server's exchange of a round's packets and answers, and in a
+client's answer and training.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def model() -> L.LightningModule:
 
 
 def server_half(make: Callable[..., Any], **options: Any) -> Any:
-    """A server's half, which notes when a round begins, its packets are sent, and an answer is there."""
+    """A server's half, with recorded times for a round's start, sent packets, and each answer."""
     ask = Transport.ask
 
     def watched(self: Transport, kind: str, packets: Iterator[Any], round: int, again: Any = None) -> Iterator[Any]:
@@ -60,7 +60,7 @@ def server_half(make: Callable[..., Any], **options: Any) -> Any:
 
 
 def client_half(make: Callable[..., Any]) -> Any:
-    """A client's half, which notes when a packet arrives and its answer leaves, and between which it trains."""
+    """A client's half, with recorded times for a packet's arrival, the training, and the answer."""
     for name, begins, ends in (("answer", "arrives", "leaves"), ("_fit", "fit", "trained")):
         setattr(ClientRunner, name, timed(getattr(ClientRunner, name), begins, ends))
     torch.set_num_threads(1)
@@ -68,7 +68,7 @@ def client_half(make: Callable[..., Any]) -> Any:
 
 
 def data_of(node: Mapping[str, Any]) -> FederatedDataModule:
-    """The data of a site of NVFLARE's; or of both sites, of which a node of Flower's knows its own."""
+    """Data for an NVFLARE site; or for both sites, because a Flower node selects the node's own site."""
     sites = [node["site"]] if "site" in node else CLIENTS
     return FederatedDataModule({site: dataset(site) for site in sites}, batch_size=BATCH)
 

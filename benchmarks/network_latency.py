@@ -1,7 +1,7 @@
-"""Where the seconds of a round over Flower and over NVFLARE go: a server and two sites on this machine, McMahan's CNN.
+"""Time per part of a round over Flower and over NVFLARE: a server and two sites on this machine, McMahan's CNN.
 
-Both networks run as their own processes, as in the tests, and what runs on them is in `network_halves.py`. A plain
-`L.Trainer` trains on one client's data beside them. All times are of one clock.
+Both networks run as separate processes, as in the tests. The training code is in `network_halves.py`. For comparison, a
+plain `L.Trainer` trains on one client's data. All times come from one clock.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Client(FederationExecutor):
 
 
 def write_flower_app(folder: Path, name: str, **sources: str) -> Path:
-    """Writes an app of these modules, with the files that `lightning-fed flower new` gives every app."""
+    """Writes an app with these modules, and the standard files from `lightning-fed flower new`."""
     package = folder / "app" / name
     package.mkdir(parents=True)
     for file, template in {"../pyproject.toml": "pyproject.toml.txt", "client.py": "client.py.txt"}.items():
@@ -77,7 +77,7 @@ def run_flower(
     from tests.backends.flower.processes import Deployment
 
     with Deployment(folder, environment={**SERVER_ENVIRONMENT, **(environment or {})}) as deployment:
-        for name in SERVER_ENVIRONMENT:  # the SuperLink's alone
+        for name in SERVER_ENVIRONMENT:  # only for the SuperLink
             del deployment.environment[name]
         deployment.configure()
         for index in range(len(CLIENTS)):
@@ -99,7 +99,7 @@ def on_flower(folder: Path, has_workers: bool = True) -> None:
 
 
 def on_nvflare(folder: Path) -> None:
-    """Runs a job in POC mode, with the configuration that `lightning-fed nvflare new` gives every job."""
+    """Runs a job in POC mode, with the standard configuration from `lightning-fed nvflare new`."""
     from tests.backends.nvflare.processes import Poc
 
     app = folder / "latency" / "app"
@@ -124,7 +124,7 @@ PARTS = ("training", "messages", "waiting for the message", "waiting for the ans
 
 
 def measure(train: Callable[[Path], None], rounds: int) -> list[list[float]]:
-    """Seconds of every round but the first and the last: in all, and each part."""
+    """Seconds per round without the first and the last round: in total, and for each part."""
     with tempfile.TemporaryDirectory(prefix="net-") as folder:
         os.environ |= {"LATENCY_FOLDER": folder, "LATENCY_ROUNDS": f"{rounds + 2}"}
         train(Path(folder))
@@ -134,7 +134,7 @@ def measure(train: Callable[[Path], None], rounds: int) -> list[list[float]]:
 
 
 def parts_of(notes: list[dict[str, Any]]) -> list[float]:
-    """The parts of a round, from its beginning to that of the next; of the client whose answer leaves last."""
+    """The parts of a round, from one start to the next, for the client with the last answer."""
     client = [note["process"] for note in notes if note["what"] == "leaves"][-1]
     server = notes[0]["process"]
     times = {note["what"]: note["time"] for note in notes[:-1] if note["process"] in (server, client)}
@@ -151,7 +151,7 @@ def parts_of(notes: list[dict[str, Any]]) -> list[float]:
 
 
 def plain_epochs(epochs: int) -> list[float]:
-    """Seconds of every epoch but the first of a plain Trainer on one client's data."""
+    """Seconds per epoch, without the first, for a plain Trainer on one client's data."""
     curve = Curve()
     trainer = L.Trainer(**{**QUIET, **OPTIONS}, max_epochs=epochs + 1, callbacks=[curve])
     trainer.fit(model(), DataLoader(dataset(CLIENTS[0]), batch_size=BATCH, shuffle=True))

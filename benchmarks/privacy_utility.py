@@ -1,7 +1,7 @@
-"""What central differential privacy costs in accuracy, and `pfl` beside it with the same data, clip and noise.
+"""Accuracy cost of central differential privacy, compared with `pfl` on the same data, clip and noise.
 
-Rounds of 50 clients whose noise is that of 1,000 clients drawn from a million, as in pfl-research's benchmarks, or of
-100: the budgets are simulated. The learning rate and the clip are chosen without noise, and are the same for all.
+Rounds of 50 clients with the noise for 1,000 clients drawn from a million, as in pfl-research's benchmarks, or for 100:
+the budgets are simulated. The learning rate and the clip are chosen without noise, and are equal in all runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Peak memory of MAP@R over as many embeddings as Stanford Online Products has test images, in a process of its own.
+"""Peak memory of MAP@R over as many embeddings as Stanford Online Products has test images, in a separate process.
 
-What is measured is the process' peak resident memory: once with the embeddings alone, once with the computation.
+Measured is the process' peak resident memory: once with only the embeddings, once with the computation.
 """
 
 from __future__ import annotations

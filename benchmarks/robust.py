@@ -1,8 +1,8 @@
 """Robust rules against attacks: accuracy in the worst case, for 0 to 4 malicious clients of 10 with unlike data.
 
-Every rule meets every attack. Malicious clients are the same for all rules and attacks of a seed, and those of a
-smaller number are among those of a larger. Two processes with `--seeds` of their own share the work; results of single
-runs are kept, and `--report` makes the tables of what there is.
+Every rule meets every attack. Malicious clients are the same for all rules and attacks of a seed. A larger number
+of malicious clients includes the clients of a smaller number. Two processes with different `--seeds` share the work.
+Results of single runs are stored, and `--report` makes tables from the stored results.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROUNDS, STEPS, BATCH, LR = 30, 5, 32, 0.1
 ALPHAS, NUMBERS = (1.0, 0.5, 0.1), (0, 1, 2, 3, 4)
 SHOWN = 2  # malicious clients in the tables of all attacks
 
-RULES = {  # and the most malicious clients of 10 that a rule stands
+RULES = {  # with each rule's largest tolerable number of malicious clients among 10
     "fedavg": ("fedavg", 4),
     "median": ("median", 4),
     "trimmed_mean": ("trimmed_mean:num_malicious={f}", 4),
@@ -59,7 +59,7 @@ ATTACKS: dict[str, Callable[[Sequence[str]], UpdateStep | None]] = {
     "scaling 10": lambda clients: Scaling(clients, 10.0),
     "noise": lambda clients: GaussianNoise(clients, 0.1),
     "huge values": lambda clients: BadValues(clients, "huge"),
-    "label flip": lambda clients: None,  # of their data
+    "label flip": lambda clients: None,  # in the clients' data
     "IPM 0.5": lambda clients: IPM(clients, 0.5),
     "IPM 5": lambda clients: IPM(clients, 5.0),
     "ALIE 1.5": lambda clients: ALIE(clients, 1.5),
@@ -109,7 +109,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
         is_wrong = attack == "label flip" and client in malicious
         clients[client] = TensorDataset(images[indices], flip_labels(of_client, 10) if is_wrong else of_client)
     method = build_method(RULES[rule][0].format(f=number))
-    # The first mixture to be applied is the outermost, and outside of it come the malicious clients.
+    # The first applied mixture is the outermost. The malicious clients are outside the outermost mixture.
     steps: list[UpdateStep] = [MIXTURES[mixture](number) for mixture in reversed(rule.split(", ")[:-1])]
     if rule == "fltrust":
         clients["server"] = TensorDataset(images[IMAGES:], labels[IMAGES:])
@@ -123,7 +123,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
         max_rounds=1 if arguments.quick else ROUNDS,
         local_steps=STEPS,
         visits=Vectorized(CLIENTS + 1),
-        faults=Faults(max_failed_rounds=None),  # a model that is carried away ends with the accuracy that it has
+        faults=Faults(max_failed_rounds=None),  # a diverged model ends with the current accuracy
         seed=seed,
         steps=steps,
         limit_val_batches=0,

@@ -1,8 +1,8 @@
 """Peak memory of a round of every rule's server, over the size of the model.
 
-Each rule is in a forked process of its own: a server starts a round, sends the model to the clients and receives their
-updates one after another, as they come from other machines. What is measured is how far the process' peak resident
-memory rises above what it was with the global model alone. An update that is on its way is one model of it.
+Each rule runs in a separate forked process: a server starts a round, sends the model to the clients and receives the
+updates one after another, like updates from other machines. Measured is the rise of the process' peak resident memory
+above the memory with only the global model. One model of the rise is the current update.
 """
 
 from __future__ import annotations

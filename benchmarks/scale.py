@@ -1,6 +1,6 @@
-"""Constants of what a round costs: per client, per parameter, per client that is only drawn from; and a check of them.
+"""Cost constants of a round: per client, per parameter, per client in the population; and a check of the constants.
 
-In one process, one thread. A parameter's constant is that of its float32 value; times are per client of a round.
+In one process, one thread. A parameter's constant is for a float32 value; times are per client in a round.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STEPS, BATCH_SIZE, INPUTS = 5, 4, 16
 
 
 class Net(L.LightningModule):
-    """A layer that trains, and a buffer that only has its size."""
+    """A training layer, and a buffer for size only."""
 
     def __init__(self, parameters: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def dataset(client: Any) -> TensorDataset:
 
 
 class Stamps(L.Callback):
-    """When rounds begin, and when the last one ends."""
+    """Start times of rounds, and the end of the last round."""
 
     def __init__(self) -> None:
         self.stamps: list[float] = []
@@ -96,7 +96,7 @@ def best(function: Callable[[], Any], repetitions: int = 5) -> float:
 
 
 def per_parameter(size: int) -> dict[str, float]:
-    """Seconds per parameter of every part of a visit that touches the model as a whole."""
+    """Seconds per parameter for every part of a visit with work on the whole model."""
     net = nn.ParameterDict({f"{part}": nn.Parameter(torch.randn(size // 10)) for part in range(10)})
     with tempfile.TemporaryDirectory() as folder:
         store = FolderStore(folder)
@@ -130,7 +130,7 @@ def per_parameter(size: int) -> dict[str, float]:
 
 
 def child(kind: str, *numbers: int) -> dict[str, float]:
-    """A measurement in a process of its own, whose memory nothing else has grown."""
+    """A measurement in a separate process, without memory used by other measurements."""
     done = subprocess.run(
         [sys.executable, __file__, "--child", kind, *map(str, numbers)], capture_output=True, text=True, check=True
     )
@@ -139,7 +139,7 @@ def child(kind: str, *numbers: int) -> dict[str, float]:
 
 
 def run_child(kind: str, numbers: list[int]) -> dict[str, float]:
-    """What a child measures."""
+    """Runs a measurement in a child process."""
     if kind == "parameters":
         return per_parameter(numbers[0])
     population, cohort, parameters, rounds = numbers

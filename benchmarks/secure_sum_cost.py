@@ -1,8 +1,8 @@
-"""Bytes and seconds of a round's secure sum beside its plain average, by parameters and clients.
+"""Bytes and seconds of a round's secure sum compared with a plain average, by parameters and clients.
 
-The messages are those that Flower's clients and server exchange, and the seconds those of what is computed for them:
-one client's part, and the server's with nobody lost, and with as many lost as the threshold allows. The network, the
-training and Flower itself are left out.
+The messages are the same as between Flower's clients and server. The seconds are for the computation of messages: one
+client's part, and the server's part without lost clients, and with the largest number of lost clients allowed by the
+threshold. The network, the training and Flower itself are excluded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Central differential privacy of a study: the noise of a larger cohort than the one that trains, and its budget."""
+"""Central differential privacy in a study: the noise and budget for a cohort larger than the training cohort."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from lightning_fed.privacy import Budget, CentralDP
 
 
 class SimulatedDP(CentralDP):
-    """The mean of the clients that train has the noise that the mean of more clients would have.
+    """The training clients' mean has the noise for a mean over more clients.
 
-    The budget is that of the simulated clients, and logged as ``privacy/simulated_epsilon``: it bounds nothing about
-    the clients that train.
+    The budget applies to the simulated clients, and is logged as ``privacy/simulated_epsilon``: no bound holds for the
+    training clients.
 
     Args:
         clip: Length of a client's step.
-        delta: Probability with which the bound need not hold.
-        noise_multiplier: Noise multiplier of the simulated clients.
+        delta: Probability of a violation of the bound.
+        noise_multiplier: Noise multiplier for the simulated clients.
         cohort: Number of simulated clients in a round.
         population: Number of simulated clients.
-        key: The key of the draws and the noise, which is no secret.
+        key: The key for the draws and the noise, not a secret.
         adaptive: Whether the clip follows the median length of the steps.
 
     """
@@ -40,14 +40,14 @@ class SimulatedDP(CentralDP):
         self.trained_cohort = 0
 
     def draw_key(self) -> int:
-        """The key that is no secret."""
+        """Returns the public key."""
         return self.known_key
 
     def plan(self, population: int, cohort: int, rounds: int | None) -> Budget:
         """The budget of the simulated clients.
 
         Raises:
-            ValueError: If they are fewer than the clients that train.
+            ValueError: If the simulated clients are fewer than the training clients.
 
         """
         if cohort > self.simulated_cohort or population > self.simulated_population:
@@ -60,15 +60,15 @@ class SimulatedDP(CentralDP):
 
     @property
     def cohort(self) -> int:
-        """Expected number of clients in a round that train: the divisor of the sum."""
+        """Expected number of training clients in a round: the divisor of the sum."""
         return self.trained_cohort
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise of the sum of the clients that train."""
+        """Standard deviation of the noise on the training clients' sum."""
         return super().noise_std * self.trained_cohort / self.simulated_cohort
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """The budget under the name of what it is."""
+        """The budget under a name with ``simulated``."""
         metrics = super().metrics(norms)
         return {name.replace("privacy/epsilon", "privacy/simulated_epsilon"): metrics[name] for name in metrics}

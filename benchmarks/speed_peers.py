@@ -1,8 +1,8 @@
-"""Seconds per round, start-up and memory beside Flower's simulation, Apple's pfl, plain Lightning and a loop by hand.
+"""Seconds per round, start-up and memory against Flower's simulation, Apple's pfl, plain Lightning and a loop by hand.
 
-All contestants train the same networks on the same data with the same steps and end with the same weights, which is
-checked. Each runs in processes of its own; they take turns, repetition by repetition, and ratios are taken within a
-repetition. The peers are installed in environments of their own, below ``--runs``, that see this one's PyTorch.
+All contestants train the same networks on the same data with the same steps; a check compares the final weights. Each
+contestant runs in separate processes, alternating by repetition, with ratios within a repetition. Each peer has a
+separate environment below ``--runs``, with access to this environment's PyTorch.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SCRIPTS = HERE / "peers"
 
 @dataclass(frozen=True)
 class Contestant:
-    """How one of them is started.
+    """Start of a contestant.
 
     Args:
-        words: What the table calls it.
-        script: Its script, in ``peers/``.
-        package: What its environment needs; empty where it is this one.
-        processes: How many train; each has the cores divided by it as threads.
-        launcher: Arguments of Python before the script.
+        words: Name in the table.
+        script: Script, in ``peers/``.
+        package: Package for the contestant's environment; empty for this environment.
+        processes: Number of training processes; the cores are divided among the processes as threads.
+        launcher: Python's arguments before the script.
 
     """
 
@@ -74,7 +74,7 @@ ROWS = {  # name: network, clients in a round, timed rounds
 
 
 def environment(package: str, folder: Path) -> str:
-    """The Python of an environment with that package, which sees this one's packages too."""
+    """Python of an environment with the package, and access to this environment's packages."""
     if not package:
         return sys.executable
     place = folder / package.partition("[")[0]
@@ -95,7 +95,7 @@ def installed(package: str, python: str) -> str:
 
 
 def memory_of(process: int) -> int:
-    """Proportional bytes of a process and all below it: what they share counts once."""
+    """Proportional bytes of a process and all descendants: shared memory counts once."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -116,7 +116,7 @@ def memory_of(process: int) -> int:
 
 
 def run(name: str, row: str, rounds: int, arguments: argparse.Namespace, tries: int = 3) -> dict[str, Any]:
-    """Starts a contestant and waits for it; once more if it ends with an error, as two processes do now and then."""
+    """Runs a contestant to the end; tries again after an error, because two processes fail now and then."""
     contestant, (work, clients, _) = CONTESTANTS[name], ROWS[row]
     python = environment(contestant.package, arguments.runs / "peers")
     threads = max(1, arguments.cores // contestant.processes)
@@ -152,7 +152,7 @@ def run(name: str, row: str, rounds: int, arguments: argparse.Namespace, tries: 
 def measure(
     row: str, names: Sequence[str], before: Mapping[str, Any], arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """The row after each repetition that it lacks; raises where a contestant ends with other weights."""
+    """Adds missing repetitions to the row; raises for a contestant with different final weights."""
     rounds = 1 if arguments.quick else ROWS[row][2]
     is_same = list(before) == list(names)
     found: dict[str, Any] = {name: list(before[name]) if is_same else [] for name in names}
@@ -171,7 +171,7 @@ def measure(
 
 
 def ratios(result: Mapping[str, Any], name: str) -> list[float]:
-    """Seconds per round over those of the loop by hand, within each repetition."""
+    """Ratio of seconds per round to the loop by hand, within each repetition."""
     seconds = result["seconds"]
     return [one["round"] / base["round"] for one, base in zip(seconds[name], seconds["by_hand"], strict=True)]
 

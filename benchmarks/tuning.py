@@ -1,4 +1,4 @@
-"""A learning rate for the methods of a study: chosen once, with one of them, under a seed of its own."""
+"""A learning rate for a study's methods: chosen once, with one method, under a separate seed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def tune(
     last: int,
     method: str = "fedavg",
 ) -> None:
-    """Trains a method with every rate, and keeps the scores.
+    """Trains a method with every rate, and stores the scores.
 
     Args:
-        name: What is printed.
+        name: Printed name.
         rates: Learning rates.
-        folder: Where the runs and ``rates.json`` go.
-        make_plan: The study's plan with a rate; its methods, seeds and folder do not count.
-        last: Rounds at the end whose mean is the score.
+        folder: Folder for the runs and ``rates.json``.
+        make_plan: The study's plan with a rate; the plan's methods, seeds and folder are ignored.
+        last: Number of final rounds; the score is the mean over these rounds.
         method: The method.
 
     """
@@ -54,6 +54,6 @@ def score(results: Sequence[Mapping[str, Any]], last: int) -> float:
 
 
 def best_rate(folder: Path) -> float | None:
-    """The rate that was chosen; ``None`` where none was."""
+    """The chosen rate; ``None`` before a choice."""
     scores = load_json(folder / "rates.json")
     return float(max(scores, key=scores.__getitem__)) if scores else None

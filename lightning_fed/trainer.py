@@ -1,4 +1,4 @@
-"""A Trainer that trains federatedly."""
+"""A Trainer for federated training."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _log = logging.getLogger(__name__)
 class FederatedTrainer(L.Trainer):
     """``L.Trainer`` with federated rounds for epochs.
 
-    It is a thin door to :class:`~lightning_fed.callbacks.Federation`, which does the work and documents its arguments:
-    it builds that callback, takes training data as they are, and counts rounds in the progress bar. Its signature has
-    the arguments of both.
+    The class builds a :class:`~lightning_fed.callbacks.Federation` callback, accepts plain training data, and counts
+    rounds in the progress bar. ``Federation`` documents the federated arguments. The signature has the arguments
+    of both classes.
 
     Args:
         method: The federated method.
@@ -73,7 +73,7 @@ class FederatedTrainer(L.Trainer):
                 raise ValueError("Expected one of `max_rounds` and `max_epochs`, which mean the same, but got both.")
             kwargs["max_epochs"] = max_rounds
         if "strategy" not in kwargs and kwargs.get("devices", "auto") == "auto":
-            kwargs["devices"] = 1  # Lightning would start a process for every device there is
+            kwargs["devices"] = 1  # Lightning would start a process for every device
         self.federation = federation
         callbacks = kwargs.pop("callbacks", None) or []
         callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
@@ -95,27 +95,27 @@ class FederatedTrainer(L.Trainer):
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Trains the model federatedly; afterwards it holds the last complete global model.
+        """Trains the model in federated rounds; afterwards the model holds the last complete global model.
 
         Args:
             model: Any LightningModule.
-            train_dataloaders: One ``DataLoader`` or map-style data set, which ``partition`` splits; or a mapping or
-                sequence of clients, each with a ``DataLoader``, several of them (as ``CombinedLoader`` takes them) or a
-                map-style data set; or a datamodule. Data sets get batches of 32: for another size hand over a
+            train_dataloaders: One ``DataLoader`` or map-style data set for ``partition`` to split; or a mapping or
+                sequence of clients, each with a ``DataLoader``, several loaders (as for ``CombinedLoader``) or a
+                map-style data set; or a datamodule. Data sets get batches of 32: for another size pass a
                 ``FederatedDataModule(clients, batch_size=...)``, or loaders.
-            val_dataloaders: Validation data of the global model, as ``L.Trainer.fit`` takes them; a mapping of clients
-                is evaluated client by client as well. Where ``train_dataloaders`` is one loader, a mapping in which no
-                key is a client of the ``partition`` is Lightning's: several loaders by name.
-            datamodule: Any datamodule, which ``partition`` splits, or a
+            val_dataloaders: Validation data for the global model, in the forms for ``L.Trainer.fit``; a mapping of
+                clients is evaluated client by client as well. If ``train_dataloaders`` is one loader, a mapping without
+                clients of the ``partition`` as keys has Lightning's meaning: several loaders by name.
+            datamodule: Any datamodule for ``partition`` to split, or a
                 :class:`~lightning_fed.data.FederatedDataModule`.
             ckpt_path: Checkpoint to resume from.
-            weights_only: From Lightning 2.6 on, ``False`` loads a checkpoint with pickled objects, which can execute
-                code. By default such a checkpoint is an error.
+            weights_only: From Lightning 2.6 on, ``False`` loads a checkpoint with pickled objects; pickled objects can
+                execute code. By default such a checkpoint is an error.
 
         Raises:
-            MisconfigurationException: If the data are not clients and there is no ``partition``, or the Trainer is
-                asked for what cannot be right in a round.
-            TypeError: If an object is one of the package ``pytorch_lightning``.
+            MisconfigurationException: If the data are not clients and ``partition`` is missing, or a Trainer setting is
+                invalid in a round.
+            TypeError: If an object comes from the package ``pytorch_lightning``.
 
         """
         refuse_foreign(model, train_dataloaders, datamodule)
@@ -137,7 +137,7 @@ def _add_evaluation(callbacks: list[Callback]) -> None:
 
 
 def _describe_arguments() -> None:
-    """Gives ``FederatedTrainer.__init__`` the signature and descriptions of what it forwards, which programs read."""
+    """Sets signature and descriptions of forwarded arguments on ``FederatedTrainer.__init__``, for other programs."""
     own = inspect.signature(FederatedTrainer.__init__, eval_str=True)
     parameters = {name: parameter for name, parameter in own.parameters.items() if name != "kwargs"}
     descriptions = ["Builds the federation and the Trainer.\n\nArgs:\n"]

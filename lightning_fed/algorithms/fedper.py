@@ -25,16 +25,16 @@ from lightning_fed.rule import Aggregator
 class FedPer(Method):
     """Averaging of a base, with a personal head per client.
 
-    All layers train together; only the base is sent and averaged.
+    All layers train together. Only the base is sent and averaged.
 
     - Sends: the model without its head, both ways.
-    - Keeps: every client its head.
-    - Costs: the training alone.
-    - For: clients whose labels mean, or weigh, different things.
+    - Keeps: a head per client.
+    - Costs: only the training.
+    - For: clients with different label meanings or label frequencies.
 
     Args:
         head: The personal entries: a name pattern (``"head.*"``), a module type, or several. ``"auto"`` is the layer
-            that makes the logits (:func:`~lightning_fed.modules.find_classifier`); the log gives the name.
+            with the logits as output (:func:`~lightning_fed.modules.find_classifier`); the log gives the name.
         aggregator: The method for the base, by name or as an object.
 
     Raises:
@@ -59,10 +59,10 @@ class FedPer(Method):
 
 
 def head_selectors(head: Selector | Sequence[Selector]) -> Sequence[Selector]:
-    """The selectors of a model's head.
+    """Returns the selectors for a model's head.
 
     Args:
-        head: One selector or several; ``"auto"`` is the layer that makes the logits, found when a fit begins.
+        head: One selector or several; ``"auto"`` is the layer with the logits as output, found when a fit begins.
 
     Example:
         >>> head_selectors("head.*")
@@ -94,5 +94,5 @@ def _find_head(module: nn.Module) -> list[str]:
 def _is_in_fit(module: L.LightningModule) -> bool:
     try:
         return is_fitting(module.trainer)
-    except RuntimeError:  # it has no Trainer
+    except RuntimeError:  # the module has no Trainer
         return False

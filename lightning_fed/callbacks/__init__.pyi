@@ -1,4 +1,4 @@
-"""Names of `lightning_fed.callbacks`; each loads at the first access."""
+"""Names in `lightning_fed.callbacks`; each loads at the first access."""
 
 from lightning_fed.algorithms.ditto import PersonalModel as PersonalModel
 from lightning_fed.algorithms.fedala import AdaptiveAggregation as AdaptiveAggregation

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from time import perf_counter  # ours, whatever a program that measures time puts in its place
+from time import perf_counter  # bound here, because timing programs may replace `time.perf_counter`
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -74,22 +74,23 @@ user's to set."""
 class Federation(TrainerCallback):
     r"""Federated training on an ordinary Trainer: one epoch is one round.
 
-    Inside an epoch the round's clients train one after another on the same module, each from what the server sent, and
-    at the last batch of the last visit the server aggregates. What Lightning does per epoch then happens per round:
+    Inside an epoch the round's clients train one after another on the same module, each from the server's message. At
+    the last batch of the last visit the server aggregates. Lightning's actions per epoch then happen per round:
     ``max_epochs``, validation, ``EarlyStopping``, ``ModelCheckpoint`` and epoch-interval schedulers count rounds.
 
     Args:
         method: Federated method: a name, with options if needed (``"fedss:num_negatives=40"``), a
             :class:`~lightning_fed.Method`, or the server's rule. The federation copies the method, with rule, steps
             and callbacks. Arguments below that the method sets cannot be set again.
-        partition: How the data of a datamodule's or module's ``train_dataloader`` are split into clients; ``None`` with
-            a :class:`~lightning_fed.data.FederatedDataModule`, which brings them.
+        partition: Split of the data in a datamodule's or module's ``train_dataloader`` into clients; ``None`` with a
+            :class:`~lightning_fed.data.FederatedDataModule`, because this datamodule contains clients.
         clients_per_round: Number of clients in a round (int) or fraction of all (float in (0, 1]).
         local_epochs: Passes over a client's data in a visit.
         local_steps: Batches in a visit; replaces ``local_epochs``.
         personal: Entries that stay with their client: name patterns (``"head.*"``) and module types.
-        frozen: Entries that never travel, do not train and stay as the server has them, likewise. Parameters without
-            gradient need not be named: they travel only where the other side does not have their values.
+        frozen: Entries with the server's values and without training or transmission: patterns and types as for
+            ``personal``. Parameters without gradient need not be named: a parameter is sent only if the other side
+            lacks the value.
         batch_norm: Treatment of BatchNorm's running statistics. ``"auto"``: the clients of a round measure the
             statistics with the new global model, and the first reports decide once for the whole fit. Similar clients
             share pooled statistics, different clients (a shift above
@@ -102,41 +103,41 @@ class Federation(TrainerCallback):
         availability: Stragglers, and clients that never report (:class:`~lightning_fed.Availability`); ``None`` for
             none.
         faults: Limits to failures of clients (:class:`~lightning_fed.Faults`); ``None`` for its defaults.
-        store: Where clients keep what is theirs between visits: a folder (for many clients), a
+        store: Storage for clients' state between visits: a folder (for many clients), a
             :class:`~lightning_fed.client.client_store.ClientStore`, or memory (``None``).
-        visits: Whether the visits' batches are trained in one loop without what nobody looks at (``"fused"``), in
-            Lightning's own (``"lightning"``), fused where nothing stands in the way (``"auto"``; else the log says
-            what), or those of several clients at once (:class:`~lightning_fed.Vectorized`). The results are the same.
+        visits: Loop for the visits' batches: one loop without unused hooks (``"fused"``), Lightning's loop
+            (``"lightning"``), fused if possible (``"auto"``; otherwise the log gives the obstacle), or several clients
+            at once (:class:`~lightning_fed.Vectorized`). The results are the same.
         steps: Update steps between a client's training and the new global model, the innermost first
             (:mod:`lightning_fed.steps`). Steps of the method are inside. The federation copies the steps.
-        seed: Seed of the partition and the schedule; ``None`` takes that of ``lightning.seed_everything`` when a fit
-            begins, or else 0.
+        seed: Seed for the partition and the schedule; ``None`` takes the seed of ``lightning.seed_everything`` when a
+            fit begins, or else 0.
 
     Attributes:
-        arguments: What it was built with, by name.
-        options: Those of the arguments that a fit reads, as they are with what the method sets.
+        arguments: The constructor's arguments, by name.
+        options: Options for a fit: the arguments combined with the method's settings.
         method: The federation's copy of the method. A Trainer gets callbacks from the method unless a callback has the
             same class.
         server: The server. Results are in ``server.rule`` and ``steps``, not in the objects given.
 
     Raises:
-        ValueError: If an argument is out of its range or is the method's to set, or a selector matches nothing.
+        ValueError: If an argument is out of range or set by the method, or a selector matches nothing.
         TypeError: If ``method`` is neither a name nor a method nor a rule, or cannot be copied; or ``partition`` is not
             a partition.
-        MisconfigurationException: In ``setup``, if the Trainer is asked for what cannot be right in a round; in
-            ``fit``, if ``visits="fused"`` and they cannot be.
+        MisconfigurationException: In ``setup``, if a Trainer setting is invalid in a round; in ``fit``, if
+            ``visits="fused"`` and something prevents fused visits.
 
     Note:
-        Attributes of the module that are neither parameters nor buffers pass from one visit to the next; those that
-        a round has changed are named in the log. Buffers with ``persistent=False`` start every visit as they were at
-        the start of the round.
+        Attributes of the module other than parameters and buffers pass from one visit to the next; the log names
+        attributes changed in a round. Every visit starts with the round's initial values for buffers with
+        ``persistent=False``.
 
         Checkpoints hold ``rounds``, ``seed``, ``number`` of fits before (ints), ``method``, ``clients``, ``steps``
         (texts), the states of ``totals``, ``failed_rounds``, ``chain`` and ``store``, ``initial_statistics`` (tensors;
-        empty but for pooled statistics of unseen data), ``unset`` (buffers that had no values; ``None`` before a fit),
-        ``held`` (which clients have which entries that do not train), and of BatchNorm the option ``batch_norm`` and
-        the ``decision`` (texts), ``num_measured`` and ``model_round`` (ints), ``norm_layers`` (names) and the
-        ``statistics`` behind each monitored value (texts by name).
+        empty except with pooled statistics for unseen data), ``unset`` (buffers without values; ``None`` before a fit),
+        ``held`` (untrained entries by client), and for BatchNorm the option ``batch_norm`` and the ``decision``
+        (texts), ``num_measured`` and ``model_round`` (ints), ``norm_layers`` (names) and the ``statistics`` behind each
+        monitored value (texts by name).
 
     Example:
         >>> federation = Federation("fedavg", clients_per_round=10, local_epochs=2)
@@ -206,7 +207,7 @@ class Federation(TrainerCallback):
         self._models = ClientModels(self._fit, remote)
 
     def replace(self, **changes: Any) -> Federation:
-        """A new federation with the same arguments, but for the changes.
+        """Builds a new federation with the same arguments, except for the changes.
 
         Example:
             >>> Federation(local_epochs=2).replace(clients_per_round=5).arguments["local_epochs"]
@@ -216,13 +217,13 @@ class Federation(TrainerCallback):
         return Federation(**{**self.arguments, **changes})
 
     def split(self, remote: RemoteSide) -> None:
-        """Leaves one half of the federation to another machine: what a backend does before a fit."""
+        """Leaves one half of the federation to another machine. A backend calls this method before a fit."""
         self.server = remote.connect(self.server)
         self._reset(remote)
 
     @property
     def steps(self) -> Sequence[UpdateStep]:
-        """Update steps in use, the innermost first: those of the method, then those given as ``steps``.
+        """Update steps in use, the innermost first: the method's steps, then the argument ``steps``.
 
         Example:
             >>> from lightning_fed.steps import MaxNorm
@@ -234,7 +235,7 @@ class Federation(TrainerCallback):
 
     @property
     def has_personal_entries(self) -> bool:
-        """True if entries of the model stay with the clients, as far as the options say it."""
+        """True if the options make entries of the model personal."""
         return self.options.has_personal_entries
 
     @property
@@ -248,7 +249,7 @@ class Federation(TrainerCallback):
         return self._fit.decision
 
     def preset_decision(self, decision: str) -> None:
-        """Sets the decision of ``batch_norm="auto"`` for the next fit, as another fit has made it."""
+        """Sets the decision of ``batch_norm="auto"`` for the next fit, for example from another fit."""
         self._preset_decision = decision if self.options.batch_norm == "auto" else ""
         self._reset(self._loop.remote)
 
@@ -259,13 +260,13 @@ class Federation(TrainerCallback):
 
     @property
     def seed(self) -> int:
-        """The seed that a fit begins with: that of the arguments, or the last one of ``seed_everything``."""
+        """Seed at the start of a fit: the argument, or the last seed of ``seed_everything``."""
         given: int | None = self.arguments["seed"]
-        return default_seed() if given is None else int(given)  # NumPy's do not load with `weights_only=True`
+        return default_seed() if given is None else int(given)  # NumPy integers do not load with `weights_only=True`
 
     @property
     def rounds(self) -> int:
-        """Number of rounds that are over, also those of which nothing came."""
+        """Number of finished rounds, including rounds without a new model."""
         return self._fit.rounds
 
     @property
@@ -293,7 +294,7 @@ class Federation(TrainerCallback):
     def current_visits(self) -> Sequence[PlannedVisit]:
         """The visits that train now: one visit, or several visits at once, in stack order.
 
-        Empty while a client trains a second model, whose gradients take no correction.
+        Empty while a client trains a second model: corrections do not apply to the second model's gradients.
         """
         if self._loop.hooks.open_round is None or (self.open_visit is not None and self.open_visit.trains_second_model):
             return ()
@@ -301,17 +302,17 @@ class Federation(TrainerCallback):
 
     @property
     def cohort(self) -> Cohort:
-        """The clients of the round that is under way, or was last."""
+        """The clients of the current or last round."""
         return self._fit.cohort
 
     @property
     def current_client(self) -> Client | None:
-        """The client that trains now; ``None`` between visits."""
+        """The current client; ``None`` between visits."""
         return None if self.current_visit is None else self.current_visit.visit.client
 
     @property
     def client_memory(self) -> State:
-        """Tensors that callbacks keep with the client that trains now, if its update is good; theirs to change.
+        """The current client's tensors from callbacks, stored after a good update; callbacks may change the dictionary.
 
         Raises:
             RuntimeError: Between visits.
@@ -344,18 +345,18 @@ class Federation(TrainerCallback):
     def client_state(self, client: Client) -> dict[str, Any]:
         """The state of a client's own model: the global model with the client's personal entries.
 
-        After ``trainer.validate`` or ``trainer.test`` with a checkpoint it is that of the checkpoint. Without a fit
-        only clients that have trained are known, where they have personal entries.
+        After ``trainer.validate`` or ``trainer.test`` with a checkpoint, the state comes from the checkpoint. Without a
+        fit, only clients with earlier training and personal entries are known.
 
         Args:
-            client: The client's key; before its first visit its personal entries have the server's initial values.
+            client: The client's key; before the first visit the personal entries have the server's initial values.
 
         Returns:
-            A copy, as ``module.state_dict()`` has it, for ``load_state_dict``.
+            A copy in the form of ``module.state_dict()``, for ``load_state_dict``.
 
         Raises:
             RuntimeError: Before the clients are known, and inside a round, when the module is not the global model.
-            ValueError: If there is no such client.
+            ValueError: If the client is unknown.
 
         """
         module = None if self._trainer is None else self._trainer.lightning_module
@@ -394,25 +395,26 @@ class Federation(TrainerCallback):
     ) -> Answers:
         """Asks clients outside of a round: a model goes down, and an answer comes up.
 
-        In this process, or in several that share the clients, ``callback`` answers
-        (:meth:`~lightning_fed.FederatedCallback.on_client_question`); on other machines the one of its class there.
+        In this process, or in several processes with shared clients, ``callback`` answers
+        (:meth:`~lightning_fed.FederatedCallback.on_client_question`). On other machines, a callback with the same class
+        answers.
 
         Args:
             trainer: The Trainer.
-            module: The module, which is the global model, or what is asked about in its place, and is it afterwards.
+            module: The module with the global model, or with another model in question; unchanged afterwards.
             callback: The callback.
             clients: The clients.
-            question: What it is asked: primitives and plain containers.
-            own: Whether each client answers with its own model, and not with the global one.
+            question: The question: primitives and plain containers.
+            own: Whether each client answers with a personal model instead of the global model.
 
         Raises:
-            Exception: Whatever the callback raises in this process, with the client in a note.
+            Exception: Any exception from the callback in this process, with the client in a note.
 
         """
         return self._models.ask(trainer, module, callback, clients, question, own)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context outside of validation in which the module is what validation sees: an average, if there is one."""
+        """Context outside validation with the model for validation in the module: an average, if there is one."""
         return self._loop.averages_in_place()
 
     @property
@@ -422,24 +424,24 @@ class Federation(TrainerCallback):
 
     @property
     def has_lost_entries(self) -> bool:
-        """True if the entries of the clients' own are not there any more, of the checkpoint that is evaluated."""
+        """True if the clients' personal entries for the evaluated checkpoint are lost."""
         return self._models.is_lost
 
     def local_model(self, pl_module: L.LightningModule) -> LocalModel:
-        """The module as one client after another sees it; to be asked for while it is the global model."""
+        """The module as each client's model in turn; only valid while the module is the global model."""
         if self._trainer is not None:
-            self._fit.decide_policies(self._trainer, pl_module)  # in `on_fit_start` they are not decided yet
+            self._fit.decide_policies(self._trainer, pl_module)  # `on_fit_start` comes before the decision
         return self._models.local(pl_module)
 
     def own_models(
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> AbstractContextManager[Callable[[Client], None]]:
-        """Context of a function that makes the module a client's own model; afterwards it is the global one again."""
+        """Context with a function to load a client's own model; afterwards the module is the global model again."""
         return self._models.own_models(trainer, pl_module)
 
     @property
     def state_key(self) -> str:
-        """The same for every federation, so that a checkpoint of one loads into another with other options."""
+        """The same key for all federations: checkpoints load into federations with other options."""
         return "Federation"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -497,7 +499,7 @@ class Federation(TrainerCallback):
         check_model({name: local.entries[name] for name in local.shared})
         self.server.held.restore(local.entries)
         self._describe_clients()
-        self.round_log.show(trainer)  # a fit that was resumed between a round's end and its checkpoint needs them
+        self.round_log.show(trainer)  # for a fit resumed between a round's end and checkpoint
         if self.rounds == 0:
             self.store.restore(0, {})
         self.store.start(process_group_of(trainer))
@@ -506,17 +508,17 @@ class Federation(TrainerCallback):
             _log.info(describe_start(self._fit, self.method.name, self._loop.trains_at_once))
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Has Lightning ask for validation data as without a federation."""
+        """Restores Lightning's requests for validation data."""
         self._loop.start_epoch()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Starts the visit if this is its first batch."""
+        """Starts the visit at the first batch."""
         self._loop.hooks.start_batch()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Gives up a round that is cut short: a Trainer that is told to stop validates at once."""
+        """Abandons an interrupted round: a Trainer validates immediately after a stop request."""
         if is_validating(trainer):
             self._fit.forget_policies()
             self._fit.decide_policies(trainer, pl_module)
@@ -526,7 +528,7 @@ class Federation(TrainerCallback):
                 self._loop.cut_short()
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Decides what is the clients' own."""
+        """Decides on personal entries and statistics."""
         self._fit.forget_policies()
         self._fit.decide_policies(trainer, pl_module)
 

@@ -1,4 +1,4 @@
-"""Evaluation of the global model where every client has running statistics of its own, and the model has none."""
+"""Evaluation of the global model if each client has separate running statistics, and the global model has none."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _log = logging.getLogger(__name__)
 
 
 class DataStatistics(UnseenStatistics):
-    """Normalises with the statistics of data; before a measurement with those of the batch.
+    """Normalises with the statistics of data; before a measurement with the batch's statistics.
 
     Args:
         module: The module.
         layers: Names of the BatchNorm layers; ``None`` for all.
 
     Attributes:
-        report: Mean and variance of each layer, as :meth:`InputStatistics.as_extras` has them.
+        report: Mean and variance of each layer, as returned by :meth:`InputStatistics.as_extras`.
 
     """
 
@@ -51,8 +51,8 @@ class UnseenData(FederatedCallback):
     """Normalises data without a client by the statistics of the batch or of the data.
 
     The callback acts from the start of a validation, test or prediction until the next round, while the module is the
-    global model or the model of a client without statistics. Layers that do not train (a frozen encoder's) keep their
-    running statistics. :class:`~lightning_fed.callbacks.Federation` adds the callback where clients may have their own
+    global model or the model of a client without statistics. Layers without training (a frozen encoder's) retain the
+    running statistics. :class:`~lightning_fed.callbacks.Federation` adds the callback if clients may have individual
     statistics.
 
     Args:
@@ -99,7 +99,7 @@ class UnseenData(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Pauses in a visit, in which a client's model may be evaluated."""
+        """Pauses during a visit, because a client's model may be evaluated there."""
         self._switch(is_active=False)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
@@ -107,7 +107,7 @@ class UnseenData(FederatedCallback):
         self._switch(is_active=True)
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Pauses while the module is the model of a client that has statistics."""
+        """Pauses while the module is the model of a client with statistics."""
         if self._adapter is None:  # clients on other machines evaluate without a validation of the Trainer
             self._start(module)
         self._switch(is_active=client is None or self._find_fit().served_client != client)

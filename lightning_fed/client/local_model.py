@@ -40,23 +40,23 @@ _TRAVELS = ("shared", "sliced")
 class LocalModel:
     """The module as the model of one client after another.
 
-    Shared entries come from the broadcast, personal ones from the client's store (before its first visit: the server's
-    initial values), frozen ones are the server's. Outside a visit the module holds the global model. Buffers that are
-    not part of the module's state (``persistent=False``) start every visit as they were at the start of the round.
+    Shared entries come from the broadcast, personal entries from the client's store (before the first visit: the
+    server's initial values), frozen entries from the server. Outside a visit the module holds the global model. Every
+    visit starts with the round's initial values for buffers with ``persistent=False``.
 
-    Values are copied into most entries. The data of a sliced entry are replaced by the client's rows, which may be few
-    of very many: the whole table is in memory once, and is never copied.
+    Values are copied into most entries. The client's rows, often few, replace the data of a sliced entry: the whole
+    table is in memory once, and is never copied.
 
     Args:
         module: The module that trains.
         policies: The policy of every entry, of :func:`lightning_fed.model.entries.entry_policies`.
         store: Where clients keep their personal entries.
-        resizes: Whether received entries may have other shapes, which the module then takes over.
-        initial: Values of personal entries with which a client's first visit starts, where they are not the server's.
+        resizes: Whether received entries may have other shapes; the module then adopts the new shapes.
+        initial: Initial values of personal entries for a client's first visit, if different from the server's.
 
     Attributes:
-        server_entries: The server's values of the entries that do not travel.
-        has_statistics: Whether the client that was loaded last has running statistics in its store.
+        server_entries: The server's values for entries outside all messages.
+        has_statistics: Whether the store has running statistics for the last loaded client.
         dropped: Names of buffers with ``persistent=False`` changed in visits; every visit starts without the change.
 
     Raises:
@@ -100,10 +100,10 @@ class LocalModel:
         self._optimizer_state: dict[Client, State] = {}
 
     def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
-        """A copy of the shared entries; sliced ones without copying, because no visit writes into them.
+        """Copies the shared entries; sliced entries are not copied, because no visit writes into sliced entries.
 
         Args:
-            known: Tensors to return in the place of copies of entries with the same values.
+            known: Tensors to return instead of copies for entries with the same values.
 
         """
         self._find_entries()
@@ -124,7 +124,7 @@ class LocalModel:
         self._additions.put_back()
 
     def changed_server_entries(self, names: Iterable[str]) -> list[str]:
-        """Those of some entries that do not travel of which the values are not the server's; NaN equals NaN."""
+        """Filters names of untransmitted entries with values different from the server's; NaN equals NaN."""
         self._find_entries()
         pairs = {name: (self.entries[name], self.server_entries[name]) for name in names if name in self.server_entries}
         return [
@@ -134,7 +134,7 @@ class LocalModel:
         ]
 
     def keep_server_entries(self) -> None:
-        """Takes the global model's values of the entries that do not travel for the server's."""
+        """Stores the global model's values of untransmitted entries as the server's values."""
         self.server_entries = copy_state({name: self.entries[name] for name in self.server_entries})
 
     def load_client(
@@ -144,18 +144,18 @@ class LocalModel:
         trains: bool = True,
         statistics: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Loads a client's model: shared entries from ``state``, personal ones from its store.
+        """Loads a client's model: shared entries from ``state``, personal entries from the client's store.
 
         Args:
             client: The client's key.
-            state: The shared entries; of sliced ones any rows.
-            trains: Whether the module will be trained or measured with, so that it needs copies of sliced entries too.
-                Otherwise it is the model that the client is evaluated with: its stored BatchNorm statistics, and
-                entries of a model of its own that it has in its memory (``OWN_MODEL``), are in the place of these.
-            statistics: BatchNorm statistics in the place of the stored ones.
+            state: The shared entries; any rows for sliced entries.
+            trains: Whether to load the model for training or measurement, with copies of sliced entries too. Otherwise
+                the module is the client's model for evaluation: the stored BatchNorm statistics, and entries of a
+                separate model in the client's memory (``OWN_MODEL``), replace the shared entries.
+            statistics: BatchNorm statistics to use instead of the stored statistics.
 
         Raises:
-            ValueError: If ``state`` does not hold the shared entries, or the store's do not fit.
+            ValueError: If a shared entry is missing in ``state``, or a stored entry does not fit.
 
         """
         client_state = self._recalled.pop(client, None)
@@ -180,12 +180,12 @@ class LocalModel:
         self._load({**state, **copies, **self.server_entries, **initial, **personal, **own_model})
 
     def client_entries(self) -> State:
-        """A copy of all entries that a client trains, shared and personal."""
+        """Copies all entries trained by a client, shared and personal."""
         self._find_entries()
         return copy_state({name: self.entries[name] for name in (*self.shared, *self.personal)})
 
     def load_client_entries(self, state: Mapping[str, Tensor]) -> None:
-        """Loads what :meth:`client_entries` returned, in the middle of a visit."""
+        """Loads a result of :meth:`client_entries`, in the middle of a visit."""
         self._load(state)
 
     def recall(self, client: Client) -> State:
@@ -206,7 +206,7 @@ class LocalModel:
         optimizer_state: Mapping[str, Tensor],
         memory: Mapping[str, Tensor],
     ) -> None:
-        """Stores a client's personal entries, optimizer state and memory, if there are any, until the next visit."""
+        """Stores a client's personal entries, optimizer state and memory, if any, until the next visit."""
         self._find_entries()
         self._recalled, self._optimizer_state = {}, {}
         client_state = {name: self.entries[name] for name in self.personal} | dict(optimizer_state)
@@ -220,8 +220,8 @@ class LocalModel:
         Args:
             client: The client's key.
             round: Round of the version in the store.
-            statistics: Running statistics by name of the entry.
-            model_round: Round of the global model that the statistics belong to.
+            statistics: Running statistics by entry name.
+            model_round: Round of the global model measured by the statistics.
 
         """
         client_state = {
@@ -234,9 +234,9 @@ class LocalModel:
         self.store.put(client, round, client_state)
 
     def find_personal_fault(self, client: Client) -> str | None:
-        """Describes the first personal entry that the visit has left in another form, or not plausible.
+        """Describes the first personal entry with another form or implausible values after the visit.
 
-        Entries that were not plausible when the visit began may stay so. ``None`` if there is no fault.
+        Entries with implausible values before the visit are accepted. ``None`` if there is no fault.
         """
         self._find_entries()
         personal = {name: self.entries[name] for name in self.personal}
@@ -248,11 +248,11 @@ class LocalModel:
         return find_implausible({name: personal[name] for name in was_plausible})
 
     def kept_optimizer_state(self, client: Client) -> State:
-        """The optimizer state that was stored with the client's loaded model, as :func:`pack_optimizers` gave it."""
+        """The optimizer state stored with the client's loaded model, in the form of :func:`pack_optimizers`."""
         return self._optimizer_state.pop(client, {})
 
     def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
-        """Builds the client's update of what :meth:`global_state` returns.
+        """Builds the client's update from :meth:`global_state`.
 
         Raises:
             ValueError: If the visit has written into tensors missing in ``state_dict``.
@@ -262,7 +262,7 @@ class LocalModel:
         return ClientUpdate(client, num_samples, self.global_state(known))
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
-        """Copies entries into the module; replaces the data of sliced ones."""
+        """Copies entries into the module; replaces the data of sliced entries."""
         for name, owner in self.sliced.items():
             rows = state.get(name, owner)
             if rows.shape[1:] != owner.shape[1:] or rows.dtype != owner.dtype:
@@ -287,7 +287,7 @@ class LocalModel:
             self.entries[name] = owner.detach()
 
     def _find_entries(self) -> None:
-        """Finds the current tensors, because a module may assign a tensor or its data instead of writing into it."""
+        """Finds the current tensors, because a module may assign tensors or data instead of writing in place."""
         for name, (path, layer, attribute, tensor) in self._slots.items():
             current = getattr(layer, attribute, None)
             if not isinstance(current, Tensor):
@@ -301,7 +301,7 @@ def _part(client_state: State, prefix: str) -> State:
 
 
 def forget_memory(store: ClientStore, client: Client, round: int, prefix: str) -> None:
-    """Deletes a client's memory of callbacks under names that begin with ``prefix``, as of ``round``.
+    """Deletes a client's callback memory under names with the prefix ``prefix``, as of ``round``.
 
     Example:
         >>> import torch

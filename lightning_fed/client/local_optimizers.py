@@ -17,7 +17,7 @@ from lightning_fed.messages import State
 OPTIMIZER = "optimizer:"
 """Prefix of the names of packed optimizer state."""
 
-_HYPERPARAMETERS = ("lr", "initial_lr", "momentum", "betas", "weight_decay")  # that schedulers and users set
+_HYPERPARAMETERS = ("lr", "initial_lr", "momentum", "betas", "weight_decay")  # set by schedulers and users
 _GROUP = "group"
 _DICTIONARIES = (dict, OrderedDict, defaultdict, Counter)
 
@@ -28,10 +28,10 @@ class StepScheduler(Protocol):
     optimizer: Optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state."""
+        """State of the scheduler."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores its state."""
+        """Restores the scheduler's state."""
 
     def step(self, *args: Any) -> None:
         """Makes a step."""
@@ -40,23 +40,23 @@ class StepScheduler(Protocol):
 class LocalOptimizers:
     """Optimizers, per-step schedulers and loss scaling of one round, reset for every visit.
 
-    Every visit starts from the round's state: the optimizers' initial buffers (or, with ``mode="keep"``, those of the
-    client's last visit), the hyper-parameters of the round (learning rates that epoch schedulers have set), and the
-    round's state of the schedulers that step per batch and of the loss scale. After the round the latter two continue
-    from the visit with the median number of steps, and from the median scale, which no minority of clients can move
-    beyond the others; with one client this equals plain training.
+    Every visit starts from the round's state: the optimizers' initial buffers (or, with ``mode="keep"``, the buffers
+    after the client's last visit), the round's hyper-parameters (learning rates set by epoch schedulers), and the
+    round's state of per-batch schedulers and loss scale. After the round, the schedulers continue from the visit with
+    the median number of steps, and the loss scale from the median scale. No minority of clients can move the median
+    beyond the other clients' values; with one client this equals plain training.
 
     Args:
         optimizers: The optimizers.
-        step_schedulers: The learning-rate schedulers that step per batch.
-        scaler: Anything with ``state_dict`` and ``load_state_dict`` that holds the loss scale.
+        step_schedulers: The learning-rate schedulers with a step per batch.
+        scaler: Holder of the loss scale, with ``state_dict`` and ``load_state_dict``.
         mode: ``"reset"`` or ``"keep"``.
-        epoch_schedulers: The schedulers that the Trainer steps at the round's last batch. Where they share an optimizer
-            with ``step_schedulers``, they step from its state at the end of the visit with the median number of steps.
+        epoch_schedulers: The schedulers stepped by the Trainer at the round's last batch. If an epoch scheduler shares
+            an optimizer with ``step_schedulers``, the epoch scheduler steps from the optimizer's state at the end of
+            the visit with the median number of steps.
 
     Attributes:
-        finals: Final state of the schedulers of every visit, by its position in the round; empty if no state outlives
-            the visits.
+        finals: Final scheduler state of each visit, by position in the round; empty if no state outlives the visits.
 
     """
 
@@ -83,7 +83,7 @@ class LocalOptimizers:
         return {name: self._start[name] for name in ("groups", "schedulers", "scaler")}
 
     def note_visit(self, position: int, final_state: Mapping[str, Any]) -> None:
-        """Records the final state of a visit that another process or machine trained.
+        """Records the final state of a visit trained by another process or machine.
 
         Args:
             position: Index of the visit in the round.
@@ -94,12 +94,12 @@ class LocalOptimizers:
             self.finals[position] = {**self._start, **final_state}
 
     def advanced(self, steps: Sequence[int]) -> dict[str, Any]:
-        """The final state of a visit in which the per-step schedulers have made some steps, as ``finals`` has it.
+        """The final state of a visit with known numbers of per-step scheduler steps, in the form of ``finals``.
 
-        They make them here, so that no number of a visit elsewhere is needed but theirs.
+        The schedulers repeat the steps here: a visit elsewhere reports only the numbers of steps.
 
         Args:
-            steps: Number of steps of every scheduler; they alternate, as in a visit.
+            steps: Number of steps for every scheduler; the schedulers alternate, as in a visit.
 
         """
         self._load(self._start)
@@ -112,7 +112,7 @@ class LocalOptimizers:
         return state
 
     def steps_of(self, final_state: Mapping[str, Any]) -> list[int] | None:
-        """Number of steps that every per-step scheduler has made in a visit; ``None`` if one does not count them.
+        """Number of steps of every per-step scheduler in a visit; ``None`` if a scheduler does not count steps.
 
         Args:
             final_state: The state in its ``finals``.
@@ -131,11 +131,11 @@ class LocalOptimizers:
     def start_visit(
         self, packed: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
-        """Resets all state to the start of the round, and restores the client's buffers if it has stored any.
+        """Resets all state to the start of the round, and restores the client's stored buffers, if any.
 
         Args:
             packed: Result of :meth:`end_visit` after the client's last visit.
-            rows: Parameters that the client holds in part, with the indices of their rows.
+            rows: Parameters with only some rows at the client, and the indices of these rows.
 
         """
         self._load({**self._start, "buffers": self._sliced(self._start["buffers"], rows)} if rows else self._start)
@@ -143,11 +143,11 @@ class LocalOptimizers:
             unpack_optimizers(self.optimizers, packed)
 
     def snapshot(self) -> dict[str, Any]:
-        """A copy of all state as it is in the middle of a visit, for :meth:`resume`."""
+        """Copies all state in the middle of a visit, for :meth:`resume`."""
         return self._capture()
 
     def resume(self, snapshot: Mapping[str, Any]) -> None:
-        """Goes on from a :meth:`snapshot`; rates that epoch schedulers have set since, in a last batch, stay."""
+        """Restores a :meth:`snapshot`, but not learning rates set by epoch schedulers since then, in a last batch."""
         self._load({**snapshot, "groups": self._rates(snapshot["groups"], snapshot["groups"])})
         self._step_again(snapshot["epoch_schedulers"])
 
@@ -163,11 +163,11 @@ class LocalOptimizers:
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
 
     def end_round(self, counting: Collection[int]) -> None:
-        """Resets the buffers, and keeps the learning rates that epoch schedulers have set.
+        """Resets the buffers, and retains learning rates set by epoch schedulers.
 
         Args:
-            counting: Positions of the visits whose updates count: the schedulers go on from the one with the median
-                number of steps, of two from the one with fewer.
+            counting: Positions of the visits with a good update: the schedulers continue from the visit with the median
+                number of steps, in an even number of visits from the lower median.
 
         """
         finals = {position: self.finals[position] for position in counting if position in self.finals}
@@ -178,9 +178,9 @@ class LocalOptimizers:
         self._step_again(middle["epoch_schedulers"])
 
     def _rates(self, groups: Sequence[Any], visited: Sequence[Any]) -> list[Any]:
-        """Groups with the hyper-parameters of a visit where schedulers step in it, and elsewhere with those of now.
+        """Groups with a visit's hyper-parameters if schedulers step in visits, otherwise with the current ones.
 
-        What else the steps of an optimizer have written into its groups is its state, and stays as it is in ``groups``.
+        All other values in an optimizer's groups are optimizer state, and stay as in ``groups``.
         """
         stepped = {id(scheduler.optimizer) for scheduler in self.step_schedulers}
         sources = [
@@ -196,27 +196,27 @@ class LocalOptimizers:
         ]
 
     def _median(self, finals: Mapping[int, dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> dict[str, Any]:
-        """The final state of the visit in the middle, by a value of each; of an even number the lower."""
+        """The final state with the median value; with an even number of visits, the lower median."""
         ordered = sorted(finals, key=lambda position: (value(finals[position]), position))
         return finals[ordered[(len(ordered) - 1) // 2]] if ordered else self._start
 
     def _step_again(self, before: Sequence[Mapping[str, Any]]) -> None:
-        """Repeats the step of epoch schedulers that have stepped since, from the rate of another client or model."""
+        """Repeats later steps of epoch schedulers, made from the learning rate of another client or model."""
         for scheduler, state in zip(self.epoch_schedulers, before, strict=True):
             if state and getattr(scheduler, "last_epoch", None) != state.get("last_epoch"):
                 scheduler.load_state_dict(copy_state(state))
                 scheduler.step()
 
     def checkpoint(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-        """The states of optimizers, per-step schedulers and loss scale at the round's start, as checkpoints hold them.
+        """The states of optimizers, per-step schedulers and loss scale at the round's start, in checkpoint format.
 
-        The state of the loss scale is empty where there is none.
+        Without a loss scale, the third state is empty.
         """
         start = self._start
         return self._optimizer_states(start), copy_state(start["schedulers"]), copy_state(start["scaler"])
 
     def _optimizer_states(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """States of the optimizers, as these take them."""
+        """States in the form of ``Optimizer.load_state_dict``."""
         return [
             {
                 "state": copy_state(buffers),
@@ -239,7 +239,7 @@ class LocalOptimizers:
     def _sliced(
         self, buffers: Sequence[Mapping[Any, Any]], rows: Sequence[tuple[Tensor, Tensor]]
     ) -> list[dict[Any, Any]]:
-        """Reduces initial buffers (Adagrad's sums) to the rows that the client holds of some parameters."""
+        """Reduces initial buffers (Adagrad's sums) to the client's rows of sliced parameters."""
         sliced = []
         for optimizer, states in zip(self.optimizers, buffers, strict=True):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -266,7 +266,7 @@ class LocalOptimizers:
 
 
 def _count_steps(scheduler_state: Mapping[str, Any]) -> int | None:
-    """Number of steps that a scheduler has made, of its state; of a chain those of its first."""
+    """Number of steps in a scheduler's state; for a chain, in the first scheduler's state."""
     steps = scheduler_state.get("last_epoch")
     if type(steps) is int:
         return steps
@@ -277,7 +277,7 @@ def _count_steps(scheduler_state: Mapping[str, Any]) -> int | None:
 
 
 def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
-    """The optimizers' buffers, and the numbers that they count in their groups, as a flat dictionary of tensors.
+    """Packs the optimizers' buffers, and counters in the groups, into a flat dictionary of tensors.
 
     Raises:
         TypeError: If a buffer is neither a tensor nor a number.
@@ -305,7 +305,7 @@ def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
 
 
 def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tensor]) -> None:
-    """Restores what :func:`pack_optimizers` packed; hyper-parameters do not change."""
+    """Restores a result of :func:`pack_optimizers`; hyper-parameters do not change."""
     states: list[dict[Any, dict[str, Any]]] = [{} for _ in optimizers]
     for key, value in packed.items():
         number, parameter, name, kind = key.removeprefix(OPTIMIZER).split(":")
@@ -318,19 +318,19 @@ def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tens
 
 
 def _buffers(optimizer: Optimizer) -> dict[Any, Any]:
-    """The optimizer's buffers; none of what Lightning has in the place of an optimizer that a module does not have."""
+    """The optimizer's buffers; empty for Lightning's placeholder in a module without optimizers."""
     buffers: dict[Any, Any] = optimizer.state_dict().get("state", {})
     return buffers
 
 
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The optimizer's groups as its state has them, likewise."""
+    """The groups in the optimizer's state; empty for Lightning's placeholder."""
     groups: list[dict[str, Any]] = optimizer.state_dict().get("param_groups", [])
     return groups
 
 
 def _counted(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Numbers of each group, but for hyper-parameters, that are not those with which the optimizer began."""
+    """Numbers in each group with a change since the optimizer's start, without hyper-parameters."""
     return [
         {
             name: value
@@ -344,11 +344,11 @@ def _counted(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def copy_state(value: Any, copied: dict[int, Any] | None = None) -> Any:
-    """Copy of a scheduler's or optimizer's state, which no later step changes.
+    """Copies a scheduler's or optimizer's state; later steps do not change the copy.
 
-    Unlike ``copy.deepcopy`` the copy runs no code of a foreign class: a scheduler that forwards missing attributes to
-    another one recurses there without end. Optimizers, modules, functions and objects with a separate constructor are
-    referenced.
+    Unlike ``copy.deepcopy`` the copy runs no code from foreign classes: in ``deepcopy``, a scheduler with attribute
+    access forwarded to another scheduler recurses without end. Optimizers, modules, functions and objects with
+    a separate constructor are referenced.
 
     Args:
         value: The state: containers, tensors, arrays, numbers, and schedulers inside.

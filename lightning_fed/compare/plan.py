@@ -1,7 +1,7 @@
 """Plan of a comparison, and its runs, one after another.
 
-Every run is one method with one seed and one fraction of stragglers. The clients' data, who takes part in which round,
-who straggles and the initial weights depend on the seed alone, so that methods are compared on equal rounds.
+Every run is one method with one seed and one fraction of stragglers. The clients' data, the cohorts, the stragglers and
+the initial weights depend only on the seed, so all methods train on equal rounds.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Plan:
         methods: The methods.
         seeds: The seeds.
         stragglers: Fractions of stragglers; ``None`` for the recipe's.
-        out: Folder of the results.
-        monitor: Name of the metric that is compared; ``None`` for that of the recipe's ``ModelCheckpoint``.
-        mode: ``"max"`` where more is better, ``"min"`` where less is; ``None`` for that of the recipe's
-            ``ModelCheckpoint`` of this metric, or else ``"max"``.
-        test: Whether the finished models are evaluated on the test data.
-        overrides: Further arguments of ``lightning-fed fit``, for all runs; ``{seed}`` in them stands for the run's
-            seed, as in ``--data.seed {seed}`` for data that are drawn anew.
+        out: Folder for the results.
+        monitor: Name of the compared metric; ``None`` for the metric in the recipe's ``ModelCheckpoint``.
+        mode: ``"max"`` if larger values are better, ``"min"`` if smaller values are; ``None`` for the mode in the
+            recipe's ``ModelCheckpoint`` for this metric, or else ``"max"``.
+        test: Whether to evaluate the finished models on the test data.
+        overrides: Further arguments for ``lightning-fed fit``, for all runs; ``{seed}`` stands for the run's seed, as
+            in ``--data.seed {seed}`` for data with a new draw in each run.
 
     Raises:
-        ValueError: If there is no method or seed, one comes twice, or a number is out of its range.
+        ValueError: If methods or seeds are empty or have duplicates, or a number is out of range.
 
     """
 
@@ -73,17 +73,17 @@ class Plan:
             raise ValueError(f"Expected `mode` to be 'max' or 'min', but got {self.mode!r}.")
 
     def build(self, seed: int) -> FederatedCLI:
-        """Model, data and Trainer of the recipe, as ``lightning-fed fit`` builds them."""
+        """Builds the recipe's model, data and Trainer like ``lightning-fed fit``."""
         overrides = [text.replace("{seed}", str(seed)) for text in self.overrides]
         own = ["--seed_everything", str(seed), "--trainer.logger", "false"]
         return FederatedCLI(["--config", str(self.recipe), *overrides, *own], run=False)
 
 
 class Progress:
-    """A line for every run: what trains, where it is (on a terminal), and what came of it.
+    """A line per run: the name of the run, the progress (on a terminal), and the result.
 
     Args:
-        stream: Where the lines go; ``None`` for the standard output.
+        stream: Output stream for the lines; ``None`` for the standard output.
 
     """
 
@@ -112,24 +112,24 @@ class Progress:
 
 
 def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[str, Any]]:
-    """Trains what is not trained yet, one run after another.
+    """Trains all unfinished runs, one after another.
 
-    The first run with a decision of ``batch_norm="auto"`` decides for all runs.
+    The first run with a decision for ``batch_norm="auto"`` decides for all runs.
 
-    Every run has a folder in ``<out>/runs``, with ``result.json`` and the checkpoint ``last.ckpt``. A run that was
-    interrupted goes on after its last complete round.
+    Every run has a folder in ``<out>/runs``, with ``result.json`` and the checkpoint ``last.ckpt``. An interrupted run
+    continues after the last complete round.
 
     Args:
-        plan: What is compared.
-        progress: Where a line for every run goes; ``None`` for the standard output.
+        plan: The plan.
+        progress: Output for a line per run; ``None`` for the standard output.
 
     Returns:
         The results of all runs: ``method``, ``seed``, ``stragglers``, ``monitor``, ``mode``, ``rounds`` (every round's
-        numbers), ``test`` (those on the test data) and ``has_own_models`` (whether clients have models of their own).
+        numbers), ``test`` (numbers on the test data) and ``has_own_models`` (whether clients have personal models).
 
     Raises:
-        MisconfigurationException: If a method does not go with the recipe, a folder holds a run of another recipe, or
-            the metric is not logged.
+        MisconfigurationException: If a method does not fit the recipe, a folder holds a run from another recipe, or the
+            metric is not logged.
 
     """
     progress = progress or Progress()
@@ -161,14 +161,14 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
 
 
 def load_results(plan: Plan) -> list[dict[str, Any]]:
-    """The results of those runs that are finished, as :func:`run_comparison` returns them."""
+    """Loads the results of all finished runs, in the form of :func:`run_comparison`."""
     runs, target = _prepare(plan)
     folders = [plan.out / "runs" / run.name for run in runs]
     return [_load(folder, target) for folder in folders if (folder / "result.json").exists()]
 
 
 def _decision_of(folders: Iterable[Path]) -> str:
-    """Decision of ``batch_norm="auto"`` in the finished runs; empty for no decision yet."""
+    """Decision for ``batch_norm="auto"`` in the finished runs; empty for no decision yet."""
     for path in (folder / "result.json" for folder in folders):
         decision: str = json.loads(path.read_text()).get("batch_norm_decision", "") if path.exists() else ""
         if decision:
@@ -186,13 +186,13 @@ def _run(plan: Plan, run: Run, folder: Path, monitor: str, progress: Progress, d
     with quiet():
         result = train(plan.build(run.seed), run, folder, plan.out / "tensorboard", show, decision)
     write_text_atomically(folder / "result.json", json.dumps(result))
-    gc.collect()  # a Trainer is part of cycles: the data of many runs would pile up
+    gc.collect()  # Trainers are in reference cycles: data from many runs would fill the memory
     rounds: list[dict[str, float]] = result["rounds"]
     return rounds
 
 
 def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str]]:
-    """The runs, the metric and which end of it is good; finds mistakes before anything trains."""
+    """Returns the runs, the metric and the mode; finds mistakes before any training."""
     with quiet():
         cli = plan.build(plan.seeds[0])
         trainer: Any = cli.trainer
@@ -205,7 +205,7 @@ def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str]]:
         for part in parts
         for method in plan.methods
     ]
-    runs = list(dict.fromkeys(every))  # the centralised ones are once for all fractions of stragglers
+    runs = list(dict.fromkeys(every))  # a centralised run serves all fractions of stragglers
     for run in runs:
         _check_folder(plan, run)
     return runs, _metric(plan, trainer)
@@ -213,7 +213,7 @@ def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str]]:
 
 def _check_method(method: MethodChoice, cli: FederatedCLI) -> None:
     trainer: Any = cli.trainer
-    if settings := trainer.federation.method.settings:  # the others would train for another number of epochs, say
+    if settings := trainer.federation.method.settings:  # other methods would train with different settings
         raise MisconfigurationException(
             f"Expected a recipe whose `method` sets nothing else, but {trainer.federation.method.name} sets"
             f" {sorted(settings)}."
@@ -229,7 +229,7 @@ def _check_method(method: MethodChoice, cli: FederatedCLI) -> None:
         raise MisconfigurationException(str(error)) from error
     if method.name == CENTRAL:
         return
-    replaceable = () if method.options else Method(federation.method.aggregator).callbacks  # those of its rule
+    replaceable = () if method.options else Method(federation.method.aggregator).callbacks  # the rule's callbacks
     for brought in federation.method.callbacks:
         in_recipe = any(isinstance(callback, type(brought)) for callback in trainer.callbacks)
         if in_recipe and type(brought) not in map(type, replaceable):
@@ -247,7 +247,7 @@ def _metric(plan: Plan, trainer: Any) -> tuple[str, str]:
 
 
 def _identity(plan: Plan, run: Run) -> dict[str, Any]:
-    """Identity of a run, beside its seed and stragglers."""
+    """Identity of a run, without seed and stragglers."""
     return {"recipe": plan.recipe.read_text(), "overrides": list(plan.overrides), "method": run.method.label}
 
 

@@ -1,4 +1,4 @@
-"""Clients as parts of one data set, or with data sets of their own, served by one ``DataLoader``."""
+"""Clients as parts of one data set, or with one data set each, served by one ``DataLoader``."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ SampleTransform: TypeAlias = Callable[[Any], Any]
 
 
 class DatasetClients(Population):
-    """Clients that are parts of one map-style data set, or have map-style data sets of their own.
+    """Clients as parts of one map-style data set, or with one map-style data set each.
 
-    One ``DataLoader`` serves every round, so that its workers persist and fetch the next client's batches while the
-    current one trains. Batches never hold examples of two clients. A trailing batch of a single example joins the batch
-    before it, because BatchNorm cannot train on one example.
+    One ``DataLoader`` serves every round: the workers persist and fetch the next client's batches while the current
+    client trains. Batches never hold examples of two clients. A trailing batch of a single example joins the previous
+    batch, because BatchNorm cannot train on one example.
 
     Args:
         source: The clients' examples.
         batch_size: Examples per batch.
-        shuffle: Whether every epoch of every visit has its own order, drawn from the visit's seed.
-        drop_last: Whether a trailing batch that is not full is left out.
+        shuffle: Whether to draw a new order for every epoch of every visit, from the visit's seed.
+        drop_last: Whether to skip a short trailing batch.
         loader_options: Further arguments of the ``DataLoader`` (``num_workers``, ``pin_memory``, ...).
-        draws: Passes of a sampler, in place of passes over all examples.
+        draws: Passes of a sampler, instead of passes over all examples.
 
     Raises:
         ValueError: If ``batch_size`` is below 1.
@@ -114,7 +114,7 @@ class DatasetClients(Population):
         while sum(lengths) < visit.steps if visit.steps is not None else len(lengths) < visit.epochs:
             lengths.append(sum(1 for _ in self.cut_draws(visit.client, visit.round, len(lengths), self.drop_last)))
             if not lengths[0]:
-                break  # the client is left out of the round
+                break  # the round excludes the client
             if not any(lengths[-_MOST_EMPTY:]):
                 raise ValueError(f"its sampler gave no batch in {_MOST_EMPTY} passes")
         return tuple(lengths)
@@ -144,15 +144,15 @@ class DatasetClients(Population):
         return self.draws.part(client, round, number, round * self.local_epochs + number)
 
     def close(self) -> None:
-        """Replaces the loader, and so ends its workers."""
+        """Replaces the loader, and so ends the workers."""
         self._loader = self._make_loader()
 
     def _make_loader(self) -> DataLoader[Any]:
         return DataLoader(
             self.source,
-            batch_sampler=self._sampler,  # type: ignore[arg-type] # of `BatchRequest`, by which `source` is indexed
+            batch_sampler=self._sampler,  # type: ignore[arg-type] # yields `BatchRequest`, the index type of `source`
             collate_fn=_return_batch,
-            generator=torch.Generator().manual_seed(0),  # else the loader draws from the global generator
+            generator=torch.Generator().manual_seed(0),  # otherwise the loader draws from the global generator
             **self._loader_options,
         )
 
@@ -161,7 +161,7 @@ class DatasetClients(Population):
     ) -> Iterator[VisitBatch]:
         """The batches of all visits in order; an isolated pass is fetched in this process, without ``drop_last``."""
         loader = self._loader
-        # Without workers and pinned memory a loader does no more than this `map`.
+        # Without workers and pinned memory a loader equals this `map`.
         is_plain = isolated or (loader.num_workers == 0 and not loader.pin_memory)
         sampler = _RoundSampler(self, self.drop_last and not isolated, isolated) if is_plain else self._sampler
         sampler.visits, sampler.groups = visits, groups
@@ -183,7 +183,7 @@ class ClientSource(Dataset[Any], ABC):
 
     Args:
         clients: The clients' keys.
-        collate: Function that makes a batch of a list of samples.
+        collate: Function from a list of samples to a batch.
 
     """
 
@@ -197,7 +197,7 @@ class ClientSource(Dataset[Any], ABC):
 
     @abstractmethod
     def locate(self, client: Client, positions: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
-        """Finds the data set of a client's examples, their indices in it, and a transform of the client's samples.
+        """Finds the data set with a client's examples, the examples' indices, and a transform for the client's samples.
 
         Args:
             client: The client's key.
@@ -208,14 +208,14 @@ class ClientSource(Dataset[Any], ABC):
     def __getitems__(self, request: BatchRequest) -> Any:
         try:
             return self._fetch(request)
-        except StopIteration as error:  # which would look like the end of all clients' data
+        except StopIteration as error:  # would look like the end of all clients' data
             raise RuntimeError("StopIteration, which only an iterator may raise") from error
 
     def _fetch(self, request: BatchRequest) -> Any:
         if isinstance(request.positions, Exception):
             raise request.positions
         if get_worker_info() is not None:
-            # Random augmentation depends on the batch alone, not on the worker that fetches it.
+            # Random augmentation depends only on the batch, not on the worker.
             seed_everything(request.seed)
         dataset, indices, transform = self.locate(request.client, request.positions)
         if transform is None and self.collate is default_collate:
@@ -232,12 +232,12 @@ class ClientSource(Dataset[Any], ABC):
 
 
 class PartitionedSource(ClientSource):
-    """Clients that are index sets of one data set.
+    """Clients as index sets of one data set.
 
     Args:
         dataset: The data set.
-        indices: Client to the indices of its examples.
-        transform: Function that makes the transform of a client's samples, or ``None``.
+        indices: Example indices by client.
+        transform: Function from a client's key to a transform for the client's samples, or ``None``.
         collate: Function that makes a batch of a list of samples.
 
     """
@@ -250,7 +250,7 @@ class PartitionedSource(ClientSource):
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         super().__init__(client_keys(indices), collate)
-        while type(dataset) is Subset:  # so that batches come directly from the underlying data set
+        while type(dataset) is Subset:  # batches then come directly from the underlying data set
             outer = np.asarray(dataset.indices)
             indices = {client: outer[inner] for client, inner in indices.items()}
             dataset = dataset.dataset
@@ -269,11 +269,11 @@ class PartitionedSource(ClientSource):
 
 
 class DatasetsSource(ClientSource):
-    """Clients with data sets of their own.
+    """Clients with one data set each.
 
     Args:
-        datasets: Client to map-style data set; may build a client's data set when it is looked up. The last two are
-            cached, so that a visit builds it once.
+        datasets: Map-style data set by client; a lookup may build the client's data set. The last two data sets are
+            cached, so a visit builds a data set once.
         collate: Function that makes a batch of a list of samples.
 
     """
@@ -308,7 +308,7 @@ class BatchRequest(NamedTuple):
 
     Args:
         client: The client's key.
-        positions: Positions among the client's examples, shape (batch,), or the reason why there are none.
+        positions: Positions among the client's examples, shape (batch,), or the reason for missing positions.
         seed: Seed of random augmentation in a worker process.
 
     """
@@ -319,7 +319,7 @@ class BatchRequest(NamedTuple):
 
 
 def count_batches(num_samples: int, batch_size: int, drop_last: bool = False) -> int:
-    """Number of batches in one pass; a single trailing example joins the batch before it.
+    """Number of batches in one pass; a single trailing example joins the previous batch.
 
     Example:
         >>> count_batches(9, 4), count_batches(10, 4), count_batches(10, 4, drop_last=True)
@@ -369,7 +369,7 @@ class _RoundSampler:
             self.issued.append(position)
             try:
                 positions: np.ndarray | Exception = next(batches)
-            except Exception as error:  # there is no memory for the order of so many examples
+            except Exception as error:  # too little memory for an order of so many examples
                 positions = error
             yield BatchRequest(client, positions, derive_seed(seed, number) if in_workers else 0)
             if isinstance(positions, Exception):
@@ -397,7 +397,7 @@ class _RoundSampler:
 
 
 def _direct_batch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
-    """The batch of ``default_collate`` by indexing the data set's tensors; ``None`` if the data set has none."""
+    """Returns the batch of ``default_collate`` by indexing the data set's tensors; ``None`` for other data sets."""
     if type(dataset) is TensorDataset:
         rows = torch.from_numpy(indices)
         return [tensor.index_select(0, rows) for tensor in dataset.tensors]

@@ -1,4 +1,4 @@
-"""Clients with loaders of their own, which a round chains."""
+"""Clients with one loader each, chained by a round."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ _END = object()
 
 
 class LoaderClients(Population):
-    """Clients with a ``DataLoader`` or another iterable of batches each; a round chains them.
+    """Clients with a ``DataLoader`` or another iterable of batches each; a round chains the loaders.
 
     Args:
-        loaders: Client to loader, or to several (a ``CombinedLoader``, or a mapping or sequence of loaders), of which a
-            batch has one each; may build a client's loader when it is looked up.
-        is_plain: Whether the only client trains as in a plain fit, on a loader that need not have a length or data set.
+        loaders: Loader by client, or several loaders (a ``CombinedLoader``, or a mapping or sequence of loaders) with
+            one batch each in the client's batch; a lookup may build the client's loader.
+        is_plain: Whether the only client trains as in a plain fit; the loader then needs neither a length nor a data
+            set.
 
     """
 
@@ -41,21 +42,21 @@ class LoaderClients(Population):
         super().__init__(client_keys(loaders))
         self.loaders, self.is_plain = loaders, is_plain
         self._class_numbers = ClassNumbers()
-        self._counted: dict[Client, int] = {}  # by one pass over a client's batches
-        self._opened: dict[int, Any] = {}  # loaders whose workers live on, by their identity
-        self._in_order: dict[Client, Any] = {}  # loaders that do not shuffle any more
+        self._counted: dict[Client, int] = {}  # in one pass over a client's batches
+        self._opened: dict[int, Any] = {}  # loaders with persistent workers, by ``id``
+        self._in_order: dict[Client, Any] = {}  # loaders with shuffling removed
 
     def num_samples(self, client: Client) -> int:
-        """Length of the loader's data set or of its sampler, or else the examples in one pass over its batches.
+        """Length of the loader's data set or sampler, or else the examples in one pass over the batches.
 
-        The length of a sampler of another kind than torch's counts whatever that of the data set is: a geographic one
-        draws many windows of few files. Of several loaders those of the one that decides how many batches there are.
-        A stream without a length counts as the examples of the batches of a visit, ``local_steps``; among several
-        loaders it is the longest one.
+        For a custom sampler, the sampler's length counts instead of the data set's: a geographic sampler draws many
+        windows from few files. With several loaders, the loader with the decisive number of batches counts. A stream
+        without a length counts as the examples in a visit's ``local_steps`` batches; among several loaders the stream
+        is the longest loader.
 
         Raises:
             TypeError: If there are data sets among several loaders.
-            ValueError: If neither has a length, and visits are not counted in batches.
+            ValueError: If no length is known, and visits are not counted in batches.
 
         """
         return self._count(client, self._loader(client))
@@ -81,12 +82,12 @@ class LoaderClients(Population):
         )
 
     def _loader(self, client: Client) -> Any:
-        """The client's loader, its several loaders as one."""
+        """The client's loader, with several loaders combined into one."""
         loader: Any = self.loaders[client]
         check_client_loader(loader)
         self._class_numbers.check(client, loader)
         if isinstance(loader, Mapping | list | tuple) and has_loader(loader):
-            loader = CombinedLoader(loader, "max_size_cycle")  # as Lightning takes them
+            loader = CombinedLoader(loader, "max_size_cycle")  # like Lightning
         if self.overfit_batches:
             if client not in self._in_order:
                 self._in_order[client] = loader_to_overfit(loader)
@@ -99,7 +100,7 @@ class LoaderClients(Population):
                 self._opened[id(part)] = part
 
     def close(self) -> None:
-        """Ends the workers of loaders with persistent ones."""
+        """Ends persistent workers."""
         opened, self._opened = self._opened, {}
         for loader in opened.values():
             _end_workers(loader)
@@ -108,7 +109,7 @@ class LoaderClients(Population):
         """The batch size of the client's loader.
 
         Raises:
-            OptionError: If its examples cannot be drawn one by one.
+            OptionError: If examples cannot be drawn one by one.
 
         """
         batch_size = check_poisson_loader(self.loaders[client]).batch_size
@@ -116,12 +117,12 @@ class LoaderClients(Population):
         return batch_size
 
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Length of the client's loader; an isolated pass is no different, but where batches are overfitted."""
+        """Length of the client's loader; the same for an isolated pass, except with overfitted batches."""
         length = sized_len(self._loader(client))
         return length if isolated else self.batches_to_overfit(length)
 
     def is_counted(self, client: Client) -> bool:
-        """True of the only client, where neither a data set nor a length tells the number of examples."""
+        """True for the only client, if neither a data set nor a length gives the number of examples."""
         if not self.is_plain:
             return False
         loader = self._loader(client)
@@ -129,7 +130,7 @@ class LoaderClients(Population):
         return sized_len(loader) is None or not isinstance(getattr(leading, "dataset", None), Sized)
 
     def gives_all(self, client: Client) -> bool:
-        """True if a pass over the loader gives every example: not if it may drop or draw examples."""
+        """True if a pass over the loader gives every example: false for a loader with dropped or drawn examples."""
         return self._gives_all(self._loader(client))
 
     def _gives_all(self, loader: Any) -> bool:
@@ -192,7 +193,7 @@ class LoaderClients(Population):
 
 
 def _looking_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """Batches, each with whether it is the last one."""
+    """Yields batches, each with a flag for the last batch."""
     for before, batch in itertools.pairwise(itertools.chain(batches, [_END])):
         yield before, batch is _END
 
@@ -214,15 +215,15 @@ def _owners(loader: Any) -> list[Any]:
 
 
 def _end_workers(loader: Any) -> None:
-    """Ends the workers of a loader that would live on until somebody iterates over it again."""
-    iterator = getattr(loader, "_iterator", None)  # torch gives it no public name
+    """Ends a loader's workers, otherwise alive until the next iteration."""
+    iterator = getattr(loader, "_iterator", None)  # torch has no public name for the iterator
     if iterator is not None and hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()  # noqa: SLF001
         loader._iterator = None  # noqa: SLF001
 
 
 def _samplers(loader: Any) -> tuple[Any, Any]:
-    """Sampler of a loader's batches, and that of the examples in them; ``None`` for one that is not there."""
+    """Returns the sampler of a loader's batches, and the sampler of examples; ``None`` for a missing sampler."""
     sampler = getattr(loader, "sampler", None)
     batches = sampler if isinstance(sampler, BatchSampler) else getattr(loader, "batch_sampler", None)
     return batches, getattr(batches, "sampler", sampler)
@@ -232,7 +233,7 @@ def _checked_length(batch: Any) -> int:
     """Counts the examples in a batch.
 
     Raises:
-        ValueError: If the tensors of the batch have different lengths, as with the time along the first dimension.
+        ValueError: If the batch's tensors have different lengths, for example with time as the first dimension.
 
     """
     lengths = {int(value.shape[0]) for value in batch_tensors(batch) if value.ndim}
@@ -246,12 +247,12 @@ def _checked_length(batch: Any) -> int:
 
 
 def _drawn_samples(loader: Any, most: int) -> int:
-    """Examples that a loader draws in a pass; of samplers of torch at most so many as the data set has."""
+    """Examples drawn by a loader in a pass; with torch's samplers at most the data set's length."""
     batches, sampler = _samplers(loader)
     batch_size = getattr(batches, "batch_size", None)
     if isinstance(batches, Sized) and isinstance(batch_size, int) and not hasattr(batches, "sampler"):
-        return len(batches) * batch_size  # batches of places, as torchgeo draws them
-    # Clients may share a data set, each with a sampler of its part.
+        return len(batches) * batch_size  # batches of places, as in torchgeo
+    # Clients may share a data set, each with a sampler for one part.
     if not isinstance(sampler, Sized):
         return most
     is_known = type(sampler).__module__.startswith("torch.")
@@ -259,15 +260,15 @@ def _drawn_samples(loader: Any, most: int) -> int:
 
 
 class _Streams:
-    """Batches of a ``CombinedLoader``, as Lightning gives them to ``training_step``, with their number as a length.
+    """Batches of a ``CombinedLoader`` in the form for ``training_step``, with the number of batches as length.
 
     Raises:
-        OptionError: If it is sequential, which Lightning does not train on either.
+        OptionError: If the loader is sequential: Lightning does not train on sequential loaders either.
 
     """
 
     def __init__(self, combined: CombinedLoader) -> None:
-        self._combined, self.mode = combined, combined._mode  # noqa: SLF001 - has no public name
+        self._combined, self.mode = combined, combined._mode  # noqa: SLF001 - no public name
         if self.mode == "sequential":
             raise OptionError(
                 'Lightning\'s `FitLoop` does not support the `CombinedLoader(mode="sequential")`: put the data sets'
@@ -276,12 +277,12 @@ class _Streams:
         self.streams: list[Any] = combined.flattened
 
     def __len__(self) -> int:
-        """Number of batches in a pass; raises ``TypeError`` where a loader has none."""
+        """Number of batches in a pass; raises ``TypeError`` for a loader without a length."""
         return len(self.streams[self.leading])
 
     @property
     def leading(self) -> int:
-        """Position of the loader with which a pass ends: the first of the longest ones, or of the shortest."""
+        """Position of the pass's decisive loader: the first among the longest, or among the shortest."""
         lengths = [math.inf if (length := sized_len(stream)) is None else length for stream in self.streams]
         return lengths.index(min(lengths) if self.mode == "min_size" else max(lengths))
 
@@ -291,7 +292,7 @@ class _Streams:
 
 
 def inside(container: Any) -> Iterable[Any]:
-    """Elements of a mapping, list or tuple; of anything else there are none."""
+    """Elements of a mapping, list or tuple; empty for other objects."""
     if isinstance(container, Mapping):
         return container.values()
     return container if isinstance(container, list | tuple) else ()
@@ -303,14 +304,14 @@ def has_loader(loaders: Any) -> bool:
 
 
 def check_client_loader(loader: Any) -> None:
-    """Refuses arrays and data sets in the place of loaders.
+    """Refuses arrays and data sets instead of loaders.
 
     Args:
         loader: A client's data.
 
     Raises:
-        TypeError: If it is a tensor or an array, a tuple of some, a mapping or sequence of data sets, or a table such
-            as ``datasets.Dataset``.
+        TypeError: For a tensor, an array, a tuple of tensors or arrays, a mapping or sequence of data sets, or a table
+            such as ``datasets.Dataset``.
 
     """
     arrays = loader if isinstance(loader, tuple | list) else (loader,)
@@ -338,14 +339,14 @@ def check_client_loader(loader: Any) -> None:
 
 @contextmanager
 def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
-    """Context in which a loader's own random generators are seeded; their states are restored afterwards.
+    """Context with seeded random generators in a loader; the generators' states are restored afterwards.
 
     Args:
-        loader: The loader that an isolated pass iterates over.
+        loader: The loader for an isolated pass.
         seed: The seed.
 
     Raises:
-        ValueError: If the loader has persistent workers, which hold the random numbers of training.
+        ValueError: If the loader has persistent workers, because these hold training's random numbers.
 
     """
     loaders = loader.streams if isinstance(loader, _Streams) else [loader]

@@ -1,4 +1,4 @@
-"""Poisson sampling: every example is drawn by itself into each batch, from a secret key."""
+"""Poisson sampling: each batch contains every example independently, drawn with a secret key."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _BATCH = 0
 
 
 class PoissonSampling:
-    """Batches into which every example is drawn by itself, as functions of (key, client, round, number of the batch).
+    """Poisson-sampled batches, as functions of (key, client, round, batch index).
 
-    An example is drawn with the probability batch size over examples, so that the batch size is the expected one.
+    Each example is drawn independently, with probability batch size over number of examples: the expected batch size
+    equals ``batch_size``.
 
     Args:
-        key: The key, a whole number of 128 bits.
+        key: The key, a 128-bit integer.
 
     Example:
         >>> sampling = PoissonSampling(key=7)
@@ -36,34 +37,34 @@ class PoissonSampling:
         self.key = key
 
     def draw(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
-        """Positions of the examples of a batch, in order, shape (examples,); there may be none.
+        """Draws the positions of a batch's examples, in order, shape (examples,); the batch may be empty.
 
         Args:
             client: The client's key; ``None`` without a federation.
-            round: Index of the round.
-            number: Index of the batch in the visit.
+            round: Round index.
+            number: Batch index in the visit.
             num_samples: Number of the client's examples.
-            batch_size: Expected number of examples in the batch; with fewer examples all of them are drawn.
+            batch_size: Expected number of examples in the batch; a client with fewer examples gives all examples.
 
         """
         keys = [self.key, 0 if client is None else client_key(client), round, number, _BATCH]
         generator = np.random.default_rng(keys)
-        # Their number, and then which they are: as if each were drawn by itself.
+        # First the number of examples, then the examples: equivalent to independent draws.
         size = int(generator.binomial(num_samples, min(1.0, batch_size / num_samples)))
         return np.sort(generator.choice(num_samples, size, replace=False))
 
     def served(self, client: Client | None, round: int, number: int, num_samples: int, batch_size: int) -> np.ndarray:
-        """The positions of :meth:`draw`, or where there are none that of the first example, which stands for them.
+        """Returns the positions from :meth:`draw`; for an empty batch, the first example's position as a placeholder.
 
-        So that a batch of no example need not pass through a data set, a loader and a module: who trains on it must
-        leave its gradient out.
+        No empty batch then passes through a data set, a loader and a module. The training step must ignore the
+        placeholder's gradient.
         """
         positions = self.draw(client, round, number, num_samples, batch_size)
         return positions if len(positions) else np.zeros(1, dtype=np.int64)
 
 
 class _ListedBatches:
-    """Batch sampler of given batches."""
+    """Batch sampler for given batches."""
 
     def __init__(self, batches: Iterator[np.ndarray]) -> None:
         self._batches = batches
@@ -76,10 +77,10 @@ def check_poisson_loader(loader: Any) -> DataLoader[Any]:
     """Returns a loader if its examples can be drawn one by one.
 
     Args:
-        loader: A loader of the user's.
+        loader: A user's loader.
 
     Raises:
-        OptionError: If it is no ``DataLoader`` over a data set that can be indexed, or has a sampler of its own.
+        OptionError: If the loader is not a ``DataLoader`` over a map-style data set, or has a custom sampler.
 
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -98,12 +99,12 @@ def check_poisson_loader(loader: Any) -> DataLoader[Any]:
 
 
 def poisson_loader(loader: DataLoader[Any], batches: Iterator[np.ndarray], seed: int) -> DataLoader[Any]:
-    """A loader of given batches, with the data set, collation and workers of another.
+    """Builds a loader for given batches, with the data set, collation and workers from another loader.
 
     Args:
-        loader: The other one, of :func:`check_poisson_loader`.
-        batches: Positions of the examples of every batch.
-        seed: Seed of its workers, where the other has no generator of its own.
+        loader: The other loader, checked by :func:`check_poisson_loader`.
+        batches: Example positions by batch.
+        seed: Seed for the workers, if the other loader has no generator.
 
     """
     generator = loader.generator if loader.generator is not None else torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The population: all clients and the source of their batches, built for a client only when needed."""
+"""The population: all clients and a source of batches, built for a client only when needed."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class PlannedVisit:
         visit: The visit as scheduled.
         num_samples: The client's local examples.
         num_batches: Number of batches in the visit.
-        fault: Reason why the visit failed, if it did.
+        fault: Reason for the failure of the visit, if any.
         position: Index in the round, from 0.
-        error: Exception by which it failed, if there was one, without its traceback.
-        epoch_batches: Batches in one pass over the client's data; ``None`` where it has no length.
+        error: Exception behind the failure, if any, without traceback.
+        epoch_batches: Batches in one pass over the client's data; ``None`` for data without a length.
         pass_batches: Batches per pass, if a sampler gives passes different lengths.
-        is_over: Whether the client has answered before its last batch.
-        is_stream: Whether the visit ends with the client's loader; until then ``num_batches`` is the most there can be.
-        is_counted: Whether the examples of the first pass are counted as they come.
+        is_over: Whether the client has answered before the last batch.
+        is_stream: Whether the visit ends with the client's loader; until then ``num_batches`` is the maximum.
+        is_counted: Whether to count examples during the first pass.
 
     """
 
@@ -58,7 +58,7 @@ class PlannedVisit:
     pass_batches: tuple[int, ...] = ()
 
     def fail(self, fault: str, error: Exception) -> None:
-        """Marks the visit as failed by an exception, whose traceback becomes a note, which holds no frames."""
+        """Marks the visit as failed by an exception. The traceback becomes a note without frames."""
         self.fault, self.error = fault, without_frames(error)
 
 
@@ -68,10 +68,10 @@ class VisitBatch:
 
     Args:
         position: Index of the visit in the round.
-        batch: The batch; ``None`` if there is none.
-        error: Exception that the client's data raised.
-        trace: Its traceback, as text.
-        is_last: Whether a stream ends with it.
+        batch: The batch; ``None`` if missing.
+        error: Exception from the client's data.
+        trace: The exception's traceback, as text.
+        is_last: Whether a stream ends with this batch.
 
     """
 
@@ -85,29 +85,28 @@ class VisitBatch:
     def failed(cls, position: int, error: Exception) -> VisitBatch:
         """An error in place of a batch.
 
-        The error loses its traceback, whose frames would keep a loader's workers waiting.
+        The error loses the traceback, because frames would keep a loader's workers waiting.
         """
         trace = "".join(traceback.format_exception(error))
         return cls(position, error=error.with_traceback(None), trace=trace)
 
 
 class Population(ABC):
-    """All clients and their data.
+    """All clients and the clients' data.
 
     Args:
         clients: The clients' keys in a fixed order; may be a lazy sequence such as ``range(1_000_000)``.
 
     Attributes:
         has_raised: Whether the log has shown a traceback of a client's data.
-        sampling: Draw of the examples of every batch that trains; ``None`` for passes over all of them.
-        local_steps: Batches of a visit, by which streams without a length are counted; ``None`` where visits are
-            counted in passes.
-        local_epochs: Passes of a visit, otherwise.
+        sampling: Draw of the examples for every training batch; ``None`` for passes over all examples.
+        local_steps: Batches in a visit, also the length of streams; ``None`` for visits counted in passes.
+        local_epochs: Passes in a visit, otherwise.
         round: Current round: a sampler may change :meth:`num_samples` and :meth:`batches_per_epoch` every round.
-        overfit_batches: Batches of each client, or share of them, on which it trains in every pass, in the order of its
-            data: the Trainer's; 0 for all.
-        split_loader: The user's own loader, whose data set a partition splits into the clients; ``None`` where each has
-            data of its own.
+        overfit_batches: The Trainer's option: number or share of a client's first batches to train on in every pass,
+            without shuffling; 0 for all batches.
+        split_loader: The user's loader, if a partition splits the loader's data set into clients; ``None`` for clients
+            with separate data.
 
     Raises:
         ValueError: If there are no clients, or a name is longer than :data:`LONGEST_NAME`.
@@ -138,18 +137,18 @@ class Population(ABC):
         """The batch size of the client's data.
 
         Raises:
-            OptionError: If its examples cannot be drawn one by one.
+            OptionError: If examples cannot be drawn one by one.
 
         """
         raise OptionError(f"{type(self).__name__} does not draw examples one by one.")
 
     @abstractmethod
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Batches in one pass over the client's data; ``None`` where it has no length.
+        """Batches in one pass over the client's data; ``None`` for data without a length.
 
         Args:
             client: The client's key.
-            isolated: Whether the pass is beside training, and includes a trailing batch that training may drop.
+            isolated: Whether the pass is separate from training, and includes a trailing batch dropped in training.
 
         """
 
@@ -161,27 +160,27 @@ class Population(ABC):
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """Yields the batches of all visits in order: ``num_batches`` items per visit, unless one of them is an error.
+        """Yields the batches of all visits in order: ``num_batches`` items per visit, unless an item is an error.
 
-        The caller ignores items of a visit after its error, or after its ``fault`` was set.
+        After an error or a set ``fault``, the caller ignores further items of the visit.
 
         Args:
             visits: The visits.
-            isolated: Whether the pass is beside another stream, which continues afterwards; it then gives all examples.
-            groups: Visits with interleaved batches (one batch of each, then the next one of each): ranges of positions
-                that together are all visits, in order. By default one visit follows another.
+            isolated: Whether another stream continues afterwards; the pass then gives all examples.
+            groups: Visits with interleaved batches (one batch per visit, then the next batch per visit): ranges of
+                positions, together all visits in order. By default one visit follows another.
 
         """
 
     def one_pass(self, visit: Visit, isolated: bool = False) -> Iterator[Any]:
-        """One pass over a client's data, in an order of its own that depends on the visit; raises what the data raise.
+        """One pass over a client's data, in a separate order by visit; raises the data's exceptions.
 
         Args:
-            visit: The visit whose client's data are asked for.
-            isolated: Whether a visit is under way, whose batches go on afterwards. The pass is then also over what
-                ``drop_last`` leaves out of training (but a loader of the client's own gives what it gives).
+            visit: The visit.
+            isolated: Whether another visit continues afterwards. The pass then includes examples dropped in training by
+                ``drop_last``, unless the client's data are a loader.
 
-        Data without a known length give as many batches as a visit, where visits count steps.
+        Data without a known length give as many batches as a visit, if visits count steps.
 
         """
         self.round = visit.round
@@ -197,7 +196,7 @@ class Population(ABC):
                 yield item.batch
 
     def batches_to_overfit(self, per_epoch: int | None) -> int | None:
-        """Number of batches of a pass that trains, of ``per_epoch`` that there are; ``None`` for no length."""
+        """Number of training batches in a pass with ``per_epoch`` batches; ``None`` for no length."""
         if not self.overfit_batches:
             return per_epoch
         if isinstance(self.overfit_batches, int):
@@ -205,9 +204,9 @@ class Population(ABC):
         return per_epoch and max(1, int(per_epoch * self.overfit_batches))
 
     def is_counted(self, client: Client) -> bool:
-        """True if batches and examples are counted as they come: of the only client, where nothing tells their number.
+        """True if batches and examples are counted during training: for the only client, with an unknown length.
 
-        Then no average has to know them beforehand.
+        With a single client no average needs the number in advance.
         """
         return False
 
@@ -216,7 +215,7 @@ class Population(ABC):
         return True
 
     def close(self) -> None:  # noqa: B027 - optional
-        """Ends worker processes; they start again when they are needed."""
+        """Ends worker processes; workers restart when needed."""
 
 
 def seed_everything(seed: int) -> None:
@@ -236,14 +235,14 @@ def seed_everything(seed: int) -> None:
 
 
 def torch_generator_states() -> tuple[torch.Tensor, Any]:
-    """States of PyTorch's global generators: of the CPU, and of the accelerator (``None`` unless it is in use)."""
+    """States of PyTorch's global generators: for the CPU, and for the accelerator (``None`` unless in use)."""
     module = _device_module()
     accelerator = None if module is None else getattr(module, "get_rng_state_all", module.get_rng_state)()
     return torch.default_generator.get_state(), accelerator
 
 
 def restore_torch_generators(states: tuple[torch.Tensor, Any]) -> None:
-    """Restores what :func:`torch_generator_states` returned."""
+    """Restores a result of :func:`torch_generator_states`."""
     cpu, accelerator = states
     torch.default_generator.set_state(cpu)
     module = _device_module()
@@ -276,7 +275,7 @@ def seeded_generators(seed: int | None = None) -> Iterator[None]:
         True
 
     """
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's data sets may use it
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - for the user's data sets
     states = torch_generator_states()
     if seed is not None:
         seed_everything(seed)
@@ -293,7 +292,7 @@ _training_threads: list[int] = []
 
 @contextmanager
 def in_one_thread() -> Iterator[None]:
-    """Context in which clients train: the global generators that seed their visits are those of all threads.
+    """Context for clients' training: all threads share the global generators, seeded for each visit.
 
     Raises:
         MisconfigurationException: If clients train in another thread.
@@ -313,11 +312,11 @@ def in_one_thread() -> Iterator[None]:
 
 
 class LazyClients(Mapping[Client, Any]):
-    """A mapping that builds a client's data when it is looked up, for huge populations.
+    """A mapping with clients' data built at each lookup, for huge populations.
 
     Args:
-        clients: The clients' keys; a ``range`` costs nothing however long it is.
-        build: Function that makes the data set or loader of one client.
+        clients: The clients' keys; a ``range`` of any length costs nothing.
+        build: Function from a client's key to the client's data set or loader.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -337,7 +336,7 @@ class LazyClients(Mapping[Client, Any]):
         return self.build(client)
 
     def __contains__(self, client: object) -> bool:
-        return client in self.clients  # without building its data
+        return client in self.clients  # without building data
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -389,7 +388,7 @@ def batch_length(batch: Any) -> int:
         2
 
     Raises:
-        ValueError: If there is no tensor in it.
+        ValueError: If the batch contains no tensor.
 
     """
     length = next(_lengths(batch), None)

@@ -1,4 +1,4 @@
-"""The loader of a round, which Lightning iterates over in one epoch."""
+"""The loader for a round, read by Lightning in one epoch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _OF_LOADER = ("dataset", "batch_size", "num_workers", "sampler")
 
 
 class VisitGroups(NamedTuple):
-    """Rule that groups a round's visits, so that several train at once.
+    """Rule for groups of a round's visits: the visits in a group train at once.
 
     Args:
         size: Largest number of visits in a group.
         is_equal: Whether all visits of a group must have the same number of batches.
-        draws: Whether the visits also draw from Python's and NumPy's generators, not from PyTorch's alone.
+        draws: Whether the visits also draw from Python's and NumPy's generators, not only from PyTorch's.
 
     """
 
@@ -49,7 +49,7 @@ class EpochPosition(NamedTuple):
 
     Args:
         number: Index of the batch in the local epoch.
-        is_last: Whether it is the last batch of the local epoch, or of the visit.
+        is_last: Whether the batch is the last one in the local epoch or the visit.
 
     """
 
@@ -60,33 +60,34 @@ class EpochPosition(NamedTuple):
 class RoundLoader:
     """The batches of a round's visits, one client after another, with the current visit in :attr:`current`.
 
-    The loader is a plain iterable with a length, which Lightning does not modify. Lightning calls ``iter`` twice in
-    every epoch after the first: an iterator does nothing before its first ``next``. A visit that fails is padded with
-    ``None`` batches, which Lightning skips, so that the epoch keeps its announced length.
+    The loader is a plain iterable with a length: Lightning does not modify such loaders. Lightning calls ``iter`` twice
+    in every epoch after the first: an iterator does nothing before the first ``next``. A failed visit is padded with
+    ``None`` batches. Lightning skips ``None``, so the epoch retains the announced length.
 
-    With several processes, each looks up the data of some clients, and serves its share of the visits. All serve as
-    many batches as the one with the most: after its last visit a process gives ``None``.
+    With several processes, each process looks up the data of some clients, and serves a share of the visits. All
+    processes serve equally many batches: after the last visit a process gives ``None``.
 
     Args:
         population: The clients' data.
         cohort: The clients of the round.
-        limit: Largest number of batches of the round (``limit_train_batches``); visits beyond it are cut or left out.
-        process_group: The processes that share the round.
+        limit: Largest number of batches in the round (``limit_train_batches``); later batches and visits are skipped.
+        process_group: The processes of the round.
         visit_costs: Expected durations of the visits; by default proportional to their batches.
-        visit_groups: Rule for visits that train at once; by default none do.
-        clock: Ends visits that take too long; by default none does. Not for visits that train at once.
+        visit_groups: Rule for simultaneous visits; by default visits train one by one.
+        clock: Ends slow visits; by default visits have no time limit. Not for simultaneous visits.
 
     Attributes:
         visits: The visits of this process, in order.
         failed: Clients without usable data, with the reason.
-        group: The visits of the last batch: one, or those that train at once, whose batch is a list of
-            :class:`~lightning_fed.data.interleave.StackedBatch`. Empty before the first visit and after the last one.
-        numbers: Random generators for visits that train at once.
-        batches_left: Number of the group's batches after the last one; after the last visit, of the padding.
+        group: The visits of the last batch: one visit, or simultaneous visits with a list of
+            :class:`~lightning_fed.data.interleave.StackedBatch` as batch. Empty before the first visit and after the
+            last one.
+        numbers: Random generators for simultaneous visits.
+        batches_left: Number of remaining batches in the group; after the last visit, in the padding.
         padding: Number of ``None`` batches after the last visit.
         on_start: Function called before the first batch is fetched.
         on_visit: Function called at the start of every visit, or visit group.
-        on_end: Function that is called with the last batch of a stream, before it is served.
+        on_end: Function called with the last batch of a stream, before the loader serves the batch.
 
     """
 
@@ -112,8 +113,8 @@ class RoundLoader:
         self.on_start: Callable[[], object] | None = None
         self.on_visit: Callable[[], object] | None = None
         self.on_end: Callable[[], object] | None = None
-        self._reasons: list[str] = []  # of data that raised
-        self._errors: dict[Client, Exception] = {}  # of clients without a visit
+        self._reasons: list[str] = []  # from data with an exception
+        self._errors: dict[Client, Exception] = {}  # for clients without a visit
         self._limit = limit
         for position, planned in enumerate(self._look_up(cohort.visits, process_group)):
             if isinstance(planned, str):
@@ -129,7 +130,7 @@ class RoundLoader:
             self._group_visits(visit_groups)
 
     def __len__(self) -> int:
-        """A number of batches of which Lightning's limit leaves those that are served."""
+        """Number of batches; after Lightning's limit, the number of served batches remains."""
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
@@ -148,10 +149,10 @@ class RoundLoader:
                 ClientGenerators([planned.visit.seed for planned in group], self._draws) if len(group) > 1 else None
             )
             if numbers is None:
-                seed_everything(group[0].visit.seed)  # before the first batch is fetched: it may be augmented
+                seed_everything(group[0].visit.seed)  # before the first fetch: the data set may augment
             else:
                 numbers.switch_to(0)
-            if self._is_stuck:  # in a visit that was interrupted; a worker process may be, too
+            if self._is_stuck:  # in an interrupted visit; a worker process may be stuck, too
                 stream, self._is_stuck, self._first_of_stream = None, False, positions[0]
                 self.population.close()
             if stream is None:
@@ -182,14 +183,14 @@ class RoundLoader:
 
     @property
     def is_endless(self) -> bool:
-        """True if the round ends with its stream, which has neither a length nor a limit."""
+        """True if the round ends with a stream without length and limit."""
         return any(planned.is_stream for planned in self.visits) and not isinstance(self._limit, int)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the user's own loader that a module may ask for in ``setup``, to count classes for example.
+        """An attribute of the user's loader, for a module's ``setup`` (for example to count classes).
 
         Raises:
-            AttributeError: If every client has data of its own.
+            AttributeError: If every client has separate data.
 
         """
         if name not in _OF_LOADER:
@@ -222,7 +223,7 @@ class RoundLoader:
 
     @property
     def errors(self) -> dict[Client, Exception]:
-        """Exceptions by which clients have failed in this process."""
+        """Exceptions of failed clients in this process."""
         raised = {planned.visit.client: planned.error for planned in self.visits if planned.error is not None}
         return {**self._errors, **raised}
 
@@ -234,14 +235,14 @@ class RoundLoader:
         return not self.group or (self.group[-1] is self.visits[-1] and not self.padding)
 
     def state_dict(self) -> dict[str, Any]:
-        """An empty state: a resumed round starts again. Lightning takes its existence for exact resuming."""
+        """An empty state: a resumed round starts again. With this method, Lightning resumes exactly."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Does nothing, because the state is empty."""
 
     def _look_up(self, visits: Sequence[Visit], process_group: ProcessGroup) -> list[PlannedVisit | str]:
-        """Looks up the size of the clients' data, or the reason why a client cannot take part."""
+        """Looks up the size of the clients' data, or the reason against a client's visit."""
         planned: list[PlannedVisit | str] = [""] * len(visits)
         looked_up = [self._plan_visit(visit) for visit in visits[process_group.rank :: process_group.size]]
         for rank, part in enumerate(process_group.gather(looked_up)):
@@ -291,7 +292,7 @@ class RoundLoader:
     def _take_share(self, limit: int | float, process_group: ProcessGroup, visit_costs: VisitCosts | None) -> None:
         """Reduces the visits to this process's share, and sets the common length of all processes.
 
-        Without any visit it is one ``None``, so that the epoch runs, validates and logs.
+        Without any visit the length is one, for a ``None``, so the epoch runs, validates and logs.
         """
         shares: Sequence[Sequence[int]] = [range(len(self.visits))]
         if process_group.size > 1:
@@ -308,7 +309,7 @@ class RoundLoader:
         self.padding = served - batches[process_group.rank]
 
     def _group_visits(self, rule: VisitGroups) -> None:
-        """Groups visits with similar numbers of batches, so that few of them have to wait."""
+        """Groups visits with similar numbers of batches, to reduce waiting."""
         self.visits.sort(key=lambda planned: planned.num_batches, reverse=True)
         self._draws, self._groups = rule.draws, []
         for position, planned in enumerate(self.visits):
@@ -323,7 +324,7 @@ class RoundLoader:
     def _fetch_group(
         self, stream: Iterator[VisitBatch], positions: range, numbers: ClientGenerators, batches_left: int
     ) -> list[StackedBatch] | None:
-        """Fetches one batch of each visit that has batches left, and stacks them."""
+        """Fetches and stacks one batch from each unfinished visit."""
         number = self.visits[positions[0]].num_batches - 1 - batches_left
         batches = {}
         for index, position in enumerate(positions):
@@ -340,7 +341,7 @@ class RoundLoader:
             with self.clock.interrupting():
                 item = next(stream)
                 while item.position + self._first_of_stream != position:
-                    item = next(stream)  # a batch of a failed visit that a worker fetched ahead
+                    item = next(stream)  # a batch from a failed visit, prefetched by a worker
         except Exception:
             if not self.clock.is_up:
                 raise
@@ -354,7 +355,7 @@ class RoundLoader:
         return item.batch
 
     def _failure_reason(self, client: Client, item: VisitBatch) -> str:
-        """The reason to leave out a client with an error in its data; the first traceback is logged."""
+        """The reason to exclude a client with a data error; the first traceback is logged."""
         assert item.error is not None
         if item.trace:
             item.error.add_note(f"The data of client {client!r} raised it:\n{item.trace}")
@@ -406,7 +407,7 @@ class RoundLoader:
 
 
 def _count(planned: PlannedVisit, batch: Any, number: int) -> None:
-    """Counts the examples of a batch of the first pass; it counts as one where there is no tensor in it."""
+    """Counts the examples in a batch of the first pass; a batch without tensors counts as one example."""
     if planned.epoch_batches is None or number < planned.epoch_batches:
         try:
             planned.num_samples += batch_length(batch)

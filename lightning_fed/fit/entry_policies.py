@@ -1,4 +1,4 @@
-"""Policies of a model's entries: which travel, which stay with the clients, and which do not train."""
+"""Policies of a model's entries: shared, personal or frozen."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def decide_policies(
     batch_norm: BatchNormOption,
     sliced: Collection[str] = (),
 ) -> dict[str, Policy]:
-    """The policy of every entry of the module's state; says in the log which of them stay with their clients.
+    """Decides the policy of each entry in the module's state; logs the personal entries.
 
     Args:
         module: The module.
         personal: Selectors of the personal entries.
         frozen: Selectors of the frozen entries.
-        batch_norm: What becomes of BatchNorm: ``"personal"`` adds its layers to the personal entries, an object
-            :class:`~lightning_fed.LocalStatistics` its running statistics where a visit measures them, and
-            ``"frozen"`` adds the running statistics to the frozen entries. Statistics measured after the
+        batch_norm: Treatment of BatchNorm: ``"personal"`` adds BatchNorm layers to the personal entries.
+            :class:`~lightning_fed.LocalStatistics` adds running statistics to the personal entries, if measured in
+            visits. ``"frozen"`` adds the running statistics to the frozen entries. Statistics measured after the
             aggregation are frozen without reports to the server, else shared.
-        sliced: Names of entries of which clients hold some rows only.
+        sliced: Names of sliced entries: a client holds only some rows.
 
     Raises:
-        ValueError: If a selector matches nothing, there is no BatchNorm of which something is personal, an entry
-            is both personal and frozen, or a sliced entry is either or not there.
+        ValueError: If a selector matches nothing, a personal treatment finds no BatchNorm, an entry is both personal
+            and frozen, or a sliced entry is personal, frozen or missing.
 
     Example:
         >>> decide_policies(nn.BatchNorm1d(2), [], [], "personal")["weight"]
@@ -84,7 +84,7 @@ def decide_policies(
             )
         policies[name] = "sliced"
     at_home = [name for name, policy in policies.items() if policy == "personal"]
-    if keeps_statistics:  # what serves the global model instead is an option of its own
+    if keeps_statistics:  # a separate option sets the global model's statistics
         at_home = [name for name in at_home if name not in statistics]
     if at_home:
         _log.warning(
@@ -100,8 +100,8 @@ def decide_policies(
 def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozenset[str]:
     """Names of the shared buffers with NaN or infinite values, which cannot be averaged.
 
-    Such are masks, and thresholds that are not known yet. Running statistics of normalisation layers are not among
-    them, because such ones are faulty.
+    Examples are masks and thresholds without a value yet. Running statistics of normalisation layers are excluded,
+    because NaN or infinite statistics are faults.
 
     Example:
         >>> module = nn.BatchNorm1d(1)
@@ -121,7 +121,7 @@ def unset_buffers(module: nn.Module, policies: Mapping[str, Policy]) -> frozense
 
 
 def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict[str, Policy]:
-    """The policies with the buffers frozen that :func:`unset_buffers` has found; says so in the log."""
+    """Freezes the buffers found by :func:`unset_buffers`, with a log line; returns the new policies."""
     names = sorted(name for name in unset if policies.get(name) == "shared")
     if names:
         _log.info(
@@ -134,7 +134,7 @@ def freeze_unset(policies: Mapping[str, Policy], unset: Collection[str]) -> dict
 
 
 def warn_of_filled(names: Collection[str]) -> None:
-    """Warns of buffers filled in visits: the buffers do not travel, and the values are lost."""
+    """Warns about buffers filled in visits: the values are not sent to the server, and are lost."""
     _log.warning(
         "The clients' visits write into %d buffers that do not travel, because they held NaN or infinite values at the"
         " start (%s). What they write is dropped: the global model has there what it began with, or what its validation"
@@ -166,7 +166,7 @@ def check_sliced(
     options: FitOptions,
     reports_statistics: bool,
 ) -> None:
-    """Checks the federation's options if clients hold some rows of an entry only.
+    """Checks the federation's options if clients hold only some rows of an entry.
 
     Args:
         module: The module.
@@ -176,7 +176,7 @@ def check_sliced(
         reports_statistics: Whether clients report BatchNorm statistics of a new global model.
 
     Raises:
-        MisconfigurationException: If they do not.
+        MisconfigurationException: If an option does not support sliced entries.
 
     """
     sliced = [name for name, policy in policies.items() if policy == "sliced"]
@@ -209,7 +209,7 @@ def check_sliced(
 
 
 def freeze_parameters(module: nn.Module, policies: Mapping[str, Policy]) -> list[nn.Parameter]:
-    """Stops the gradients of frozen parameters; returns those that had any, for ``requires_grad_(True)`` in the end.
+    """Stops gradients in frozen parameters; returns the changed parameters, for ``requires_grad_(True)`` at the end.
 
     Example:
         >>> layer = nn.Linear(2, 1)

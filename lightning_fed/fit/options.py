@@ -1,4 +1,4 @@
-"""Options of a fit: its user's choices, which do not change while it lasts."""
+"""Options for a fit: the user's choices, constant during the fit."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from lightning_fed.server.schedule import Availability
 
 @dataclass(frozen=True)
 class LocalStatistics:
-    """``batch_norm=``: every client has running statistics of its data, and shares the weights.
+    """``batch_norm=``: every client has individual running statistics, and shares the weights.
 
     After the aggregation each client of the round runs its data once through the new global model and stores mean and
-    variance of each BatchNorm layer. A client with statistics of an older model measures again before its evaluation.
-    A checkpoint holds the statistics of all clients: 8 bytes per channel and client, 384 MB for 10,000 clients with a
+    variance for each BatchNorm layer. A client with statistics from an older model measures again before evaluation.
+    A checkpoint holds all clients' statistics: 8 bytes per channel and client, 384 MB for 10,000 clients with a
     ResNet-18 (4,800 channels). Set ``store`` to a folder for so many clients.
 
     Args:
-        unseen: Statistics for data without a client: mean and variance of the ``"batch"``; of all ``"data"`` of a
-            loader, by a pass before the evaluation that ignores the labels (AdaBN, Li et al. 2016); or the measurements
-            of the round's clients as the server pools them (``"pooled"``, at the cost of ``"recalibrate"``).
-        measured: When the clients measure: with the new weights, after the ``"aggregation"``, or during the
-            ``"visit"``, while the weights move (the paper's SiloBN). Statistics of a visit belong to no shared weights.
+        unseen: Statistics for data without a client: mean and variance over the ``"batch"``; over all ``"data"`` in a
+            loader, by a pass without labels before the evaluation (AdaBN, Li et al. 2016); or the server's pooled
+            measurements by the round's clients (``"pooled"``, at the cost of ``"recalibrate"``).
+        measured: Time of the measurement: with the new weights, after the ``"aggregation"``, or during the
+            ``"visit"``, while the weights move (the paper's SiloBN). Statistics from a visit match no shared weights.
 
     Raises:
-        ValueError: If an argument is none of these values.
+        ValueError: If an argument has another value.
 
     Example:
         >>> from lightning_fed import Federation
@@ -52,10 +52,10 @@ class FixedStatistics:
     """``batch_norm=``: running statistics are averaged for some rounds, and then fixed, in training too (FixBN).
 
     Args:
-        after: Number of rounds before they are fixed.
+        after: Number of rounds before the statistics are fixed.
 
     Raises:
-        ValueError: If it is not a whole number from 0 on.
+        ValueError: If ``after`` is not a whole number from 0 on.
 
     Example:
         >>> from lightning_fed import Federation
@@ -70,10 +70,10 @@ class FixedStatistics:
 
 
 class VisitsAtOnce(ABC):
-    """``visits=`` of several clients that train at once, as :class:`~lightning_fed.Vectorized`.
+    """``visits=`` for several clients at once, as :class:`~lightning_fed.Vectorized`.
 
     Attributes:
-        clients: At most how many.
+        clients: Largest number of simultaneous clients.
 
     """
 
@@ -81,10 +81,10 @@ class VisitsAtOnce(ABC):
 
     @abstractmethod
     def plan(self, fit: Any) -> Any:
-        """Decides, before the first round, whether visits can train at once; where not, the log says why.
+        """Decides, before the first round, whether visits can train at once; otherwise logs the reason.
 
         Args:
-            fit: The :class:`~lightning_fed.rounds.FederatedFit`, which knows its clients; its module holds the global
+            fit: The :class:`~lightning_fed.rounds.FederatedFit` with known clients; the fit's module holds the global
                 model.
 
         Returns:
@@ -98,15 +98,15 @@ class Faults:
     """``faults=``: limits to the failures of clients in a fit.
 
     Args:
-        min_clients: Least number of good updates; with fewer the global model stays as it was.
-        max_failed_rounds: Rounds in a row that may bring no new model because clients fail: at that many the fit ends
-            with an error. So does one in which no round succeeds, and, at once, a round in which all clients fail by
-            the same error. ``None`` goes on whatever fails.
-        visit_timeout: Seconds after which a visit is broken off, where the data or the training step are waiting;
-            ``None`` for any. It needs Unix, and a fit in the main thread.
+        min_clients: Least number of good updates; with fewer the global model does not change.
+        max_failed_rounds: Number of consecutive rounds without a new model, because of failing clients, until the fit
+            ends with an error. A fit without a successful round also ends with an error; so does, immediately, a round
+            with the same error for all clients. ``None`` continues after any failure.
+        visit_timeout: Time limit for a visit in seconds, also while the data or the training step wait; ``None`` for no
+            limit. Needs Unix, and a fit in the main thread.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is out of range.
 
     Example:
         >>> from lightning_fed import Federation
@@ -133,10 +133,10 @@ VisitsOption: TypeAlias = VisitsName | VisitsAtOnce
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Options of a fit, as :class:`~lightning_fed.callbacks.Federation` describes them.
+    """Options for a fit, described in :class:`~lightning_fed.callbacks.Federation`.
 
     Raises:
-        ValueError: If an option is none of the known ones, or two do not go together.
+        ValueError: If an option is unknown, or two options are incompatible.
 
     """
 
@@ -166,22 +166,22 @@ class FitOptions:
 
     @property
     def visits_at_once(self) -> VisitsAtOnce | None:
-        """Object that lets several clients train at once; ``None`` where one is to train after another."""
+        """Option for simultaneous visits; ``None`` for one client after another."""
         return self.visits if isinstance(self.visits, VisitsAtOnce) and self.visits.clients > 1 else None
 
     @property
     def visits_one_by_one(self) -> VisitsName:
-        """Loop that trains visits that come one by one."""
+        """Loop for visits one by one."""
         return "auto" if isinstance(self.visits, VisitsAtOnce) else self.visits
 
     @property
     def has_personal_entries(self) -> bool:
-        """True if entries of the model stay with the clients, as far as the options say it."""
+        """True if the options make entries of the model personal."""
         return bool(self.personal) or self.batch_norm == "personal" or isinstance(self.batch_norm, LocalStatistics)
 
     @property
     def fixes_batch_norm_after(self) -> int | None:
-        """Number of rounds after which BatchNorm's running statistics normalise in training too; ``None`` for never."""
+        """Number of rounds before BatchNorm's running statistics normalise in training too; ``None`` for never."""
         if isinstance(self.batch_norm, FixedStatistics):
             return self.batch_norm.after
         return 0 if self.batch_norm == "frozen" else None

@@ -1,7 +1,7 @@
-"""Everything that leans on what Lightning and torch do not promise, each a function that says what it leans on.
+"""All uses of undocumented behaviour in Lightning and torch. Each docstring names the behaviour.
 
-The strategy (:mod:`lightning_fed.backends.client_parallel.strategy`) is the one other place. Each function has a test
-in ``tests/lightning/test_internals.py``, which says what has changed in Lightning or torch when it fails.
+The only other place is the strategy (:mod:`lightning_fed.backends.client_parallel.strategy`). Each function has a test
+in ``tests/lightning/test_internals.py``. A failing test names the change in Lightning or torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.trainer.connectors.data_connector import (  # noqa: TID251 - have no public names
+from lightning.pytorch.trainer.connectors.data_connector import (  # noqa: TID251 - no public names
     _resolve_overfit_batches,
     _worker_check,
 )
@@ -41,16 +41,16 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 class OverriddenMethod:
     """A method of a user's object, replaced on the instance until :meth:`restore`.
 
-    A copy of the owner that is made meanwhile (``copy.deepcopy(module)``) has its own method. It leans on Lightning
-    looking hooks up on the instance, and through ``__wrapped__`` when it asks whether a hook is overridden.
+    A copy of the owner during this time (``copy.deepcopy(module)``) has the copy's own method. Requires: Lightning
+    looks hooks up on the instance, and follows ``__wrapped__`` to check for an overridden hook.
 
     Args:
         owner: The object.
         name: The method's name.
-        replacement: Called instead of it.
+        replacement: Called instead of the method.
 
     Attributes:
-        original: The method that was replaced.
+        original: The replaced method.
 
     """
 
@@ -71,7 +71,7 @@ class OverriddenMethod:
         return getattr, (self.owner, self.name)  # of the owner's copy
 
     def restore(self) -> None:
-        """Puts the original back."""
+        """Restores the original method."""
         if self._was_on_instance:
             setattr(self.owner, self.name, self.original)
         else:
@@ -79,44 +79,44 @@ class OverriddenMethod:
 
 
 class IgnoredWarning:
-    """A warning that comes on purpose and says nothing to the user, ignored until :meth:`restore`.
+    """An expected warning without use for the user, ignored until :meth:`restore`.
 
-    It leans on ``warnings.filters`` being a list whose first entry is the newest filter.
+    Requires: ``warnings.filters`` is a list with the newest filter first.
 
     Args:
-        message: Regular expression of how the warning begins.
-        module: Regular expression of the module that the warning is about; any by default.
+        message: Regular expression for the beginning of the warning.
+        module: Regular expression for the warning's module; any module by default.
 
     """
 
     def __init__(self, message: str, module: str = "") -> None:
-        # With a comment, since a filter that is equal to another one, of the user or of an outer fit, would replace it.
+        # With a comment: otherwise an equal filter, from the user or an outer fit, would be replaced.
         warnings.filterwarnings("ignore", f"(?#{id(self)}){message}", module=module)
         self._filter = warnings.filters[0]
 
     def restore(self) -> None:
-        """Lets the warning be shown again; other filters that were added meanwhile stay."""
-        filters: list[Any] = warnings.filters  # type: ignore[assignment] # a list, which the types do not say
+        """Shows the warning again; other filters, added in the meantime, stay."""
+        filters: list[Any] = warnings.filters  # type: ignore[assignment] # a list, unlike the declared type
         if self._filter in filters:
             filters.remove(self._filter)
 
 
 def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:
-    """The Trainer's callbacks: the very list that it calls the hooks from, so that callbacks can be added and moved."""
+    """The Trainer's list of callbacks. The Trainer calls hooks from this list: changes add and move callbacks."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
 
 
 def datamodule_of(trainer: L.Trainer) -> Any:
-    """The datamodule that was handed to the Trainer, which it keeps as an attribute; ``None`` without one."""
+    """The datamodule passed to the Trainer, an attribute of the Trainer; ``None`` without a datamodule."""
     return getattr(trainer, "datamodule", None)
 
 
 def handed_data(trainer: L.Trainer) -> tuple[Any, Any]:
-    """The training and validation data that were handed to ``fit``, each ``None`` if it was not.
+    """The training and validation data passed to ``fit``, each ``None`` if not passed.
 
-    The fit loop and the validation loop in it keep what they ask for loaders, or the loaders, in their data source.
-    Where they have none, the data are not found, and the error says what to do.
+    The fit loop and the inner validation loop store loaders, or an object with loader hooks, in a data source. Without
+    a data source, an error names the remedy.
     """
     sources = (getattr(loop, "_data_source", None) for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop))
     data = [getattr(source, "instance", None) for source in sources]
@@ -125,10 +125,10 @@ def handed_data(trainer: L.Trainer) -> tuple[Any, Any]:
 
 
 class HandedDataModule:
-    """A datamodule in the place of the data that were handed to ``fit``, until :meth:`restore`.
+    """A datamodule instead of the data passed to ``fit``, until :meth:`restore`.
 
     Args:
-        trainer: The Trainer, of which :func:`handed_data` finds data.
+        trainer: The Trainer, with data found by :func:`handed_data`.
         datamodule: The datamodule with these data.
 
     """
@@ -154,23 +154,23 @@ class HandedDataModule:
 
 
 def is_fitting(trainer: L.Trainer) -> bool:
-    """True if the Trainer is in ``fit``, also in its validation: ``trainer.state.fn`` says which method was called."""
+    """True if the Trainer is in ``fit``, also in a fit's validation: ``trainer.state.fn`` is the called method."""
     return trainer.state.fn == TrainerFn.FITTING
 
 
 def is_validating(trainer: L.Trainer) -> bool:
-    """True if ``trainer.validate`` was called, likewise; ``trainer.validating`` is true in a fit's validation too."""
+    """True in ``trainer.validate``, by ``trainer.state.fn``; ``trainer.validating`` is true in a fit too."""
     return trainer.state.fn == TrainerFn.VALIDATING
 
 
 def exchange_stage(trainer: L.Trainer, stage: Any) -> Any:
-    """Has the Trainer say that it is in a stage (``trainer.validating``, ...), and returns the one before.
+    """Sets the Trainer's stage (``trainer.validating``, ...), and returns the previous stage.
 
-    It is the ``stage`` of the Trainer's state.
+    The attribute is ``stage`` in the Trainer's state.
 
     Args:
         trainer: The Trainer.
-        stage: ``"validation"``, ``"test"``, or what this function has returned.
+        stage: ``"validation"``, ``"test"``, or a result of this function.
 
     """
     before = trainer.state.stage
@@ -180,9 +180,9 @@ def exchange_stage(trainer: L.Trainer, stage: Any) -> Any:
 
 
 def exchange_reload_interval(trainer: L.Trainer, epochs: int) -> int:
-    """Has Lightning ask for a new training loader every so many epochs, and returns the number it had before.
+    """Sets the number of epochs between requests for a new training loader, and returns the previous number.
 
-    It is an argument of the Trainer, which reads the attribute of this name at the start of every epoch.
+    The Trainer reads the attribute, named like the argument, at the start of every epoch.
     """
     before: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     trainer.reload_dataloaders_every_n_epochs = epochs  # type: ignore[attr-defined]
@@ -190,9 +190,9 @@ def exchange_reload_interval(trainer: L.Trainer, epochs: int) -> int:
 
 
 def exchange_validation_time(trainer: L.Trainer, seconds: float | None) -> float | None:
-    """Sets the time of the last validation, unless it is ``None``, and returns the one before.
+    """Sets the time of the last validation, unless ``None``, and returns the previous time.
 
-    Where ``val_check_interval`` is a duration, Lightning begins to count it anew whenever it asks for a loader.
+    If ``val_check_interval`` is a duration, Lightning restarts the count at every request for a loader.
     """
     before: float | None = getattr(trainer, "_last_val_time", None)
     if seconds is not None:
@@ -201,7 +201,7 @@ def exchange_validation_time(trainer: L.Trainer, seconds: float | None) -> float
 
 
 def loader_to_overfit(loader: Any) -> Any:
-    """A training loader, or several, as Lightning takes them with ``overfit_batches``: without shuffling."""
+    """Replaces training loaders by loaders without shuffling, like Lightning with ``overfit_batches``."""
     is_combined = isinstance(loader, CombinedLoader)
     combined = copy.copy(loader) if is_combined else CombinedLoader(loader)
     _resolve_overfit_batches(combined, RunningStage.TRAINING)
@@ -209,15 +209,15 @@ def loader_to_overfit(loader: Any) -> Any:
 
 
 def advise_workers(trainer: L.Trainer, loader: Any) -> None:
-    """Has Lightning say it if training loaders have few workers, as it does of loaders that it trains on itself."""
+    """Calls Lightning's check for loaders with few workers, as for a plain fit's training loaders."""
     for part in (loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader)).flattened:
         _worker_check(trainer, part, "train_dataloader")
 
 
 def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:
-    """Makes ``trainer.is_last_batch`` say ``is_last``, and returns what it said before.
+    """Sets ``trainer.is_last_batch``, and returns the previous value.
 
-    Lightning reads it from the batch progress of the epoch loop, and does not read it to decide when that loop ends.
+    The value is in the epoch loop's batch progress. Lightning does not use the value to end the epoch loop.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     before: bool = progress.is_last_batch
@@ -226,9 +226,9 @@ def exchange_last_batch(trainer: L.Trainer, is_last: bool) -> bool:
 
 
 def ends_after_batch(trainer: L.Trainer) -> bool:
-    """True if Lightning leaves its epoch loop after this batch, whether or not it is the epoch's last one.
+    """True if Lightning leaves the epoch loop after this batch, even before the epoch's last batch.
 
-    It does where ``max_steps`` is reached, or where the Trainer was told to stop and its fit loop says that it may.
+    Reasons are ``max_steps``, or a stop request to the Trainer if the fit loop allows an early stop.
     """
     if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:
         return True
@@ -236,9 +236,9 @@ def ends_after_batch(trainer: L.Trainer) -> bool:
 
 
 def forget_length(trainer: L.Trainer) -> None:
-    """Has Lightning take an epoch for one without a length, as of an iterable: it validates after the last batch.
+    """Makes an epoch's length unknown, as for an iterable: Lightning validates after the last batch.
 
-    Its fit loop holds the number of batches, and the Trainer that of those between validations.
+    The fit loop holds the number of batches, and the Trainer the number of batches between validations.
     """
     trainer.fit_loop.max_batches = float("inf")
     if trainer.val_check_interval == 1.0 and not isinstance(trainer.val_check_interval, int):
@@ -246,27 +246,27 @@ def forget_length(trainer: L.Trainer) -> None:
 
 
 def end_with_batch(trainer: L.Trainer) -> None:
-    """Has Lightning take the batch that it fetches for the epoch's last one: the number in its data fetcher says so."""
+    """Marks the currently fetched batch as the epoch's last one, by the length in Lightning's data fetcher."""
     fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
     assert fetcher is not None
     fetcher.length = fetcher.fetched + 1
 
 
 def fit_progress(trainer: L.Trainer) -> dict[str, Any]:
-    """Counts of epochs, batches and steps, as checkpoints hold them: the state of the fit loop and of those in it."""
+    """Counts of epochs, batches and steps, in checkpoint format: the state of the fit loop and the inner loops."""
     return trainer.fit_loop.state_dict()
 
 
 def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mapping[str, Any], window: int) -> None:
-    """Makes a checkpoint one of the start of an epoch.
+    """Changes a checkpoint to the start of an epoch.
 
-    Lightning goes on after the batches that ``epoch_loop.batch_progress`` counts; where it counts none as ready, it
-    takes the checkpoint for one of the end of an epoch.
+    Lightning resumes after the batches counted in ``epoch_loop.batch_progress``. Without a ready batch, Lightning
+    assumes a checkpoint at the end of an epoch.
 
     Args:
-        checkpoint: What Lightning saves.
+        checkpoint: Lightning's checkpoint.
         global_step: The Trainer's step at the epoch's start.
-        progress: What :func:`fit_progress` returned there.
+        progress: Result of :func:`fit_progress` at the epoch's start.
         window: Batches for one step of the optimizer.
 
     """
@@ -276,7 +276,7 @@ def restart_epoch(checkpoint: dict[str, Any], global_step: int, progress: Mappin
     batches["is_last_batch"] = False
     if batches["current"]["ready"] == 0:
         _advance(batches, "ready")  # the first batch is on its way
-    if window == 1:  # Lightning counts it on the log's axis once more when it goes on
+    if window == 1:  # a resumed fit counts the batch on the log's axis again
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
@@ -286,14 +286,14 @@ def forget_loaders(checkpoint: dict[str, Any]) -> None:
 
 
 def complete_epoch(checkpoint: dict[str, Any], is_counted: bool = True) -> None:
-    """Makes a checkpoint that is taken behind the batch with which an epoch ends one of between two epochs.
+    """Changes a checkpoint after an epoch's last batch to a checkpoint between two epochs.
 
-    Of an epoch that has ended early, a Trainer that counts steps would train the rest; one that has ``max_steps``
-    without a validation would go on inside every epoch.
+    Otherwise, after an early end, a Trainer with a step count would train the rest of the epoch, and a Trainer with
+    ``max_steps`` and without validation would resume inside every epoch.
 
     Args:
-        checkpoint: What Lightning saves.
-        is_counted: Whether Lightning has counted the batch on the log's axis, which it does after validation.
+        checkpoint: Lightning's checkpoint.
+        is_counted: Whether Lightning has counted the batch on the log's axis; Lightning counts after validation.
 
     """
     loop = checkpoint["loops"]["fit_loop"]
@@ -312,12 +312,12 @@ def validates_after_batch(trainer: L.Trainer) -> bool:
 
 
 def await_validation(checkpoint: dict[str, Any]) -> None:
-    """Makes a checkpoint that is taken behind an epoch's last batch one of validation's first batch.
+    """Changes a checkpoint after an epoch's last batch to a checkpoint at validation's first batch.
 
-    There Lightning goes on with the validation, and with the end of the epoch.
+    Lightning then resumes with the validation and the end of the epoch.
 
     Args:
-        checkpoint: What Lightning saves.
+        checkpoint: Lightning's checkpoint.
 
     """
     loop = checkpoint["loops"]["fit_loop"]
@@ -332,9 +332,9 @@ def _advance(progress: dict[str, Any], stage: str) -> None:
 
 
 def start_at_epoch(trainer: L.Trainer, epoch: int) -> None:
-    """Has a fit begin with an epoch other than 0.
+    """Starts a fit at an epoch other than 0.
 
-    The epoch progress of the fit loop takes a state, as from checkpoints.
+    The fit loop's epoch progress loads a state, as from checkpoints.
     """
     progress = trainer.fit_loop.epoch_progress
     for counts in (progress.total, progress.current):
@@ -342,9 +342,9 @@ def start_at_epoch(trainer: L.Trainer, epoch: int) -> None:
 
 
 def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
-    """Adds steps that were done elsewhere to ``trainer.global_step``, by which callbacks go, and to the log's x-axis.
+    """Adds steps done elsewhere to ``trainer.global_step``, for callbacks, and to the log's x-axis.
 
-    It is the number of completed steps in the progress of both kinds of optimization, of which one is in use.
+    Lightning sums the completed steps in the progress of automatic and manual optimization; only one is in use.
     """
     move_log_position(trainer, count)
     loop = trainer.fit_loop.epoch_loop
@@ -357,9 +357,9 @@ def add_optimizer_steps(trainer: L.Trainer, count: int) -> None:
 
 
 def show_metrics(trainer: L.Trainer, values: Mapping[str, Tensor]) -> None:
-    """Puts values where callbacks look for what they monitor: dictionaries that Lightning goes on adding to.
+    """Adds values for callbacks with a monitor to Lightning's dictionaries.
 
-    ``LightningModule.log`` would keep every value in a list that Lightning walks at each batch.
+    ``LightningModule.log`` would add every value to a list read by Lightning at each batch.
     """
     trainer.callback_metrics.update(values)
     trainer.logged_metrics.update(values)
@@ -373,41 +373,40 @@ def hide_metrics(trainer: L.Trainer, names: Iterable[str]) -> None:
 
 
 def log_position(trainer: L.Trainer) -> int:
-    """Position on the x-axis at which Lightning logs now: the batches that an optimizer has stepped with.
+    """Lightning's current position on the log's x-axis: the number of batches with an optimizer step.
 
-    Its logger connector reads an attribute of the epoch loop that has no public name, and that a resumed fit goes on
-    from.
+    Lightning's logger connector reads a private attribute of the epoch loop. A resumed fit continues from the value.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001
 
 
 def move_log_position(trainer: L.Trainer, count: int) -> None:
-    """Moves :func:`log_position`: Lightning goes on adding a 1 to it for every batch, also for ``None``."""
+    """Moves :func:`log_position`: Lightning continues to add 1 for every batch, also for ``None``."""
     trainer.fit_loop.epoch_loop._batches_that_stepped += count  # noqa: SLF001
 
 
 def keep_schedulers(trainer: L.Trainer, configs: Sequence[Any]) -> None:
-    """Has Lightning step these learning-rate schedulers only: it asks the strategy for them at every step."""
+    """Limits Lightning's learning-rate schedulers to these: Lightning reads the strategy's list at every step."""
     trainer.strategy.lr_scheduler_configs = list(configs)
 
 
 def loss_scaler(trainer: L.Trainer) -> Any:
     """Holder of the loss scale, with ``state_dict`` and ``load_state_dict``; ``None`` where losses are not scaled.
 
-    It is the precision plugin: only those that scale losses have a state.
+    The holder is the precision plugin: only plugins with loss scaling have a state.
     """
     return trainer.precision_plugin if trainer.precision_plugin.state_dict() else None
 
 
 def loss_scaler_key(trainer: L.Trainer) -> str:
-    """Name under which checkpoints hold the state of :func:`loss_scaler`: that of the plugin's class."""
+    """Checkpoint key for the state of :func:`loss_scaler`: the name of the plugin's class."""
     return type(trainer.precision_plugin).__qualname__
 
 
 def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
     """Factor on the gradients in ``on_before_optimizer_step``: 1, unless the optimizer unscales them itself.
 
-    Fused optimizers say so with an attribute, which ``torch.amp.GradScaler`` reads; there is no public name for it.
+    ``torch.amp.GradScaler`` recognises such (fused) optimizers by a private attribute.
 
     Args:
         trainer: The Trainer, whose precision may scale the loss.
@@ -421,16 +420,16 @@ def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
 
 
 def loss_scale(trainer: L.Trainer) -> float:
-    """Factor on the loss in a backward pass: 1, unless the precision scales it. It is the plugin's ``scaler``."""
+    """Factor on the loss in a backward pass: 1 without a ``scaler`` in the precision plugin."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
 def is_step_left_out(trainer: L.Trainer, optimizer: Optimizer) -> bool:
-    """True if the loss scale has the optimizer's step left out, because gradients have overflowed.
+    """True if loss scaling skips the optimizer's step, because gradients have overflowed.
 
-    ``torch.amp.GradScaler`` leaves out steps of gradients that are not finite, which ``on_before_optimizer_step`` sees
-    before it.
+    ``torch.amp.GradScaler`` skips steps with infinite or NaN gradients. ``on_before_optimizer_step`` sees the gradients
+    before this decision.
 
     Args:
         trainer: The Trainer, whose precision may scale the loss.
@@ -444,36 +443,36 @@ def is_step_left_out(trainer: L.Trainer, optimizer: Optimizer) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True if a module or a part of it was compiled: ``torch.compile`` and ``Module.compile`` leave these names."""
+    """True if a module or a submodule is compiled: ``torch.compile`` and ``Module.compile`` leave these names."""
     return any("_orig_mod" in name or vars(part).get("_compiled_call_impl") for name, part in module.named_modules())
 
 
 def batch_size_of(batch: Any) -> int:
-    """Batch size by which Lightning weighs a value that is logged without one."""
+    """Lightning's weight for a value logged without a batch size."""
     return extract_batch_size(batch)
 
 
 @cache
 def lightning_attributes() -> frozenset[str]:
-    """Names of the attributes that every ``LightningModule`` has, and other modules have not: those of an empty one."""
+    """Names of all attributes in an empty ``LightningModule`` beyond ``torch.nn.Module``."""
     return frozenset(vars(L.LightningModule())) - _MODULE_ATTRIBUTES
 
 
 def callbacks_with_log(trainer: L.Trainer) -> list[L.Callback]:
-    """The callbacks that can log: Lightning gives them the module's ``log`` as an attribute before ``setup``."""
+    """The callbacks with logging: before ``setup``, Lightning adds the module's ``log`` as an attribute."""
     return [callback for callback in callbacks_of(trainer) if "log" in vars(callback)]
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """Number of times that a tensor was written in place; autograd's counter, which has no public name."""
+    """Number of in-place writes to a tensor: autograd's private counter."""
     return tensor._version  # noqa: SLF001
 
 
 def is_vmap_tensor(tensor: Tensor) -> bool:
-    """True if a tensor stands for several under ``torch.func.vmap``, also one that is over; has no public name."""
+    """True for a batched tensor from ``torch.func.vmap``, also after the end of the ``vmap``; no public name."""
     return bool(torch._C._functorch.is_batchedtensor(tensor))  # noqa: SLF001
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """True if ``register_post_accumulate_grad_hook`` was called on a parameter: it keeps the hooks as an attribute."""
+    """True after ``register_post_accumulate_grad_hook``: the parameter stores the hooks as an attribute."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

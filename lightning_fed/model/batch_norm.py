@@ -1,8 +1,8 @@
 r"""Measured running statistics of BatchNorm layers.
 
-Running statistics that were averaged with the weights belong to no model. The statistics that a model's weights really
-produce are measured by running data through it: mean, variance and count of every BatchNorm layer's input, pooled over
-the parts of the data by the law of total variance,
+Running statistics averaged with the weights belong to no model. A pass of data through the model measures the
+statistics produced by the weights: mean, variance and count of every BatchNorm layer's input, pooled over the parts of
+the data by the law of total variance,
 
 .. math:: \mu = \frac{1}{N} \sum_k n_k \mu_k, \qquad
           \sigma^2 = \frac{1}{N - 1} \sum_k n_k \left(\sigma_k^2 + (\mu_k - \mu)^2\right).
@@ -24,7 +24,7 @@ from lightning_fed.model.feature_extraction import evaluating
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.numerics.trees import move_tensors
 
-_MOST_POSITIONS = 2.0**53  # of which all are whole in float64
+_MOST_POSITIONS = 2.0**53  # all smaller whole numbers are exact in float64
 _WIDE_RANGE = 1e30
 
 
@@ -32,7 +32,7 @@ def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
     """BatchNorm layers (any kind) with running statistics, by the prefix shared by the layer's entries."""
     prefixes = layer_prefixes(module)
     return {
-        # The kinds share their attributes, and no public base class.
+        # All kinds have the same attributes, but no public base class.
         prefixes.get(layer, f"{path}.").removesuffix("."): cast("nn.BatchNorm2d", layer)
         for path, layer in module.named_modules()
         if isinstance(layer, BatchNorm) and layer.running_mean is not None
@@ -40,13 +40,13 @@ def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
 
 
 class InputStatistics:
-    """Counts, means and variances per channel of the inputs of BatchNorm layers, over all batches.
+    """Counts, means and variances per channel for the inputs of BatchNorm layers, over all batches.
 
-    A layer in training mode has each batch's mean and variance computed anyway: with a momentum of 1 they are its
-    running statistics after the batch. They are summed up in float64.
+    A layer in training mode computes each batch's mean and variance anyway: with a momentum of 1 the running statistics
+    equal the batch's. The sums are in float64.
 
     Args:
-        layers: The layers by name, in training mode. Their running statistics are overwritten.
+        layers: The layers by name, in training mode. The layers' running statistics are overwritten.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm1d(1))
@@ -64,7 +64,7 @@ class InputStatistics:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context in which every forward pass is counted."""
+        """Context with every forward pass counted."""
         momenta = {name: layer.momentum for name, layer in self._layers.items()}
         handles = [layer.register_forward_hook(self._counter(name)) for name, layer in self._layers.items()]
         for layer in self._layers.values():
@@ -78,7 +78,7 @@ class InputStatistics:
                 handle.remove()
 
     def as_extras(self) -> State:
-        """Mean and biased variance of every layer that was used, shape (channels,), and the count, shape ()."""
+        """Mean and biased variance of every used layer, shape (channels,), and the count, shape ()."""
         extras: State = {}
         for name, (count, total, squares) in self._sums.items():
             mean = total / count
@@ -91,7 +91,7 @@ class InputStatistics:
         def count(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             added = inputs[0].numel() // inputs[0].shape[1]
             mean = _statistic(layer, "running_mean")
-            variance = _statistic(layer, "running_var") * ((added - 1) / added)  # the running one is unbiased
+            variance = _statistic(layer, "running_var") * ((added - 1) / added)  # running variances are unbiased
             previous, total, squares = self._sums.get(name, (0, torch.zeros_like(mean), torch.zeros_like(mean)))
             self._sums[name] = (previous + added, total + added * mean, squares + added * (variance + mean.square()))
 
@@ -99,13 +99,13 @@ class InputStatistics:
 
 
 def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | None:
-    """Fault of a client's BatchNorm statistics, in words; ``None`` if there is none.
+    """Describes a fault in a client's BatchNorm statistics; ``None`` for good statistics.
 
-    Beside form and finiteness it is their size: statistics whose pooled variance might be infinite are nobody's.
+    Checks form, finiteness and size: huge statistics could make the pooled variance infinite.
 
     Args:
-        extras: The statistics, as :meth:`InputStatistics.as_extras` has it.
-        model: The entries of the model that it was sent.
+        extras: The statistics, as returned by :meth:`InputStatistics.as_extras`.
+        model: The entries of the model sent to the client.
 
     Example:
         >>> find_bad_statistics({"batch_norm:0:mean": torch.zeros(3)}, {"0.running_mean": torch.zeros(2)})
@@ -128,10 +128,10 @@ def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | Non
         if kind != "mean" and bool((extras[name] < (1 if kind == "count" else 0)).any()):
             return f"entry {name!r} is negative or empty"
         size = extras[name].double().cpu()
-        # Of clients whose squares are all below it the pooled variance is below ten times as much.
+        # With all clients' squares below the limit, the pooled variance is below ten times the limit.
         range_of_values = torch.finfo(like.dtype).max
         largest = _MOST_POSITIONS if kind == "count" else range_of_values / 100
-        if range_of_values < _WIDE_RANGE:  # half precision, where a hundredth may be needed
+        if range_of_values < _WIDE_RANGE:  # half precision may need a hundredth
             continue
         if bool(((size.square() if kind == "mean" else size) > largest).any()):
             return f"entry {name!r} is too large to be pooled"
@@ -141,16 +141,16 @@ def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | Non
 def limit_counts(
     reports: Sequence[Mapping[str, Tensor]], reported: Sequence[int], counted: Sequence[int]
 ) -> list[State]:
-    """Reports in which a layer's counts follow the numbers of examples that count, and not what clients say of them.
+    """Replaces reported counts of a layer by counts in proportion to the numbers of counted examples.
 
-    A layer sees as many positions of an example in the median client as in all. Only proportions are limited: a client
-    that is left with the largest part of its examples has all of them, so that the pooled variance, which is unbiased,
-    is that of examples where all clients count as one each.
+    All clients get the median client's number of positions per example. Only proportions are limited: the client with
+    the largest share of counted examples counts with all examples. If all clients count as one each, the pooled
+    unbiased variance is therefore a variance over examples.
 
     Args:
-        reports: The clients' statistics, of :meth:`InputStatistics.as_extras`.
-        reported: Number of examples of each client.
-        counted: Number of examples that counts of each, see :class:`~lightning_fed.steps.WeightStep`.
+        reports: The clients' statistics, from :meth:`InputStatistics.as_extras`.
+        reported: Number of examples by client.
+        counted: Number of counted examples by client, see :class:`~lightning_fed.steps.WeightStep`.
 
     Example:
         >>> reports = [{"batch_norm:0:count": torch.tensor(64.0)}, {"batch_norm:0:count": torch.tensor(1e9)}]
@@ -173,15 +173,15 @@ def pool_statistics(
 ) -> tuple[Tensor, Tensor] | None:
     """Mean and unbiased variance of a layer's input over all clients, in float64; ``None`` if no client used it.
 
-    Where f clients may send anything, no client's count counts, and every channel is pooled without the f smallest and
-    the f largest values: of the clients' means, and then of their mean squared distances from that pooled mean, which
-    are variances as well. Both stay inside the range of the other clients' values, and without malicious clients of
-    equal counts f = 0 gives the same.
+    With f malicious clients, counts are ignored, and every channel is pooled without the f smallest and the f largest
+    values: first the clients' means, then the clients' mean squared distances from the pooled mean (variances as well).
+    Both stay inside the range of the other clients' values. Without malicious clients and with equal counts, f = 0
+    gives the same result.
 
     Args:
-        reports: Mean, variance and count of every client, of :meth:`InputStatistics.as_extras`.
+        reports: Mean, variance and count by client, from :meth:`InputStatistics.as_extras`.
         layer: Name of the layer.
-        num_malicious: Number f; as many as leave a value where f is larger.
+        num_malicious: Number f; reduced if no value would remain.
 
     Example:
         >>> a = {"batch_norm:0:mean": torch.tensor([0.0]), "batch_norm:0:var": torch.tensor([1.0]),
@@ -263,12 +263,12 @@ def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malic
 
 
 def _trimmed_mean(values: Tensor, num_trimmed: int) -> Tensor:
-    """Mean over the first dimension without as many smallest and largest values at each position."""
+    """Mean over the first dimension without the smallest and largest ``num_trimmed`` values at each position."""
     return values.sort(dim=0).values[num_trimmed : len(values) - num_trimmed].mean(0)
 
 
 def _stack_reports(reports: Sequence[Mapping[str, Tensor]], layer: str) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Counts, shape (clients, 1), means and variances, shape (clients, channels), of those who used the layer."""
+    """Counts, shape (clients, 1), means and variances, shape (clients, channels), of clients with this layer in use."""
     key = f"batch_norm:{layer}"
     used = [report for report in reports if f"{key}:mean" in report]
     if not used:
@@ -291,17 +291,16 @@ def recalibrate_batch_norm(
     inputs: BatchKey = None,
     run: Callable[[Any], object] | None = None,
 ) -> None:
-    """Replaces the running statistics of a module's BatchNorm layers by those of some data.
+    """Replaces the running statistics of a module's BatchNorm layers by statistics measured on data.
 
-    The data are run once through the module, in evaluation mode except for BatchNorm, which normalises with each
-    batch's own statistics as in training: batches as in training are best. Mean and variance are over all batches,
-    whatever the layers' momentum is. The module's other tensors do not change, and neither do layers that the data do
-    not reach.
+    The data pass once through the module in evaluation mode. Only BatchNorm normalises with each batch's statistics as
+    in training: use batches as in training. Mean and variance are over all batches, for any momentum. The module's
+    other tensors, and layers not reached by the data, do not change.
 
     Args:
         module: The module, changed in place. Its ``forward`` is called with the inputs of a batch.
         batches: The data, such as a ``DataLoader``; moved to the module's device.
-        inputs: Index, key or function of a batch's inputs; ``None`` for the usual ones.
+        inputs: Index, key or function for a batch's inputs; ``None`` for the usual inputs.
         run: Runs a batch on the module's device through the module; ``None`` for ``forward`` with the batch's inputs.
 
     Raises:

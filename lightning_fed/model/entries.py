@@ -1,9 +1,9 @@
-"""Entries of a module's state: their policies, and safe loading.
+"""Entries in a module's state: policies, and safe loading.
 
 Every entry of ``module.state_dict()`` has one policy:
 
 - *shared*: goes down with the broadcast, comes back with the update, is aggregated;
-- *sliced*: shared, but a client asks for some of its rows, and holds and sends nothing else of it (FedSS);
+- *sliced*: shared, but a client requests, holds and sends only some rows (FedSS);
 - *personal*: stays with its client between rounds and never travels (FedPer, FedBN);
 - *frozen*: never travels; every visit starts from the server's copy.
 """
@@ -43,8 +43,8 @@ class Slot(NamedTuple):
 
     Args:
         path: Name as in ``named_parameters()`` and ``named_buffers()``.
-        layer: Module that holds the tensor.
-        attribute: Name of the tensor in ``layer``.
+        layer: Module with the tensor.
+        attribute: Attribute name in ``layer``.
         tensor: The parameter or buffer itself.
 
     """
@@ -56,7 +56,7 @@ class Slot(NamedTuple):
 
 
 def tensor_slots(module: nn.Module) -> list[Slot]:
-    """Places of a module's parameters and buffers, in the order of ``named_modules()``; tied tensors several times.
+    """Places for a module's parameters and buffers, in ``named_modules()`` order; tied tensors several times.
 
     Example:
         >>> [slot.path for slot in tensor_slots(nn.Sequential(nn.Linear(2, 1)))]
@@ -161,7 +161,7 @@ def _entry_names(module: nn.Module) -> dict[Tensor, str]:
     slots = tensor_slots(module)
     entries = _state_tensors(module, slots)
     names = {_memory(value): name for name, value in entries.items()}
-    # A tensor without memory has nothing but a name.
+    # Tensors without memory are found by name only.
     found = ((slot.tensor, names.get(_memory(slot.tensor)) if _memory(slot.tensor) else slot.path) for slot in slots)
     return {tensor: name for tensor, name in found if name in entries}
 
@@ -182,7 +182,7 @@ def entry_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def parameter_entries(module: nn.Module) -> dict[nn.Parameter, str]:
-    """Names of the parameters' entries, see :func:`entry_names`.
+    """Entry names by parameter, see :func:`entry_names`.
 
     Example:
         >>> layer = nn.BatchNorm1d(2)
@@ -195,7 +195,7 @@ def parameter_entries(module: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def layer_entries(module: nn.Module, layer: nn.Module) -> list[str]:
-    """Names of a layer's entries among the entries of the module that contains the layer.
+    """Entry names for a layer inside a module.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
@@ -208,7 +208,7 @@ def layer_entries(module: nn.Module, layer: nn.Module) -> list[str]:
 
 
 def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
-    """Prefix of the entries of each layer with tensors: the entry of ``weight`` is ``prefix + "weight"``.
+    """Entry prefix for each layer with tensors: the entry name for ``weight`` is ``prefix + "weight"``.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
@@ -403,10 +403,10 @@ def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor], fin
 def find_non_finite(state: Mapping[str, Tensor]) -> str | None:
     """Describes the first entry with NaN or infinite values; ``None`` if there is none.
 
-    It synchronises with the device once.
+    Synchronises with the device once.
     """
     names = [name for name, value in state.items() if value.is_floating_point() or value.is_complex()]
-    # A norm reads memory once, where `isfinite` writes as well; it is also infinite where finite values are too large.
+    # A norm only reads memory; `isfinite` writes as well. A norm is also infinite for too large finite values.
     if not names or bool(norm([state[name] for name in names]).isfinite()):
         return None
     fault = next((name for name in names if not state[name].isfinite().all()), None)
@@ -458,7 +458,7 @@ def _is_never_negative(name: str) -> bool:
 
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Euclidean norm of all entries of the tensors together, shape ``()``; 0 if there are none.
+    """Euclidean norm over all elements in the tensors, shape ``()``; 0 without elements.
 
     Example:
         >>> norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
@@ -473,10 +473,10 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def distance(new: Mapping[str, Tensor], old: Mapping[str, Tensor], names: Iterable[str]) -> float | None:
-    """Euclidean norm of the change of some entries, over those that both states hold in the same shape.
+    """Euclidean norm of a change, over named entries with the same shape in both states.
 
     Returns:
-        The norm; ``None`` if they share no such entry.
+        The norm; ``None`` without such an entry.
 
     Example:
         >>> distance({"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)}, ["w", "b"])
@@ -492,7 +492,7 @@ def entry_policies(
     personal: Sequence[Selector] = (),
     frozen: Sequence[Selector] = (),
 ) -> dict[str, Policy]:
-    """The policy of every entry of the module's state.
+    """The policy for each entry in the module's state.
 
     Args:
         module: The module.
@@ -522,10 +522,10 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
     """The entry names that selectors match.
 
     Args:
-        module: The module whose entries they are.
+        module: The module with the entries.
         names: The entries to choose from.
         selectors: Name patterns, module types and functions.
-        option: Name of the option that the selectors come from, for the error.
+        option: Name of the selectors' option, for the error.
 
     Raises:
         ValueError: If a selector matches nothing, or a tied entry not by its first name.
@@ -572,14 +572,14 @@ def _first_layers(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
-    """Checks an argument that is a list of selectors, and returns it as a tuple.
+    """Checks an argument with selectors, and returns a tuple.
 
     Args:
         name: Name of the argument.
         selectors: The argument.
 
     Raises:
-        ValueError: If it is not a list of patterns, module types and functions.
+        ValueError: If the argument is not a list of patterns, module types and functions.
 
     Example:
         >>> check_selectors("personal", ["head.*", nn.BatchNorm2d])
@@ -611,9 +611,9 @@ def batch_norm_statistics(module: nn.Module) -> set[str]:
 
 
 def is_running_statistic(name: str) -> bool:
-    """Tells by its name that an entry is a running mean or variance of a normalisation layer.
+    """True for an entry name of a running mean or variance in a normalisation layer.
 
-    The server needs it, because it sees states and no layers.
+    For the server, because the server sees states and no layers.
 
     Example:
         >>> is_running_statistic("net.1.running_var"), is_running_statistic("net.1.weight")

@@ -1,4 +1,4 @@
-"""Models of the clients outside of their visits: handed out, and asked for answers."""
+"""Clients' models outside visits: copies for the user, and answers to questions."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Answers:
-    """Answers of clients that were asked outside of a round.
+    """Clients' answers to questions outside a round.
 
     Args:
-        updates: Client to its answer, in the order in which they were asked.
-        failed: Client to the reason why it has none.
-        down_bytes: Bytes of the models that were sent.
-        up_bytes: Bytes of the answers.
+        updates: Answer by client, in the order of the questions.
+        failed: Reason for a missing answer, by client.
+        down_bytes: Bytes for sent models.
+        up_bytes: Bytes for answers.
 
     """
 
@@ -49,7 +49,7 @@ class Answers:
 
     @classmethod
     def joined(cls, parts: Sequence[Answers], clients: Iterable[Client]) -> Answers:
-        """Joins those of several processes, in the order of the clients.
+        """Joins the answers from several processes, in the order of ``clients``.
 
         Example:
             >>> one = Answers({"b": ClientUpdate("b", 3, {})}, down_bytes=8)
@@ -70,14 +70,14 @@ class Answers:
 
 
 class ClientModels:
-    """Each client's own model: the global one with the entries that are the client's own.
+    """Each client's own model: the global model with the client's personal entries.
 
     Args:
-        fit: The fit; it knows the clients, the policies of the entries and the store of the clients' own.
-        remote: The other half of the federation, where it is on other machines.
+        fit: The fit, with clients, entry policies and the store for personal entries.
+        remote: The other half of the federation, if on other machines.
 
     Attributes:
-        is_lost: Whether the entries of the clients' own are not there any more, so that no client can be asked.
+        is_lost: Whether the personal entries are lost, so no client can answer.
 
     """
 
@@ -87,15 +87,15 @@ class ClientModels:
         self._has_named_strangers = False
 
     def restore(self, rounds: int, state: dict[str, Any], must: bool) -> None:
-        """Restores the clients' own entries as they were after a number of rounds.
+        """Restores the clients' personal entries after a number of rounds.
 
         Args:
             rounds: Number of rounds.
-            state: What the store's ``checkpoint`` returned.
-            must: Whether it is an error if it is lost; otherwise clients are not asked.
+            state: Result of the store's ``checkpoint``.
+            must: Whether lost entries are an error; otherwise no client is asked.
 
         Raises:
-            ValueError: If it is.
+            ValueError: If ``must`` is true and the entries are lost.
 
         """
         try:
@@ -107,7 +107,7 @@ class ClientModels:
             _log.warning("The clients are not evaluated one by one. %s", error)
 
     def local(self, module: L.LightningModule) -> LocalModel:
-        """The module as one client after another sees it; to be asked for while it is the global model."""
+        """The module as each client's model in turn; only valid while the module is the global model."""
         fit = self._fit
         return LocalModel(module, fit.policies, fit.store, isinstance(fit.server.rule, ResizingAggregator))
 
@@ -129,7 +129,7 @@ class ClientModels:
 
     def state(self, module: L.LightningModule | None, client: Client, is_in_round: bool) -> dict[str, Any]:
         """See :meth:`Federation.client_state`; without a module the clients are not known either."""
-        # Validation alone does not ask who the clients are.
+        # Validation without a fit does not load the clients.
         if module is not None and not self._fit.is_population_known and self._fit.policies:
             is_known = not self.local(module).personal or self._fit.store.get(client) is not None
         else:
@@ -159,7 +159,7 @@ class ClientModels:
     ) -> Answers:
         """See :meth:`Federation.ask`."""
         fit, clients, round = self._fit, list(clients), trainer.current_epoch
-        with torch.inference_mode(False):  # what is made in that mode cannot be trained
+        with torch.inference_mode(False):  # tensors made in that mode cannot be trained
             local = self.local(module)
             self._name_strangers(clients, bool(local.personal))
             measured: dict[Client, State] = {}
@@ -211,7 +211,7 @@ class ClientModels:
         return answers
 
     def _load(self, local: LocalModel, client: Client, state: State) -> None:
-        """Loads a client's own model; several processes store no measurement of one of them."""
+        """Loads a client's own model; with several processes, no measurement by a single process is stored."""
         fit = self._fit
         statistics = load_own_model(fit, local, client, self._shared(client, state), fit.statistics_round)
         if statistics is not None and process_group_of(fit.trainer).size == 1:
@@ -224,7 +224,7 @@ class ClientModels:
     def _ask_here(
         self, trainer: L.Trainer, visits: Sequence[Visit], answer: Callable[[Visit], ClientUpdate], answers: Answers
     ) -> None:
-        """Asks the clients of which this process is in charge."""
+        """Asks this process's clients."""
         ranks = process_group_of(trainer)
         with ranks.independent():
             for visit in itertools.islice(visits, ranks.rank, None, ranks.size):
@@ -241,7 +241,7 @@ class ClientModels:
 
     @contextmanager
     def _counting(self) -> Iterator[Answers]:
-        """Bytes are meanwhile counted apart from those of the last round."""
+        """Context with a byte count separate from the last round's."""
         answers, server = Answers(), self._fit.server
         report, server.report = server.report, replace(server.report, up_bytes=0, down_bytes=0)
         try:
@@ -250,12 +250,12 @@ class ClientModels:
             answers.down_bytes, server.report = server.report.down_bytes, report
 
     def _shared(self, client: Client, state: State) -> State:
-        """Shared entries of the model that serves a client, which with most rules is the global one's ``state``."""
+        """Shared entries for a client; with most rules the global model's ``state``."""
         served_state = model_of(self._fit.server.rule, client)
         return state if served_state is None else served_state
 
     def _name_strangers(self, clients: Sequence[Client], has_personal: bool) -> None:
-        """Says once who is asked and does not train: new clients, or misspelt ones."""
+        """Logs once the clients without training: new clients, or misspelt names."""
         if not self._fit.is_population_known or self._has_named_strangers:
             return
         self._has_named_strangers = True

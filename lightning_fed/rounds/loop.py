@@ -1,6 +1,6 @@
 """The rounds of a fit: planned, opened with their first batch, and closed after their last.
 
-What happens inside a round is in :mod:`lightning_fed.rounds.round`, inside a visit in
+The inside of a round is in :mod:`lightning_fed.rounds.round`, the inside of a visit in
 :mod:`lightning_fed.rounds.visit_flow`.
 """
 
@@ -69,16 +69,16 @@ _log = logging.getLogger(__name__)
 
 
 class RoundLoop:
-    """Puts the rounds into a Trainer's fit: a loader for each, and the ends of its visits.
+    """Puts the rounds into a Trainer's fit: a loader for each round, with an end for each visit.
 
     Args:
         fit: The fit.
-        remote: The other half of the federation, where it is on another machine.
+        remote: The other half of the federation, if on another machine.
 
     Attributes:
-        remote: Likewise.
-        hooks: Overrides of the batch hooks; they know the round under way.
-        failed_rounds: Count of the rounds that brought no new model because clients failed.
+        remote: The other half of the federation, if on another machine.
+        hooks: Batch hook overrides, with the current round.
+        failed_rounds: Count of rounds without a new model due to failed clients.
         is_planned: True once the first round has been planned.
         is_ready: True after ``setup`` and ``on_fit_start``.
     """
@@ -94,10 +94,10 @@ class RoundLoop:
         self._has_advised = False
         self._overridden: list[OverriddenMethod | HandedDataModule] = []
         self._reload_interval: int | None = None  # the user's
-        self._last_look = 0  # round in which the clients' data were asked for
+        self._last_look = 0  # last round with a request for the clients' data
         self._validation_time: float | None = None  # of the last validation, by Lightning's clock
         self._frozen: list[nn.Parameter] = []
-        self._generators = ExitStack()  # as the fit has found them
+        self._generators = ExitStack()  # states before the fit
 
     @property
     def is_attached(self) -> bool:
@@ -112,16 +112,16 @@ class RoundLoop:
     # The fit
 
     def attach(self, trainer: L.Trainer, module: L.LightningModule, partition: Partition | None) -> None:
-        """Replaces methods of the user's objects, until :meth:`detach`.
+        """Replaces methods in the user's objects, until :meth:`detach`.
 
         Args:
             trainer: The Trainer.
             module: The module.
-            partition: Splits the training data, where they do not come as clients already.
+            partition: Splits the training data, unless the data are clients already.
 
         Raises:
-            MisconfigurationException: If the Trainer is asked for what cannot be right in a round, or the training data
-                cannot be reached or do not fit ``partition``.
+            MisconfigurationException: If a Trainer setting is invalid in a round, or the training data cannot be
+                reached or do not fit ``partition``.
 
         """
         fit, self._partition = self.fit, partition
@@ -143,7 +143,7 @@ class RoundLoop:
         loader_owner = find_loader_owner(trainer, module)
         if any(isinstance(callback, WEIGHT_AVERAGING) for callback in callbacks_of(trainer)):
             self._averages = RoundAverages(fit)
-        if not is_one_client(partition):  # a visit that fails is padded with `None` batches, and the log says why
+        if not is_one_client(partition):  # a failed visit is padded with `None` batches, and the log gives the reason
             fit.ignore_warning("train_dataloader yielded None")
         # Lightning 2.6 with torch 2.13, about itself, and again whenever a library has changed the filters.
         fit.ignore_warning(
@@ -151,7 +151,7 @@ class RoundLoop:
         )
         self._reload_interval = exchange_reload_interval(trainer, 1)
         if trainer.overfit_batches:  # type: ignore[attr-defined]
-            trainer.limit_train_batches = 1.0  # the batches are those of every client, not of the round
+            trainer.limit_train_batches = 1.0  # every client's batches are limited, not the round's
         self._train_dataloader = OverriddenMethod(loader_owner, "train_dataloader", self._plan_round)
         self._save_checkpoint = OverriddenMethod(module, "on_save_checkpoint", self._on_save_checkpoint)
         self._overridden += [self._train_dataloader, self._save_checkpoint, *self.hooks.attach(module)]
@@ -166,7 +166,7 @@ class RoundLoop:
         """Prepares the module for the rounds, once.
 
         Raises:
-            MisconfigurationException: If visits are to be fused and cannot be.
+            MisconfigurationException: If ``visits="fused"`` and something prevents fused visits.
             ValueError: If a trained tensor has no entry.
 
         """
@@ -224,10 +224,10 @@ class RoundLoop:
         return None if obstacle is not None or visits == "lightning" else BatchLoop(trainer, module)
 
     def start_training(self) -> None:
-        """Makes sure that the Trainer trains on rounds, and puts the states of the global generators aside.
+        """Checks the Trainer for the round's loader, and stores the global generators' states.
 
         Raises:
-            MisconfigurationException: If it trains on loaders that were handed to ``fit``.
+            MisconfigurationException: If the Trainer trains on loaders handed to ``fit``.
 
         """
         if not isinstance(self.fit.trainer.train_dataloader, RoundLoader):
@@ -240,14 +240,14 @@ class RoundLoop:
         self._generators.enter_context(seeded_generators())
 
     def end_training(self, module: L.LightningModule) -> None:
-        """Leaves the last complete global model in the module, in the modes in which it trains without a federation."""
+        """Leaves the last complete global model in the module, with the layers' original training modes."""
         if self.hooks.open_round is not None:
             self.hooks.open_round.abandon()
         if self._overridden and self.fit.is_batch_norm_fixed:  # not where `setup` was not reached
             thaw_batch_norm(module)
 
     def detach(self) -> None:
-        """Restores what :meth:`attach` and the rounds have changed."""
+        """Reverts all changes by :meth:`attach` and the rounds."""
         for method in self._overridden:
             method.restore()
         if self._averages is not None:
@@ -266,7 +266,7 @@ class RoundLoop:
         self._generators.close()
 
     def find_population(self) -> Population:
-        """All clients; their data are asked for if they are not known yet."""
+        """All clients; loads the data for unknown clients."""
         if not self.fit.is_population_known and self._overridden:
             self._look_at_data()
         return self.fit.population

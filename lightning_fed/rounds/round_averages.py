@@ -1,4 +1,4 @@
-"""Lightning's averages of weights, taken of the global models: once a round in place of once a step."""
+"""Lightning's weight averages over global models: once per round instead of once per step."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())
 
 
 class RoundAverages:
-    """The ``WeightAveraging`` callbacks of a fit, whose step is a round, until :meth:`restore`.
+    """The fit's ``WeightAveraging`` callbacks, with one step per round, until :meth:`restore`.
 
-    ``should_update(step_idx=r)`` is asked once, when round r has brought a new global model and before it is validated:
-    so validation sees an average with the round's model in it, as it does after an epoch's last step without a
-    federation. ``should_update(epoch_idx=r)`` is asked after validation, as ever, and not where the round is in the
-    average already.
+    ``should_update(step_idx=r)`` is called once, after round r's new global model and before validation. Validation
+    then sees an average including the round's model, like after an epoch's last step without a federation.
+    ``should_update(epoch_idx=r)`` is called after validation, unless the average already includes the round.
 
     Args:
         fit: The fit.
 
     Raises:
-        MisconfigurationException: If there is one, and models cannot be averaged here.
+        MisconfigurationException: If models cannot be averaged in this fit.
 
     """
 
@@ -72,7 +71,7 @@ class RoundAverages:
         """Compares the averages' entries with the module's, before anything trains.
 
         Raises:
-            MisconfigurationException: If a method has changed the module after it was copied for the average.
+            MisconfigurationException: If a method has changed the module after the copy for the average.
 
         """
         for callback in self._callbacks:
@@ -89,7 +88,7 @@ class RoundAverages:
                 )
 
     def end_round(self) -> None:
-        """Updates the averages with the new global model, which the module is."""
+        """Updates the averages with the module, which is the new global model."""
         self._is_round_over = True
         for callback in self._callbacks:
             callback.on_train_epoch_end(self._fit.trainer, self._fit.module)
@@ -97,7 +96,7 @@ class RoundAverages:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The module meanwhile is the average, as in validation."""
+        """Context with the average in the module, as in validation."""
         for callback in self._callbacks:
             callback.on_validation_epoch_start(self._fit.trainer, self._fit.module)
         try:
@@ -107,6 +106,6 @@ class RoundAverages:
                 callback.on_validation_epoch_end(self._fit.trainer, self._fit.module)
 
     def restore(self) -> None:
-        """Gives the callbacks their own steps back."""
+        """Restores the callbacks' original steps."""
         for method in self._overridden:
             method.restore()

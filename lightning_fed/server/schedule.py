@@ -20,7 +20,7 @@ from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import client_key, derive_seed
 
-# One independent stream of random numbers per purpose.
+# Independent random streams, one per purpose.
 _COHORT, _STRAGGLERS, _DROPOUT, _VISIT, _SECOND, _START, _END = range(7)
 
 
@@ -36,11 +36,11 @@ class Visit:
     Args:
         client: The client's key.
         round: Index of the round, from 0.
-        seed: Seed of everything random in the visit (data order, dropout, ...).
+        seed: Seed for all random draws in the visit (data order, dropout, ...).
         epochs: Passes over the client's data, if ``steps`` is ``None``.
         steps: Number of batches, if given.
-        portion: Share in (0, 1) of a single epoch that a straggler completes; ``None`` for all of it.
-        is_straggler: Whether the client does only part of its local work.
+        portion: A straggler's share in (0, 1) of a single epoch; ``None`` for a complete epoch.
+        is_straggler: Whether the client does only a part of the local work.
 
     """
 
@@ -53,7 +53,7 @@ class Visit:
     is_straggler: bool = False
 
     def num_batches(self, batches_per_epoch: int) -> int:
-        """Number of batches that the client trains on in this visit.
+        """Number of training batches in this visit.
 
         Example:
             >>> Visit("a", 0, 0, epochs=3).num_batches(5), Visit("a", 0, 0, steps=7).num_batches(5)
@@ -76,8 +76,8 @@ class Cohort:
     """The clients of one round.
 
     Args:
-        visits: Planned visits, of the clients that will report.
-        dropped: Clients that were chosen but never report.
+        visits: Planned visits of all reporting clients.
+        dropped: Chosen clients without a report.
 
     """
 
@@ -87,12 +87,12 @@ class Cohort:
 
 @dataclass(frozen=True)
 class SecretSampling:
-    """A draw of a round's clients that nobody can repeat who does not know a key.
+    """A draw of a round's clients, repeatable only with a key.
 
     Args:
-        key: The key, a whole number of 128 bits.
-        is_poisson: Whether every client is drawn by itself, with the share ``clients_per_round`` of all as its
-            probability, so that a round may have any number of clients; otherwise their number is fixed.
+        key: The key, a 128-bit integer.
+        is_poisson: Whether each client is drawn independently, with the fraction ``clients_per_round`` as probability,
+            so a round may have any number of clients; otherwise the number is fixed.
 
     """
 
@@ -105,9 +105,9 @@ class Availability:
     """``availability=``: stragglers, and clients that never report.
 
     Args:
-        stragglers: Fraction of the cohort in [0, 1) that does only part of its work.
-        partial_work: ``"keep"`` aggregates the partial work of stragglers, ``"drop"`` leaves them out.
-        client_dropout: Probability in [0, 1) that a chosen client never reports.
+        stragglers: Fraction in [0, 1) of a cohort with only a part of the work.
+        partial_work: ``"keep"`` aggregates the stragglers' partial work, ``"drop"`` excludes stragglers.
+        client_dropout: Probability in [0, 1) for a missing report, per chosen client.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -133,9 +133,9 @@ class Schedule:
 
     Clients are drawn uniformly without replacement, :math:`m = \max(\lceil C K \rceil, 1)` of :math:`K` for a fraction
     :math:`C` (McMahan et al. 2017). Of a cohort of :math:`m` clients, :math:`m - \mathrm{round}(m (1 - \delta))`
-    straggle: they do an integer number of epochs drawn uniformly from 1 to E - 1 (Li et al., "Federated Optimization in
-    Heterogeneous Networks", MLSys 2020, and its code), of steps where the work is counted in steps, and of batches
-    where E = 1. Each chosen client fails to report with probability ``client_dropout``.
+    straggle: a straggler does an integer number of epochs drawn uniformly from 1 to E - 1 (Li et al., "Federated
+    Optimization in Heterogeneous Networks", MLSys 2020, and the published code). If work is counted in steps, the draw
+    is over steps; if E = 1, over batches. Each chosen client fails to report with probability ``client_dropout``.
 
     Args:
         seed: Seed of the schedule, not negative.
@@ -145,7 +145,7 @@ class Schedule:
         availability: The stragglers, and the clients that never report.
 
     Attributes:
-        secret: A draw of the clients that does not come from ``seed``; ``None`` for the schedule's own.
+        secret: A draw of clients independent of ``seed``; ``None`` for the schedule's draw.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -186,7 +186,7 @@ class Schedule:
         """Number of clients drawn per round from ``population`` clients.
 
         Raises:
-            ValueError: If the population is empty or smaller than the count asked for.
+            ValueError: If the population is empty or smaller than the requested number.
 
         """
         if population < 1:
@@ -201,7 +201,7 @@ class Schedule:
         return self.clients_per_round
 
     def active_size(self, size: int) -> int:
-        """Number of clients that do all their work, of a cohort of ``size``."""
+        """Number of clients without partial work in a cohort with ``size`` clients."""
         return round_half_up(size * (1 - self.availability.stragglers))
 
     def cohort(
@@ -211,16 +211,16 @@ class Schedule:
         drawn: int | None = None,
         always: Sequence[Client] = (),
     ) -> Cohort:
-        """The cohort of a round.
+        """Draws a round's cohort.
 
         Args:
             round: Index of the round, from 0.
             clients: All clients, in a fixed order; only the drawn positions are looked up.
-            drawn: Index of the round whose clients are visited again; ``None`` for clients of the round's own.
-            always: Clients that take part beside those that are drawn, or if they are drawn: they do all of their work.
+            drawn: Index of an earlier round, to visit the same clients again; ``None`` to draw new clients.
+            always: Clients in every cohort, drawn or not, and always with complete work.
 
         Raises:
-            ValueError: If a client that is always to take part is none of the clients.
+            ValueError: If a client in ``always`` is unknown.
 
         """
         chosen = self._draw(_COHORT, round if drawn is None else drawn, clients)
@@ -240,9 +240,9 @@ class Schedule:
         return Cohort(tuple(visits), tuple(dropped))
 
     def second_draw(self, round: int, clients: Sequence[Client]) -> list[Client]:
-        """A second sample of clients, as large as the cohort and independent of it, without those that drop out.
+        """Draws a second sample of clients, independent of the cohort and equally large, without dropouts.
 
-        For methods that need two samples of clients in a round (FedDANE).
+        For methods with two samples of clients in a round (FedDANE).
 
         Args:
             round: Index of the round, from 0.
@@ -253,15 +253,15 @@ class Schedule:
         return [client for client in chosen if not self._drops_out(round, client)]
 
     def start_seed(self, round: int) -> int:
-        """The seed of the server's draws at the start of a round."""
+        """Seed for the server's draws at a round's start."""
         return derive_seed(self.seed, round, _START)
 
     def end_seed(self, round: int) -> int:
-        """The seed of the draws after a round's visits: in aggregation and in validation."""
+        """Seed for draws after a round's visits: in aggregation and in validation."""
         return derive_seed(self.seed, round, _END)
 
     def visit_of(self, round: int, client: Client) -> Visit:
-        """The visit of a client in a round without stragglers, with the seed of the round's cohort."""
+        """A client's visit in a round without stragglers, with the same seed as in the round's cohort."""
         return self._visit(round, client, is_straggler=False)
 
     def _draw(self, purpose: int, round: int, clients: Sequence[Client]) -> list[Client]:
@@ -271,7 +271,7 @@ class Schedule:
         generator = self._generator(purpose, round)
         if self.secret is not None:
             generator = np.random.default_rng([self.secret.key, round, purpose])
-            if self.secret.is_poisson:  # their number, and then who they are: as if each were drawn by itself
+            if self.secret.is_poisson:  # first the number, then the clients: equivalent to independent draws
                 size = int(generator.binomial(len(clients), size / len(clients)))
         positions = generator.choice(len(clients), size, replace=False)
         return [clients[int(position)] for position in np.sort(positions)]
@@ -306,7 +306,7 @@ class Schedule:
 
 
 def round_half_up(value: float) -> int:
-    """Nearest integer, halves upwards: 2.5 clients are 3, whatever the count (``round`` would go to the even one)."""
+    """Nearest integer, halves upwards: 2.5 clients are 3 (``round`` would return the even number 2)."""
     return math.floor(value + 0.5 + 1e-9)
 
 

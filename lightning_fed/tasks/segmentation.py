@@ -22,26 +22,24 @@ __all__ = ["SegmentationTask"]
 
 
 class SegmentationTask(Task):
-    r"""Segments images with any of smp's losses or one of your own; logs loss, mean IoU and pixel accuracy.
+    r"""Segments images with an smp loss or a custom loss; logs loss, mean IoU and pixel accuracy.
 
     Batches are ``(x, y)`` or dicts with keys ``image`` and ``mask``: images of shape ``(N, C, H, W)`` and class
     indices of shape ``(N, H, W)`` or ``(N, 1, H, W)``. With ``mode="binary"`` masks are 0 and 1; with ``"multilabel"``
-    there is such a mask for each class, shape ``(N, num_classes, H, W)``. Logged: ``train_loss`` and ``val_loss``,
-    ``val_miou``, ``val_mdice``, ``val_pixel_acc`` (``test_...`` likewise), where pixels of class ``ignore_index`` count
-    nowhere:
+    each class has such a mask, shape ``(N, num_classes, H, W)``. Logged: ``train_loss`` and ``val_loss``, ``val_miou``,
+    ``val_mdice``, ``val_pixel_acc`` (and ``test_...``), without pixels of class ``ignore_index``:
 
-    - ``miou``: intersection over union of each class, with the pixels of the whole epoch, averaged over the classes
-      that occur in truth or prediction;
-    - ``pixel_acc``: share of pixels that are right;
-    - ``mdice``: Dice, likewise; with ``per_class`` ``iou/<class>`` and ``dice/<class>`` of the classes that occur.
-      Binary masks in which nothing is to be found, and nothing is found, have no ``miou``.
+    - ``miou``: intersection over union of each class, with the pixels of the whole epoch, averaged over all classes in
+      truth or prediction;
+    - ``pixel_acc``: share of correct pixels;
+    - ``mdice``: Dice, averaged like ``miou``; with ``per_class``, ``iou/<class>`` and ``dice/<class>`` for all classes
+      in truth or prediction. Binary masks without a positive pixel in truth and prediction have no ``miou``.
 
     Prediction returns class indices of shape ``(N, H, W)``; in the other modes 0 and 1 of shape ``(N, H, W)`` and
-    ``(N, num_classes, H, W)``. With ``tile`` it runs tile by tile, for images that are too large or of any size.
+    ``(N, num_classes, H, W)``. With ``tile``, prediction runs tile by tile, for large images or images of any size.
 
     The Dice loss is smp's: the mean over classes c of :math:`1 - 2 \sum p_c t_c / \sum (p_c + t_c)`, sums over the
-    batch's pixels, 0 for a class without true pixels. A batch in which every pixel is ignored has the loss 0 and no
-    gradient.
+    batch's pixels, 0 for a class without true pixels. A batch with only ignored pixels has the loss 0 and no gradient.
 
     Args:
         model: Name of an architecture of `segmentation_models_pytorch` (``"DeepLabV3Plus"``, ``"Unet"``, ...), or a
@@ -63,13 +61,13 @@ class SegmentationTask(Task):
             hyperparameters.
         ignore_index: Class index of pixels without a label; None if there are none.
         class_weights: Weight of each class in the cross-entropy. A class of weight 0 is not learnt from; a batch of
-            such pixels alone has the loss 0.
+            only such pixels has the loss 0.
         mode: ``"multiclass"`` (every pixel has one class), ``"binary"`` (one class or none: one logit),
             ``"multilabel"`` (any of the classes: a logit each, apart from one another).
         per_class: Whether the scores of each class are logged.
         class_names: Names of the classes in the log; None for their numbers.
-        tile: Height and width of the tiles in which prediction runs; None for whole images.
-        tile_overlap: Least share of a tile that it has in common with its neighbour, in [0, 1).
+        tile: Height and width of prediction tiles; None for whole images.
+        tile_overlap: Least share of a tile in common with the next tile, in [0, 1).
         per_image: Whether the loss is taken of every image by itself, and then the mean: as
             :class:`~lightning_fed.privacy.DPSGD` needs it where pixels are ignored, and for losses other than
             cross-entropy. Otherwise it is taken of all pixels of the batch.
@@ -141,8 +139,8 @@ class SegmentationTask(Task):
         self.configure_task(model, norm, class_weights, num_classes)
 
     def configure_network(self, name: str) -> nn.Module:
-        """Returns the `segmentation_models_pytorch` architecture of that name."""
-        import segmentation_models_pytorch as smp  # slow to import: only for those who use it
+        """Returns the `segmentation_models_pytorch` architecture ``name``."""
+        import segmentation_models_pytorch as smp  # slow to import, so only on use
 
         if self._model_kwargs.get("aux_params") is not None:
             raise ValueError("Expected `model_kwargs` without 'aux_params': the task trains the segmentation only.")
@@ -257,7 +255,7 @@ class SegmentationTask(Task):
 
 
 def _is_of_download(error: Exception) -> bool:
-    """Tells errors of the network, by the libraries that raise them."""
+    """Recognises network errors by the raising library."""
     is_known = type(error).__module__.partition(".")[0] in (
         "httpx",
         "httpcore",

@@ -1,4 +1,4 @@
-"""FedNova: the closed forms of its paper, a plain loop, and where it is FedAvg."""
+"""FedNova: the paper's closed forms, a plain loop, and equality with FedAvg."""
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ def test_lengths_are_the_papers(optimizer, mu, expected, federated_trainer):
 
 
 def test_lengths_are_the_response_to_gradients_of_one(federated_trainer):
-    """Of each optimizer's own rate and momentum, a schedule by step, dampening: what SGD itself makes of ones."""
+    """Rate and momentum per optimizer, a schedule by step, dampening: equal to plain SGD on gradients of one."""
 
     def make(parameters):
         first, *others = list(parameters)
@@ -127,7 +127,7 @@ def test_a_fit_against_a_plain_loop(options, mu, either_trainer):
 
 @pytest.mark.parametrize("mu", [0.0, 0.5])
 def test_with_equal_steps_it_is_fedavg(mu, federated_trainer):
-    """Clients of other sizes, BatchNorm, momentum: bit for bit."""
+    """Clients with other sizes, BatchNorm, momentum: bit for bit."""
     states = []
     for method in (f"fedprox:mu={mu}", f"fednova:mu={mu}"):
         module = models.Module(models.norm_mlp(), models.momentum)
@@ -219,7 +219,7 @@ def test_other_optimizers_are_refused(module, federated_trainer):
 
 
 def test_momentum_that_clients_keep_is_refused(federated_trainer):
-    """Gradients of earlier visits would be in the change, whose length counts this visit's alone."""
+    """The change would include gradients from earlier visits, but the length counts only this visit's."""
     trainer = federated_trainer(max_rounds=1, method="fednova", optimizer_state="keep")
     with pytest.raises(MisconfigurationException, match="momentum brings the gradients of earlier visits"):
         trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(models.vectors(SIZES)))
@@ -236,7 +236,7 @@ def test_kept_optimizers_without_momentum_have_nothing_to_keep(federated_trainer
 
 
 def test_by_hand(federated_trainer):
-    """Two backward passes a step, one step a batch."""
+    """Two backward passes per step, one step per batch."""
     lengths = Lengths()
     trainer = federated_trainer(max_rounds=1, method="fednova", callbacks=[lengths])
     trainer.fit(models.ManualModule(models.mlp(), rate()), models.as_datasets(models.vectors(SIZES)))
@@ -267,7 +267,7 @@ def moved_by(lengths, sizes=None, step=-0.005):
 @pytest.mark.parametrize("claimed", [1e-9, 1e-3, 1e6, 1e300, 5e-324])
 @pytest.mark.parametrize("place", [0, 2, 4])
 def test_a_length_far_from_the_median_excludes_the_client(claimed, place):
-    """A length of 1e-9 once made of five steps of 0.005 one of 800,000; now the others decide, bit for bit."""
+    """A length of 1e-9 once turned five steps of 0.005 into one of 800,000. Now other clients decide, bit for bit."""
     honest = [1.0, 1.0, 2.0, 2.0]
     server, value = moved_by([*honest[:place], claimed, *honest[place:]])
     assert set(server.report.failed) == {place}

@@ -1,7 +1,6 @@
-"""`lightning-fed compare`: equal rounds for all methods, files that do not depend on interruptions, a table that is
-right.
+"""`lightning-fed compare`: equal rounds for all methods, files independent of interruptions, correct tables.
 
-The recipes are those of `compare_script.py`.
+The recipes come from `compare_script.py`.
 """
 
 import copy
@@ -52,21 +51,21 @@ from tests.compare.compare_script import CLIENTS, OWN, Interruption, Notes
 from tests.generators import same_random_numbers
 
 ROOT = Path(__file__).resolve().parents[2]
-MANY_CLASSES = ("fedaws", "fedss")  # they need a head of their own
-ALIKE_HERE = [  # robust rules: one of them stands for all
+MANY_CLASSES = ("fedaws", "fedss")  # need a special head
+ALIKE_HERE = [  # robust rules: one rule stands for all
     name for name, rule in ALL_METHODS.items() if issubclass(rule, RobustAggregator) and name != "trimmedmean"
 ]
-WITH_OPTIONS = ("fixbn",)  # that have no default
+WITH_OPTIONS = ("fixbn",)  # options without a default
 OF_EACH_MECHANISM = ("fedavg", "ditto", "fedfusion", "fedma", "fesem")
 METHODS = [name for name in method_choices() if name not in (CENTRAL, *MANY_CLASSES, *WITH_OPTIONS, *ALIKE_HERE)]
 
-# Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
+# Lightning 2.6 calls a function deprecated in jsonargparse 4.53.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
 def no_pictures(request, monkeypatch):
-    """The picture of a report takes as long as a run: only those who look at one have it drawn."""
+    """A report's picture takes as long as a run: only tests with the fixture ``pictures`` draw one."""
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr(report, "draw", lambda *args: None)
 
@@ -101,7 +100,7 @@ def compare(*arguments):
 
 @contextmanager
 def shared_folder(tmp_path_factory):
-    """A folder with the recipes, for a comparison that several tests look at."""
+    """A folder with the recipes, for a comparison used by several tests."""
     folder = tmp_path_factory.mktemp("shared")
     for name, text in (("own.yaml", OWN), ("clients.yaml", CLIENTS)):
         (folder / name).write_text(text)
@@ -120,12 +119,12 @@ def read_csv(path):
 
 
 def rows(path):
-    """A CSV file, without the columns of time."""
+    """Reads a CSV file, without the time columns."""
     return [{name: value for name, value in row.items() if "seconds" not in name} for row in read_csv(path)]
 
 
 def files(out):
-    """What a comparison leaves behind, without times, and its weights."""
+    """A comparison's files without times, and the weights."""
     table = (out / "summary.md").read_text()
     return {
         "names": sorted(str(path.relative_to(out)) for path in out.rglob("*") if "events.out" not in path.name),
@@ -172,7 +171,7 @@ def test_all_methods_see_the_same(methods):
         assert_same({name: other["state"][name] for name in other["state"].keys() - own}, first["state"])
         if method in ("fedma", "pfnm"):  # the same clients stay for all rounds of a pass through the layers
             continue
-        if method == "ditto":  # its visits have as many epochs again, for the clients' own models
+        if method == "ditto":  # visits have as many epochs again, for the personal models
             assert [(visit.round, visit.client) for visit, *_ in other["visits"]] == [
                 (visit.round, visit.client) for visit, *_ in first["visits"]
             ]
@@ -193,12 +192,12 @@ def test_what_seeds_and_stragglers_change(tmp_path):
     assert any(not np.array_equal(indices, another.get(client)) for client, indices in split.items())
     stragglers = {key: sum(visit.is_straggler for visit, *_ in fit["visits"]) for key, fit in fits.items()}
     assert stragglers[0, 0.0] == stragglers[1, 0.0] == 0
-    assert min(stragglers[0, 0.7], stragglers[1, 0.7]) >= 4  # 2 of 3 in each of 3 rounds, but for dropouts
+    assert min(stragglers[0, 0.7], stragglers[1, 0.7]) >= 4  # 2 of 3 in each of 3 rounds, except for dropouts
 
 
 @pytest.mark.parametrize("stragglers", quick(["", "    stragglers: 0.5\n"], ["    stragglers: 0.5\n"]))
 def test_fedavg_is_the_recipe_itself(stragglers, tmp_path):
-    """Bit for bit what `lightning-fed fit` makes of it, also the values that it logs."""
+    """Bit for bit equal to `lightning-fed fit`, including logged values."""
     recipe = tmp_path / "own.yaml"
     recipe.write_text(OWN.replace("    client_dropout", f"{stragglers}    client_dropout"))
     main(["fit", "-c", "own.yaml", "--trainer.enable_progress_bar", "false", "--trainer.logger", "false"])
@@ -225,7 +224,7 @@ def test_the_recipes_other_options_are_every_methods():
         "--trainer.availability.client_dropout",
         "0",
     ]
-    refuse = ("fedma", "pfnm", "fednova")  # to keep the state; FedNova that of momentum
+    refuse = ("fedma", "pfnm", "fednova")  # refuse stored optimizer state; FedNova refuses stored momentum
     methods = [name for name in METHODS if name not in refuse]
     compare("own.yaml", "--methods", *methods, "--out", "out", "--", *arguments, "--trainer.max_rounds", "2")
     assert [len(fit["visits"]) for fit in Notes.fits] == [2] * len(methods)
@@ -242,7 +241,7 @@ ALIKE = ("--trainer.partition", "IID", "--trainer.partition.num_clients", 6, "--
 
 @pytest.mark.parametrize("passes", quick(WORK, [2.5]))
 def test_a_round_of_central_is_as_long_as_a_round(passes, tmp_path):
-    """In examples, of which every one comes once in every pass, in another order; what is frozen stays."""
+    """In examples: each example comes once in every pass, in a new order; frozen entries do not change."""
     frozen = ("--trainer.frozen", "['body.0.*']")
     compare("own.yaml", "--methods", "central,fedavg", "--out", "out", "--", *WORK[passes], *ALIKE, *frozen)
     central, fedavg = Notes.fits
@@ -276,7 +275,7 @@ trainer:
 
 @pytest.mark.parametrize(("epochs", "share"), quick([(3, 1.0), (3, 0.5), (1, 0.25)], [(1, 0.25)]))
 def test_schedulers_of_central_count_rounds(epochs, share, tmp_path):
-    """With as many rounds; what callbacks monitor is there in all of them."""
+    """With equally many rounds; all rounds have the monitored values."""
     (tmp_path / "schedule.yaml").write_text(SCHEDULE)
     work = ("--trainer.local_epochs", epochs, "--trainer.clients_per_round", share)
     methods = ("--methods", "central,fedavg", "--out", "out")
@@ -321,7 +320,7 @@ def test_central_goes_on_in_the_middle_of_a_pass(passes, tmp_path):
 
 @pytest.mark.parametrize("ends", ["well", "badly"])
 def test_central_gives_back_what_it_took(ends):
-    """The datamodule's own loader, and the gradients of what is frozen."""
+    """The datamodule's loader, and the gradients of frozen parameters."""
 
     class Stops(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -347,7 +346,7 @@ ALL = ("own.yaml", "--methods", "central,fedper,fedmargin", "--stragglers", "0.5
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The files of a comparison that nothing interrupts, and their weights."""
+    """The files and weights of an uninterrupted comparison."""
     with shared_folder(tmp_path_factory) as folder:
         compare(*ALL, "out")
     return files(folder / "out")
@@ -355,7 +354,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def begun(begun_once, tmp_path):
-    """A comparison that was interrupted in the second round of its second run."""
+    """A comparison interrupted in the second round of the second run."""
     shutil.copytree(begun_once, tmp_path / "out")
     return tmp_path / "out"
 
@@ -437,7 +436,7 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
 
     overrides = ("--out", "out", "--", "--trainer.max_rounds", "4")
     assert "fedavg_0_0 to hold a run of the same recipe" in refused("fedavg", *overrides)
-    assert "but other overrides made it" in refused("fairavg", *overrides)  # of which there is only the beginning
+    assert "but other overrides made it" in refused("fairavg", *overrides)  # only the beginning exists
     (tmp_path / "own.yaml").write_text(OWN.replace("max_rounds: 3", "max_rounds: 2"))
     assert "but other recipe made it: choose another `--out`" in refused("fedprox,fedavg", "--out", "out")
     assert not Notes.fits
@@ -507,11 +506,11 @@ def test_a_mistake_gets_a_short_answer(arguments, status, message, tmp_path, cap
     assert stopped.value.code == status
     assert "Traceback" not in said.err
     assert len(said.err.splitlines()) < 20
-    assert not said.out  # nothing was begun
+    assert not said.out  # no run has started
 
 
 def test_a_metric_that_is_not_logged(tmp_path, capsys):
-    """The first run shows it; the others wait, and nothing is lost."""
+    """The first run finds the mistake; the other runs wait, and no result is lost."""
     with pytest.raises(SystemExit):
         compare("own.yaml", "--methods", "fedavg,fairavg", "--monitor", "val_acc", "--out", "out")
     said = capsys.readouterr()
@@ -528,7 +527,7 @@ def test_a_metric_that_is_not_logged(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_terminal(tmp_path):
-    """A line for every run, the table, and nothing of Lightning's; the package's own warnings stay."""
+    """A line for every run, the table, and no output from Lightning; the package's warnings stay."""
     command = ["lightning_fed", "compare", "clients.yaml", "--methods", "central,fedper", "--test"]
     output, errors = warm_process.run(*command, cwd=tmp_path)
     runs, table, note, where = re.split(r"\n\n", output.strip())
@@ -602,7 +601,7 @@ ONE_ROUND = ("--", "--trainer.max_rounds", "1")
 
 
 def test_options_of_methods(with_options):
-    """Each under its own label, with the effect of its own."""
+    """Each method has a separate label, with the effect of the options."""
     out, methods = with_options
     fedavg = last_weights(out, "fedavg")
     assert_same(last_weights(out, "fedprox:mu=0"), fedavg)
@@ -642,7 +641,7 @@ def test_values_of_options():
 
 
 def test_options_of_the_callbacks_that_a_method_brings(with_options):
-    """Each method has its own; other methods have none, and send no prototypes."""
+    """Each method has a separate callback; other methods have none, and send no prototypes."""
     first = {row["method"]: row for row in rows(with_options[0] / "rounds.csv")}
     methods = ["fedavg", *(method for method in first if "fedmargin" in method)]
     lpm = [first[method]["clients/lpm"] for method in methods]
@@ -659,7 +658,7 @@ def test_options_of_the_callbacks_that_a_method_brings(with_options):
 
 
 def test_a_rules_callback_in_the_recipe(with_options, tmp_path):
-    """It is the one that a method without options has."""
+    """A method without options uses the recipe's callback."""
     callback = "    - class_path: ClassPrototypes\n      init_args: {layer: body.0}\n"
     (tmp_path / "layer.yaml").write_text(OWN + callback)
     compare("layer.yaml", "--methods", "fedmargin", "--out", "out", *ONE_ROUND)
@@ -690,7 +689,7 @@ def test_fedrep_divides_the_recipes_epochs(text, epochs):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A comparison of clients that have their own data, and what it said."""
+    """A comparison with separate data per client, and the output."""
     said = []
     with shared_folder(tmp_path_factory) as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.stdout, "write", said.append)
@@ -717,7 +716,7 @@ def test_clients_with_models_of_their_own(trained, tmp_path, capsys):
 
 
 def scores(run, clients):
-    """Accuracy of a run's models on some data of every client: the global one's on all, and the mean of their own."""
+    """Accuracy on some data per client: the global model's on all data, and the mean over personal models."""
     checkpoint = torch.load(run / "last.ckpt", weights_only=True)
     store = checkpoint["callbacks"].get("Federation", {}).get("store", {})
     own = dict(zip(store.get("clients", []), store.get("states", []), strict=True))
@@ -793,7 +792,7 @@ OF_MODELS = ("val/seg/iou", "fesem/clients/0", "fed/acc/mean", "fedmargin/amm")
 
 
 def made_up(mode="max", seeds=3):
-    """Results of runs that nobody trained."""
+    """Results without training."""
     rng = np.random.default_rng(0)
     results = []
     for seed in range(seeds):
@@ -821,7 +820,7 @@ def made_up(mode="max", seeds=3):
 
 @pytest.mark.usefixtures("pictures")
 def test_pictures_of_what_not_every_comparison_has(monkeypatch, tmp_path):
-    """No centralised run; more methods than there are colours; rounds without the value."""
+    """No centralised run; more methods than colours; rounds without the value."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: figures.append(figure))
     federated = [run for run in made_up() if run["method"] != "central"]
@@ -841,7 +840,7 @@ def test_pictures_of_what_not_every_comparison_has(monkeypatch, tmp_path):
 @pytest.mark.parametrize("mode", ["max", "min"])
 @pytest.mark.parametrize("last", [1, 3])
 def test_the_numbers_of_the_summary(mode, last, tmp_path):
-    """Once more, from the rounds, by another way."""
+    """An independent computation from the rounds."""
     results = made_up(mode)
     write_report(results, tmp_path, 0.7, last)
     table = {(row["method"], row["stragglers"]): row for row in read_csv(tmp_path / "summary.csv")}
@@ -912,7 +911,7 @@ def shown(numbers, digits):
 
 
 def test_the_table():
-    """Every cell once more: over seeds, or over the fractions of stragglers."""
+    """An independent computation of every cell: over seeds, or over the fractions of stragglers."""
     results = made_up()
     cells = summarize(results, 0.7)
     for cell, rounds in ((("fedavg", 0.5), [2, None, None]), (("fedmargin", 0.0), [2, 4, 4])):
@@ -926,7 +925,7 @@ def test_the_table():
         if (run["method"], run["stragglers"]) == ("fedavg", 0.0):
             for values in run["rounds"]:
                 values["acc"] = 0.0
-        if run["method"] == "fedmargin":  # of every seed the same
+        if run["method"] == "fedmargin":  # the same for every seed
             run["rounds"][-1] |= {"comm/total_up_bytes": 10**6, "comm/total_down_bytes": 2 * 10**6 + run["seed"]}
     cells = summarize(results, 0.7)
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in markdown(results, 0.7).splitlines()[:5]]
@@ -955,7 +954,7 @@ def test_the_table():
 
 
 def test_the_table_of_one_seed():
-    """Nothing deviates but over the fractions of stragglers; and with one fraction there is no such column."""
+    """Deviations exist only over the fractions of stragglers; with one fraction the column is missing."""
     both, one = made_up(seeds=1), [run for run in made_up(seeds=1) if run["stragglers"] != 0.5]
     assert all(line.count("±") == 2 for line in markdown(both, 0.5).splitlines()[3:5])
     assert "±" not in markdown(one, 0.5).split("\n\n")[0]
@@ -964,7 +963,7 @@ def test_the_table_of_one_seed():
 
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_differences_are_told_with_their_paired_interval(mode):
-    """By scipy's own paired test; a method that is shifted by a constant differs, noise does not."""
+    """Equal to scipy's paired test; a method with a constant shift differs, noise does not."""
     results = [run for run in made_up(mode, seeds=5) if run["method"] != "central"]
     shifted = copy.deepcopy([run for run in results if run["method"] == "fedavg"])
     for number, run in enumerate(shifted):
@@ -979,7 +978,7 @@ def test_differences_are_told_with_their_paired_interval(mode):
             low, high = stats.ttest_rel(ours, theirs).confidence_interval()
             mean = np.mean(ours) - np.mean(theirs)
             assert f"- `{method}`: {mean:+.3f} ({low:+.3f} to {high:+.3f}), {verdict}" in said
-    shifted[0]["rounds"][-1]["acc"] = math.nan  # of one seed and part: the method has diverged
+    shifted[0]["rounds"][-1]["acc"] = math.nan  # for one seed and part: the method has diverged
     assert markdown(results + shifted[:-1]).count("`fedprox`: +nan (+nan to +nan), no difference shown") == 1
     assert "Against" not in markdown([run for run in results if run["method"] == "fedavg"])
     assert "One seed cannot tell" in markdown(made_up(mode, seeds=1))

@@ -1,6 +1,6 @@
-"""Clients with data sets: which examples make a batch, in which order, for whom; workers change nothing.
+"""Clients with data sets: the examples of each batch, the order, the client; workers change nothing.
 
-What is expected is cut and ordered here by hand: by torch's `BatchSampler` and NumPy's generator.
+The expected batches come from torch's `BatchSampler` and NumPy's generator.
 """
 
 import random
@@ -21,7 +21,7 @@ SIZES = {"ann": 9, "bob": 4, "cid": 1, "dan": 11}
 
 
 def numbered(sizes=SIZES):
-    """Client to a data set whose examples are numbers: 100 for ann's first, 101 for her second, 200 for bob's first."""
+    """Data set of numbers by client: 100 for ann's first example, 101 for ann's second, 200 for bob's first."""
     return {
         name: TensorDataset(torch.arange(size) + 100 * position)
         for position, (name, size) in enumerate(sizes.items(), 1)
@@ -33,7 +33,7 @@ def separate_datasets(batch_size=4, datasets=None, collate=None, **options):
 
 
 def parts(batch_size=4, transform=None, **options):
-    """The same clients as index sets of one data set, in which their examples lie mixed up."""
+    """The same clients as index sets of one data set, with mixed examples."""
     datasets = numbered()
     numbers = torch.cat([dataset.tensors[0] for dataset in datasets.values()])
     numbers = numbers[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(0))]
@@ -62,7 +62,7 @@ def served(population, *visits):
 
 
 def by_hand(client, seed, epochs=1, batch_size=4, shuffle=True):
-    """The numbers of a visit's batches, by epochs."""
+    """Numbers in a visit's batches, by epochs."""
     first, size = 100 * (1 + list(SIZES).index(client)), SIZES[client]
     batches = []
     for epoch in range(epochs):
@@ -103,7 +103,7 @@ def test_a_client_has_as_many_batches_as_are_cut(drop_last):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_pass_aside_leaves_nothing_out(workers):
-    """Of a client that is too small to train too; the stream that is under way goes on as it was."""
+    """Also for a client too small for training; the current stream continues unchanged."""
     visits = Visit("dan", 0, 11), Visit("ann", 0, 12)
     expected = served(separate_datasets(drop_last=True), *visits)
     population = separate_datasets(drop_last=True, loader_options={"num_workers": workers})
@@ -118,7 +118,7 @@ def test_a_pass_aside_leaves_nothing_out(workers):
     population.close()
 
 
-# --- whose examples, in which order -----------------------------------------------------------------------------------
+# --- order of the examples --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [separate_datasets, parts], ids=["data sets of their own", "parts of one data set"])
@@ -181,7 +181,7 @@ def test_every_round_is_served_anew():
     population = separate_datasets()
     expected = [(0, batch) for batch in by_hand("ann", 5)]
     half = population.stream(plan(population, Visit("dan", 0, 1)))
-    next(half)  # a round that is cut short
+    next(half)  # an interrupted round
     for _ in range(2):
         assert served(population, Visit("ann", 1, 5)) == expected
 
@@ -190,7 +190,7 @@ def test_every_round_is_served_anew():
 
 
 class Augmented(Dataset):
-    """Numbers, each with what the three generators draw when it is fetched."""
+    """Numbers, each with draws from the three generators at the fetch."""
 
     def __init__(self, start=0, size=9):
         self.start, self.size = start, size
@@ -255,18 +255,18 @@ def test_workers_live_on_until_the_population_is_closed():
     assert not torch.multiprocessing.active_children()
 
 
-# --- what a batch is made of ------------------------------------------------------------------------------------------
+# --- contents of a batch ----------------------------------------------------------------------------------------------
 
 
 class Doubled(TensorDataset):
-    """A subclass whose samples are not the rows of its tensors."""
+    """A subclass with samples different from the tensors' rows."""
 
     def __getitem__(self, index):
         return tuple(2 * tensor for tensor in super().__getitem__(index))
 
 
 class Batched(TensorDataset):
-    """A user's own data set, with a method of a name that is also ours."""
+    """A user's data set, with a method named like one in the package."""
 
     def get_batch(self, size):
         return [tensor[:3] for tensor in self.tensors]
@@ -386,7 +386,7 @@ def test_a_collation_of_ones_own():
     assert batches == [[number + 0.5 for number in batch] for batch in by_hand("ann", 1)]
 
 
-# --- data that are built when they are asked for ----------------------------------------------------------------------
+# --- data built on request --------------------------------------------------------------------------------------------
 
 
 class Heavy(TensorDataset):
@@ -394,7 +394,7 @@ class Heavy(TensorDataset):
 
 
 class Builder:
-    """Builds data sets, notes for whom, and watches how many are alive."""
+    """Builds data sets, records the clients, and counts live data sets."""
 
     def __init__(self):
         self.built = []
@@ -416,7 +416,7 @@ def test_a_clients_data_are_built_once_per_visit_and_let_go():
     for position, client in enumerate([7, 10**8, 3, 7]):
         assert {batch[0] // 100 for _, batch in served(population, Visit(client, 0, position))} == {client}
     assert build.built == [7, 10**8, 3, 7]
-    assert build.most_alive <= 3  # two are kept while a third is built
+    assert build.most_alive <= 3  # two cached data sets, and a third in construction
 
 
 def test_a_clients_data_are_known_by_its_key_alone():

@@ -14,13 +14,13 @@ from tests import references
 
 CLASSES = [3, 0, 2, 2, 1, 0]
 MASKS = np.random.default_rng(0).choice([0, 1, 2, 3, 255], size=(6, 5, 7), p=[0.3, 0.2, 0.1, 0.1, 0.3]).astype(np.uint8)
-MASKS[4] = 0  # background alone
+MASKS[4] = 0  # only background
 MASKS[5] = np.where(MASKS[5] > 0, 255, 0)  # background and void
 DOMINANT = [references.dominant_class_reference(mask, 255, 0) for mask in MASKS]
 
 
 class Samples(Dataset):
-    """Returns what it is given, and counts how often."""
+    """Returns the given samples, and counts the requests."""
 
     def __init__(self, samples, **attributes):
         self.samples = samples
@@ -209,7 +209,7 @@ def test_label_fn_overrides_everything():
         def __getitems__(self, indices):
             return [self[index] for index in indices]
 
-    # It is given what the outermost data set returns.
+    # The function gets the outermost data set's samples.
     assert_labels(labels_of(Renamed(dataset, [5, 1]), lambda sample: sample["x"][0]), [5, 1])
     with pytest.raises(TypeError, match=r"Expected labels to be numbers, or all of them texts, but got .*b'a'"):
         labels_of(dataset, lambda sample: b"a")
@@ -282,7 +282,7 @@ def test_errors_say_what_was_expected_and_what_came(dataset, kind, message):
 
 
 class Table:
-    """A table as ``datasets.Dataset`` is one: columns as they are stored, rows as they are formatted."""
+    """A table like ``datasets.Dataset``: stored columns, formatted rows."""
 
     def __init__(self, is_formatted=True, **columns):
         self.columns, self.is_formatted = columns, is_formatted
@@ -323,12 +323,12 @@ def test_attribute_y():
 
 
 def test_a_text_of_a_function():
-    """In the order of the alphabet."""
+    """In alphabetical order."""
     assert_labels(labels_of(Samples(list("dbbd")), lambda sample: sample), [1, 0, 0, 1])
 
 
 def test_numbers_are_divided_into_bins(caplog):
-    """Ten of equally many samples, in order, over all parts; whole numbers among them are no labels of their own."""
+    """Ten bins of equal size, in order, over all parts; whole numbers among the values are not separate labels."""
     values = torch.cat([torch.tensor([4.0]), torch.randn(99, generator=torch.Generator().manual_seed(0))])
     ranks = values.argsort().argsort()
     parts = [TensorDataset(torch.rand(50, 2), part) for part in values.split(50)]

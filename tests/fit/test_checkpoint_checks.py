@@ -1,4 +1,4 @@
-"""Checkpoints that a fit cannot go on from are refused or said: damaged files, other methods, other clients."""
+"""Unusable checkpoints cause an error or a log line: damaged files, other methods, other clients."""
 
 import os
 import tempfile
@@ -112,7 +112,7 @@ def test_clients_are_known_by_their_names():
 
 
 def test_a_killed_server_leaves_nothing_behind(fit, tmp_path, monkeypatch):
-    """What Lightning writes first is beside the file, and is removed at the next start."""
+    """The next start removes Lightning's temporary file next to the checkpoint."""
     written = []
     real = tempfile.mkstemp
 
@@ -136,7 +136,7 @@ def test_a_killed_server_leaves_nothing_behind(fit, tmp_path, monkeypatch):
 
 
 class Payload:
-    """An object whose loading makes a folder."""
+    """An object with a side effect in loading: a new folder."""
 
     def __init__(self, path):
         self.path = path
@@ -147,7 +147,7 @@ class Payload:
 
 @pytest.fixture
 def poisoned(checkpoint, tmp_path):
-    """A checkpoint that executes code when pickle loads it, and the folder that the code makes."""
+    """A checkpoint with code executed by pickle, and the folder made by the code."""
     content = torch.load(checkpoint, weights_only=True)
     content["callbacks"]["Mine"] = {"options": [1, Payload(tmp_path / "executed")]}
     torch.save(content, tmp_path / "last.ckpt")

@@ -29,7 +29,7 @@ def task_of(mode, loss, num_classes=3, **options):
 
 
 def pairs(mode, logits, target):
-    """Probabilities and truths of the pixels that count, a pair for each class."""
+    """Probabilities and truths of counted pixels, a pair per class."""
     if mode == "multiclass":
         valid = target != IGNORED
         probabilities = logits.softmax(1).movedim(1, -1)[valid]
@@ -58,9 +58,9 @@ def tversky(p, t):
 
 
 def focal_by_hand(mode, logits, target):
-    """Mean over classes of the mean over pixels of -(1 - q)^2 log q, q being the probability of what is true.
+    """Mean over classes of the mean over pixels of -(1 - q)^2 log q, with q the probability of the truth.
 
-    smp takes each class's logit for itself, also where classes exclude each other.
+    smp uses each class's logit separately, also for exclusive classes.
     """
     if mode == "multiclass":
         valid = target != IGNORED
@@ -76,7 +76,7 @@ def focal_by_hand(mode, logits, target):
 
 
 def lovasz_by_hand(mode, logits, target):
-    """The piecewise linear extension of the Jaccard loss at the errors, summed over their sorted levels."""
+    """The piecewise linear extension of the Jaccard loss at the errors, summed over the sorted levels."""
 
     def extension(errors, truth):
         order = errors.argsort(descending=True)
@@ -116,7 +116,7 @@ LOSSES = {
 
 
 def data(mode, seed=0):
-    """Logits, and masks some of whose pixels are ignored; the last class does not occur."""
+    """Logits, and masks with some ignored pixels; the last class does not occur."""
     logits = images(2, 1 if mode == "binary" else 3, 6, seed=seed).double()
     target = labels(2, 6, 6, classes=2, seed=seed)
     if mode == "multilabel":
@@ -161,7 +161,7 @@ def test_sums_and_weights():
 
 @pytest.mark.parametrize("ignore_index", [IGNORED, None])
 def test_classes_of_weight_0(ignore_index):
-    """Weight 0 leaves a class out; a batch that has no other class has the loss 0 and no gradient, not NaN."""
+    """Weight 0 excludes a class; a batch without another class has the loss 0 and no gradient, not NaN."""
     task = task_of("multiclass", "ce", class_weights=[0.0, 1.0, 2.0], ignore_index=ignore_index).double()
     logits, target = data("multiclass")
     target = target if ignore_index else target.where(target != IGNORED, 0)
@@ -174,7 +174,7 @@ def test_classes_of_weight_0(ignore_index):
 
 
 def test_a_function_of_ones_own(tmp_path):
-    """It gets what the task has; a checkpoint does without it."""
+    """The function gets the task's logits and masks; a checkpoint does not contain the function."""
     own = smp.losses.TverskyLoss("multiclass", alpha=0.2, beta=0.8, ignore_index=IGNORED)
     logits, target = data("multiclass")
     task = task_of("multiclass", own)
@@ -239,7 +239,7 @@ def test_mistakes(options, message):
 
 
 def scores_by_hand(predictions, truths):
-    """Sets of pixels: name to (IoU, Dice) of each class that occurs; both are lists of arrays, one for each class."""
+    """From sets of pixels: (IoU, Dice) by name of each occurring class; both are lists of arrays, one per class."""
     found = {}
     for label, (prediction, truth) in enumerate(zip(predictions, truths, strict=True)):
         p, t = set(np.flatnonzero(prediction)), set(np.flatnonzero(truth))
@@ -329,7 +329,7 @@ def test_an_ignored_class_among_the_classes_has_no_score():
 
 @pytest.mark.parametrize(("label", "names"), [(0, {"pixel_acc"}), (IGNORED, set())])
 def test_where_nothing_is_to_be_found_there_is_no_score(label, names):
-    """A client without a lesion, none of which is predicted, is not the worst one."""
+    """A client without true and predicted lesions is not the worst client."""
     metric = SegmentationScores(1, "binary")
     metric.update(torch.full((2, 1, 4, 4), -1.0), torch.full((2, 4, 4), label))
     assert set(metric.compute()) == names
@@ -347,7 +347,7 @@ def test_masks_of_0_and_255(mode):
 
 
 def test_a_binary_class_that_is_ignored(recwarn):
-    """Masks of 0 and 255, where 255 is that of ignored pixels; ignored pixels beside the class are well."""
+    """Masks of 0 and 255, with 255 as the ignored index, are a mistake; ignored pixels next to the class are fine."""
     mask = labels(2, 8, 8, classes=2)
     task = SegmentationTask(nn.Identity(), 1, mode="binary")
     for values, count in ((255 * mask, 1), (mask, 0), (torch.where(images(2, 1, 8)[:, 0] > 1, 255, mask), 0)):
@@ -384,7 +384,7 @@ def test_tiles_of_what_looks_at_one_pixel_are_the_whole(side, tile, overlap):
 
 
 def test_there_are_no_seams():
-    """A network that sees where its input ends is far off at edges of tiles side by side, and not where they blend."""
+    """A network sensitive to input borders is far off at edges of adjacent tiles, but not with blended tiles."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(1, 4, 5, padding=2), nn.Tanh(), nn.Conv2d(4, 1, 5, padding=2)).eval()
     x = torch.ones(1, 1, 64, 64)
@@ -420,7 +420,7 @@ def test_prediction_by_tiles():
 
 @pytest.fixture(scope="module")
 def pretrained():
-    """An encoder whose weights are nobody else's."""
+    """An encoder with unique weights."""
     torch.manual_seed(7)
     return smp.Unet("tu-resnet10t", encoder_weights=None, encoder_depth=3, decoder_channels=(8, 8, 8)).encoder
 
@@ -477,7 +477,7 @@ def test_without_a_network(monkeypatch):
 
 
 def test_by_clients(federated_trainer):
-    """Per-class scores go through the evaluation client by client, where clients lack classes."""
+    """Per-class scores in the evaluation client by client, with classes missing at clients."""
     from lightning_fed import FederatedDataModule
     from tests import models
 

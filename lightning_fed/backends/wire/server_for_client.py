@@ -1,4 +1,4 @@
-"""A client's half of a federation whose server is remote: one visit, or one query, in an ordinary Trainer's fit."""
+"""A client's half of a federation with a remote server: one visit, or one query, in an ordinary Trainer's fit."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _log = logging.getLogger(__name__)
 
 
 class HalvesMismatch(ValueError):
-    """A difference between the two halves of a federation, in our own words: the server may read them."""
+    """A difference between the two halves of a federation, in the package's words: the server may read the message."""
 
 
 def find_public_reason(error: Exception) -> str:
-    """Words for the server on an exception of the client's program: what is in it may name the client's files."""
+    """Describes an exception for the server, in general only the class, because the text may name client files."""
     if isinstance(error, HalvesMismatch):
         return str(error)
     return f"its program raised {type(error).__name__}; the client's log says where"
@@ -65,12 +65,12 @@ class RemoteServer(ServerInterface):
 
     Args:
         server: The federation's own server, with the method.
-        broadcast: The message that has come.
-        asked: Digest of the request that the client has made before.
+        broadcast: The received message.
+        asked: Digest of the client's earlier request.
 
     Attributes:
-        update: The update; ``None`` before, and where there is none.
-        fault: Reason why there is none.
+        update: The update; ``None`` before the update and without one.
+        fault: Reason for a missing update.
 
     """
 
@@ -87,15 +87,15 @@ class RemoteServer(ServerInterface):
             step.start(info, state)
 
     def arrive(self, device: torch.device) -> None:
-        """Brings the message that has come to the module's device."""
+        """Moves the received message to the module's device."""
         broadcast = self._broadcast
         broadcast.state, broadcast.extras = on_device(broadcast.state, device), on_device(broadcast.extras, device)
 
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
-        """Returns the message that has come.
+        """Returns the received message.
 
         Raises:
-            ClientFault: If it is not what the client asked for, or is not finite.
+            ClientFault: If the message does not match the request, or is not finite.
 
         """
         request = Request(client) if request is None else request
@@ -124,7 +124,7 @@ class RemoteServer(ServerInterface):
         return True
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Notes the reason why there is no update: of an exception its class, for its text may name files or labels."""
+        """Records the reason for a missing update; only an exception's class, because texts may name files."""
         self.fault = reason
         if error is not None and not isinstance(error, ClientFault | VisitTimeout):
             self.fault = reason.replace(describe(error), type(error).__name__)
@@ -133,7 +133,7 @@ class RemoteServer(ServerInterface):
         return super().fail(client, reason, error)
 
     def finish_round(self) -> State | None:
-        """Returns ``None``: it is the server that aggregates."""
+        """Returns ``None``, because the server aggregates."""
         return None
 
 
@@ -143,15 +143,15 @@ class RemoteServerSide(RemoteSide):
     Args:
         kind: Kind of the query.
         train_request: The train request.
-        broadcast: The message that came with it.
+        broadcast: The message with the request.
         population: The clients of this node.
         judge_entries: Raises an exception, before training, for a forbidden entry.
-        held: File of what the server sent before, for what it leaves out.
+        held: File with entries from earlier messages, for entries missing in this message.
 
     Attributes:
-        request: The client's request, if it was asked for that.
-        answer: The answer of a callback, or statistics of the inputs of BatchNorm layers, likewise.
-        left: How far the visit took per-step schedulers and the loss scale; ``None`` where nothing goes on from it.
+        request: The client's request, if the server asked for a request.
+        answer: A callback's answer, or statistics of BatchNorm inputs, if the server asked for one of these.
+        left: Final state of per-step schedulers and loss scale after the visit; ``None`` if no later visit needs it.
 
     """
 
@@ -179,18 +179,18 @@ class RemoteServerSide(RemoteSide):
         return self.server
 
     def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
-        """The client alone."""
+        """Cohort with this client only."""
         return Cohort((self._train_request.visit,))
 
     def visits_here(self, cohort: Cohort) -> Cohort:
-        """The visit, unless something else is asked for."""
+        """The visit, or no visit if the server asks for something else."""
         return cohort if self._kind == VISIT else Cohort(())
 
     def start(self, fit: FederatedFit) -> None:
-        """Makes optimizers, schedulers and the client's store what they are at the start of this round.
+        """Sets optimizers, schedulers and the client's store to the state at the start of this round.
 
         Raises:
-            ClientFault: If the client does not have any more what it kept.
+            ClientFault: If the client has lost stored state.
             HalvesMismatch: If the server has another model.
 
         """
@@ -222,7 +222,7 @@ class RemoteServerSide(RemoteSide):
 
     @staticmethod
     def _load_optimizers(trainer: L.Trainer, sent: dict[str, Any]) -> None:
-        """Makes optimizers and schedulers what they are at the start of this round.
+        """Sets optimizers and schedulers to the state at the start of this round.
 
         Raises:
             HalvesMismatch: If the server has another model.
@@ -238,17 +238,17 @@ class RemoteServerSide(RemoteSide):
         stepwise = [config for config in configs if _is_stepwise(trainer, config)]
         for config, numbers in zip(stepwise, sent["schedulers"], strict=True):
             load_numbers(config.scheduler, numbers)
-        # What schedules rounds is the server's: here each of them would see a single one.
+        # Per-epoch schedulers belong to the server: here each scheduler would see a single round.
         keep_schedulers(trainer, stepwise)
         scaler = loss_scaler(trainer)
         if sent["scaler"] and scaler is not None:
             load_numbers(scaler, sent["scaler"])
 
     def _fill_in(self, fit: FederatedFit, entries: State) -> None:
-        """Adds the entries to the message that the server has left out.
+        """Adds entries missing in the server's message.
 
         Raises:
-            ClientFault: If the client has other ones.
+            ClientFault: If the client's entries differ from the server's.
 
         """
         broadcast, kept = self._broadcast, self._held.read()
@@ -260,13 +260,13 @@ class RemoteServerSide(RemoteSide):
         held = {name: known[name] for name in shared if name not in broadcast.state}
         if digest(held) != self._train_request.held:
             raise ClientFault(NOT_HELD)
-        held = on_device(copy_state(held), fit.module.device)  # no part of the module, which trains
+        held = on_device(copy_state(held), fit.module.device)  # copies, because the module trains
         whole = broadcast.state | held
         broadcast.state = {name: whole[name] for name in (*shared, *(whole.keys() - set(shared)))}
         broadcast.unsent = frozenset(held)
 
     def exchange(self, round: Round) -> None:
-        """Answers the query; of a visit, notes the state in which it left the schedulers."""
+        """Answers the query; records the schedulers' final state after a visit."""
         fit, trainer, visit = round.fit, round.fit.trainer, self._train_request.visit
         optimizers = round.optimizers
         if self._kind == VISIT:
@@ -303,7 +303,7 @@ class RemoteServerSide(RemoteSide):
             self.server.fail(visit.client, describe(error), error)
 
     def _answer(self, round: Round, visit: Visit) -> None:
-        """Has the callback that is asked answer, with the client's own model or the global one."""
+        """Calls the requested callback for an answer, with the client's own model or the global one."""
         trainer, module, question = round.fit.trainer, round.fit.module, self._train_request.question or {}
         name = question.get("callback")
         try:

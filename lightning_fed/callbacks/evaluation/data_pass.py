@@ -1,4 +1,4 @@
-"""A pass of the module's step over one client's validation or test data, and the values over several such reports."""
+"""Runs the module's step over one client's validation or test data, and pools the values of several such reports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 Stage = Literal["validation", "test"]
 
 _DEFAULT_RULES = StateRules()
-_CLOSE = 1e-4  # of values that are computed twice
+_CLOSE = 1e-4  # relative tolerance for values computed twice
 _MOST_TIMES = 100  # times the median of the reports, as which a larger weight per example counts
 
 
@@ -63,17 +63,17 @@ def evaluate_data(
     pool: ProcessGroup | None = None,
     keeps: bool = False,
 ) -> EvaluationReport:
-    """Runs the module's step and hooks over data, as Lightning's own evaluation does, but for callbacks and loggers.
+    """Runs the module's step and hooks over data like Lightning's own evaluation, without callbacks and loggers.
 
     Args:
         trainer: The Trainer.
-        module: The module; its metrics, modes and logs are left as they were.
+        module: The module; metrics, modes and logs are restored afterwards.
         data: A loader, or several.
-        stage: Whose step, hooks and limit of batches.
+        stage: Stage with the step, hooks and limit of batches to use.
         rules: Rules for the metrics' states.
-        limit: Limit of batches per loader, as Lightning takes it; ``None`` for the Trainer's.
-        pool: The processes, where each has a part of the data.
-        keeps: Whether parameters and buffers that a step writes have their values back; else the caller loads them.
+        limit: Limit of batches per loader, in Lightning's form; ``None`` for the Trainer's.
+        pool: The processes, if each has a part of the data.
+        keeps: Whether to restore parameters and buffers written by a step; otherwise the caller loads the values.
 
     """
     limit = limit_of(trainer, stage) if limit is None else limit
@@ -95,7 +95,7 @@ def evaluate_data(
         getattr(module, f"on_{stage}_{hook}")(*args)
 
     def read(place: int | None) -> None:
-        """Notes the states of metrics at the end of a loader of several, or of all."""
+        """Records the metrics' states at the end of one loader, or of all."""
         keys = {id(metric): name for name, metric in metrics.items()}
         for name, metric in logged.metrics.items():
             if id(metric) in keys:
@@ -110,7 +110,7 @@ def evaluate_data(
 
     with ExitStack() as stack:
         stack.enter_context(isolated_pass(module, intercepted(take), is_reloaded=not keeps, is_alone=pool is None))
-        if not trainer.loggers:  # on a node, say, whose module counts on those of the server
+        if not trainer.loggers:  # for example on a node, if the module relies on the server's loggers
             trainer.loggers = [DummyLogger()]
             stack.callback(setattr, trainer, "loggers", [])
         stack.enter_context(_in_stage(trainer, stage))
@@ -170,23 +170,23 @@ def pooled_values(
     keeps: bool = True,
     is_muted: bool = True,
 ) -> dict[str, float]:
-    """Values over all the data of several reports, as one pass over them would log them.
+    """Values over the data of several reports, equal to the logged values of one pass over all data.
 
-    Values are missing if sums and states do not determine the value, or if the value is undefined. A logged value that
-    is not finite is left out, where another report has a finite one. In a mean, no report's examples weigh more than
-    100 times as much as those of the median report.
+    Values are missing if sums and states do not determine the value, or if the value is undefined. A logged value
+    without a finite number is excluded if another report has a finite one. In a mean, no report's examples weigh more
+    than 100 times the examples of the median report.
 
     Args:
         trainer: The Trainer.
-        module: The module; it computes with its metrics, in which the reports' states are meanwhile, and runs its hook
-            at the epoch's end.
+        module: The module; computes the values with the module's metrics, loaded with the reports' states, and runs the
+            hook at the epoch's end.
         reports: The clients' reports.
-        stage: Whose hook.
-        keeps: Whether parameters and buffers that a hook writes have their values back.
-        is_muted: Whether loggers do not see what the hook hands to them.
+        stage: Stage of the hook.
+        keeps: Whether to restore parameters and buffers written by a hook.
+        is_muted: Whether to hide the hook's logs from loggers.
 
     Returns:
-        Values by name, in the order of the reports'.
+        Values by name, in the reports' order.
 
     """
     joined: dict[str, LoggedValue] = {}
@@ -234,7 +234,7 @@ def _run_end(
         module: The module.
         reports: The reports.
         stage: Stage of the hook.
-        keeps: Whether parameters and buffers that a hook writes have their values back.
+        keeps: Whether to restore parameters and buffers written by a hook.
         wanted: Names of values; without names a muted hook is not run.
         is_muted: Whether loggers see nothing.
         change: Replacement for ``compute`` in metrics with a state.
@@ -267,7 +267,7 @@ def _run_end(
                 if _load(metric, key, reports):
                     values |= _computed(name, metric)
                 _load(metric, metric_of(key), reports)
-        if not is_muted or set(wanted) - values.keys():  # pictures, too, are of all clients
+        if not is_muted or set(wanted) - values.keys():  # pictures, too, show all clients
             try:
                 getattr(module, f"on_{stage}_epoch_end")()
             except Exception as error:
@@ -283,7 +283,7 @@ def find_disagreements(module: L.LightningModule, reports: Mapping[Client, Evalu
     """Finds clients with a value that does not follow from the sums or the metric state under the same name.
 
     Args:
-        module: The module; it computes with its metrics, and has their states back afterwards.
+        module: The module; computes with the module's metrics, and restores the metrics' states afterwards.
         reports: The clients' reports.
 
     Returns:
@@ -318,11 +318,11 @@ def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:
 
 
 def _load(metric: Metric, key: str, reports: Sequence[EvaluationReport]) -> bool:
-    """Gives a metric the joint state of those who have sent one; returns whether there is one."""
+    """Loads the joint state of all reports with a state into a metric; returns whether a joint state exists."""
     parts = [report.states[key] for report in reports if key in report.states]
     try:
         write_state(metric, join_states(metric, parts))
-    except Exception as error:  # states that do not fit each other, as lists of unlike shapes
+    except Exception as error:  # incompatible states, such as lists of unlike shapes
         _log.warning("The states of metric %r cannot be joined: %s.", metric_of(key), describe(error))
         metric.reset()
         return False
@@ -330,7 +330,7 @@ def _load(metric: Metric, key: str, reports: Sequence[EvaluationReport]) -> bool
 
 
 def _computed(name: str, metric: Metric) -> dict[str, float]:
-    """The value of a metric under its name; nothing where it cannot be computed."""
+    """The value of a metric by name; empty if ``compute`` fails."""
     try:
         return {name: float(metric.compute())}
     except Exception as error:
@@ -354,7 +354,7 @@ def _is_close(value: float, other: float | None) -> bool:
 def _count(batch: Any) -> int:
     try:
         return batch_size_of(batch)
-    except Exception:  # of a batch without a tensor, say
+    except Exception:  # for example a batch without a tensor
         return 1
 
 
@@ -364,7 +364,7 @@ def limit_of(trainer: L.Trainer, stage: Stage) -> int | float:
 
 
 def limited_batches(loader: Iterable[Any], limit: int | float) -> Iterable[Any]:
-    """As many batches as Lightning would take: a number of them, or a share."""
+    """Limits batches like Lightning, to a number or a share."""
     if isinstance(limit, float):
         return loader if limit == 1.0 else itertools.islice(loader, int(limit * len(loader)))  # type: ignore[arg-type]
     return itertools.islice(loader, limit)
@@ -374,7 +374,7 @@ def _read_batches(batches: Iterable[Any]) -> Iterator[Any]:
     """Yields batches.
 
     Raises:
-        ClientFault: If the data raise an exception, in one process as on another machine.
+        ClientFault: If the data raise an exception, in this process or on another machine.
 
     """
     iterator = iter(batches)
@@ -391,7 +391,7 @@ def _read_batches(batches: Iterable[Any]) -> Iterator[Any]:
 
 @contextmanager
 def _in_stage(trainer: L.Trainer, stage: Stage) -> Iterator[None]:
-    """The Trainer meanwhile says that it validates or tests."""
+    """Context with ``trainer.validating`` or ``trainer.testing`` set."""
     before = exchange_stage(trainer, stage)
     try:
         yield
@@ -400,7 +400,7 @@ def _in_stage(trainer: L.Trainer, stage: Stage) -> Iterator[None]:
 
 
 def _monitored(trainer: L.Trainer) -> dict[str, bool]:
-    """Directions of the values that the user's callbacks monitor: of the clients' values as of their mean."""
+    """Directions of the values monitored by the user's callbacks, for the clients' values and for the mean."""
     return {
         monitored_name(callback.monitor): callback.mode == "max"
         for callback in callbacks_of(trainer)
@@ -409,7 +409,7 @@ def _monitored(trainer: L.Trainer) -> dict[str, bool]:
 
 
 def _collected(module: L.LightningModule) -> dict[str, bool]:
-    """Directions of the metrics in collections: a step logs their values under their names."""
+    """Directions of the metrics in collections: a step logs each metric's value under the metric's name."""
     return {
         name: metric.higher_is_better
         for collection in find_metrics(module)

@@ -1,8 +1,7 @@
 """Federated runs in two processes: shared by the tests of `test_client_parallel.py`, and run as processes there.
 
-A process that serves runs each job in two children of its own (forked, so that the libraries are imported once) which
-find each other as under `torchrun`. What a job returns is in `<folder>/<job>-<rank>.pt` afterwards, what it says in
-`<folder>/<job>-<rank>.log`.
+A serving process runs each job in two forked children, connected as under `torchrun`; forks import the libraries once.
+Each job writes results to `<folder>/<job>-<rank>.pt` and the output to `<folder>/<job>-<rank>.log`.
 
 `python -m tests.backends.client_parallel.parallel_script FOLDER JOB` runs one job with Lightning's own launcher.
 """
@@ -52,7 +51,7 @@ TWO = {"strategy": "client_parallel", "devices": 2}
 SIZES = {"ann": 9, "bob": 22, "cid": 6, "dee": 30, "eve": 13}
 
 
-# --- what the jobs train --------------------------------------------------------------------------------------------
+# --- training modules -----------------------------------------------------------------------------------------------
 
 
 def examples(count, seed):
@@ -135,7 +134,7 @@ class Talkative(Net):
 
 
 class ManyClasses(L.LightningModule):
-    """Twelve classes, of which every client has three."""
+    """Twelve classes, three per client."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +158,7 @@ class ManyClasses(L.LightningModule):
 
 
 class Plain(Aggregator):
-    """A rule as a user would write it: the mean of the clients, kept one by one."""
+    """A user's rule: the mean over the clients, stored one by one."""
 
     def __init__(self):
         self.seen = 0
@@ -186,7 +185,7 @@ class Plain(Aggregator):
 
 
 class Noise(FederatedCallback):
-    """Adds noise to the aggregate, from the global generator, and notes that of the first entry."""
+    """Adds noise to the aggregate, from the global generator, and records the first entry's noise."""
 
     def __init__(self):
         self.drawn = []
@@ -199,7 +198,7 @@ class Noise(FederatedCallback):
 
 
 class Seen(FederatedCallback):
-    """Notes which clients this process trains, and the global model of every round."""
+    """Records this process's clients, and the global model in each round."""
 
     keeps_privacy = True
 
@@ -222,7 +221,7 @@ class Seen(FederatedCallback):
         self.models.append({name: value.clone() for name, value in module.state_dict().items()})
 
 
-# --- jobs: they take a folder and what makes the Trainer parallel, and return what can be compared -------------------
+# --- jobs: functions of a folder and the Trainer's parallel options; the results are comparable ----------------------
 
 
 def train(folder, processes, module, data, rounds=3, callbacks=(), trainer=None, **federation):
@@ -248,7 +247,7 @@ def result(trainer, module, logger=None):
 
 
 def by_round(logger):
-    """What the logger got per round."""
+    """Logged values by round."""
     rounds = {}
     for _, values in logger.lines:
         if "fed/clients" in values or "val_loss" in values or "train_loss" in values or "loss_epoch" in values:
@@ -257,7 +256,7 @@ def by_round(logger):
 
 
 def resumable(run):
-    """A run of `resume_script`, of which there is one for each method with a state."""
+    """A run of `resume_script`: one run for each method with a state."""
 
     def job(folder, processes):
         trainer, module, data = resume_script.prepare(run, folder, "x", **processes)
@@ -275,7 +274,7 @@ def data_clients(trainer):
 
 
 def talkative(folder, processes):
-    """Three of five clients in a round, two validation loaders, and callbacks that monitor."""
+    """Three of five clients in a round, two validation loaders, and callbacks with a monitor."""
     val = {"near": DataLoader(examples(16, 90), 4), "far": DataLoader(examples(24, 91), 4)}
     checkpoint = ModelCheckpoint(folder, "{epoch}", monitor="val_acc/dataloader_idx_1", mode="max", save_top_k=1)
     stop = EarlyStopping("loss_epoch", patience=1, mode="max")
@@ -301,7 +300,7 @@ class Loaders(FederatedDataModule):
 
 
 def worlds(folder, processes):
-    """What a training step sees of the processes."""
+    """The processes as seen by a training step."""
     torch.manual_seed(0)
     module = Talkative()
     trainer = FederatedTrainer(max_rounds=1, **QUIET, **processes)
@@ -325,13 +324,13 @@ class Switched(Net):
 
 
 def switched(folder, processes):
-    """What a client has already depends on visits in other processes."""
+    """A client's known entries depend on visits in other processes."""
     data = FederatedDataModule(clients(), batch_size=4)
     return train(folder, processes, Switched, data, rounds=9, clients_per_round=3)
 
 
 class Skipping(Net):
-    """Ends the visits of all clients but one before their second batch."""
+    """Ends all clients' visits except one before the second batch."""
 
     def on_train_batch_start(self, batch, batch_idx):
         federation = next(each for each in self.trainer.callbacks if isinstance(each, Federation))
@@ -339,16 +338,16 @@ class Skipping(Net):
 
 
 def skipping(folder, processes):
-    """Visits that the module ends, in the middle of a process's share and at its end.
+    """Visits ended by the module, in the middle and at the end of a process's share.
 
-    Steps are not compared: one process alone does not go through the batches that are left of the round's last visit.
+    Steps are not compared: a single process skips the remaining batches of the round's last visit.
     """
     found = train(folder, processes, Skipping, FederatedDataModule(clients(), batch_size=4))
     return {name: value for name, value in found.items() if name != "lines"} | {"steps": 0}
 
 
 def by_batches(folder, processes):
-    """The shares depend on the data alone."""
+    """The shares depend only on the data."""
     if "strategy" in processes:
         processes = {**processes, "strategy": ClientParallelStrategy(balance="batches")}
     return train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4))
@@ -373,7 +372,7 @@ class Broken(TensorDataset):
 
 
 def faults(folder, processes):
-    """A client without data, one whose data raise, one with NaN."""
+    """A client without data, a client with an exception in the data, a client with NaN."""
     data = clients()
     data["cid"] = Broken(*data["cid"].tensors)
     data["dee"].tensors[0][:] = float("nan")
@@ -389,7 +388,7 @@ def limits(folder, processes):
 
 
 class StopOne(L.Callback):
-    """Tells one process alone to stop, in the middle of a round."""
+    """Stops a single process, in the middle of a round."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if (trainer.current_epoch, batch_idx, os.environ.get("LOCAL_RANK", "1")) == (1, 2, "1"):
@@ -402,7 +401,7 @@ def stopped(folder, processes):
 
 
 def counted(folder, processes):
-    """FedSS: requests and rows of a head; what travels is counted."""
+    """FedSS: requests and rows of a head, with a count of sent bytes."""
     report = CommunicationReport()
     torch.manual_seed(0)
     module = ManyClasses()
@@ -423,7 +422,7 @@ def spread_out(folder, processes):
 
 
 def matched(folder, processes):
-    """FedMA: two passes of two rounds, in which clients keep their models at home."""
+    """FedMA: two passes of two rounds, with the models stored at the clients."""
     data = FederatedDataModule(clients(), batch_size=4)
     options = {"clients_per_round": 3, "local_epochs": 2, "method": "fedma", "store": f"{folder}/of-clients"}
     found = train(folder, processes, Net, data, 4, **options)
@@ -432,9 +431,9 @@ def matched(folder, processes):
 
 
 def evaluated_locally(folder, processes):
-    """Fused features; clients are evaluated after their training, in the process that has trained them, and after it.
+    """Fused features; clients are evaluated after training, in the training process and afterwards.
 
-    Each keeps its BatchNorm, which goes into both of its extractors; the operator is made at random in every process.
+    Each client has a personal BatchNorm for both extractors; every process draws the operator at random.
     """
     data = FederatedDataModule(clients(), clients({name: 6 for name in SIZES}), batch_size=4)
     callbacks = [FeatureFusion(at="net.2", network="net"), LocalEvaluation()]
@@ -442,14 +441,14 @@ def evaluated_locally(folder, processes):
 
 
 def evaluated(folder, processes):
-    """Metrics of every kind, whose states the processes join."""
+    """Metrics of every kind, with states joined over the processes."""
     held_out = evaluations.held_out(models.vectors, 1)
     data = FederatedDataModule(models.as_datasets(models.vectors(evaluations.TRAIN)), held_out, batch_size=8)
     return train(folder, processes, evaluations.Classifier, data, 2)
 
 
 def own_statistics(folder, processes):
-    """Clients that look different decide for their own statistics, and are evaluated also without a visit."""
+    """Clients with different images decide for individual statistics, and are evaluated also without a visit."""
     unlike = {
         client: (inputs + 20.0 * place, targets)
         for place, (client, (inputs, targets)) in enumerate(models.vectors(SIZES).items())
@@ -470,7 +469,7 @@ def own_rule(folder, processes):
 
 
 def private_examples(folder, processes):
-    """Examples drawn and noised by a key, accounts that the processes join, and a secure sum."""
+    """Examples drawn and noised by a key, accounts joined over the processes, and a secure sum."""
     private = DPSGD(0.5, 0.8, 1e-3, key_for_tests=7)
     data = FederatedDataModule(clients(), batch_size=4)
     options = {"clients_per_round": 3, "steps": [UniformWeights(), SecureSum(2.0)]}
@@ -534,7 +533,7 @@ class Raise(L.Callback):
 
 
 class Hang(L.Callback):
-    """Keeps the second process from coming to an end of its visit in the second round."""
+    """Blocks the second process in a visit of the second round."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.current_epoch == 1 and os.environ.get("LOCAL_RANK") == "1":
@@ -562,7 +561,7 @@ class Slow(L.Callback):
 
 
 class Stuck(Net):
-    """A training step that hangs, in the first visit of the second process in the second round."""
+    """A blocked training step, in the second process's first visit of the second round."""
 
     def training_step(self, batch, batch_idx):
         if self.trainer.current_epoch == 1 and os.environ.get("LOCAL_RANK") == "1" and not hasattr(self, "has_hung"):
@@ -575,7 +574,7 @@ FOUR = {"clients_per_round": 3, "personal": ["net.4.*"], "method": "fedavgm"}
 
 
 def broken_off(name, callback, timeout=None):
-    """Four rounds of which the last checkpoint is kept, until the callback ends them."""
+    """Four rounds with the last checkpoint stored, until the callback ends the fit."""
 
     def job(folder, processes):
         if timeout is not None:
@@ -588,7 +587,7 @@ def broken_off(name, callback, timeout=None):
 
 
 def after(name):
-    """The rest of these rounds."""
+    """The remaining rounds of :func:`broken_off`."""
 
     def job(folder, processes):
         torch.manual_seed(0)
@@ -607,7 +606,7 @@ def stuck(folder, processes):
 
 
 class Forgetful(FederatedCallback):
-    """Notes something in one process and uses it in all."""
+    """Stores a value in one process and uses the value in all."""
 
     def on_server_receive(self, trainer, module, update):
         self.last = update.client
@@ -617,7 +616,7 @@ class Forgetful(FederatedCallback):
 
 
 class Diverging(FederatedCallback):
-    """Does something else in every process."""
+    """Acts differently in every process."""
 
     def on_server_aggregate(self, trainer, module, state):
         for value in state.values():
@@ -656,7 +655,7 @@ class OwnStore(ClientStore):
 
 
 def refusals(folder, processes):
-    """The errors of what is refused, by name."""
+    """Errors for refused settings, by name."""
     said = {}
 
     def attempt(name, module=Net, callbacks=(), method="fedavg", trainer=None, data=None, **federation):
@@ -709,7 +708,7 @@ JOBS = {
 
 # --- processes ------------------------------------------------------------------------------------------------------
 
-SECONDS = 240  # that a job may take
+SECONDS = 240  # time limit for a job
 
 
 def work(folder, name):
@@ -722,7 +721,7 @@ def work(folder, name):
 
 @contextmanager
 def children(folder, job):
-    """Two processes that work, forked from this one."""
+    """Forks two worker processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -758,7 +757,7 @@ def children(folder, job):
 
 
 def run(folder, job):
-    """A job in two processes; how each ended (exit code, or minus the signal), and after how many seconds."""
+    """Runs a job in two processes; returns each exit code (or minus the signal) and the seconds."""
     started = time.monotonic()
     ended = {}
     with children(folder, job) as pids:
@@ -778,7 +777,7 @@ def run(folder, job):
 
 
 def serve(folder, connection):
-    """Runs the jobs that come over a connection, until it is closed, and answers how their children ended."""
+    """Runs the jobs received from a connection, until closed, and answers with the children's exit codes."""
     with suppress(EOFError):
         while True:
             connection.send(run(folder, connection.recv()))

@@ -1,4 +1,4 @@
-"""Evaluation at clients on other machines: the values of one process, a server without data, clients that fail."""
+"""Evaluation at clients on other machines: the values of one process, a server without data, failing clients."""
 
 import csv
 import logging
@@ -74,7 +74,7 @@ TREATMENTS = ["auto", LocalStatistics(), LocalStatistics("pooled")]
 
 @pytest.mark.parametrize("batch_norm", quick(TREATMENTS, TREATMENTS[:2]), ids=str)
 def test_clients_have_the_statistics_of_one_process(batch_norm, federated_trainer, tmp_path):
-    """Clients that look different: the decision, the clients' scores, and the scores of a client without a visit."""
+    """Clients with different images: the decision, the clients' scores, and the scores of a client without a visit."""
     data = {
         client: (inputs + 20.0 * place, targets)
         for place, (client, (inputs, targets)) in enumerate(models.vectors(TRAIN).items())
@@ -181,7 +181,7 @@ def test_a_half_without_the_callback_says_so(tmp_path, caplog):
 
 
 def test_a_checkpoint_is_evaluated_without_training(tmp_path):
-    """With personal heads, which the clients have kept: they are those of the run."""
+    """With personal heads stored at the clients: equal to the run's heads."""
     held_out = evaluations.held_out(models.vectors, 1)
 
     def federation():
@@ -245,7 +245,7 @@ def test_models_before_they_are_averaged_as_in_one_process(federated_trainer, tm
 
 
 class Refuses(models.Module):
-    """A single example is no batch, for a reason of the step's own or of BatchNorm's."""
+    """Refuses a batch with a single example, in the step or in BatchNorm."""
 
     def __init__(self, has_norm):
         super().__init__(models.mlp())
@@ -290,7 +290,7 @@ class Confusions(models.Module):
 
 
 class Gallery(MemoryLogger):
-    """Keeps the pictures that it is given: (name, picture)."""
+    """Stores logged pictures: (name, picture)."""
 
     def __init__(self):
         super().__init__()
@@ -305,7 +305,7 @@ class Gallery(MemoryLogger):
 
 
 def test_pictures_come_once_of_the_global_model(federated_trainer, tmp_path):
-    """Those of the epoch's end on a server without data too: of all clients' states."""
+    """Also pictures at the epoch's end on a server without data: from all clients' states."""
     here, there = Gallery(), Gallery()
     data, held_out = models.vectors(TRAIN), evaluations.held_out(models.vectors, 1)
     in_process(
@@ -325,7 +325,7 @@ def test_pictures_come_once_of_the_global_model(federated_trainer, tmp_path):
     [("sum", "their scores would not be in the secure sum"), ("noise", "no noise covers their scores")],
 )
 def test_private_federations_evaluate_no_client_and_say_so(step, reason, tmp_path, caplog):
-    """On a server without data, which asks nobody."""
+    """On a server without data, without questions to clients."""
     if step == "noise":
         pytest.importorskip("dp_accounting")
 
@@ -399,7 +399,7 @@ DATA = ROOT.parent / "shared" / "data"
 DRIVES = ["0001TP", "0006R0", "0016E5"]
 
 
-# Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
+# Lightning 2.6 calls a function deprecated in jsonargparse 4.53.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_the_recipe_of_sites(tmp_path, monkeypatch):
