@@ -337,6 +337,7 @@ def main() -> None:
     made.add_argument("--scenes", type=int, default=360, help="generated scenes of all clients together")
     made.add_argument("--side", type=int, default=64, help="pixels of a side of a generated scene")
     made.add_argument("--small", action="store_true", help="a U-Net of three stages from scratch in place of both")
+    made.add_argument("--section", default="", help="name of the written section, for a part of the table")
     arguments = made.parse_args()
     prepare(arguments)
     if arguments.quick:
@@ -361,6 +362,7 @@ def main() -> None:
     flags += "".join(f" --{key} {getattr(arguments, key)}" for key in sizes if getattr(arguments, key) != sizes[key])
     flags += " --data DATA" if "drives" in every else ""
     flags += " --weights WEIGHTS" if "pretrained" in starts else ""
+    flags += f" --names {shlex.join(arguments.names)} --section {arguments.section}" if arguments.section else ""
     rounds = arguments.rounds or " or ".join(f"{ROUNDS[start]} ({start})" for start in starts)
     parts = [
         f"`python benchmarks/appearance.py{flags}{settings}`. {rounds} rounds of"
@@ -380,7 +382,7 @@ def main() -> None:
     if arguments.figures is not None:
         draw(results, arguments.figures / f"{name}.png")
         parts.append(picture(arguments, name, "Mean IoU over clients by treatment of BatchNorm and setting"))
-    write_section(arguments.out, name, "\n\n".join(parts))
+    write_section(arguments.out, arguments.section or name, "\n\n".join(parts))
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ def main() -> None:
     networks = made.add_mutually_exclusive_group()
     networks.add_argument("--deeplab", action="store_true", help="DeepLabV3+ in place of a small U-Net")
     networks.add_argument("--weights", type=Path, help="weights of EfficientNet-Lite0 on ImageNet: a U-Net with them")
+    made.add_argument("--section", default="", help="name of the written section, for a part of the table")
     arguments = made.parse_args()
     prepare(arguments)
     if arguments.quick:
@@ -130,9 +131,10 @@ def main() -> None:
     rows = rows_of(found, retina.names)
     best = [f"{100 * ceiling[name]:.1f}" for name in retina.names]
     rows.append(["second annotator", *best, f"{100 * statistics.fmean(ceiling.values()):.1f}", "", "", "", ""])
+    part = f" --names {' '.join(arguments.names)} --section {arguments.section}" if arguments.section else ""
     header = ["", *retina.names, "mean", "to central", "to recalibrate", "shift", "seeds"]
     text = (
-        f"`python benchmarks/hospitals.py --data DATA{flag} --rounds {arguments.rounds} --out"
+        f"`python benchmarks/hospitals.py --data DATA{flag} --rounds {arguments.rounds}{part} --out"
         " benchmarks/results/hospitals.md`. Vessels of the retina: 20 pictures"
         f" for training of each camera, DRIVE and CHASE, 128 x 128 pixels; {words},"
         f" {arguments.rounds} rounds of {appearance.EPOCHS} local epochs (central and alone: as many epochs), AdamW,"
@@ -140,7 +142,7 @@ def main() -> None:
         " mean ± standard deviation over seeds; differences of the mean over cameras, in points."
         f" {PAIRED} {machine(arguments.threads)}.\n\n{table(header, rows)}"
     )
-    write_section(arguments.out, f"hospitals{network}", text)
+    write_section(arguments.out, arguments.section or f"hospitals{network}", text)
 
 
 if __name__ == "__main__":
