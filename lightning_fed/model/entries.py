@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import State
@@ -223,15 +224,16 @@ def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
     return prefixes
 
 
-def check_entries(module: nn.Module) -> None:
+def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
     """Checks every trained tensor for an entry on the same memory.
 
     Args:
         module: The module, before visits.
+        optimizers: Optimizers with tensors to check as well.
 
     Raises:
-        ValueError: If a layer is lazy, a trained parameter or a running statistic in training mode has no entry, or
-            two entries overlap in memory.
+        ValueError: If a layer is lazy, a trained tensor or a running statistic in training mode has no entry, or two
+            entries share an element in memory.
 
     Example:
         >>> check_entries(nn.LazyLinear(2))
@@ -259,18 +261,50 @@ def check_entries(module: nn.Module) -> None:
             f" {_some(missing)} shares no memory with an entry, and the server would never see it: keep the statistics"
             " in `state_dict`, or put the layer in evaluation mode (`.eval()`)."
         )
-    spans = sorted(
-        (value.untyped_storage().data_ptr(), value.data_ptr(), value.data_ptr() + _extent(value), name)
-        for name, value in _state_tensors(module, slots).items()
-        if _memory(value) is not None
-    )
-    for (storage, _, end, name), (next_storage, start, _, next_name) in pairwise(spans):
-        if storage == next_storage and start < end:
-            raise OptionError(
-                f"Expected every entry of `{owner}.state_dict()` to have memory of its own, but {name!r} and"
-                f" {next_name!r} overlap: save only one of them (`register_buffer(..., persistent=False)`), or tie"
-                " whole tensors."
+    entries = _state_tensors(module, slots)
+    _check_optimizers(owner, optimizers, [*names, *entries.values()])
+    _check_overlaps(owner, entries)
+
+
+def _check_optimizers(owner: str, optimizers: Iterable[Optimizer], saved: Iterable[Tensor]) -> None:
+    known = set(saved)
+    memories = {_memory(tensor) for tensor in known}
+    for optimizer in optimizers:
+        for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
+            if tensor.requires_grad and tensor.numel() and tensor not in known and _memory(tensor) not in memories:
+                raise OptionError(
+                    f"Expected {type(optimizer).__name__} to train tensors with an entry in `{owner}.state_dict()`, but"
+                    f" got a tensor of shape {tuple(tensor.shape)} without an entry, and the server would never see"
+                    " the tensor: make the tensor an `nn.Parameter` of the module, and register layers as attributes"
+                    " or in an `nn.ModuleList`; a criterion with parameters has to be an `nn.Module`."
+                )
+
+
+def _check_overlaps(owner: str, entries: Mapping[str, Tensor]) -> None:
+    storages: dict[int, list[tuple[int, int, str]]] = {}
+    for name, value in entries.items():
+        if _memory(value) is not None:
+            span = value.data_ptr(), value.data_ptr() + _extent(value), name
+            storages.setdefault(value.untyped_storage().data_ptr(), []).append(span)
+    for spans in storages.values():
+        spans.sort()
+        if all(end <= start for (_, end, _), (start, _, _) in pairwise(spans)):
+            continue
+        names = [name for _, _, name in spans]
+        marks = torch.full((max(end for _, end, _ in spans) - spans[0][0],), -1)  # one per byte
+        for number, (start, _, name) in enumerate(spans):
+            value = entries[name]
+            size = value.element_size()
+            place = marks.as_strided(
+                (*value.shape, size), (*(size * stride for stride in value.stride()), 1), start - spans[0][0]
             )
+            if place.max() >= 0:
+                raise OptionError(
+                    f"Expected every entry of `{owner}.state_dict()` to have separate memory, but"
+                    f" {names[int(place.max())]!r} and {name!r} overlap: save only one of them"
+                    " (`register_buffer(..., persistent=False)`), or tie whole tensors."
+                )
+            place.fill_(number)
 
 
 def _extent(value: Tensor) -> int:

@@ -174,7 +174,7 @@ class RoundLoop:
         if self._is_started:
             return
         self._is_started = True
-        check_entries(fit.module)
+        self._check_entries()
         fit.decide_policies(fit.trainer, fit.module)
         check_sliced(fit.module, fit.policies, fit.server.rule, fit.options, fit.reports_statistics)
         if fit.batch_norm != fit.options.batch_norm and fit.trainer.is_global_zero and fit.has_server:
@@ -187,6 +187,10 @@ class RoundLoop:
         fit.note_initial_statistics()
         self._frozen = freeze_parameters(fit.module, fit.policies)
         self._plan_visits()
+
+    def _check_entries(self) -> None:
+        is_plain = self.remote is None and is_one_client(self._partition)  # as in a fit without a federation
+        check_entries(self.fit.module, () if is_plain else self.fit.trainer.optimizers)
 
     def _plan_visits(self) -> None:
         """Plans simultaneous visits."""
@@ -204,7 +208,7 @@ class RoundLoop:
     def _find_new_entries(self) -> bool:
         """Decides policies of added entries; returns whether the module has any."""
         fit = self.fit
-        check_entries(fit.module)
+        self._check_entries()
         has_new = fit.decide_policies(fit.trainer, fit.module)
         if has_new:
             self._frozen += freeze_parameters(fit.module, fit.policies)

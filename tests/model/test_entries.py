@@ -365,6 +365,15 @@ def test_entries_that_overlap_are_refused():
     check_entries(module)
 
 
+def test_entries_between_each_others_elements_are_no_overlap():
+    columns, module = torch.randn(4, 3), nn.Module()
+    module.a, module.b = nn.Parameter(columns[:, 0]), nn.Parameter(columns[:, 1:])
+    check_entries(module)
+    module.register_buffer("c", columns[2:, 2])
+    with pytest.raises(OptionError, match="'b' and 'c' overlap"):
+        check_entries(module)
+
+
 def test_tensors_without_memory_go_by_their_names():
     module = nn.Linear(2, 2, device="meta")
     module.register_buffer("queue", torch.zeros(0))
