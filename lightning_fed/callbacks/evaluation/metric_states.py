@@ -18,10 +18,23 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import (
+    BinaryMatthewsCorrCoef,
+    BinaryNegativePredictiveValue,
     BinaryPrecisionRecallCurve,
+    BinarySpecificity,
+    MulticlassAccuracy,
+    MulticlassHammingDistance,
+    MulticlassMatthewsCorrCoef,
+    MulticlassNegativePredictiveValue,
     MulticlassPrecisionRecallCurve,
+    MulticlassSpecificity,
+    MultilabelMatthewsCorrCoef,
+    MultilabelNegativePredictiveValue,
     MultilabelPrecisionRecallCurve,
+    MultilabelSpecificity,
 )
+from torchmetrics.retrieval import RetrievalFallOut
+from torchmetrics.retrieval.base import RetrievalMetric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 from torchmetrics.wrappers import Running
 from torchmetrics.wrappers.abstract import WrapperMetric
@@ -40,6 +53,16 @@ REASONS = (
 
 _MERGING = {dim_zero_sum, dim_zero_min, dim_zero_max, dim_zero_cat, torch.min, torch.max}
 _CURVES = BinaryPrecisionRecallCurve, MulticlassPrecisionRecallCurve, MultilabelPrecisionRecallCurve
+_CORRELATIONS = BinaryMatthewsCorrCoef, MulticlassMatthewsCorrCoef, MultilabelMatthewsCorrCoef
+# Counts in denominators of metrics without an argument `zero_division`.
+_DENOMINATORS: tuple[tuple[tuple[type[Metric], ...], tuple[str, str]], ...] = (
+    ((BinarySpecificity, MulticlassSpecificity, MultilabelSpecificity), ("tn", "fp")),
+    (
+        (BinaryNegativePredictiveValue, MulticlassNegativePredictiveValue, MultilabelNegativePredictiveValue),
+        ("tn", "fn"),
+    ),
+    ((MulticlassAccuracy, MulticlassHammingDistance), ("tp", "fn")),
+)
 
 
 @dataclass
@@ -144,32 +167,52 @@ def is_updated(metric: Metric) -> bool:
 def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
     """Computes a metric, with NaN for undefined numbers.
 
-    Undefined are all numbers of a metric without a batch, and the area under a curve of a class without positive or
-    negative examples. torchmetrics returns 0 or 1 there.
+    Undefined are all numbers of a metric without a batch, and all numbers with 0 / 0: the recall of a class without
+    examples, the specificity without negatives, the area under a curve without positives or negatives, retrieval
+    without any relevant document. torchmetrics returns 0 or 1 there. An average with an undefined class is undefined.
+
+    The macro average of ``MulticlassAccuracy`` is an exception: torchmetrics averages over the classes with labels or
+    predictions.
 
     Args:
         metric: The metric.
         compute: The method ``compute``.
 
     Example:
-        >>> from torchmetrics.classification import BinaryAUROC
-        >>> metric = BinaryAUROC(thresholds=5)
-        >>> metric.update(torch.tensor([0.2, 0.7]), torch.tensor([1, 1]))
-        >>> compute_measured(metric, metric.compute)
-        tensor(nan)
+        >>> from torchmetrics.classification import BinaryAUROC, BinaryRecall
+        >>> metrics = BinaryAUROC(thresholds=5), BinaryRecall()
+        >>> metrics[0].update(torch.tensor([0.2, 0.7]), torch.tensor([1, 1]))
+        >>> metrics[1].update(torch.tensor([0.2, 0.7]), torch.tensor([0, 0]))
+        >>> [compute_measured(metric, metric.compute) for metric in metrics]
+        [tensor(nan), tensor(nan)]
 
     """
     if not is_updated(metric):
         return torch.tensor(math.nan)
-    undefined = _undefined_classes(metric)
+    undefined = _undefined_numbers(metric)
     if undefined is None or not bool(undefined.any()):
-        return compute()
+        return _compute_twice(metric, compute)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # by torchmetrics, for these classes
         value = compute()
     if isinstance(value, Tensor) and value.shape == undefined.shape:
         return value.masked_fill(undefined.to(value.device), math.nan)
     return as_nan(value)
+
+
+def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
+    """Computes a metric with 0 and with 1 for 0 / 0, if the metric has the choice; different numbers are undefined."""
+    value = compute()
+    fill = getattr(metric, "zero_division", None)
+    if not isinstance(fill, int | float) or not isinstance(value, Tensor):
+        return value
+    computed, metric._computed = metric._computed, None  # noqa: SLF001
+    metric.zero_division = 1 - fill
+    try:
+        other = compute()
+    finally:
+        metric.zero_division, metric._computed = fill, computed  # type: ignore[assignment] # noqa: SLF001
+    return value.masked_fill(value != other, math.nan)
 
 
 class RunningValue(Tensor):
@@ -218,10 +261,38 @@ def as_nan(value: Any) -> Any:
     return apply_to_collection(value, (Tensor, float, int), lambda one: torch.as_tensor(one).float() * math.nan)
 
 
-def _undefined_classes(metric: Metric) -> Tensor | None:
-    """True for classes without positive or negative examples: bool, (classes,); ``None`` without a curve."""
-    if not isinstance(metric, _CURVES):
-        return None
+def _undefined_numbers(metric: Metric) -> Tensor | None:
+    """True for undefined numbers: bool, of the value's shape or (classes,); ``None`` if unknown."""
+    if isinstance(metric, _CURVES):
+        return _undefined_curves(metric)
+    if isinstance(metric, RetrievalMetric):
+        targets = dim_zero_cat(metric.target)
+        return ~(targets < 1 if isinstance(metric, RetrievalFallOut) else targets > 0).any()
+    if isinstance(metric, _CORRELATIONS):
+        counts = torch.as_tensor(metric.confmat).reshape(-1, *metric.confmat.shape[-2:]).sum(0)  # type: ignore[union-attr,operator]
+        return ((counts.sum(0) > 0).sum() < 2) | ((counts.sum(1) > 0).sum() < 2)
+    names = next((names for kinds, names in _DENOMINATORS if isinstance(metric, kinds)), None)
+    return None if names is None else _undefined_ratios(metric, names)
+
+
+def _undefined_ratios(metric: Metric, names: tuple[str, str]) -> Tensor:
+    """True for ratios of counts without a denominator."""
+    counts = {name: dim_zero_cat(metric.metric_state[name]) for name in ("tp", "fp", "tn", "fn")}
+    average = getattr(metric, "average", None)
+    if average == "micro":
+        counts = {name: count.sum(-1) for name, count in counts.items()}
+    undefined = counts[names[0]] + counts[names[1]] == 0
+    if average == "weighted":
+        undefined &= counts["tp"] + counts["fn"] > 0
+    if average == "macro":
+        if isinstance(metric, MulticlassAccuracy | MulticlassHammingDistance):
+            return torch.zeros_like(undefined)
+        undefined &= counts["tp"] + counts["fp"] + counts["fn"] > 0
+    return undefined
+
+
+def _undefined_curves(metric: Metric) -> Tensor:
+    """True for classes without positive or negative examples: bool, (classes,)."""
     state = metric.metric_state
     confusion = state.get("confmat")
     if isinstance(confusion, Tensor):  # (thresholds[, classes], 2, 2)
