@@ -50,7 +50,7 @@ def val_loader(tensors):
 
 @pytest.mark.parametrize("method", [SiloBN(), "silobn:unseen=pooled"])
 def test_silobn_is_the_papers_loop_bit_for_bit(method, federated_trainer):
-    """BatchNorm, dropout, momentum, unequal clients, three of five: what is shared, and what each client has."""
+    """BatchNorm, dropout, momentum, unequal clients, three of five: shared entries, and each client's entries."""
     clients = models.vectors()
     history, own = silobn_reference(
         models.norm_mlp(), clients, cross_entropy, models.momentum, rounds=4, cohort_size=COHORT, seed=SEED, epochs=2
@@ -149,7 +149,7 @@ def test_pooled_statistics_of_the_global_model_are_those_of_recalibration(federa
 
 @pytest.mark.parametrize("unseen", ["batch", "pooled"])
 def test_known_clients_are_evaluated_with_their_own(unseen, federated_trainer):
-    """In rounds, and in `validate`; a client that never trains is served as unseen data are."""
+    """In rounds, and in `validate`; a client without training has the same statistics as unseen data."""
     data = {**models.vectors({"ann": 8, "eve": 11}), "new": models.vectors({"new": 20})["new"]}
     val = {client: val_loader(tensors) for client, tensors in data.items()}
     trainer, module = fit_local(federated_trainer, unseen, val)
@@ -204,7 +204,7 @@ def test_statistics_of_a_batch_are_those_of_training(precision):
 
 
 def test_compiled_models():
-    """Whatever code was compiled before."""
+    """Independent of earlier compiled code."""
     net, inputs = models.norm_mlp(), models.vectors({"a": 9})["a"][0]
     compiled = torch.compile(net, backend="eager")
     compiled.eval()
@@ -246,7 +246,7 @@ def test_share_between_clients_is_that_of_all_values_at_once():
     parts = [
         torch.randn(size, 3, 4, 4, generator=generator) * scale + scale for size, scale in ((5, 1), (9, 3), (2, 0.5))
     ]
-    parts = [torch.cat([part, torch.zeros_like(part[:, :1])], 1) for part in parts]  # a channel that never varies
+    parts = [torch.cat([part, torch.zeros_like(part[:, :1])], 1) for part in parts]  # a constant channel
     reports = []
     for part in parts:
         net = nn.Sequential(nn.BatchNorm2d(4))
@@ -260,7 +260,7 @@ def test_share_between_clients_is_that_of_all_values_at_once():
 
 
 def report_of(*values):
-    """A report as a client sends it, of one layer with one channel."""
+    """Builds a client's report for one layer with one channel."""
     net = nn.Sequential(nn.BatchNorm1d(1))
     statistics = InputStatistics(batch_norm_layers(net))
     with statistics.watching():
@@ -343,7 +343,7 @@ def test_statistics_of_frozen_layers_stay_the_servers(federated_trainer):
 
 
 def test_an_error_before_a_fit_with_fixed_statistics_is_seen(either_trainer):
-    """It was hidden by one of ours."""
+    """An error in the package once hid the original error."""
     module = models.Module(models.norm_mlp())
     module.configure_optimizers = None
     trainer = either_trainer(max_rounds=1, batch_norm=FixedStatistics(1))
