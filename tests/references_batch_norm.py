@@ -99,7 +99,10 @@ def normalised_by_batch(net, inputs):
 
 
 def between_share_reference(inputs_by_client):
-    """Shares of the clients' means and of the clients' variances, the larger mean over channels, from all inputs."""
+    """Shares of the clients' means and of the clients' variances, the larger mean over channels, from all inputs.
+
+    The second share excludes the noise of variances from few values, with a kurtosis of 65.
+    """
     flat = [values.double().movedim(1, -1).reshape(-1, values.shape[1]) for values in inputs_by_client]
     everything = torch.cat(flat)
     means = torch.cat([values.mean(0).expand_as(values) for values in flat])
@@ -107,5 +110,6 @@ def between_share_reference(inputs_by_client):
     total = (everything - everything.mean(0)).square().sum(0)
     spreads = torch.cat([values.var(0, correction=0).expand_as(values) for values in flat])
     of_means = (between / total)[total > 0].mean()
-    of_variances = 1 - spreads.mean(0).square() / spreads.square().mean(0)
+    noise = sum(64 * (1 - len(part) / len(everything)) * part.var(0, correction=0).square() for part in flat)
+    of_variances = 1 - (spreads.mean(0).square() * len(everything) + noise) / spreads.square().sum(0)
     return float(max(of_means, of_variances[total > 0].mean()))

@@ -136,7 +136,8 @@ class Federation(TrainerCallback):
         (texts), the states of ``totals``, ``failed_rounds``, ``chain`` and ``store``, ``initial_statistics`` (tensors;
         empty except with pooled statistics for unseen data), ``unset`` (buffers without values; ``None`` before a fit),
         ``held`` (untrained entries by client), and for BatchNorm the option ``batch_norm`` and the ``decision``
-        (texts), ``num_measured`` and ``model_round`` (ints), ``norm_layers`` (names) and the ``statistics`` behind each
+        (texts), ``num_measured`` and ``model_round`` (ints), ``reports`` before a decision (tensors by client; empty
+        except with one client per round), ``norm_layers`` (names) and the ``statistics`` behind each
         monitored value (texts by name).
 
     Example:
@@ -252,6 +253,19 @@ class Federation(TrainerCallback):
         """Sets the decision of ``batch_norm="auto"`` for the next fit, for example from another fit."""
         self._preset_decision = decision if self.options.batch_norm == "auto" else ""
         self._reset(self._loop.remote)
+
+    def needs_own_statistics(self, module: L.LightningModule) -> bool:
+        """True if clients need their own BatchNorm statistics, because the server does not see a client's statistics.
+
+        So it is for ``batch_norm="auto"`` with secure sums, central privacy or FedSS.
+
+        Args:
+            module: The module, with all layers.
+
+        """
+        callbacks = [callback for callback in self.method.callbacks if isinstance(callback, FederatedCallback)]
+        sliced = [name for callback in callbacks for name in callback.sliced_entries(module)]
+        return self._fit.needs_own_statistics(module, sliced)
 
     @property
     def reports_statistics(self) -> bool:

@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_fed.data.federated import split_loaders
+from lightning_fed.data.federated import copy_loader, split_loaders
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
 from lightning_fed.fit.federated_fit import FederatedFit
@@ -166,7 +166,8 @@ class UnseenData(FederatedCallback):
             "test": (trainer.test_dataloaders, trainer.num_test_batches),
             "predict": (trainer.predict_dataloaders, trainer.num_predict_batches),
         }[stage]
-        loader, limit = split_loaders(loaders)[loader_idx], limits[loader_idx]
+        # Lightning is in the middle of an iteration over the loader.
+        loader, limit = copy_loader(split_loaders(loaders)[loader_idx]), limits[loader_idx]
         batches = itertools.islice(loader, int(limit)) if limit != float("inf") else loader
         self.measure(trainer, module, batches, f"{stage}_step")
 

@@ -114,7 +114,8 @@ class Progress:
 def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[str, Any]]:
     """Trains all unfinished runs, one after another.
 
-    The first run with a decision for ``batch_norm="auto"`` decides for all runs.
+    All runs with ``batch_norm="auto"`` have one treatment: each client's own statistics if a method cannot report
+    statistics (secure sums, central privacy, FedSS), otherwise the decision of the first run with a decision.
 
     Every run has a folder in ``<out>/runs``, with ``result.json`` and the checkpoint ``last.ckpt``. An interrupted run
     continues after the last complete round.
@@ -128,12 +129,12 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
         numbers), ``test`` (numbers on the test data) and ``has_own_models`` (whether clients have personal models).
 
     Raises:
-        MisconfigurationException: If a method does not fit the recipe, a folder holds a run from another recipe, or the
-            metric is not logged.
+        MisconfigurationException: If a method does not fit the recipe, a folder holds a run from another recipe or with
+            another treatment of BatchNorm, or the metric is not logged.
 
     """
     progress = progress or Progress()
-    runs, target = _prepare(plan)
+    runs, target, treatment = _prepare(plan)
     folders = {run: plan.out / "runs" / run.name for run in runs}
     left = [run for run, folder in folders.items() if not (folder / "result.json").exists()]
     if len(left) < len(runs):
@@ -145,7 +146,7 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
             progress.start(f"{number}/{len(runs)} {run}")
             begin = time.perf_counter()
             try:
-                decision = _decision_of(folders.values())
+                decision = treatment or _decision_of(folders.values())
                 rounds = _run(plan, run, folder, target[0], progress, decision)
             except BaseException:
                 progress.end("interrupted")
@@ -162,7 +163,7 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
 
 def load_results(plan: Plan) -> list[dict[str, Any]]:
     """Loads the results of all finished runs, in the form of :func:`run_comparison`."""
-    runs, target = _prepare(plan)
+    runs, target, _ = _prepare(plan)
     folders = [plan.out / "runs" / run.name for run in runs]
     return [_load(folder, target) for folder in folders if (folder / "result.json").exists()]
 
@@ -191,13 +192,14 @@ def _run(plan: Plan, run: Run, folder: Path, monitor: str, progress: Progress, d
     return rounds
 
 
-def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str]]:
-    """Returns the runs, the metric and the mode; finds mistakes before any training."""
+def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str], str]:
+    """Returns the runs, the metric with the mode, and the preset BatchNorm decision; finds mistakes before training."""
     with quiet():
         cli = plan.build(plan.seeds[0])
         trainer: Any = cli.trainer
         for method in plan.methods:
             _check_method(method, cli)
+    decisive = next((method.label for method in plan.methods if _needs_own_statistics(method, cli)), "")
     parts = plan.stragglers or [trainer.federation.options.availability.stragglers]
     every = [
         Run(method, seed, None if method.name == CENTRAL else part)
@@ -208,7 +210,18 @@ def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str]]:
     runs = list(dict.fromkeys(every))  # a centralised run serves all fractions of stragglers
     for run in runs:
         _check_folder(plan, run)
-    return runs, _metric(plan, trainer)
+    if decisive and _decision_of(plan.out / "runs" / run.name for run in runs) == "pooled":
+        raise MisconfigurationException(
+            f"Expected {plan.out} to hold runs in which each client has its own BatchNorm statistics, as {decisive!r}"
+            " requires, but finished runs have pooled statistics: choose another `--out`, or set `batch_norm` in the"
+            " recipe."
+        )
+    return runs, _metric(plan, trainer), "own" if decisive else ""
+
+
+def _needs_own_statistics(method: MethodChoice, cli: FederatedCLI) -> bool:
+    trainer: Any = cli.trainer
+    return method.name != CENTRAL and method.federation(trainer.federation).needs_own_statistics(cli.model)
 
 
 def _check_method(method: MethodChoice, cli: FederatedCLI) -> None:

@@ -351,6 +351,24 @@ def evaluated_client(trainer: L.Trainer) -> Client | None:
     return clients[0] if clients else None
 
 
+def copy_loader(loader: Any) -> Any:
+    """Copies a loader if a second iteration would end a first one, because the worker processes are shared.
+
+    Example:
+        >>> loader = DataLoader([1, 2], num_workers=1, persistent_workers=True)
+        >>> copy_loader(loader).persistent_workers, loader.persistent_workers
+        (False, True)
+
+    """
+    if isinstance(loader, ChainedLoaders):
+        return ChainedLoaders([copy_loader(part) for part in loader.loaders], loader.clients)
+    if not getattr(loader, "persistent_workers", False):
+        return loader
+    copied = copy.copy(loader)
+    vars(copied)["persistent_workers"] = False  # a DataLoader refuses to have the attribute set
+    return copied
+
+
 def split_loaders(data: Any) -> Sequence[Any]:
     """The loaders of a client's evaluation data, which are one loader or a list of them.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import lightning as L
@@ -61,6 +61,7 @@ class FederatedFit:
         batch_norm: The option ``batch_norm``, or its replacement where ``"auto"`` has no choice.
         decision: ``"own"`` or ``"pooled"`` statistics, or empty before the decision.
         num_measured: Number of rounds with reported statistics.
+        reports: The newest report of each client, from rounds with too few reports for the decision.
         model_round: Index of the last round with a new global model; -1 for no round.
         norm_layers: Names of the BatchNorm layers in training mode; ``None`` before the first round.
         served_client: The client with BatchNorm statistics in the module, outside of visits; ``None`` for none.
@@ -91,6 +92,7 @@ class FederatedFit:
         self.batch_norm: BatchNormOption = options.batch_norm
         self.decision = ""
         self.num_measured, self.model_round = 0, -1
+        self.reports: dict[Client, State] = {}
         self.norm_layers: list[str] | None = None
         self.served_client: Client | None = None
         self._population: Population | None = None
@@ -221,14 +223,18 @@ class FederatedFit:
         sliced = {name for callback in federated_callbacks(trainer) for name in callback.sliced_entries(module)}
         options, known = self.options, self.policies
         if options.batch_norm == "auto" and not known:
-            has_hidden_updates = bool(sliced) or self.server.chain.reveals != "update"
-            self.batch_norm = LocalStatistics() if has_hidden_updates and batch_norm_statistics(module) else "auto"
+            self.batch_norm = LocalStatistics() if self.needs_own_statistics(module, sliced) else "auto"
         policies = decide_policies(module, options.personal, options.frozen, self.batch_norm, sliced)
         new = {name: policy for name, policy in policies.items() if name not in known}
         if self.unset is None or known:  # a resumed fit knows them: by then they may have values
             self.unset = unset_buffers(module, new) | (self.unset or frozenset())
         self.policies = {**freeze_unset(new, self.unset), **known}
         return True
+
+    def needs_own_statistics(self, module: L.LightningModule, sliced: Collection[str]) -> bool:
+        """True if ``batch_norm="auto"`` has no choice, because the server does not see a client's statistics."""
+        has_hidden_updates = bool(sliced) or self.server.chain.reveals != "update"
+        return self.options.batch_norm == "auto" and has_hidden_updates and bool(batch_norm_statistics(module))
 
     def note_initial_statistics(self) -> None:
         """Keeps the statistics with which clients start, before the first round's take their place in the module."""
@@ -261,9 +267,14 @@ class FederatedFit:
         """Counts a round with reported BatchNorm statistics."""
         self.num_measured += 1
 
+    def collect_reports(self, reports: Iterable[tuple[Client, State]]) -> list[tuple[Client, State]]:
+        """Adds reports of a round to the collected ones; returns the newest report of each client."""
+        self.reports |= dict(reports)
+        return list(self.reports.items())
+
     def decide(self, decision: str) -> None:
         """Records the decision between own and pooled statistics."""
-        self.decision = decision
+        self.decision, self.reports = decision, {}
 
     def note_warning(self, subject: str) -> bool:
         """Notes that the log warns of something; returns whether it does so for the first time in the fit."""
@@ -299,6 +310,11 @@ class FederatedFit:
             "batch_norm": repr(self.options.batch_norm),
             "decision": self.decision,
             "num_measured": self.num_measured,
+            # Names as Python has them: NumPy's do not load with `weights_only=True`.
+            "reports": {
+                str(client) if isinstance(client, str) else int(client): report
+                for client, report in self.reports.items()
+            },
             "model_round": self.model_round,
             "norm_layers": self.norm_layers,
             "unset": None if self.unset is None else sorted(self.unset),
@@ -310,7 +326,7 @@ class FederatedFit:
         self.round_log.load_state_dict(state["totals"])
         self.initial_statistics = state.get("initial_statistics", {})  # not in checkpoints of older versions
         self.decision = state.get("decision", "") if self.options.batch_norm == "auto" else ""
-        self.num_measured = state.get("num_measured", 0)
+        self.num_measured, self.reports = state.get("num_measured", 0), state.get("reports", {})
         self.model_round, self.norm_layers = state.get("model_round", self.rounds - 1), state.get("norm_layers")
         unset = state.get("unset")
         self.unset = None if unset is None else frozenset(unset)
@@ -320,7 +336,7 @@ class FederatedFit:
         self.rounds, self.round_log, self.number = fit.rounds, fit.round_log, fit.number + 1
         self.initial_statistics, self.unset = fit.initial_statistics, fit.unset
         self.decision, self.num_measured, self.model_round = fit.decision, fit.num_measured, fit.model_round
-        self.norm_layers = fit.norm_layers
+        self.norm_layers, self.reports = fit.norm_layers, fit.reports
 
     # What follows from the options
 

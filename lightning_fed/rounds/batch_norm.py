@@ -38,7 +38,7 @@ from lightning_fed.model.batch_norm import find_bad_statistics, limit_counts, re
 from lightning_fed.model.batch_norm import pool_statistics as pool_statistics
 from lightning_fed.model.batches import BatchKey, find_inputs
 from lightning_fed.model.entries import BatchNorm
-from lightning_fed.rule import Aggregator, TolerantAggregator, model_of
+from lightning_fed.rule import Aggregator, ResizingAggregator, TolerantAggregator, model_of
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Visit
 
@@ -235,58 +235,79 @@ def pool_reports(
     if counted != reported:
         limited = limit_counts([report for _, report in measured], reported, counted)
         measured = [(client, report) for (client, _), report in zip(measured, limited, strict=True)]
-    reports = [(model_of(server.rule, client), report) for client, report in measured]
-    of_global = [report for model, report in reports if model is None] or [report for _, report in reports]
+    groups = _group_by_model(server.rule, measured)
+    of_global = groups[0][1] if groups and groups[0][0] is None else [report for _, report in measured]
     if isinstance(fit.batch_norm, LocalStatistics) and fit.batch_norm.measured == "visit":
         _write_statistics(local.entries, local.personal, of_global, layers, server.rule)
         local.keep_server_entries()
     else:
         _write_statistics(local.entries, local.shared, of_global, layers, server.rule)
-    groups = [of_global]
-    models = {id(model): model for model, _ in reports if model is not None}
-    for model in models.values():
-        of_model = [report for measured_model, report in reports if measured_model is model]
-        _write_statistics(model, local.shared, of_model, layers, server.rule)
-        groups.append(of_model)
-    if models and not any(model is None for model, _ in reports):
-        groups = groups[1:]  # the global model serves no client: differences between clusters do not matter
-    return _record_shift(fit, groups, layers)
+    for model, reports in groups:
+        if model is not None:
+            _write_statistics(model, local.shared, reports, layers, server.rule)
+    return _record_shift(fit, measured, layers)
+
+
+def _group_by_model(
+    rule: Aggregator, measured: Sequence[tuple[Client, State]]
+) -> list[tuple[State | None, list[State]]]:
+    """Models of clusters with the reports of their clients; first the global model (``None``) if a client has none."""
+    groups: dict[int, tuple[State | None, list[State]]] = {}
+    for client, report in measured:
+        model = model_of(rule, client)
+        groups.setdefault(id(model), (model, []))[1].append(report)
+    return sorted(groups.values(), key=lambda group: group[0] is not None)
+
+
+def _tolerated(rule: Aggregator, reports: Sequence[State]) -> int:
+    return rule.tolerated(len(reports)) if isinstance(rule, TolerantAggregator) else 0
+
+
+def _find_shift(
+    rule: Aggregator, measured: Sequence[tuple[Client, State]], layers: Iterable[str]
+) -> tuple[str, float | None]:
+    """The layer with the largest shift between clients with the same model, and the shift."""
+    groups = [reports for _, reports in _group_by_model(rule, measured)]
+    by_layer = {
+        name: [shift_between(reports, name, _tolerated(rule, reports)) for reports in groups] for name in layers
+    }
+    shifts = {name: max(known) for name, found in by_layer.items() if (known := [x for x in found if x is not None])}
+    largest = max(shifts, key=lambda name: shifts[name], default="")
+    return largest, shifts.get(largest)
 
 
 def _record_shift(
-    fit: FederatedFit, groups: Sequence[Sequence[Mapping[str, Tensor]]], layers: Iterable[str]
+    fit: FederatedFit, measured: Sequence[tuple[Client, State]], layers: Sequence[str]
 ) -> dict[str, float]:
-    """Decides on the reports of a round, of one group per model; returns the numbers for the log."""
+    """Decides on the reports of a round; returns the numbers for the log."""
     rule = fit.server.rule
-    shifts: dict[str, float] = {}
-    for name in layers:
-        for reports in groups:
-            tolerated = rule.tolerated(len(reports)) if isinstance(rule, TolerantAggregator) else 0
-            shift = shift_between(reports, name, tolerated)
-            if shift is not None:
-                shifts[name] = max(shift, shifts.get(name, 0.0))
-    largest = max(shifts, key=lambda name: shifts[name], default="")
+    largest, shift = _find_shift(rule, measured, layers)
     if fit.batch_norm == "auto" and not fit.decision:
-        decide_statistics(fit, largest, shifts.get(largest), sum(map(len, groups)))
-    if not shifts:
+        if shift is None and not isinstance(rule, ResizingAggregator):  # reports of other widths do not compare
+            measured = fit.collect_reports(measured)
+            largest, shift = _find_shift(rule, measured, layers)
+        decide_statistics(fit, largest, shift, len(measured))
+    if shift is None:
         return {}
-    if fit.batch_norm == "recalibrate" and shifts[largest] > LARGE_SHIFT and fit.note_warning("shift"):
+    if fit.batch_norm == "recalibrate" and shift > LARGE_SHIFT and fit.note_warning("shift"):
         _log.warning(
             "The clients' data differ so much that pooled BatchNorm statistics may fit none of them: of the variance of"
             " the inputs of BatchNorm layer %r %.0f %% lies between the clients, and the global model can score far"
             " below what its weights are worth. batch_norm=LocalStatistics() gives every client statistics of its own;"
             " `lightning_fed.modules.to_group_norm` (norm='group' of the ready tasks) does without statistics.",
             largest,
-            100 * shifts[largest],
+            100 * shift,
         )
-    return {"fed/batch_norm_shift": shifts[largest]}
+    return {"fed/batch_norm_shift": shift}
 
 
 def decide_statistics(fit: FederatedFit, layer: str, shift: float | None, num_reports: int) -> None:
     """Decides, once in a fit, whether clients have their own BatchNorm statistics or share pooled ones.
 
     The first round with reports decides; the second one if fewer than half of the cohort have reported in the first.
-    At least two clients must report, and at least ``min_clients``.
+    At least two clients must report, and at least ``min_clients``. In rounds with one report the clients' newest
+    reports are collected until two clients have reported: the reports then belong to models of different rounds, and
+    the shift includes the change of the weights between the rounds. The log states once that the decision is open.
 
     Args:
         fit: The fit, in a round.
@@ -311,6 +332,13 @@ def decide_statistics(fit: FederatedFit, layer: str, shift: float | None, num_re
             text,
         )
         fit.decide(decision)
+    elif fit.note_warning("undecided"):
+        _log.info(
+            "The choice between own and pooled BatchNorm statistics is open after %d reports: a decision needs reports"
+            " of %d clients, in the first round of half the clients. Until then the latest reports serve all clients.",
+            num_reports,
+            max(2, fit.server.min_clients),
+        )
     fit.count_reports()
 
 
@@ -557,13 +585,12 @@ def measure_statistics(
 def _write_statistics(
     entries: State,
     shared: Sequence[str],
-    reports: Sequence[Mapping[str, Tensor]],
+    reports: Sequence[State],
     layers: Iterable[str],
     rule: Aggregator,
 ) -> None:
     for name in layers:
-        tolerated = rule.tolerated(len(reports)) if isinstance(rule, TolerantAggregator) else 0
-        pooled = pool_statistics(reports, name, tolerated)
+        pooled = pool_statistics(reports, name, _tolerated(rule, reports))
         prefix = f"{name}." if name else ""
         if pooled is not None and f"{prefix}running_mean" in shared:
             entries[f"{prefix}running_mean"].copy_(pooled[0])

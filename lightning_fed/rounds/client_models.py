@@ -175,7 +175,7 @@ class ClientModels:
             with self._counting() as answers, seeded_generators():
                 if self._remote is not None:
                     question = {**question, "callback": type(callback).__name__, "own": own}
-                    question["statistics_round"] = fit.statistics_round
+                    question |= {"statistics_round": fit.statistics_round, "decision": fit.decision}
                     for client, answer in self._remote.ask(fit, question, visits, send):
                         if isinstance(answer, str):
                             answers.failed[client] = answer

@@ -114,6 +114,19 @@ def test_known_clients_are_evaluated_with_their_statistics(federated_trainer):
 # --- the decision -----------------------------------------------------------------------------------------------------
 
 
+class Decisions(FederatedCallback):
+    """The decision after each round, with the clients of the round."""
+
+    def __init__(self):
+        self.clients, self.decisions = [], []
+
+    def on_client_end(self, trainer, module, client, update):
+        self.clients.append(client)
+
+    def on_server_round_end(self, trainer, module, is_new):
+        self.decisions.append(trainer.federation.batch_norm_decision)
+
+
 @pytest.mark.parametrize(("offset", "decision"), [(0.0, "pooled"), (20.0, "own")])
 def test_the_default_decides_once(offset, decision, federated_trainer, caplog):
     """The weights are those of "recalibrate" bit for bit, and so is the whole model where statistics are pooled."""
@@ -264,17 +277,15 @@ def test_a_client_that_cannot_measure_is_served_by_its_batch(federated_trainer, 
         (1, ROUNDS, 5, [False, False]),
     ],
 )
-def test_rounds_that_decide(failing, rounds, min_clients, decided, federated_trainer, monkeypatch):
-    clients = unlike()
+def test_rounds_that_decide(failing, rounds, min_clients, decided, federated_trainer, monkeypatch, caplog):
+    """The log states once that a decision is open."""
+    clients, seen = unlike(), Decisions()
     Fails(monkeypatch, list(clients)[:failing], range(rounds))
-    seen = []
-
-    class Decisions(FederatedCallback):
-        def on_server_round_end(self, trainer, module, is_new):
-            seen.append(trainer.federation.batch_norm_decision == "own")
-
-    fit(federated_trainer, clients, max_rounds=2, faults=Faults(min_clients=min_clients), callbacks=[Decisions()])
-    assert seen == decided
+    faults = Faults(min_clients=min_clients)
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        fit(federated_trainer, clients, max_rounds=2, faults=faults, callbacks=[seen])
+    assert seen.decisions == ["own" if is_decided else "" for is_decided in decided]
+    assert sum("statistics is open" in message for message in caplog.messages) == (not decided[0])
 
 
 @pytest.mark.parametrize(("method", "decision"), [("fedavg", "own"), ("trimmed_mean:num_malicious=1", "pooled")])
@@ -284,6 +295,43 @@ def test_clients_that_a_robust_rule_trims_do_not_decide(method, decision, federa
     clients["eve"] = (clients["eve"][0] + 50.0, clients["eve"][1])
     trainer, *_ = fit(federated_trainer, clients, max_rounds=1, method=method)
     assert trainer.federation.batch_norm_decision == decision
+
+
+@pytest.mark.parametrize("method", ["median", "trimmed_mean", "geometric_median"])
+@pytest.mark.parametrize(("offset", "decision"), [(0.0, "pooled"), (20.0, "own")])
+def test_robust_rules_decide_with_an_unknown_number_of_malicious_clients(method, offset, decision, federated_trainer):
+    trainer, *_ = fit(federated_trainer, unlike(offset=offset), max_rounds=1, method=method)
+    assert trainer.federation.batch_norm_decision == decision
+
+
+@pytest.mark.parametrize(("offset", "decision"), [(0.0, "pooled"), (20.0, "own")])
+def test_rounds_with_one_client_decide_once_two_have_reported(offset, decision, federated_trainer, caplog, tmp_path):
+    """Also in a resumed fit."""
+    clients, seen = unlike(offset=offset), Decisions()
+    options = {"clients_per_round": 1, "seed": 0}
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        _, whole, _ = fit(federated_trainer, clients, callbacks=[seen], **options)
+    second = next(number for number, client in enumerate(seen.clients) if client != seen.clients[0])
+    assert second < ROUNDS - 1
+    assert seen.decisions == [""] * second + [decision] * (ROUNDS - second)
+    assert sum("open after 1 reports" in message for message in caplog.messages) == 1
+    assert len(decisions(caplog)) == 1
+    first, *_ = fit(federated_trainer, clients, max_rounds=second, **options)
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    resumed, again = models.Module(models.norm_mlp(), models.momentum), Decisions()
+    trainer = federated_trainer(max_rounds=ROUNDS, callbacks=[again], **options)
+    data = FederatedDataModule(models.as_datasets(clients))
+    trainer.fit(resumed, datamodule=data, ckpt_path=tmp_path / "first.ckpt", **loading(True))
+    assert again.decisions == seen.decisions[second:]
+    assert_same(state_of(whole), state_of(resumed))
+
+
+def test_the_treatment_of_a_method_replaces_the_default(federated_trainer, caplog):
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        trainer, *_ = fit(federated_trainer, unlike(), max_rounds=1, method="silobn")
+    assert trainer.federation.options.batch_norm == LocalStatistics(measured="visit")
+    assert trainer.federation.batch_norm_decision == ""
+    assert not decisions(caplog)
 
 
 @pytest.mark.parametrize(("is_far", "decision"), [(False, "pooled"), (True, "own")])
@@ -313,16 +361,11 @@ def test_fedma_decides_after_its_last_stage(federated_trainer):
     clients = {
         name: (inputs + 20.0 * place, targets) for place, (name, (inputs, targets)) in enumerate(fits.parts().items())
     }
-    seen = []
-
-    class Decisions(FederatedCallback):
-        def on_server_round_end(self, trainer, module, is_new):
-            seen.append(trainer.federation.batch_norm_decision)
-
+    seen = Decisions()
     module = models.Module(fits.norm_net(), models.momentum)
-    trainer = federated_trainer(max_rounds=3, method="fedma", callbacks=[Decisions()], seed=SEED)
+    trainer = federated_trainer(max_rounds=3, method="fedma", callbacks=[seen], seed=SEED)
     trainer.fit(module, datamodule=fits.data_of(clients))
-    assert seen == ["", "", "own"]
+    assert seen.decisions == ["", "", "own"]
     states = [trainer.federation.client_state(client) for client in clients]
     assert states[0]["net.1.running_mean"].shape == module.net[1].running_mean.shape
     assert not torch.equal(states[0]["net.1.running_mean"], states[1]["net.1.running_mean"])
@@ -415,6 +458,23 @@ def test_statistics_of_data_without_a_client(unseen, federated_trainer):
         outputs = [normalised_by_batch(net, x) if unseen == "batch" else net.eval()(x) for x, _ in loader]
     expected = F.cross_entropy(torch.cat(outputs), targets).item()
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+def test_a_measured_loader_with_persistent_workers_is_evaluated_whole(federated_trainer):
+    """One loader, and the loaders of two clients."""
+    clients = unlike()
+    trainer, module, _ = fit(federated_trainer, clients, batch_norm=LocalStatistics("data"), max_rounds=1)
+    data = TensorDataset(*models.vectors({"new": 24})["new"])
+
+    def scores(**options):
+        loader = DataLoader(data, 8, **options)
+        by_client = FederatedDataModule(models.as_datasets(clients), {"new": loader, "other": loader})
+        (alone,) = trainer.validate(module, loader, verbose=False)
+        (joint,) = trainer.validate(module, datamodule=by_client, verbose=False)
+        return alone, joint
+
+    assert scores(num_workers=1, persistent_workers=True) == scores()
 
 
 def test_monitoring_the_global_model_is_warned_of_once(federated_trainer, tmp_path, caplog):

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fed import FederatedDataModule, Federation, FixedStatistics, LocalStatistics
 from lightning_fed.algorithms import FixBN, SiloBN
 from lightning_fed.errors import OptionError
-from lightning_fed.model.batch_norm import InputStatistics, batch_norm_layers, shift_between
+from lightning_fed.model.batch_norm import InputStatistics, batch_norm_layers, pool_statistics, shift_between
 from lightning_fed.modules import UnseenStatistics
+from lightning_fed.rounds.batch_norm import LARGE_SHIFT, own_statistics
 from tests import models
 from tests.recorders import Recorder, assert_same, state_of
 from tests.references_batch_norm import (
@@ -272,15 +273,51 @@ def report_of(*values):
     ("reports", "num_malicious", "shift"),
     [
         ([(0, 2), (4, 6, 8)], 0, (2 * 9 + 3 * 4) / (5 * 8)),
-        ([(-1, 1), (-3, 3)], 0, (2 * 4**2 + 2 * 4**2) / (2 * 1 + 2 * 81)),  # variances 1 and 9
+        # Variances 1 and 9, without the noise of a variance from 1,000 values.
+        ([(-1, 1) * 500, (-3, 3) * 500], 0, (4**2 + 4**2) / (1 + 81) - 64 / 2 / 1000),
         ([(0, 2), (0, 2)], 0, 0.0),
         ([(0, 2), (0, 2), (0, 2), (100, 300)], 1, 0.0),
-        ([(0, 2), (50, 90), (100, 300)], 1, None),
     ],
 )
 def test_shift_by_hand(reports, num_malicious, shift):
     found = shift_between([report_of(*values) for values in reports], "0", num_malicious)
-    assert found == (None if shift is None else pytest.approx(shift, rel=1e-6))
+    assert found == pytest.approx(shift, rel=1e-6)
+
+
+def test_pooled_and_own_statistics_by_hand():
+    """The worked example: inputs 0 and 2 in one client; 4, 6 and 8 in the other one."""
+    reports = [report_of(0, 2), report_of(4, 6, 8)]
+    assert [float(report["batch_norm:0:count"]) for report in reports] == [2, 3]
+    assert [value.item() for value in pool_statistics(reports, "0")] == pytest.approx([4, 10])
+    statistics = [[value.item() for value in own_statistics(report).values()] for report in reports]
+    assert statistics == [pytest.approx([1, 2]), pytest.approx([6, 4])]
+
+
+@pytest.mark.parametrize("size", [10, 50, 200, 1000])
+def test_equal_clients_with_rare_large_values_have_a_small_shift(size):
+    """Fifty channels, each with 2 % non-zero values."""
+    generator = torch.Generator().manual_seed(0)
+    is_large = torch.rand(6, size, 50, generator=generator) < 0.02
+    inputs = torch.where(is_large, 5 * torch.randn(6, size, 50, generator=generator).abs(), 0.0)
+    reports = []
+    for part in inputs:
+        net = nn.Sequential(nn.BatchNorm1d(50))
+        statistics = InputStatistics(batch_norm_layers(net))
+        with statistics.watching():
+            net(part)
+        reports.append(statistics.as_extras())
+    assert shift_between(reports, "0") < LARGE_SHIFT
+
+
+@pytest.mark.parametrize(("count", "num_remaining"), [(2, 2), (3, 3), (4, 2), (5, 3), (8, 4)])
+def test_half_of_the_values_remain_under_any_number_of_malicious_clients(count, num_remaining):
+    """Equal clients, whose means are 0, 1, 4, 9, ..."""
+    reports = [report_of(place**2 - 1, place**2 + 1) for place in range(count)]
+    found = shift_between(reports, "0", (count - 1) // 2 or 1)
+    first = (count - num_remaining) // 2
+    means = torch.arange(first, first + num_remaining).double().square()
+    between = means.var(correction=0)
+    assert found == pytest.approx(float(between / (1 + between)))
 
 
 @pytest.mark.parametrize("offset", [0.0, 20.0])

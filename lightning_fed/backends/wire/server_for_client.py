@@ -311,6 +311,7 @@ class RemoteServerSide(RemoteSide):
             if callback is None:
                 raise ClientFault(f"its half has no callback {str(name)[:100]!r}, which is asked")
             state = round.server_half.ask(Request(visit.client)).state
+            round.fit.decide("own" if question.get("decision") == "own" else "")
             if question.get("own"):
                 measured = question.get("statistics_round")
                 measured = measured if type(measured) is int and measured >= 0 else None
