@@ -213,8 +213,7 @@ def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str], str]:
     if decisive and _decision_of(plan.out / "runs" / run.name for run in runs) == "pooled":
         raise MisconfigurationException(
             f"Expected {plan.out} to hold runs in which each client has its own BatchNorm statistics, as {decisive!r}"
-            " requires, but finished runs have pooled statistics: choose another `--out`, or set `batch_norm` in the"
-            " recipe."
+            " requires, but finished runs have pooled statistics: choose another `--out`."
         )
     return runs, _metric(plan, trainer), "own" if decisive else ""
 

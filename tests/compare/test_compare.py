@@ -623,6 +623,19 @@ def test_all_methods_have_one_treatment_of_batch_norm(tmp_path):
     assert result(tmp_path / "out", "fairavg_0_0")["batch_norm_decision"] == other
 
 
+def test_a_method_without_reports_decides_for_all_methods(tmp_path, capsys):
+    """FedSS has own statistics in each fit, and FedAvg alone would pool."""
+    (tmp_path / "own.yaml").write_text(OWN.replace("schedulers: true", "num_classes: 3"))
+    methods = "fedavg,fedss:num_negatives=1"
+    compare("own.yaml", "--methods", "fedavg", "--out", "alone", *ONE_ROUND)
+    assert result(tmp_path / "alone", "fedavg_0_0")["batch_norm_decision"] == "pooled"
+    with pytest.raises(SystemExit):
+        compare("own.yaml", "--methods", methods, "--out", "alone", *ONE_ROUND)
+    assert "as 'fedss:num_negatives=1' requires, but finished runs have pooled statistics" in capsys.readouterr().err
+    compare("own.yaml", "--methods", methods, "--out", "both", *ONE_ROUND)
+    assert result(tmp_path / "both", "fedavg_0_0")["batch_norm_decision"] == "own"
+
+
 def test_labels_that_look_alike_as_folders(with_options, capsys):
     with pytest.raises(SystemExit):
         compare("own.yaml", "--methods", "fedper:head=head*?", "--out", with_options[0], *ONE_ROUND)

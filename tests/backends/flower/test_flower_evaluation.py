@@ -16,11 +16,13 @@ from lightning_fed import Federation, LocalStatistics
 from lightning_fed.algorithms import FedPer
 from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.transport import FlowerTransport
+from lightning_fed.backends.wire import server_for_client
 from lightning_fed.backends.wire.server import run_server
 from lightning_fed.callbacks import ClientEvaluation, LocalEvaluation, SiteMatrix
 from lightning_fed.cli.recipe_halves import read_recipe
 from lightning_fed.errors import ClientFault
 from lightning_fed.privacy import SecureSum
+from lightning_fed.rounds import batch_norm
 from lightning_fed.steps import MaxSamples
 from tests import evaluations, models
 from tests.backends.flower.grids import FakeGrid
@@ -93,6 +95,35 @@ def test_clients_have_the_statistics_of_one_process(batch_norm, federated_traine
     assert numbers_of(remote, "fed/val", "client/", "fed/batch_norm") == pytest.approx(expected, rel=1e-5)
     decisions = {fitted.callbacks[0].batch_norm_decision for fitted in (trainer, remote)}
     assert decisions == {"own" if batch_norm == "auto" else ""}
+
+
+def test_a_client_without_a_measurement_has_the_statistics_of_one_process(federated_trainer, tmp_path, monkeypatch):
+    """Evaluation with the statistics of the batch."""
+    measure = batch_norm.client_statistics
+
+    def failing(trainer, module, population, visit, *arguments):
+        if visit.client == "bob":
+            raise ValueError("no measurement")
+        return measure(trainer, module, population, visit, *arguments)
+
+    for module in (batch_norm, server_for_client):
+        monkeypatch.setattr(module, "client_statistics", failing)
+    data = {
+        client: (inputs + 20.0 * place, targets)
+        for place, (client, (inputs, targets)) in enumerate(models.vectors(TRAIN).items())
+    }
+    held_out = {client: DataLoader(TensorDataset(*tensors), len(tensors[0])) for client, tensors in data.items()}
+
+    def federation():
+        return Federation(seed=3)
+
+    _, trainer = in_process(federated_trainer, norm_module, data, federation(), 1, [ClientEvaluation()], held_out)
+    _, remote, *_ = on_flower(
+        tmp_path, norm_module, data, federation, 1, lambda: [ClientEvaluation()], held_out=held_out
+    )
+    assert remote.callbacks[0].batch_norm_decision == "own"
+    expected = numbers_of(trainer, "fed/val", "client/")
+    assert numbers_of(remote, "fed/val", "client/") == pytest.approx(expected, rel=1e-5)
 
 
 def test_lightnings_callbacks_need_not_know_of_clients(tmp_path):
