@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset
+from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import FederatedDataModule
@@ -21,12 +22,21 @@ class Scored(models.Module):
     def __init__(self):
         super().__init__(models.mlp())
         self.acc = MulticlassAccuracy(models.CLASSES)
+        self.mean, self.last = MeanMetric(), MeanMetric()
 
     def validation_step(self, batch, batch_idx):
         outputs = self(batch[0])
         self.acc(outputs, batch[1])
         self.log("val_loss", F.cross_entropy(outputs, batch[1]))
+        losses = F.cross_entropy(outputs, batch[1], reduction="none")
+        self.mean(losses)
+        self.last.update(losses)
         self.log("val_acc", self.acc)
+        self.log("val_mean", self.mean)
+
+    def on_validation_epoch_end(self):
+        self.log("val_last", self.last.compute())
+        self.last.reset()
 
 
 class Forged(ClientEvaluation):
@@ -73,7 +83,32 @@ def support_of(update):
     update.extras["support"][:] = 1e9
 
 
+def weightless(update):
+    """A sum of zero for more examples than all other clients have."""
+    update.num_samples = 10**12
+    loss_of(0.0, 1e12, 0.0)(update)
+
+
+def mean_of(number, metric="mean", flags=None):
+    """A state, without its value or with the flag for values that do not follow from states."""
+
+    def forge(update):
+        for name in [name for name in update.extras if name.startswith(f"state|{metric}|mean_value")]:
+            update.extras[name] = torch.full_like(update.extras[name], number)
+        if metric == "mean":
+            value = update.extras.pop("value||val_mean")
+            if flags is not None:
+                update.extras[f"value|{flags}|val_mean"] = value
+
+    return forge
+
+
 FORGERIES = {
+    "many examples with a sum of zero": (weightless, 0, "it has 1000000000000 examples, the median of 3 clients is"),
+    "a state without its value": (mean_of(-1e9), 0, "it has logged a name without a value"),
+    "a flag that most clients do not send": (mean_of(9.0, flags="m"), 0, "and its sums and states give"),
+    "a state that the epoch's end reads": (mean_of(-1e9, "last"), 0, "its value of metric 'last' is"),
+    "an infinite state": (mean_of(math.inf, "last"), 0, "its value of metric 'last' is inf"),
     "a sum that disagrees with its value": (loss_of(-50.0, 1.0), 0, "its sums and states give -50"),
     "a negative loss": (loss_of(-50.0, 1.0, -50.0), 0, "its value of 'val_loss' is -50"),
     "a small negative loss": (loss_of(-1.0, 1.0, -1.0), 0, "its value of 'val_loss' is -1"),
@@ -125,7 +160,10 @@ def test_validation_data_that_raise_exclude_their_client(federated_trainer, capl
     assert "its data raised OSError" in caplog.text
 
 
-class Endless(Scored):
+class Endless(models.Module):
+    def __init__(self):
+        super().__init__(models.mlp())
+
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", -math.inf)
 
@@ -152,6 +190,21 @@ def test_an_infinite_value_of_all_clients_is_no_value(federated_trainer):
 def test_clients_that_differ_are_no_outliers(values):
     reports = {client: EvaluationReport(9, values={"val_loss": value}) for client, value in values.items()}
     assert find_outliers(reports) == {}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "trained", "excluded"),
+    [
+        ((10, 12, 9000), {}, []),  # one large client
+        ((10, 12, 9000), {"ann": 90, "bob": 80, "cid": 70_000}, []),
+        ((10, 12, 100), {"ann": 5, "bob": 5, "cid": 5}, []),  # few examples for training
+        ((10, 12, 900), {"cid": 40}, ["cid"]),
+        ((10, 12, 10**5), {"cid": 10**12}, ["cid"]),
+    ],
+)
+def test_examples_are_bounded_by_training_and_by_the_other_clients(numbers, trained, excluded):
+    reports = {client: EvaluationReport(number) for client, number in zip(("ann", "bob", "cid"), numbers, strict=True)}
+    assert list(find_outliers(reports, trained)) == excluded
 
 
 def test_a_score_may_be_negative():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from lightning_fed.callbacks.evaluation.data_pass import is_close
 from lightning_fed.callbacks.evaluation.report import EvaluationReport
 from lightning_fed.callbacks.evaluation.results import is_score
 from lightning_fed.errors import BadUpdate
@@ -17,6 +20,8 @@ from lightning_fed.steps.weights import find_bad_count
 
 _FEWEST = 3  # clients for a comparison: of two, neither is the outlier
 _MOST_CHANGE = 2  # factor between two numbers of examples of one client
+_MOST_EXAMPLES = 10  # times the examples in training, or the median
+_MOST_BY_MEDIAN = 1000  # times the median, whatever was announced in training
 _MOST_COUNTS = 10  # times the median count per example, for images of different sizes
 _MOST_BATCHES = 100  # updates of a metric per example
 _FARTHEST = 100  # spreads from the median
@@ -55,15 +60,22 @@ def is_count(value: Tensor) -> bool:
     return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
-def find_outliers(reports: Mapping[Client, EvaluationReport]) -> dict[Client, str]:
+def find_outliers(
+    reports: Mapping[Client, EvaluationReport],
+    trained: Mapping[Client, int] = MappingProxyType({}),
+    computed: Mapping[Client, Mapping[str, float]] = MappingProxyType({}),
+) -> dict[Client, str]:
     """Finds clients with numbers far from the other clients' numbers.
 
     Three clients or more are compared. A client is an outlier with a value 100 spreads from the median (the spread is
     the largest of the median distance, the median, and 1), with the only negative loss (10 median distances, the median
-    and 1 below the median), and with 10 times the median of the counts per example (at least 10).
+    and 1 below the median), and with 10 times the median of the counts per example (at least 10). Examples are bounded
+    by 10 times the number in the client's training or the median, and by 1,000 times the median.
 
     Args:
         reports: The reports.
+        trained: Number of examples in a client's last training, where known.
+        computed: The server's values of the clients' metric states, by client and key.
 
     Returns:
         The reason for each outlier.
@@ -76,6 +88,11 @@ def find_outliers(reports: Mapping[Client, EvaluationReport]) -> dict[Client, st
 
     """
     outliers: dict[Client, str] = {}
+    _compare_examples(outliers, {client: report.num_samples for client, report in reports.items()}, trained)
+    for key in _names(computed.values()):
+        _compare(outliers, f"value of metric {key!r}", {
+            client: values[key] for client, values in computed.items() if not math.isnan(values.get(key, math.nan))
+        }, False)  # fmt: skip
     for name in _names(report.values for report in reports.values()):
         values = _finite({client: report.values.get(name) for client, report in reports.items()})
         _compare(outliers, f"value of {name!r}", values, not is_score(name))
@@ -88,6 +105,35 @@ def find_outliers(reports: Mapping[Client, EvaluationReport]) -> dict[Client, st
     supports = _finite({client: _support(report) for client, report in reports.items()})
     _compare_counts(outliers, "examples per class", supports)
     return outliers
+
+
+def find_disagreements(
+    reports: Mapping[Client, EvaluationReport], computed: Mapping[Client, Mapping[str, float]]
+) -> dict[Client, str]:
+    """Finds clients with a value that does not follow from the sums or the metric state under the same name.
+
+    Names that most clients call undetermined are not compared.
+
+    Args:
+        reports: The reports.
+        computed: The server's values of the clients' metric states, by client and key.
+
+    Returns:
+        The reason for each such client.
+
+    """
+    faults: dict[Client, str] = {}
+    holders = Counter(name for report in reports.values() for name in report.values)
+    flags = Counter(name for report in reports.values() for name in report.partial)
+    for client, report in reports.items():
+        values = {name: logged.value for name, logged in report.logged.items()}
+        values |= {name: computed[client][key] for name, key in report.metrics.items() if key in computed[client]}
+        for name, value in values.items():
+            if 2 * flags[name] <= holders[name] and not is_close(report.values[name], value):
+                faults[client] = (
+                    f"its value of {name!r} is {report.values[name]:g}, and its sums and states give {value:g}"
+                )
+    return faults
 
 
 def _names(held: Iterable[Mapping[str, object]]) -> list[str]:
@@ -116,10 +162,29 @@ def _support(report: EvaluationReport) -> float | None:
     return None if report.support is None else float(report.support.sum()) / report.num_samples
 
 
+def _compare_examples(
+    outliers: dict[Client, str], numbers: Mapping[Client, int], trained: Mapping[Client, int]
+) -> None:
+    if not numbers:
+        return
+    median = statistics.median_low(numbers.values())
+    for client, number in numbers.items():
+        most = _MOST_BY_MEDIAN * median if len(numbers) >= _FEWEST else math.inf
+        if client in trained:
+            most = min(most, _MOST_EXAMPLES * max(trained[client], median))
+        if number > most:
+            outliers[client] = (
+                f"it has {number} examples, the median of {len(numbers)} clients is {median}, and in training it had"
+                f" {trained.get(client, 'none')}"
+            )
+
+
 def _compare(outliers: dict[Client, str], what: str, values: Mapping[Client, float], is_loss: bool) -> None:
     if len(values) < _FEWEST:
         return
     median = statistics.median(values.values())
+    if not math.isfinite(median):
+        return
     distance = statistics.median(abs(value - median) for value in values.values())
     farthest = _FARTHEST * max(distance, abs(median), 1.0)
     lowest = median - max(_FARTHEST_NEGATIVE * distance, abs(median), 1.0)

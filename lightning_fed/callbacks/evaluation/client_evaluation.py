@@ -15,11 +15,11 @@ import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.argument_checks import check_count
-from lightning_fed.callbacks.evaluation.bounds import check_numbers, find_outliers
+from lightning_fed.callbacks.evaluation.bounds import check_numbers, find_disagreements, find_outliers
 from lightning_fed.callbacks.evaluation.data_pass import (
     Stage,
+    compute_states,
     evaluate_data,
-    find_disagreements,
     limit_of,
     limited_values,
     pooled_values,
@@ -132,13 +132,14 @@ class ClientEvaluation(FederatedCallback):
         self._kept_loaders: Mapping[Client, Iterable[Any]] = {}
         self._names: set[str] = set()
         self._announced: dict[tuple[Stage, Client], int] = {}  # examples in a client's first evaluation
+        self._trained: dict[Client, int] = {}  # examples in a client's last training
         self._known: set[str] = set()  # names over all clients, of all rounds that had a score
 
     # Lightning's hooks
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forgets the numbers of examples: another fit or evaluation may have other data."""
-        self._announced = {}
+        self._announced, self._trained = {}, {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Moves behind the federation: callbacks that monitor come later."""
@@ -240,6 +241,7 @@ class ClientEvaluation(FederatedCallback):
             answers = federation.ask(trainer, module, self, self._drawn(trainer, federation, stage), question, own)
         finally:
             self._kept_loaders = {}
+        self._trained |= federation.server.report.received
         reports = self._read(module, answers, stage)
         examples = sum(report.num_samples for report in reports.values())
         counts = {
@@ -381,7 +383,9 @@ class ClientEvaluation(FederatedCallback):
                 known = {name: reason if reason in REASONS else "it says so" for name, reason in report.stays.items()}
                 report.stays = {name: reason for name, reason in known.items() if name in metrics}
                 reports[client] = report
-        for client, reason in (find_outliers(reports) | find_disagreements(module, reports)).items():
+        computed = compute_states(module, reports)
+        outliers = find_outliers(reports, self._trained, computed)
+        for client, reason in (outliers | find_disagreements(reports, computed)).items():
             self._exclude(answers, client, reason)
             del reports[client]
         for client, report in reports.items():

@@ -158,7 +158,7 @@ def evaluate_data(
     if pool is None:
         values = report.values
         from_states = pooled_values(trainer, module, [report], stage, keeps=keeps)
-        report.partial |= {name for name in values if not _is_close(values[name], from_states.get(name, math.nan))}
+        report.partial |= {name for name in values if not is_close(values[name], from_states.get(name, math.nan))}
     return report
 
 
@@ -207,7 +207,7 @@ def pooled_values(
             name for name, value in run(wanted=found.keys(), change=_compute_nothing).items() if math.isnan(value)
         }
         for name in found.keys() - depends:
-            if not all(_is_close(report.values[name], found[name]) for report in reports if name in report.values):
+            if not all(is_close(report.values[name], found[name]) for report in reports if name in report.values):
                 missing.add(name)
     values = {name: value for name, value in found.items() if not math.isnan(value)}
     # An infinite value would stay the best forever.
@@ -279,34 +279,37 @@ def _run_end(
     return values
 
 
-def find_disagreements(module: L.LightningModule, reports: Mapping[Client, EvaluationReport]) -> dict[Client, str]:
-    """Finds clients with a value that does not follow from the sums or the metric state under the same name.
+def compute_states(
+    module: L.LightningModule, reports: Mapping[Client, EvaluationReport]
+) -> dict[Client, dict[str, float]]:
+    """Computes the value of every metric state with one number, client by client.
 
     Args:
         module: The module; computes with the module's metrics, and restores the metrics' states afterwards.
         reports: The clients' reports.
 
     Returns:
-        The reason for each such client.
+        Values by the states' keys.
 
     """
-    faults: dict[Client, str] = {}
+    values: dict[Client, dict[str, float]] = {}
     with ExitStack() as stack:
         take = intercepted(LoggedValues().take)
         stack.enter_context(isolated_pass(module, take, is_reloaded=False, is_muted=True))
         metrics = named_metrics(module)
         stack.enter_context(computing(metrics.values(), compute_measured))
         for client, report in reports.items():
-            computed = {name: logged.value for name, logged in report.logged.items()}
-            for name, key in report.metrics.items():
-                metric = metrics.get(metric_of(key))
-                if metric is not None and _load(metric, key, [report]):
-                    computed |= _computed(name, metric)
-            for name, value in computed.items():
-                reported = report.values.get(name)
-                if reported is not None and name not in report.partial and not _is_close(reported, value):
-                    faults[client] = f"its value of {name!r} is {reported:g}, and its sums and states give {value:g}"
-    return faults
+            computed = values[client] = dict[str, float]()
+            known = [name for name, metric in metrics.items() if _load(metric, state_key(name), [report])]
+            for name in known:  # a metric of metrics needs all states in place
+                computed |= _computed(name, metrics[name])
+            for key in report.states.keys() - set(known):  # one of several loaders
+                metric = metrics[metric_of(key)]
+                if holds_states(metric) and _load(metric, key, [report]):
+                    computed |= _computed(key, metric)
+            if report.stays:  # a metric of metrics may lack a state
+                values[client] = {key: value for key, value in computed.items() if not math.isnan(value)}
+    return values
 
 
 def _compute_as_usual(metric: Metric, call: Callable[[], Any]) -> Any:
@@ -345,7 +348,8 @@ def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[Logge
     return [value.limited(most * count) for value, count in logged]
 
 
-def _is_close(value: float, other: float | None) -> bool:
+def is_close(value: float, other: float | None) -> bool:
+    """True for two computations of one value, up to rounding."""
     if other is None:
         return False
     return math.isclose(value, other, rel_tol=_CLOSE, abs_tol=1e-7) or (math.isnan(value) and math.isnan(other))

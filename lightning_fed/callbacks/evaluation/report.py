@@ -95,6 +95,8 @@ class EvaluationReport:
             raise BadUpdate(f"its evaluation cannot be read: {type(error).__name__}") from error
         if any(key not in report.states and metric_of(key) not in report.stays for key in report.metrics.values()):
             raise BadUpdate("it has logged a metric without a state")
+        if not report.values.keys() >= report.logged.keys() | report.metrics.keys():
+            raise BadUpdate("it has logged a name without a value")
         for name in (*report.values, *report.logged, *report.metrics):
             if len(name) > _LONGEST_NAME or not name.isprintable():
                 raise BadUpdate(f"it has evaluated {name[:50]!r}, which is no name")
