@@ -617,7 +617,7 @@ class Federation(TrainerCallback):
             "statistics": {} if self._trainer is None else statistics_of_monitored(self._fit),
             "seed": self.schedule.seed,
             "method": self.method.name,
-            "steps": dict(self._steps),
+            "steps": self._describe_steps(),
             "clients": self._clients,
             "failed_rounds": self._loop.failed_rounds.state_dict(),
             "chain": self.server.state_before if is_in_round else self.server.chain.state_dict(),
@@ -638,7 +638,7 @@ class Federation(TrainerCallback):
         """
         if self._is_fit:
             check_method(state_dict.get("method", ""), self.method.name)
-            check_steps(state_dict["steps"], self._steps)
+            check_steps(state_dict.get("steps"), self._describe_steps())
             check_batch_norm(state_dict.get("batch_norm", ""), repr(self.options.batch_norm))
         else:
             warn_of_batch_norm_option(state_dict.get("batch_norm", ""), repr(self.options.batch_norm))
@@ -666,6 +666,12 @@ class Federation(TrainerCallback):
         """
         self.find_population()
         return count_scheduler_steps(self._fit, rounds, window)
+
+    def _describe_steps(self) -> dict[str, str]:
+        """The update steps and the Trainer's private callbacks, by which a checkpoint knows the promises of a fit."""
+        callbacks = [] if self._trainer is None else callbacks_of(self._trainer)
+        private = {type(callback).__name__: callback for callback in callbacks if hasattr(callback, "describe_privacy")}
+        return {**self._steps, **{name: callback.describe_privacy() for name, callback in sorted(private.items())}}
 
     def _describe_clients(self) -> None:
         """Says it if the clients are not those of the checkpoint that the fit goes on from."""

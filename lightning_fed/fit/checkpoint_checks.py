@@ -118,19 +118,21 @@ def warn_of_batch_norm_option(then: str, now: str) -> None:
         )
 
 
-def check_steps(then: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Compares the update steps of a fit and a checkpoint.
+def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
+    """Compares the update steps and private callbacks of a fit and a checkpoint.
 
     Args:
-        then: The checkpoint's steps with their options, by name, the innermost step first.
+        then: The checkpoint's steps with their options, by name, the innermost step first, and private callbacks;
+            ``None`` in a checkpoint without this record.
         now: The fit's.
 
     Raises:
-        ValueError: If a step, an option or the order differs.
+        ValueError: If a step, a callback, an option or the order differs.
 
     """
-    old, new = (", ".join(steps.values()) or "none" for steps in (then, now))
-    if list(then.items()) != list(now.items()):
+    old = "of which the file has no record" if then is None else ", ".join(then.values()) or "none"
+    new = ", ".join(now.values()) or "none"
+    if then is None or list(then.items()) != list(now.items()):
         raise ValueError(
             f"Expected the update steps of the checkpoint, {old}, but got {new}: bounds, noise and epsilon would not"
             " hold for the whole fit. Resume with the same steps, or start a new fit from the model's weights, for"

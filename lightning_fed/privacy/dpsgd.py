@@ -222,6 +222,10 @@ class DPSGD(FederatedCallback):
             return self._epsilon(self._accounts[client]) if client in self._accounts else 0.0
         return self._largest_epsilon(self._accounts.values())
 
+    def describe_privacy(self) -> str:
+        """Options that a checkpoint records; :meth:`load_state_dict` compares the noise multiplier."""
+        return f"DPSGD(max_grad_norm={self.max_grad_norm}, delta={self.delta})"
+
     # The fit
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

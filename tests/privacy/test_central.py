@@ -665,6 +665,14 @@ def test_a_fit_does_not_resume_with_other_steps(name, private_rounds):
         fit_steps(private_rounds, 6, OTHER_STEPS[name])
 
 
+def test_a_checkpoint_without_a_record_of_its_steps_is_refused(private_rounds, tmp_path):
+    checkpoint = torch.load(private_rounds, weights_only=True)
+    del checkpoint["callbacks"]["Federation"]["steps"]
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    with pytest.raises(ValueError, match="steps of the checkpoint, of which the file has no record, but got CentralDP"):
+        fit_steps(tmp_path / "old.ckpt", 6, [private()])
+
+
 def test_a_fit_resumes_with_the_same_steps(private_rounds):
     """Also in the name of a larger number of rounds."""
     assert fit_steps(private_rounds, 6, [private()]).logged_metrics["privacy/epsilon"] > 0

@@ -364,6 +364,21 @@ def test_a_fit_with_more_rounds_has_the_noise_that_it_began_with(federated_train
     assert callbacks[1].epsilon() == callbacks[0].epsilon() <= 6
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [([(0.5, 1.0, 1e-3)], []), ([], [(0.5, 1.0, 1e-3)]), ([(0.5, 1.0, 1e-3)], [(50.0, 1.0, 1e-3)])],
+)
+def test_a_fit_does_not_resume_with_other_privacy(first, second, federated_trainer, tmp_path):
+    """Otherwise the model moves without noise, and the log has the epsilon of earlier rounds."""
+    path, module, data = tmp_path / "last.ckpt", models.Module(models.mlp()), clients_of()
+    trainer = federated_trainer(max_rounds=1, callbacks=[DPSGD(*options) for options in first])
+    trainer.fit(module, data)
+    trainer.save_checkpoint(path)
+    again = federated_trainer(max_rounds=2, callbacks=[DPSGD(*options) for options in second])
+    with pytest.raises(ValueError, match="Expected the update steps of the checkpoint, .*, but got"):
+        again.fit(module, data, ckpt_path=path, **loading(weights_only=True))
+
+
 def test_the_noise_of_an_epsilon_needs_a_number_of_epochs(federated_trainer, plain_trainer):
     callback = DPSGD(0.5, None, 1e-3, epsilon=6.0)
     with pytest.raises(ValueError, match=r"a number of epochs .* to find the noise of an epsilon, but got"):
