@@ -375,7 +375,7 @@ def test_a_fit_does_not_resume_with_other_privacy(first, second, federated_train
     trainer.fit(module, data)
     trainer.save_checkpoint(path)
     again = federated_trainer(max_rounds=2, callbacks=[DPSGD(*options) for options in second])
-    with pytest.raises(ValueError, match="Expected the update steps of the checkpoint, .*, but got"):
+    with pytest.raises(ValueError, match=r"Expected the update steps of the checkpoint, .*, but got"):
         again.fit(module, data, ckpt_path=path, **loading(weights_only=True))
 
 
