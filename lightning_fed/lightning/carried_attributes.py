@@ -1,4 +1,4 @@
-"""Module and callback attributes with an effect on later visits, in addition to the messages."""
+"""Attributes of modules, callbacks and optimizers with an effect on later visits, in addition to the messages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import random
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import NoneType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,15 +23,25 @@ from torch.utils.data import Dataset
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_fed.console import round_number
-from lightning_fed.lightning.internals import callbacks_of, lightning_attributes
+from lightning_fed.lightning.internals import (
+    BATCH_HOOKS,
+    OverriddenMethod,
+    callbacks_of,
+    is_overridden,
+    lightning_attributes,
+    tensor_version,
+)
 from lightning_fed.model.layer_widths import layer_numbers
+from lightning_fed.numerics.foreach import norms
 
 _log = logging.getLogger(__name__)
 
-_METRICS = (Metric, MetricCollection, MetricTracker)  # which Lightning resets after every epoch
+_METRICS = (Metric, MetricCollection, MetricTracker)
 _VALUES = (bool, int, float, complex, str, bytes, np.generic)
 _LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fed", "torchmetrics")
 _INTERNAL = frozenset(vars(nn.Module()))
+# `state_dict` holds the first two; schedulers write the last ones.
+_OPTIMIZER_INTERNAL = frozenset(vars(torch.optim.SGD([torch.zeros(1)], 0.1))) | {"_opt_called", "_step_count", "step"}
 _DEPTH = 5
 _MISSING = object()
 
@@ -41,6 +53,7 @@ class _Known:
         self.suspects: set[str] = set()
         self.named: set[str] = set()
         self.num_looks = 0
+        self.training_callbacks: set[int] = set()  # identities of callbacks that write to the training
 
 
 _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
@@ -50,12 +63,15 @@ class CarriedAttributes:
     """Finds attributes with an effect on later visits, and names each attribute once in the log.
 
     An attribute is named after two events: one visit changes the attribute, and a later visit reads before writing. A
-    cache is written before each read, and is not named. The search covers the module, submodules and the user's
-    callbacks: numbers, texts, tensors, arrays, random generators, optimizers, iterators, containers, and objects with
-    such attributes; in callbacks only values with tensors, because a callback may count.
+    cache is written before each read, and is not named. The search covers the module, submodules, the user's callbacks,
+    the Trainer's optimizers, and the schedulers with a step per batch: numbers, texts, tensors, arrays, random
+    generators, optimizers, iterators, containers, and objects with such attributes. A callback may count: numbers of a
+    callback are included if a hook writes to parameters, gradients or options of an optimizer. A metric is named after
+    a call of ``compute`` in a visit with updates from an earlier visit.
 
-    Excluded are metrics, layers of this package, the Trainer's optimizers, memory of parameters and buffers, and
-    tensors with a gradient history.
+    Excluded are layers of this package, what ``state_dict`` of optimizers and schedulers holds, memory of parameters
+    and buffers, and tensors with a gradient history. The search cannot find attributes of classes, globals, variables
+    of closures, and objects behind more than five levels.
 
     Args:
         module: The module.
@@ -82,16 +98,23 @@ class CarriedAttributes:
         self._read_first: set[str] = set()
         self._watched: dict[tuple[type, str], _Watched] = {}
         self._watched_names: set[str] = set()
+        self._methods: list[OverriddenMethod] = []
+        self._num_forwards = 0  # nested calls of metrics
+        self._updated: set[int] = set()  # metrics with updates from an earlier visit
+        self._read_metrics: set[str] = set()
 
     def start_round(self) -> None:
         """Reads the attributes before the first visit."""
         self._before = self._fingerprints()
+        self._override_metrics()
+        self._override_callbacks()
         self._watch()
 
     def start_visit(self) -> None:
         """Begins a visit."""
         self._num_visits += 1
         self._is_seen.clear()
+        self._updated = {id(metric) for _, metric in self._metrics() if metric.update_count}
         # A list is empty before the first round only. Later changes show at a round's end.
         if self._num_visits == 2 and self._known.num_looks < 2:
             self._known.num_looks += 1
@@ -108,8 +131,20 @@ class CarriedAttributes:
         names = sorted(before.keys() | after.keys())
         # NaN equals the same NaN inside a list
         different = [name for name in names if [before.get(name, _MISSING)] != [after.get(name, _MISSING)]]
-        kept = [name for name in different if before.get(name, _MISSING) not in ([], {})]
-        return [name for name in kept if not _is_width(self._module, name)]
+        owners = self._owners()
+        return [
+            name
+            for name in different
+            if self._is_included(*_owner_of(owners, name), before.get(name, _MISSING))
+            and not _is_width(self._module, name)
+        ]
+
+    def _is_included(self, owner: Any, attribute: str, before: Any) -> bool:
+        if isinstance(owner, nn.Module | L.Callback) and before in ([], {}):
+            return False
+        if isinstance(owner, L.Callback) and id(owner) not in self._known.training_callbacks:
+            return _holds_tensors(vars(owner).get(attribute))
+        return True
 
     def end_round(self, round: int) -> None:
         """Names attributes in the log.
@@ -123,19 +158,32 @@ class CarriedAttributes:
         blind = {name for name in changed & known.suspects if name not in self._watched_names}
         self.stop()
         known.suspects |= changed
-        names = sorted(((known.suspects & self._read_first) | blind) - known.named)
+        metrics = self._read_metrics - known.named
+        names = sorted((((known.suspects & self._read_first) | blind) - known.named) | metrics)
         if not names:
             return
         known.named.update(names)
         owners = self._owners()
+        holders = [_owner_of(owners, name)[0] for name in names if name not in metrics]
         values = [getattr(*_owner_of(owners, name), None) for name in names]
-        advice = ["make what training uses a buffer, `register_buffer(name, tensor)`"]
+        advice = []
+        if any(isinstance(holder, nn.Module | NoneType) for holder in holders):
+            advice.append("make what training uses a buffer, `register_buffer(name, tensor)`")
         if any(isinstance(value, Optimizer) for value in values):
             advice.append(
                 "return optimizers from `configure_optimizers`, so that `optimizer_state` decides about their state"
             )
-        if any(not isinstance(_owner_of(owners, name)[0], nn.Module) for name in names):
+        if any(isinstance(holder, Optimizer) for holder in holders):
+            advice.append(
+                "keep what an optimizer remembers in `self.state[parameter]` or `param_groups`, so that"
+                " `optimizer_state` decides about the state"
+            )
+        if any(isinstance(holder, L.Callback) for holder in holders):
             advice.append("let a callback set its state anew in `on_client_start`")
+        if metrics:
+            advice.append("let a callback reset metrics that training uses in `on_client_start`")
+        if any(not isinstance(holder, nn.Module | NoneType | Optimizer | L.Callback) for holder in holders):
+            advice.append("return every number of a scheduler in `state_dict`")
         _log.warning(
             "Round %d: these attributes of %s changed in the visits: %s. They pass from client to client beside the"
             " messages: %s.",
@@ -146,7 +194,10 @@ class CarriedAttributes:
         )
 
     def stop(self) -> None:
-        """Removes all descriptors from classes."""
+        """Removes all descriptors from classes, and all overrides from metrics and callbacks."""
+        for method in reversed(self._methods):
+            method.restore()
+        self._methods.clear()
         for watched in self._watched.values():
             watched.remove()
         self._watched.clear()
@@ -173,17 +224,103 @@ class CarriedAttributes:
             if is_read:
                 self._read_first.add(name)
 
+    def _override_metrics(self) -> None:
+        if any(_is_compiled(layer) for _, layer in _layers(self._module)):
+            return
+        for name, metric in self._metrics():
+            for attribute in ("forward", "compute", "reset"):
+                method = OverriddenMethod(metric, attribute, lambda: None)
+                method.replacement = partial(self._call_metric, method, name)
+                self._methods.append(method)
+
+    def _call_metric(self, method: OverriddenMethod, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a metric's method; a nested call in ``forward`` is no read or reset by the user."""
+        is_forward = method.name == "forward"
+        if not self._num_forwards and id(method.owner) in self._updated:
+            if method.name == "compute" and self._num_visits:
+                self._read_metrics.add(name)
+            if method.name == "reset":
+                self._updated.discard(id(method.owner))
+        self._num_forwards += is_forward
+        try:
+            return method.original(*args, **kwargs)
+        finally:
+            self._num_forwards -= is_forward
+
+    def _metrics(self) -> Iterator[tuple[str, Metric]]:
+        """Yields outermost metrics of the module, and metrics in a container of a layer, by name."""
+        seen: set[int] = set()
+        for path, layer in self._module.named_modules():
+            values = {path: layer}
+            if not isinstance(layer, _METRICS):
+                for name, value in vars(layer).items():
+                    if name not in _INTERNAL and isinstance(value, list | tuple | dict):
+                        parts = value.values() if isinstance(value, dict) else value
+                        prefix = f"{path}.{name}" if path else name
+                        values |= {f"{prefix}[{place}]": part for place, part in enumerate(parts)}
+            for name, value in values.items():
+                if isinstance(value, Metric) and id(value) not in seen:
+                    seen.update(map(id, value.modules()))
+                    yield name, value
+
+    def _override_callbacks(self) -> None:
+        for callback in self._callbacks():
+            if id(callback) in self._known.training_callbacks:
+                continue
+            for hook in BATCH_HOOKS:
+                if is_overridden(hook, callback):
+                    method = OverriddenMethod(callback, hook, lambda: None)
+                    method.replacement = partial(self._call_hook, method)
+                    self._methods.append(method)
+
+    def _call_hook(self, method: OverriddenMethod, *args: Any) -> Any:
+        """Calls a callback's hook, and compares the training before and after."""
+        if self._num_visits > 2:
+            return method.original(*args)
+        before = self._training_state()
+        result = method.original(*args)
+        if self._training_state() != before:
+            self._known.training_callbacks.add(id(method.owner))
+        return result
+
+    def _training_state(self) -> list[str]:
+        """Returns versions and norms of parameters and gradients, and options of optimizers; `.data` has no version."""
+        assert self._trainer is not None
+        tensors = [tensor.detach() for tensor in self._module.parameters()]
+        gradients = [tensor.grad for tensor in self._module.parameters() if tensor.grad is not None]
+        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        return [
+            repr([tensor_version(tensor) for tensor in (*tensors, *gradients)]),
+            repr([float(length) for length in norms(each for each in (*tensors, *gradients) if _has_norm(each))]),
+            repr([{name: value for name, value in group.items() if isinstance(value, _VALUES)} for group in groups]),
+        ]
+
+    def _callbacks(self) -> list[L.Callback]:
+        callbacks = [] if self._trainer is None else callbacks_of(self._trainer)
+        return [each for each in callbacks if type(each).__module__.partition(".")[0] not in _LIBRARIES]
+
     def _owners(self) -> dict[str, Any]:
-        """Returns modules and callbacks by name prefix."""
+        """Returns modules, callbacks, optimizers and schedulers by name prefix."""
         layers = {f"{path}." if path else "": layer for path, layer in _layers(self._module)}
         owners: dict[str, Any] = {
             prefix: layer
             for prefix, layer in layers.items()
             if layer is self._module or not type(layer).__module__.startswith("lightning_fed.")
         }
-        for callback in [] if self._trainer is None else callbacks_of(self._trainer):
-            if type(callback).__module__.partition(".")[0] not in _LIBRARIES:
-                owners.setdefault(f"{type(callback).__name__}.", callback)
+        values: list[Any] = [*self._callbacks()]
+        if self._trainer is not None:
+            values += self._trainer.optimizers
+            # The Trainer makes other schedulers' steps after the visits.
+            is_manual = not self._module.automatic_optimization
+            values += [
+                config.scheduler
+                for config in self._trainer.lr_scheduler_configs
+                if is_manual or config.interval == "step"
+            ]
+        for value in values:
+            name = type(value).__name__
+            places = (f"{name}{number}." for number in itertools.count(2))
+            owners[next(prefix for prefix in itertools.chain([f"{name}."], places) if prefix not in owners)] = value
         return owners
 
     def _fingerprints(self) -> dict[str, Any]:
@@ -194,16 +331,22 @@ class CarriedAttributes:
             skipped |= {id(config.scheduler) for config in self._trainer.lr_scheduler_configs}
         found = {}
         for prefix, owner in self._owners().items():
-            is_layer = isinstance(owner, nn.Module)
+            if isinstance(owner, nn.Module):
+                excluded = _INTERNAL
+            elif isinstance(owner, Optimizer):
+                excluded = _OPTIMIZER_INTERNAL
+            elif isinstance(owner, L.Callback):
+                excluded = frozenset()
+            else:
+                excluded = frozenset(("optimizer", *owner.state_dict()))
             for name, value in vars(owner).items():
-                if is_layer and name in _INTERNAL:
+                if name in excluded or isinstance(value, OverriddenMethod):
                     continue
                 if isinstance(owner, L.LightningModule) and name in lightning_attributes():
                     continue
                 if type(owner).__module__.startswith("torch.") and name.startswith("_"):
                     continue  # PyTorch's, such as the weights in an LSTM
-                if is_layer or _holds_tensors(value):
-                    found[prefix + name] = _fingerprint(value, memory, skipped)
+                found[prefix + name] = _fingerprint(value, memory, skipped)
         return found
 
 
@@ -265,6 +408,10 @@ def _owner_of(owners: dict[str, Any], name: str) -> tuple[Any, str]:
     return owners.get(f"{prefix}." if prefix else ""), attribute
 
 
+def _has_norm(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and (tensor.is_floating_point() or tensor.is_complex())
+
+
 def _is_compiled(owner: Any) -> bool:
     return vars(owner).get("_compiled_call_impl") is not None or "_orig_mod" in vars(owner).get("_modules", ())
 
@@ -298,7 +445,7 @@ def _holds_tensors(value: Any, depth: int = 3) -> bool:
         value = value.values()
     elif not isinstance(value, list | tuple | deque):
         is_users = type(value).__module__.partition(".")[0] not in (*_LIBRARIES, "builtins", "torch")
-        value = vars(value).values() if is_users and hasattr(value, "__dict__") and not callable(value) else ()
+        value = vars(value).values() if is_users and hasattr(value, "__dict__") else ()
     return depth > 0 and any(_holds_tensors(inside, depth - 1) for inside in value)
 
 
@@ -351,12 +498,14 @@ def _parts(value: Any) -> Any:
     if isinstance(value, Optimizer):
         groups = [{name: part for name, part in group.items() if name != "params"} for group in value.param_groups]
         return [list(value.state.values()), groups]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
     if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
         return object()
     kind = type(value)
     if kind.__module__.startswith("torch."):
         return value.state_dict() if hasattr(kind, "state_dict") else None
-    if kind.__module__.partition(".")[0] in _LIBRARIES or callable(value):
+    if kind.__module__.partition(".")[0] in _LIBRARIES:
         return None
     slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ()) if hasattr(value, name)]
     return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})} or None

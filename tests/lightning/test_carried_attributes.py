@@ -13,7 +13,7 @@ import torchmetrics
 from torch import nn
 from torch.nn.utils import prune
 
-from lightning_fed import FederatedDataModule, Federation
+from lightning_fed import FederatedCallback, FederatedDataModule, Federation
 from lightning_fed.algorithms import FedFusion, FedMA
 from lightning_fed.data.dataset_clients import count_batches
 from lightning_fed.lightning.carried_attributes import CarriedAttributes
@@ -141,7 +141,35 @@ def a_scheduler():
     return torch.optim.lr_scheduler.StepLR(an_optimizer(), 2)
 
 
+class Smoothed:
+    """A callable object with a state, also as a method or inside `partial`."""
+
+    def __init__(self):
+        self.value = 1.0
+
+    def __call__(self, loss):
+        self.value = 0.5 * self.value + 0.5 * float(loss)
+
+
+def call_with_mean(module, outputs):
+    module.kept(outputs.mean())
+
+
+def normalise_by_metric(module, outputs):
+    module.kept.update(outputs.mean())
+    module.kept.compute()
+
+
+def normalise_by_listed_metric(module, outputs):
+    module.kept[0](outputs.mean())
+    module.kept[0].compute()
+
+
 KEPT = {
+    "a callable object": (call_with_mean, Smoothed),
+    "a callable object in a partial": (call_with_mean, lambda: partial(Smoothed())),
+    "a metric": (normalise_by_metric, torchmetrics.MeanMetric),
+    "a metric in a list": (normalise_by_listed_metric, lambda: [torchmetrics.MeanMetric()]),
     "a tensor that is replaced": (replace_tensor, lambda: torch.zeros(3)),
     "a tensor that is written into": (write_into_tensor, lambda: torch.zeros(3)),
     "a counter": (count, lambda: 0),
@@ -177,8 +205,10 @@ def test_what_passes_from_client_to_client_is_named_once(kind, either_trainer, c
     (message,) = carried(caplog)
     number = 2 if write in (append, write_into_subclass) else 1  # empty lists are excluded
     assert message.startswith(f"Round {number}: these attributes of Writing changed in the visits: `")
-    assert ("`net.0.kept`" if write is write_into_submodule else "`kept`") in message
-    assert "`register_buffer(name, tensor)`" in message
+    name = {write_into_submodule: "net.0.kept", normalise_by_listed_metric: "kept[0]"}.get(write, "kept")
+    assert f"`{name}`" in message
+    is_metric = write in (normalise_by_metric, normalise_by_listed_metric)
+    assert ("reset metrics" if is_metric else "`register_buffer(name, tensor)`") in message
     assert ("`optimizer_state`" in message) == (write is step_optimizer)
 
 
@@ -327,6 +357,181 @@ def test_a_callback_with_tensors_is_named(kind, federated_trainer, caplog):
     assert len(messages) == is_named
     assert not is_named or "`Keeps.kept`" in messages[0]
     assert not is_named or "`on_client_start`" in messages[0]
+
+
+def follow_norm(callback, module):
+    callback.kept.append(float(module.net[0].weight.grad.norm()))
+
+
+def clip_to_mean_norm(callback, module):
+    follow_norm(callback, module)
+    nn.utils.clip_grad_norm_(module.parameters(), sum(callback.kept) / len(callback.kept))
+
+
+def decay_rate(callback, module):
+    callback.kept += 1
+    module.trainer.optimizers[0].param_groups[0]["lr"] = 0.1 / callback.kept
+
+
+def perturb(callback, module):
+    callback.kept = 0.9 * callback.kept
+    module.net[0].weight.data.add_(callback.kept)
+
+
+def scale_gradients(callback, module):
+    """Writes the number before a read."""
+    callback.kept = 0.5
+    for parameter in module.parameters():
+        parameter.grad *= callback.kept
+
+
+class ResetsMetric(FederatedCallback):
+    def on_client_start(self, trainer, pl_module, client, broadcast):
+        pl_module.kept.reset()
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_metric_that_a_callback_resets_is_not_named(resets, federated_trainer, caplog):
+    module = Writing(normalise_by_metric, kept=torchmetrics.MeanMetric())
+    federated_trainer(max_rounds=3, callbacks=[ResetsMetric()] * resets).fit(
+        module, models.as_datasets(models.vectors())
+    )
+    assert len(carried(caplog)) == (not resets)
+    assert not {"forward", "reset"} & vars(module.kept).keys()
+
+
+class Steps(Keeps):
+    """Calls the function before each step instead."""
+
+    def on_train_batch_end(self, *args):
+        pass
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.write(self, pl_module)
+
+
+@pytest.mark.parametrize(
+    ("write", "kept", "round"),
+    [
+        (follow_norm, [], None),
+        (count_batches_in, 0, None),
+        (scale_gradients, 0.0, None),
+        (clip_to_mean_norm, [], 2),
+        (decay_rate, 0, 1),
+        (perturb, 1.0, 1),
+    ],
+)
+def test_numbers_of_a_callback_that_changes_the_training_are_named(write, kept, round, federated_trainer, caplog):
+    trainer = federated_trainer(max_rounds=3, callbacks=[Keeps(count_batches_in, 0), Steps(write, kept)])
+    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
+    messages = carried(caplog)
+    assert len(messages) == (round is not None)
+    assert not messages or messages[0].startswith(f"Round {round}:")
+    assert not messages or "`Steps.kept`" in messages[0]
+    assert all("on_" not in vars(callback) for callback in trainer.callbacks)
+
+
+# --- optimizers and schedulers ----------------------------------------------------------------------------------------
+
+
+class Momentum(torch.optim.SGD):
+    """Holds momentum in an attribute."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, 0.01)
+        self.buffers = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = torch.enable_grad()(closure)()
+        for parameter in self.param_groups[0]["params"]:
+            self.buffers[parameter] = 0.9 * self.buffers.get(parameter, 0.0) + parameter.grad
+            parameter -= 0.01 * self.buffers[parameter]
+        return loss
+
+
+class Counting(torch.optim.SGD):
+    """Divides the rate by a counter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, 0.01)
+        self._count = 0
+
+    def step(self, closure=None):
+        self._count += 1
+        self.param_groups[0]["lr"] = 0.01 / self._count
+        return super().step(closure)
+
+
+class Lookahead(torch.optim.SGD):
+    """Wraps an optimizer with a state."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, 0.01)
+        self.fast = torch.optim.Adam(self.param_groups[0]["params"], 0.01)
+
+    def step(self, closure=None):
+        return self.fast.step(closure)
+
+
+class InState(torch.optim.SGD):
+    """Counts in the groups, and holds a constant and a cache."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, 0.01, momentum=0.9)
+        self.scale, self.last = 1.0, None
+        self.param_groups[0]["count"] = 0
+
+    def step(self, closure=None):
+        self.param_groups[0]["count"] += self.scale
+        self.last = self.param_groups[0]["count"]
+        return super().step(closure)
+
+
+OPTIMIZERS = {Momentum: "buffers", Counting: "_count", Lookahead: "fast", InState: None, torch.optim.Adam: None}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_attributes_of_an_optimizer_are_named(kind, federated_trainer, caplog):
+    module = models.Module(models.mlp(), kind)
+    federated_trainer(max_rounds=3).fit(module, models.as_datasets(models.vectors()))
+    messages = carried(caplog)
+    assert len(messages) == (OPTIMIZERS[kind] is not None)
+    for message in messages:
+        assert f"`{kind.__name__}.{OPTIMIZERS[kind]}`" in message
+        assert "`self.state[parameter]`" in message
+
+
+class Warmup(torch.optim.lr_scheduler.LRScheduler):
+    """Counts in an attribute without a place in `state_dict`."""
+
+    def __init__(self, optimizer):
+        self.count = 0
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.count += 1
+        return [0.001 * self.count for _ in self.base_lrs]
+
+    def state_dict(self):
+        return {name: value for name, value in super().state_dict().items() if name != "count"}
+
+
+class Saved(Warmup):
+    def state_dict(self):
+        return {**super().state_dict(), "count": self.count}
+
+
+@pytest.mark.parametrize(
+    ("kind", "interval", "is_named"),
+    [(Warmup, "step", True), (Warmup, "epoch", False), (Saved, "step", False)],
+)
+def test_attributes_that_a_scheduler_does_not_save_are_named(kind, interval, is_named, federated_trainer, caplog):
+    module = models.Module(models.mlp(), scheduler=lambda each: {"scheduler": kind(each), "interval": interval})
+    federated_trainer(max_rounds=3).fit(module, models.as_datasets(models.vectors()))
+    messages = carried(caplog)
+    assert len(messages) == is_named
+    assert all("`Warmup.count`" in message and "scheduler in `state_dict`" in message for message in messages)
 
 
 def test_an_optimizer_of_the_trainer_is_none_of_the_modules(federated_trainer, caplog):
