@@ -211,7 +211,7 @@ def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
     try:
         other = compute()
     finally:
-        metric.zero_division, metric._computed = fill, computed  # type: ignore[assignment] # noqa: SLF001
+        metric.zero_division, metric._computed = fill, computed
     return value.masked_fill(value != other, math.nan)
 
 
