@@ -1,11 +1,13 @@
 """A value without a denominator is missing, not zero."""
 
+import logging
 import math
 
 import pytest
 import torch
 from torchmetrics import classification as C
 from torchmetrics import retrieval as R
+from torchmetrics.regression import NormalizedRootMeanSquaredError
 from torchmetrics.wrappers import ClasswiseWrapper
 
 from lightning_fed import FederatedDataModule
@@ -96,3 +98,37 @@ def test_the_mean_over_clients_leaves_undefined_values_out(federated_trainer):
         assert math.isnan(values[f"client/bob/{name}"])
         assert [values[f"fed/{name}/{kind}"] for kind in ("mean", "min", "pooled")] == pytest.approx([expected] * 3)
     assert not math.isnan(values["client/bob/multiclassrecall_no"])
+
+
+class Fragile(models.Module):
+    """The first metric raises with states of several clients; the last metric is a sum."""
+
+    def __init__(self):
+        super().__init__(models.mlp())
+        self.fragile = NormalizedRootMeanSquaredError()
+        self.accuracy, self.f1 = C.MulticlassAccuracy(models.CLASSES), C.MulticlassF1Score(models.CLASSES)
+        self.total = self.accuracy + self.f1
+
+    def validation_step(self, batch, batch_idx):
+        scores = self(batch[0])
+        self.fragile.update(scores[:, 0], batch[0][:, 0])
+        self.total.update(scores, batch[1])
+        self.log("total", self.total)
+
+    def on_validation_epoch_end(self):
+        self.log("fragile", self.fragile.compute())
+        self.fragile.reset()
+        self.log("accuracy", self.accuracy.compute())
+
+
+def test_a_metric_with_an_exception_leaves_later_values(federated_trainer, caplog):
+    trainer = federated_trainer(max_rounds=1)
+    clients = models.as_datasets(models.vectors(dict.fromkeys("abcd", 12)))
+    with caplog.at_level(logging.INFO, "lightning_fed"):
+        trainer.fit(Fragile(), datamodule=FederatedDataModule(clients, clients))
+    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert "fed/fragile/pooled" not in values
+    assert values["evaluation/clients"] == 4
+    assert values["fed/accuracy/pooled"] == pytest.approx(values["accuracy"])
+    assert values["fed/total/pooled"] == pytest.approx(values["total"])
+    assert caplog.text.count("Metric 'fragile' raises an exception with the joint states of 4 clients: IndexError") == 1

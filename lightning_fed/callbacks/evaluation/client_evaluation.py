@@ -310,7 +310,10 @@ class ClientEvaluation(FederatedCallback):
     ) -> dict[str, float]:
         """Values over all clients; missing values and excluded clients are logged once."""
         listed = list(reports.values())
-        values = pooled_values(trainer, module, listed, stage, is_muted=is_muted)
+        faults: dict[str, str] = {}
+        values = pooled_values(trainer, module, listed, stage, is_muted=is_muted, faults=faults)
+        for name, fault in faults.items():
+            self._say_once(f"{name} raises an exception with the joint states of {len(listed)} clients: {fault}.")
         for name in sorted({name for report in listed for name in report.logged}):
             holders = {client: report.logged[name] for client, report in reports.items() if name in report.logged}
             values_in_mean = limited_values([reports[client] for client in holders], name)

@@ -169,6 +169,7 @@ def pooled_values(
     stage: Stage,
     keeps: bool = True,
     is_muted: bool = True,
+    faults: dict[str, str] | None = None,
 ) -> dict[str, float]:
     """Values over the data of several reports, equal to the logged values of one pass over all data.
 
@@ -199,7 +200,7 @@ def pooled_values(
     # A single client cannot make a value missing.
     holders = Counter(name for report in reports for name in report.values)
     missing = {name for name in names if 2 * sum(name in report.partial for report in reports) > holders[name]}
-    run = partial(_run_end, trainer, module, reports, stage, keeps)
+    run = partial(_run_end, trainer, module, reports, stage, keeps, faults={} if faults is None else faults)
     found = run(is_muted=is_muted, wanted=set(names) - joined.keys())
     if len(reports) > 1:
         # A value without any metric is a constant: all clients must agree.
@@ -224,10 +225,12 @@ def _run_end(
     wanted: Collection[str],
     is_muted: bool = True,
     change: Callable[[Metric, Callable[[], Any]], Any] = compute_measured,
+    faults: dict[str, str] | None = None,
 ) -> dict[str, float]:
     """Computes metrics, and runs the hook at the epoch's end, with the joint states of several reports.
 
-    The hook may raise without a client's lists; values before the error count. A metric without a state is NaN.
+    The hook may raise without a client's lists; values before the error count. A metric without a state is NaN, and so
+    is a metric with an exception.
 
     Args:
         trainer: The Trainer.
@@ -238,14 +241,22 @@ def _run_end(
         wanted: Names of values; without names a muted hook is not run.
         is_muted: Whether loggers see nothing.
         change: Replacement for ``compute`` in metrics with a state.
+        faults: Dictionary for exceptions, by name of the metric or hook; extended in place.
 
     """
     if is_muted and not wanted:
         return {}
     at_end, values, known = LoggedValues(), dict[str, float](), set[int]()
+    faults = {} if faults is None else faults
 
     def compute(metric: Metric, call: Callable[[], Any]) -> Any:
-        return change(metric, call) if id(metric) in known else torch.tensor(math.nan)
+        if id(metric) in known:
+            try:
+                return change(metric, call)
+            except Exception as error:
+                name = next(name for name, one in metrics.items() if one is metric)
+                faults.setdefault(f"Metric {name!r}", describe(error))
+        return torch.tensor(math.nan)
 
     with ExitStack() as stack:
         take = intercepted(at_end.take)
@@ -271,7 +282,7 @@ def _run_end(
             try:
                 getattr(module, f"on_{stage}_epoch_end")()
             except Exception as error:
-                _log.debug("`on_%s_epoch_end` does not work with states alone: %r.", stage, error)
+                faults.setdefault(f"`on_{stage}_epoch_end`", describe(error))
             logged, at_end.metrics = at_end.metrics, {}
             values = at_end.results() | values
             for name, metric in logged.items():

@@ -211,7 +211,7 @@ def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
     try:
         other = compute()
     finally:
-        metric.zero_division, metric._computed = fill, computed
+        metric.zero_division, metric._computed = fill, computed  # noqa: SLF001
     return value.masked_fill(value != other, math.nan)
 
 
@@ -269,7 +269,7 @@ def _undefined_numbers(metric: Metric) -> Tensor | None:
         targets = dim_zero_cat(metric.target)
         return ~(targets < 1 if isinstance(metric, RetrievalFallOut) else targets > 0).any()
     if isinstance(metric, _CORRELATIONS):
-        counts = torch.as_tensor(metric.confmat).reshape(-1, *metric.confmat.shape[-2:]).sum(0)  # type: ignore[union-attr,operator]
+        counts = torch.as_tensor(metric.confmat).reshape(-1, *metric.confmat.shape[-2:]).sum(0)
         return ((counts.sum(0) > 0).sum() < 2) | ((counts.sum(1) > 0).sum() < 2)
     names = next((names for kinds, names in _DENOMINATORS if isinstance(metric, kinds)), None)
     return None if names is None else _undefined_ratios(metric, names)
