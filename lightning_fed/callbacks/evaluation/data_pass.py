@@ -185,6 +185,7 @@ def pooled_values(
         stage: Stage of the hook.
         keeps: Whether to restore parameters and buffers written by a hook.
         is_muted: Whether to hide the hook's logs from loggers.
+        faults: Receives the cause of every missing value with an exception, by name of the metric.
 
     Returns:
         Values by name, in the reports' order.
