@@ -204,8 +204,8 @@ class Federation(TrainerCallback):
         self._fit = FederatedFit(self.options, self.server, self.schedule, self.store, has_server, measure)
         self._fit.decide(self._preset_decision)
         self.server.held = HeldEntries()
-        self._loop = RoundLoop(self._fit, remote)
         self._models = ClientModels(self._fit, remote)
+        self._loop = RoundLoop(self._fit, self._models, remote)
 
     def replace(self, **changes: Any) -> Federation:
         """Builds a new federation with the same arguments, except for the changes.
@@ -563,19 +563,23 @@ class Federation(TrainerCallback):
         """
         self._loop.end_training(pl_module)
         self._loop.failed_rounds.end_fit()
+        self._loop.measure_statistics(self.store.clients())
         totals, files = self.round_log.totals, files_of(trainer)  # which all processes ask for, or none
         if totals["rounds"] and trainer.is_global_zero:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             seconds = perf_counter() - self._start
-            again = self._fit.reports_statistics and bool(batch_norm_layers(pl_module))
+            again = (self._fit.reports_statistics or self._fit.num_measured > 0) and bool(batch_norm_layers(pl_module))
             _log.info(describe_end(self.method.name, totals, seconds, metrics, files, again))
             if self.has_own_statistics:
                 _log.info(
-                    "Each client has its own BatchNorm statistics: `client_model(client)` of the federation returns a"
-                    " client's model, and `trainer.test(ckpt_path=...)` evaluates as in the fit. A model of"
-                    " `load_from_checkpoint` has %s statistics, with other scores: adapt(model, loader) measures new"
-                    " ones.",
-                    "pooled" if self.reports_statistics else "the initial",
+                    "Each client has its own BatchNorm statistics: %s. A model of `load_from_checkpoint` has %s"
+                    " statistics, with other scores: adapt(model, loader) measures new ones.",
+                    "the clients measure again before each evaluation"
+                    if self.is_remote
+                    else "`client_model(client)` of the federation returns a client's model, and"
+                    " `trainer.test(ckpt_path=...)` evaluates with the statistics in the checkpoint, where they belong"
+                    " to the checkpoint's weights",
+                    "pooled" if self.reports_statistics else "averaged" if self._fit.decision else "the initial",
                 )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

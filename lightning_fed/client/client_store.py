@@ -36,6 +36,10 @@ class ClientStore(ABC):
     def get(self, client: Client) -> State | None:
         """The client's newest tensors, or ``None`` if it has none; the caller may keep but not change them."""
 
+    def clients(self) -> Collection[Client]:
+        """The clients with tensors. At the end of a fit these clients measure their BatchNorm statistics again."""
+        return ()
+
     @abstractmethod
     def put(self, client: Client, round: int, state: State) -> None:
         """Replaces the client's tensors as of ``round``; an empty state forgets the client."""
@@ -93,6 +97,10 @@ class MemoryStore(ClientStore):
     def get(self, client: Client) -> State | None:
         """The client's tensors, or ``None``."""
         return self._of_round.get(client, self._states.get(client)) or None
+
+    def clients(self) -> Collection[Client]:
+        """The clients with tensors."""
+        return [client for client, state in (self._states | self._of_round).items() if state]
 
     def put(self, client: Client, round: int, state: State) -> None:
         """Keeps a copy of the client's tensors."""
@@ -212,6 +220,10 @@ class FolderStore(ClientStore):
             _log.error("What client %r has kept has changed since it was written: %s.", client, path)
             raise ClientFault("what it has kept has changed since it was written")
         return state or None
+
+    def clients(self) -> Collection[Client]:
+        """The clients with a file."""
+        return self._kept
 
     def put(self, client: Client, round: int, state: State) -> None:
         """Writes the client's tensors as of ``round``."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.local_optimizers import OPTIMIZER
 from lightning_fed.client.unsaved_tensors import Additions, UnsavedTensors
-from lightning_fed.messages import Client, ClientUpdate, State, without_prefix
+from lightning_fed.messages import Client, ClientUpdate, State, digest, without_prefix
 from lightning_fed.model.entries import (
     Policy,
     copy_state,
@@ -97,6 +97,7 @@ class LocalModel:
         self.has_statistics = False
         # A client's state between the request and the load: one read from the store.
         self._recalled: dict[Client, State] = {}
+        self._model_keys: list[tuple[Mapping[str, Tensor], Tensor]] = []
         self._optimizer_state: dict[Client, State] = {}
 
     def global_state(self, known: Mapping[str, Tensor] | None = None) -> State:
@@ -214,20 +215,39 @@ class LocalModel:
         if client_state:
             self.store.put(client, round, client_state)
 
-    def keep_statistics(self, client: Client, round: int, statistics: Mapping[str, Tensor], model_round: int) -> None:
+    def model_key(self, state: Mapping[str, Tensor]) -> Tensor:
+        """A number for a model's weights, which ties a client's BatchNorm statistics to the weights.
+
+        Running statistics do not count, nor do sliced entries, which can be large.
+
+        Args:
+            state: The shared entries of the model. The same object gives the same number.
+
+        """
+        for known, key in self._model_keys:
+            if known is state:
+                return key
+        weights = {name: state[name] for name in state if name not in self.sliced and not is_running_statistic(name)}
+        key = torch.tensor(int(digest(weights)[:15], 16))  # 60 bits
+        self._model_keys.append((state, key))
+        return key
+
+    def keep_statistics(
+        self, client: Client, round: int, statistics: Mapping[str, Tensor], state: Mapping[str, Tensor]
+    ) -> None:
         """Stores a client's BatchNorm statistics.
 
         Args:
             client: The client's key.
             round: Round of the version in the store.
             statistics: Running statistics by entry name.
-            model_round: Round of the global model measured by the statistics.
+            state: The shared entries of the model with these statistics.
 
         """
         client_state = {
             name: value for name, value in (self.store.get(client) or {}).items() if not name.startswith(STATISTICS)
         }
-        client_state[STATISTICS] = torch.tensor(model_round)
+        client_state[STATISTICS] = self.model_key(state)
         client_state |= {
             f"{STATISTICS}{name}": value.to(self.entries[name].dtype) for name, value in statistics.items()
         }

@@ -150,7 +150,10 @@ class FederatedFit:
         if isinstance(option, LocalStatistics):
             return option.unseen == "pooled"
         is_one_client = self.is_population_known and len(self.population.clients) == 1
-        return option == "recalibrate" or (option == "auto" and not is_one_client)  # one client: as in a plain fit
+        is_undecided_or_pooled = option == "auto" and self.decision != "own"
+        return option == "recalibrate" or (
+            is_undecided_or_pooled and not is_one_client
+        )  # one client: as in a plain fit
 
     @property
     def server_callbacks(self) -> list[FederatedCallback]:

@@ -37,7 +37,7 @@ from lightning_fed.model.batch_norm import batch_norm_layers as batch_norm_layer
 from lightning_fed.model.batch_norm import find_bad_statistics, limit_counts, recalibrate_batch_norm, shift_between
 from lightning_fed.model.batch_norm import pool_statistics as pool_statistics
 from lightning_fed.model.batches import BatchKey, find_inputs
-from lightning_fed.model.entries import BatchNorm
+from lightning_fed.model.entries import BatchNorm, find_implausible, is_running_statistic
 from lightning_fed.rule import Aggregator, ResizingAggregator, TolerantAggregator, model_of
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Visit
@@ -150,14 +150,14 @@ def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
     }
 
 
-def measure_round(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
-    """Measures BatchNorm's running statistics with the new global model, on the clients whose updates were used.
+def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float], str | None]:
+    """Pools reports of BatchNorm statistics of the new global model, by the clients whose updates were used.
 
     A client runs its data once through the model, in evaluation mode except for BatchNorm, which normalises with each
-    batch's statistics as in training. Where clients report, the server pools the statistics for the global model, and
-    the exchange is counted: the global model down, the statistics up. Where each client has its own statistics, the
-    client stores its measurement. With ``batch_norm="auto"`` the first reports decide between both, see
-    :func:`decide_statistics`.
+    batch's statistics as in training. The server pools the statistics for the global model, and the exchange is
+    counted: the global model down, the statistics up. With ``batch_norm="auto"`` the first reports decide between
+    pooled and own statistics, see :func:`decide_statistics`; own statistics need no more reports. Where each client has
+    its own statistics, the measurement for the report is the client's.
 
     Layers in evaluation mode (a frozen backbone's) keep their statistics; where no client can measure, the averages
     stay. Values that a robust rule would trim do not count (:class:`~lightning_fed.rule.TolerantAggregator`). A model
@@ -169,23 +169,20 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
 
     Returns:
         ``fed/batch_norm_shift``, the largest shift of a layer (:func:`~lightning_fed.model.batch_norm.shift_between`);
-        empty where fewer than two clients have reported.
+        empty where fewer than two clients have reported. A fault of the pooled statistics, with which the round does
+        not count: then nothing is decided or stored.
 
     """
     module, server = fit.module, fit.server
     layers = layers_in_training(module)
-    if forward_step(module) is None or not layers:
-        return {}
-    reports_statistics = fit.reports_statistics
-    if not (reports_statistics or (fit.has_measured_statistics and fit.measure_remotely is None)):
-        return {}
+    if not fit.reports_statistics or forward_step(module) is None or not layers:
+        return {}, None
     state = local.global_state()
 
     def send(visit: Visit) -> Broadcast:
         served_state = model_of(server.rule, visit.client)
         broadcast = Broadcast(visit.round, state if served_state is None else served_state)
-        if reports_statistics:
-            server.sent(visit.client, broadcast)
+        server.sent(visit.client, broadcast)
         return broadcast
 
     visits = [visit for visit in fit.cohort.visits if visit.client in server.report.received]
@@ -199,24 +196,26 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> dict[str, float]:
             layers,
             lambda visit: local.load_client(visit.client, send(visit).state),
             fit.clock,
-            reports_statistics,
         )
         local.load_global(state)
         tell_of_model(fit.trainer, module, None)
     else:
         measured = fit.measure_remotely(server, visits, send)
-    shift = pool_reports(fit, local, measured, list(layers)) if reports_statistics else {}
-    if fit.has_measured_statistics and fit.measure_remotely is None:
+    shift, fault = pool_reports(fit, local, measured, list(layers))
+    if fault is None and fit.has_measured_statistics and fit.measure_remotely is None:
         reports = dict(measured)
         for client in (visit.client for visit in visits):
+            served_state = model_of(server.rule, client)
             statistics = own_statistics(reports.get(client, {}))  # empty if the client cannot measure
-            local.keep_statistics(client, server.report.round, statistics, server.report.round)
-    return shift
+            local.keep_statistics(
+                client, server.report.round, statistics, state if served_state is None else served_state
+            )
+    return shift, fault
 
 
 def pool_reports(
     fit: FederatedFit, local: LocalModel, measured: Sequence[tuple[Client, State]], layers: Sequence[str]
-) -> dict[str, float]:
+) -> tuple[dict[str, float], str | None]:
     """Pools the clients' reports in the global model and in the models of clusters.
 
     Args:
@@ -226,7 +225,7 @@ def pool_reports(
         layers: Names of the layers.
 
     Returns:
-        ``fed/batch_norm_shift``.
+        As :func:`measure_round`.
 
     """
     server = fit.server
@@ -245,7 +244,8 @@ def pool_reports(
     for model, reports in groups:
         if model is not None:
             _write_statistics(model, local.shared, reports, layers, server.rule)
-    return _record_shift(fit, measured, layers)
+    fault = find_implausible({name: local.entries[name] for name in local.shared if is_running_statistic(name)})
+    return ({}, fault) if fault is not None else (_record_shift(fit, measured, layers), None)
 
 
 def _group_by_model(
@@ -369,29 +369,41 @@ def load_own_model(
 ) -> State | None:
     """Makes the module the model that a client is evaluated with.
 
-    A client with statistics of another model than the global one measures again, if its training data are here.
+    A client with statistics of other weights measures again if its training data are here. Otherwise the client counts
+    as one without statistics, and the log warns once.
 
     Args:
         fit: The fit.
         local: The module's entries.
         client: The client.
         state: The shared entries of the model.
-        measure_round: Round of the global model if clients measure their BatchNorm statistics with it; else ``None``.
+        measure_round: Round of the model if clients measure their BatchNorm statistics with the model; else ``None``.
 
     Returns:
         New statistics, which the store does not have yet; empty if the client cannot measure, ``None`` if no
         measurement was due.
 
     """
-    statistics: State | None = None
-    has_data = fit.is_population_known and not (fit.is_remote and fit.has_server)
-    if measure_round is not None and has_data and client in fit.population.clients:
+    measured: State | None = None
+    served: State | None = None  # the stored ones
+    if measure_round is not None:
         stored = (local.store.get(client) or {}).get(STATISTICS)
-        if stored is None or int(stored) != measure_round:
-            statistics = _measure_client(fit, local, client, state, measure_round)
-    local.load_client(client, state, trains=False, statistics=statistics)
+        has_data = fit.is_population_known and not (fit.is_remote and fit.has_server)
+        if stored is None or int(stored) != int(local.model_key(state)):
+            if has_data and client in fit.population.clients:
+                served = measured = _measure_client(fit, local, client, state, measure_round)
+            elif stored is not None:
+                served = {}
+                if fit.note_warning("stale"):
+                    _log.warning(
+                        "The BatchNorm statistics in the store of client %r belong to other weights, and the client's"
+                        " training data are not here to measure again: %s for this client, and for others like it.",
+                        client,
+                        _SERVES[fit.unseen],
+                    )
+    local.load_client(client, state, trains=False, statistics=served)
     fit.serve(client if local.has_statistics else None)
-    return statistics
+    return measured
 
 
 def adapt(module: ModuleType, batches: Iterable[Any], inputs: BatchKey = None) -> ModuleType:
@@ -530,7 +542,6 @@ def measure_statistics(
     layers: Mapping[str, nn.BatchNorm2d],
     load: Callable[[Visit], None],
     clock: VisitClock | None = None,
-    is_sent: bool = True,
 ) -> list[tuple[Client, State]]:
     """Statistics of the inputs of BatchNorm layers when clients run their data once through a model, as each reports.
 
@@ -543,7 +554,6 @@ def measure_statistics(
         layers: The layers by name. They normalise with each batch's own statistics.
         load: Makes the module the model to measure, as a client has it.
         clock: Ends a client's pass that takes longer than a visit may.
-        is_sent: Whether the clients send the statistics to the server.
 
     Returns:
         Client and :meth:`InputStatistics.as_extras`, without clients that cannot measure: the log names them.
@@ -568,7 +578,7 @@ def measure_statistics(
             _log.warning("Client %r's BatchNorm statistics are left out: %s.", visit.client, describe(error))
             continue
         update = ClientUpdate(visit.client, server.report.received[visit.client], {}, extras)
-        server.report.up_bytes += update.nbytes if is_sent else 0
+        server.report.up_bytes += update.nbytes
         fault = find_bad_statistics(update.extras, sent)
         if fault is None:
             reports[visit.client] = update.extras

@@ -203,23 +203,55 @@ class ClientModels:
                         tell_of_model(trainer, module, None)
         if self._remote is None:
             answers = Answers.joined(process_group_of(trainer).gather(answers), clients)
-            for part in process_group_of(trainer).gather(measured):
-                for client, statistics in part.items():
-                    self._keep(local, client, statistics)
+            self._keep(trainer, local, measured, state)
         for client, reason in answers.failed.items():
             _log.warning("Client %r does not answer: %s.", client, reason)
         return answers
+
+    def measure(self, trainer: L.Trainer, module: L.LightningModule, clients: Iterable[Client]) -> None:
+        """Measures and stores BatchNorm statistics, of clients with their own statistics and their data here.
+
+        Clients with statistics of the module's weights do not measure again.
+
+        Args:
+            trainer: The Trainer.
+            module: The module, which is the global model, and is the global model afterwards.
+            clients: The clients.
+
+        """
+        fit, ranks = self._fit, process_group_of(trainer)
+        if fit.statistics_round is None or fit.is_remote:
+            return
+        local = self.local(module)
+        state, measured = local.global_state(), dict[Client, State]()
+        here = sorted(clients, key=lambda client: (isinstance(client, str), client))
+        try:
+            with torch.inference_mode(False), ranks.independent():
+                for client in itertools.islice(here, ranks.rank, None, ranks.size):
+                    try:
+                        served_state = self._shared(client, state)
+                        statistics = load_own_model(fit, local, client, served_state, fit.statistics_round)
+                    except ClientFault as fault:
+                        _log.warning("Client %r's BatchNorm statistics are left out: %s.", client, fault)
+                        continue
+                    measured.update({} if statistics is None else {client: statistics})
+        finally:
+            local.load_global(state)
+            tell_of_model(trainer, module, None)
+        self._keep(trainer, local, measured, state)
 
     def _load(self, local: LocalModel, client: Client, state: State) -> None:
         """Loads a client's own model; with several processes, no measurement by a single process is stored."""
         fit = self._fit
         statistics = load_own_model(fit, local, client, self._shared(client, state), fit.statistics_round)
         if statistics is not None and process_group_of(fit.trainer).size == 1:
-            self._keep(local, client, statistics)
+            self._keep(fit.trainer, local, {client: statistics}, state)
 
-    def _keep(self, local: LocalModel, client: Client, statistics: State) -> None:
-        assert self._fit.statistics_round is not None
-        local.keep_statistics(client, self._fit.rounds - 1, statistics, self._fit.statistics_round)
+    def _keep(self, trainer: L.Trainer, local: LocalModel, measured: Mapping[Client, State], state: State) -> None:
+        """Stores the measurements of all processes in each process."""
+        for part in process_group_of(trainer).gather(measured):
+            for client, statistics in part.items():
+                local.keep_statistics(client, self._fit.rounds - 1, statistics, self._shared(client, state))
 
     def _ask_here(
         self, trainer: L.Trainer, visits: Sequence[Visit], answer: Callable[[Visit], ClientUpdate], answers: Answers

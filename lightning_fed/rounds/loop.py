@@ -7,7 +7,7 @@ The inside of a round is in :mod:`lightning_fed.rounds.round`, the inside of a v
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -59,6 +59,7 @@ from lightning_fed.model.entries import check_entries
 from lightning_fed.rounds.batch_hooks import BatchHooks
 from lightning_fed.rounds.batch_loop import BatchLoop, find_obstacle
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, thaw_batch_norm
+from lightning_fed.rounds.client_models import ClientModels
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.round_averages import WEIGHT_AVERAGING, RoundAverages
@@ -73,6 +74,7 @@ class RoundLoop:
 
     Args:
         fit: The fit.
+        models: The clients' own models.
         remote: The other half of the federation, if on another machine.
 
     Attributes:
@@ -83,8 +85,9 @@ class RoundLoop:
         is_ready: True after ``setup`` and ``on_fit_start``.
     """
 
-    def __init__(self, fit: FederatedFit, remote: RemoteSide | None = None) -> None:
+    def __init__(self, fit: FederatedFit, models: ClientModels, remote: RemoteSide | None = None) -> None:
         self.fit, self.remote = fit, remote
+        self._models = models
         self.failed_rounds = FailedRounds(fit.options.faults.max_failed_rounds)
         self.is_planned = self.is_ready = self._is_started = False
         self._plan = VisitPlan()
@@ -178,7 +181,11 @@ class RoundLoop:
         fit.decide_policies(fit.trainer, fit.module)
         check_sliced(fit.module, fit.policies, fit.server.rule, fit.options, fit.reports_statistics)
         if fit.batch_norm != fit.options.batch_norm and fit.trainer.is_global_zero and fit.has_server:
-            _log.info("BatchNorm: each client has its own statistics, because the server may not see a client's.")
+            has_slices = "sliced" in fit.policies.values()
+            reason = (
+                "a report needs the whole model at each client" if has_slices else "the server may not see a client's"
+            )
+            _log.info("BatchNorm: each client has its own statistics, because %s.", reason)
         if self._averages is not None:
             self._averages.check_entries()
         self.hooks.batch_loop = self._fuse(self.hooks.has_batch_start)
@@ -387,6 +394,8 @@ class RoundLoop:
         fit.count_rounds(server.report.round + 1)
         if has_aggregate and self._averages is not None:
             self._averages.end_round()
+        if has_aggregate:
+            self.measure_statistics(server.report.received)
         round.end()  # what may raise comes when a checkpoint counts the round
         if fit.has_server:
             self.failed_rounds.end_round(
@@ -404,6 +413,11 @@ class RoundLoop:
         """Steps on the log's axis that Lightning counts for the padding behind the last visit."""
         window, real = self.fit.trainer.accumulate_grad_batches, sum(each.num_batches for each in loader.visits)
         return -(-(real + loader.padding) // window) + real // -window
+
+    def measure_statistics(self, clients: Collection[Client]) -> None:
+        """Has clients with their own BatchNorm statistics measure with the model that validation sees."""
+        with self.averages_in_place():
+            self._models.measure(self.fit.trainer, self.fit.module, clients)
 
     def cut_short(self) -> None:
         """Abandons an open round, with a warning."""

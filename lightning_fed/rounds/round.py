@@ -34,7 +34,6 @@ from lightning_fed.messages import Client, State
 from lightning_fed.model.entries import (
     find_fault,
     find_implausible,
-    is_running_statistic,
     tied_names,
     trainable_entries,
     untrained_entries,
@@ -176,9 +175,7 @@ class Round:
         self.load_global(self.state if state is None else state, [] if state is None else self._counting())
         self.fit.synchronisation.check_state(self.local)
         if is_new:
-            self.measure_batch_norm()
-            entries = self.local.entries
-            fault = find_implausible({name: entries[name] for name in self.local.shared if is_running_statistic(name)})
+            fault = self.measure_batch_norm()
             if fault is not None:
                 _log.error("Round %d is taken back: %s.", round_number(self._server.report.round), fault)
                 self._server.abandon_round()
@@ -237,10 +234,11 @@ class Round:
         if self.fit.has_server:
             self.fit.store.settle(self._server.report.round, counting)
 
-    def measure_batch_norm(self) -> None:
-        """Measures BatchNorm's running statistics on the clients with the new global model."""
+    def measure_batch_norm(self) -> str | None:
+        """Has clients report BatchNorm statistics of the new global model; returns a fault of the pooled statistics."""
         with seeded_generators():  # every process measures its share
-            self._measured = measure_round(self.fit, self.local)
+            self._measured, fault = measure_round(self.fit, self.local)
+        return fault
 
     def log(self, has_aggregate: bool) -> None:
         """Logs the round."""
