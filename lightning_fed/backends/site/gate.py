@@ -60,7 +60,7 @@ class SiteGate:
     def __init__(self, path: Path, is_required: bool, half: Half, store: Path) -> None:
         self._path, self._is_required, self._half, self._store = path, is_required, half, store
         self._record: tuple[Path, Record] | None = None
-        if self._is_in_force():
+        if self.is_in_force():
             try:
                 read_policy(path)
                 _log.info("The site's policy is %s.", path)
@@ -82,8 +82,17 @@ class SiteGate:
 
         """
         bare = Packet(split_signature(packet.text)[0], packet.data)
-        if not self._is_in_force():
+        if not self.is_in_force():
             return answer(bare)
+        try:
+            return self._guard(kind, packet, bare, answer)
+        except PacketError:
+            raise
+        except Exception:  # the class of an exception can depend on the data
+            _log.exception("The gate failed: no answer leaves.")
+            raise PacketError(NOT_ANSWERED) from None
+
+    def _guard(self, kind: str, packet: Packet, bare: Packet, answer: Callable[[Packet], Packet]) -> Packet:
         order = read_order(kind, packet.text, packet.data)
         if order is None:
             raise PacketError("it is no message of lightning-fed")
@@ -112,13 +121,14 @@ class SiteGate:
             Refusal: If the policy does not allow an entry.
 
         """
-        if self._is_in_force():
+        if self.is_in_force():
             try:
                 read_policy(self._path).judge_entries(names)
             except PolicyError as error:
                 raise Refusal("entries", str(error)) from error
 
-    def _is_in_force(self) -> bool:
+    def is_in_force(self) -> bool:
+        """True if the site has a policy or a trace of a policy."""
         self._is_required = self._is_required or self._path.is_symlink() or self._path.exists() or self._has_traces()
         return self._is_required
 

@@ -155,6 +155,19 @@ def test_an_exception_of_the_program_is_the_same_text(federation, tmp_path):
     assert {reply["header"]["reason"] for reply in left} == {NOT_ANSWERED}
 
 
+def test_an_exception_of_the_gate_is_the_same_text(order, tmp_path, monkeypatch):
+    """Neither the text nor the class of the exception."""
+
+    def fail(*arguments):
+        raise KeyError("patient 17")
+
+    write_policy(tmp_path)
+    monkeypatch.setattr(gate.SiteGate, "_append", fail)
+    with pytest.raises(PacketError) as caught:
+        ask(tmp_path, 1.0, [order])
+    assert str(caught.value) == NOT_ANSWERED
+
+
 def test_reasons_leave_where_the_policy_lets_reasons_leave(order, tmp_path):
     write_policy(tmp_path, entries=["net.bias"], faults="text")
     (reply,) = ask(tmp_path, 1.0, [order])
