@@ -364,6 +364,7 @@ def test_a_fit_with_more_rounds_has_the_noise_that_it_began_with(federated_train
     assert callbacks[1].epsilon() == callbacks[0].epsilon() <= 6
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")  # Lightning's own remark
 @pytest.mark.parametrize(
     ("first", "second"),
     [([(0.5, 1.0, 1e-3)], []), ([], [(0.5, 1.0, 1e-3)]), ([(0.5, 1.0, 1e-3)], [(50.0, 1.0, 1e-3)])],

@@ -15,6 +15,7 @@ import lightning as L
 
 from lightning_fed.backends.site.gate import POLICY_FILE, SiteGate
 from lightning_fed.backends.site.policy import ANSWERS, Half, Refusal
+from lightning_fed.backends.site.site_log import keep_log
 from lightning_fed.backends.wire.answer_file import AnswerFile
 from lightning_fed.backends.wire.bounds import OrderBounds
 from lightning_fed.backends.wire.data import HalfData, read_data
@@ -127,6 +128,11 @@ class ClientRunner:
             raise PacketError(find_public_reason(error)) from None
         finally:
             _free(len(packet.data))
+
+    def keep_log(self) -> None:
+        """Under a policy, keeps the package's log in a file of the client state."""
+        if self._gate.is_in_force():
+            keep_log(self._store)
 
     def _answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
         if kind not in ANSWERS:

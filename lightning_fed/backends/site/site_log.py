@@ -1,0 +1,31 @@
+"""The site's log under a policy: a file, for networks that copy a process's log to the server."""
+
+from __future__ import annotations
+
+import logging
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+LOG_FILE = "site.log"
+"""File name of the log, in the folder of the client state."""
+
+_BYTES, _FILES = 10 * 2**20, 3  # so that a server cannot fill the disk
+
+
+def keep_log(folder: Path) -> None:
+    """Writes the package's log records to a file, and to no other handler: texts of faults may show data.
+
+    A second call with the same folder has no effect.
+
+    Args:
+        folder: Folder for the file; other users cannot read the file.
+
+    """
+    logger, path = logging.getLogger("lightning_fed"), folder.resolve() / LOG_FILE
+    if any(getattr(handler, "baseFilename", "") == str(path) for handler in logger.handlers):
+        return
+    path.touch(mode=0o600)
+    handler = RotatingFileHandler(path, maxBytes=_BYTES, backupCount=_FILES)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
