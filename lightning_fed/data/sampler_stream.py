@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_fed.data.loader_parts import LOADERS_REMEDY, batches_of, samplers_of, seeded_own_generators, set_epoch
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError
+from lightning_fed.lightning.fingerprints import fingerprint
 from lightning_fed.messages import Client
 from lightning_fed.numerics.seeds import derive_seed
 
@@ -49,7 +50,7 @@ class SamplerStream:
         self.indices = indices
         self.sampler, self.batch_size, self.drop_last = batches_of(loader)
         self._length = len(loader.dataset)  # type: ignore[arg-type] # a map-style one
-        self._seed = seed
+        self._seed, self._skipped = seed, frozenset((id(loader.dataset),))
         self._samplers = samplers_of(loader)
         self._passes: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
         name = type(self.sampler).__name__
@@ -57,8 +58,8 @@ class SamplerStream:
             raise OptionError(
                 f"Expected {name} to have a length, which ends a pass: define `__len__`. {LOADERS_REMEDY}"
             )
-        first, _, again = (self._draw(0, number, number) for number in (0, 1, 0))
-        if not all(map(np.array_equal, first, again)):
+        first, _, again = ((*self._draw(0, number, number), self._state()) for number in (0, 1, 0))
+        if not all(map(np.array_equal, first[:2], again[:2])) or first[2] != again[2]:
             raise OptionError(
                 f"Expected {name} to draw the same indices from the same seed, but its passes depend on a state that"
                 " the clients would share: shuffle by the global generators, by an attribute `generator` (a"
@@ -92,6 +93,14 @@ class SamplerStream:
         places = np.searchsorted(own, drawn, sorter=order).clip(max=len(own) - 1)
         is_own = own[order[places]] == drawn
         return order[places[is_own]], batches[is_own]
+
+    def _state(self) -> Any:
+        """Returns a fingerprint of the samplers; a pass may leave a cache, but no count of passes."""
+        return [
+            fingerprint(vars(sampler), skipped=self._skipped)
+            for sampler in self._samplers
+            if hasattr(sampler, "__dict__")
+        ]
 
     def _draw(self, round: int, number: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         seed = derive_seed(self._seed, _SAMPLER, round, number)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import logging
-import random
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
-from torchmetrics import Metric, MetricCollection, MetricTracker
+from torchmetrics import Metric
 
 from lightning_fed.console import round_number
+from lightning_fed.lightning.fingerprints import LIBRARIES, METRICS, VALUES, fingerprint, storage_address
 from lightning_fed.lightning.internals import (
     BATCH_HOOKS,
     OverriddenMethod,
@@ -36,13 +33,9 @@ from lightning_fed.numerics.foreach import norms
 
 _log = logging.getLogger(__name__)
 
-_METRICS = (Metric, MetricCollection, MetricTracker)
-_VALUES = (bool, int, float, complex, str, bytes, np.generic)
-_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fed", "torchmetrics")
 _INTERNAL = frozenset(vars(nn.Module()))
 # `state_dict` holds the first two; schedulers write the last ones.
 _OPTIMIZER_INTERNAL = frozenset(vars(torch.optim.SGD([torch.zeros(1)], 0.1))) | {"_opt_called", "_step_count", "step"}
-_DEPTH = 5
 _MISSING = object()
 
 
@@ -252,7 +245,7 @@ class CarriedAttributes:
         seen: set[int] = set()
         for path, layer in self._module.named_modules():
             values = {path: layer}
-            if not isinstance(layer, _METRICS):
+            if not isinstance(layer, METRICS):
                 for name, value in vars(layer).items():
                     if name not in _INTERNAL and isinstance(value, list | tuple | dict):
                         parts = value.values() if isinstance(value, dict) else value
@@ -292,12 +285,12 @@ class CarriedAttributes:
         return [
             repr([tensor_version(tensor) for tensor in (*tensors, *gradients)]),
             repr([float(length) for length in norms(each for each in (*tensors, *gradients) if _has_norm(each))]),
-            repr([{name: value for name, value in group.items() if isinstance(value, _VALUES)} for group in groups]),
+            repr([{name: value for name, value in group.items() if isinstance(value, VALUES)} for group in groups]),
         ]
 
     def _callbacks(self) -> list[L.Callback]:
         callbacks = [] if self._trainer is None else callbacks_of(self._trainer)
-        return [each for each in callbacks if type(each).__module__.partition(".")[0] not in _LIBRARIES]
+        return [each for each in callbacks if type(each).__module__.partition(".")[0] not in LIBRARIES]
 
     def _owners(self) -> dict[str, Any]:
         """Returns modules, callbacks, optimizers and schedulers by name prefix."""
@@ -324,8 +317,9 @@ class CarriedAttributes:
         return owners
 
     def _fingerprints(self) -> dict[str, Any]:
-        memory = {_address(entry) for entry in itertools.chain(self._module.parameters(), self._module.buffers())}
-        skipped = {id(self._module), id(self._trainer)}
+        saved = itertools.chain(self._module.parameters(), self._module.buffers())
+        memory = {storage_address(tensor) for tensor in saved}
+        skipped = frozenset((id(self._module), id(self._trainer)))
         if self._trainer is not None:
             skipped |= {id(optimizer) for optimizer in self._trainer.optimizers}
             skipped |= {id(config.scheduler) for config in self._trainer.lr_scheduler_configs}
@@ -346,7 +340,7 @@ class CarriedAttributes:
                     continue
                 if type(owner).__module__.startswith("torch.") and name.startswith("_"):
                     continue  # PyTorch's, such as the weights in an LSTM
-                found[prefix + name] = _fingerprint(value, memory, skipped)
+                found[prefix + name] = fingerprint(value, memory, skipped)
         return found
 
 
@@ -432,7 +426,7 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, layer in module.named_modules():
         if id(layer) not in seen:
             seen.add(id(layer))
-            if isinstance(layer, _METRICS):
+            if isinstance(layer, METRICS):
                 seen.update(map(id, layer.modules()))
             else:
                 yield path, layer
@@ -444,81 +438,6 @@ def _holds_tensors(value: Any, depth: int = 3) -> bool:
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list | tuple | deque):
-        is_users = type(value).__module__.partition(".")[0] not in (*_LIBRARIES, "builtins", "torch")
+        is_users = type(value).__module__.partition(".")[0] not in (*LIBRARIES, "builtins", "torch")
         value = vars(value).values() if is_users and hasattr(value, "__dict__") else ()
     return depth > 0 and any(_holds_tensors(inside, depth - 1) for inside in value)
-
-
-def _fingerprint(value: Any, memory: set[int], skipped: set[int], depth: int = _DEPTH) -> Any:
-    """Returns equal fingerprints for equal values.
-
-    A part without readable values counts as unchanged; an iterator counts as changed.
-
-    Args:
-        value: The value.
-        memory: Addresses of parameters and buffers.
-        skipped: Identities of excluded objects and of containers around the value.
-        depth: Number of nested levels.
-
-    """
-    if isinstance(value, _VALUES):
-        return value
-    if id(value) in skipped or not depth or isinstance(value, Dataset | type):
-        return None
-    skipped, depth = skipped | {id(value)}, depth - 1
-    try:
-        if isinstance(value, Tensor):
-            return _tensor_fingerprint(value.detach()) if _is_free(value, memory) else None
-        if isinstance(value, np.ndarray):
-            return value.shape, value.dtype.str, zlib.crc32(np.ascontiguousarray(value).tobytes())
-        if isinstance(value, torch.Generator):
-            return _tensor_fingerprint(value.get_state())
-        if isinstance(value, np.random.Generator):
-            return repr(value.bit_generator.state)
-        if isinstance(value, random.Random):
-            return hash(value.getstate())
-        if isinstance(value, set | frozenset):
-            return frozenset(value)
-        inside = _parts(value)
-    except Exception:  # a warning must not end a fit
-        return None
-    if isinstance(inside, dict):
-        return {key: _fingerprint(part, memory, skipped, depth) for key, part in inside.items()}
-    return [_fingerprint(part, memory, skipped, depth) for part in inside] if isinstance(inside, list) else inside
-
-
-def _parts(value: Any) -> Any:
-    """Returns the parts of a container, object or optimizer; otherwise ``None``."""
-    if isinstance(value, dict):
-        return dict(value)
-    if isinstance(value, list | tuple | deque):
-        return list(value)
-    if isinstance(value, nn.Module):
-        return [] if isinstance(value, _METRICS) else [*value.parameters(), *value.buffers()]
-    if isinstance(value, Optimizer):
-        groups = [{name: part for name, part in group.items() if name != "params"} for group in value.param_groups]
-        return [list(value.state.values()), groups]
-    if isinstance(value, partial):
-        return [value.func, value.args, value.keywords]
-    if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-        return object()
-    kind = type(value)
-    if kind.__module__.startswith("torch."):
-        return value.state_dict() if hasattr(kind, "state_dict") else None
-    if kind.__module__.partition(".")[0] in _LIBRARIES:
-        return None
-    slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ()) if hasattr(value, name)]
-    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})} or None
-
-
-def _is_free(value: Tensor, memory: set[int]) -> bool:
-    return value.grad_fn is None and value.layout == torch.strided and _address(value) not in memory
-
-
-def _address(value: Tensor) -> int:
-    return value.untyped_storage().data_ptr() if value.layout == torch.strided else 0
-
-
-def _tensor_fingerprint(value: Tensor) -> Any:
-    numbers = value.resolve_conj().resolve_neg().contiguous().cpu().reshape(-1)
-    return tuple(value.shape), value.dtype, zlib.crc32(numbers.view(torch.uint8).numpy().data)

@@ -76,6 +76,38 @@ class Draws(Sampler):
         return iter(self.draw())
 
 
+class Caches(Draws):
+    """Holds the order of the last pass."""
+
+    def __iter__(self):
+        self.order = torch.randperm(self.length).tolist()
+        return iter(self.order)
+
+
+class CountsPasses(Draws):
+    """Draws by a function of the number of passes, without ``set_epoch``."""
+
+    def __init__(self, draw):
+        super().__init__(draw, SIZE // 2)
+        self.count = 0
+
+    def __iter__(self):
+        self.count += 1
+        return iter(self.draw(self.count))
+
+
+class Shared(Draws):
+    """Has a generator with another name."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.random = np.random.RandomState(0)
+
+    def __iter__(self):
+        self.random.rand()
+        return iter(range(SIZE))
+
+
 class Endless(Sampler):
     def __iter__(self):
         return itertools.count()
@@ -112,6 +144,7 @@ SAMPLERS = {  # the loader, and how many different examples and examples a pass 
     "weighted without replacement": (lambda: {"sampler": WeightedRandomSampler(WEIGHTS, 40, False)}, (40, 40)),
     "replica": (lambda: {"sampler": DistributedSampler(numbers(), num_replicas=2, rank=1)}, (30, 30)),
     "subclass": (lambda: {"sampler": Reversed(numbers())}, (60, 60)),
+    "with a cache": (lambda: {"sampler": Caches(None)}, (60, 60)),
     "a list": (lambda: {"sampler": [5, 3, 3, 59]}, (3, 4)),
     "numbers of numpy": (lambda: {"sampler": Draws(lambda: np.random.permutation(SIZE))}, (60, 60)),  # noqa: NPY002
     "batches": (lambda: {"batch_sampler": BatchSampler(RandomSampler(numbers()), 6, False)}, (60, 60)),
@@ -320,6 +353,23 @@ class Grows(Draws):
 REFUSED = {
     "an epoch that only grows": ({"sampler": Grows(None)}, "same indices from the same seed"),
     "numpy's generator": ({"sampler": stateful()}, "same indices from the same seed, but .* `set_epoch"),
+    "a counter with period 2": (
+        {"sampler": CountsPasses(lambda count: range(count % 2, SIZE, 2))},
+        "same indices from the same seed",
+    ),
+    "a counter with a late effect": (
+        {"sampler": CountsPasses(lambda count: range(count > 9, SIZE, 2))},
+        "same indices from the same seed",
+    ),
+    "a counter of batches": (
+        {"batch_sampler": CountsPasses(lambda count: [range(count > 9, 30, 2)])},
+        "same indices from the same seed",
+    ),
+    "a counter inside batches": (
+        {"batch_sampler": BatchSampler(CountsPasses(lambda count: range(count > 9, SIZE, 2)), 6, False)},
+        "same indices from the same seed",
+    ),
+    "an old generator of numpy": ({"sampler": Shared()}, "same indices from the same seed"),
     "a counter": ({"sampler": counting()}, "same indices from the same seed"),
     "endless": ({"sampler": Endless()}, "Endless to have a length"),
     "longer": ({"sampler": Draws(lambda: range(SIZE), 9)}, "no more than its length of 9"),

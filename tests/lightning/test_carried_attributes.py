@@ -658,7 +658,12 @@ def changed_by(module, change):
 
 def test_generators_of_all_kinds_are_noted():
     module = L.LightningModule()
-    module.generators = [random.Random(0), np.random.default_rng(0), torch.Generator().manual_seed(0)]
+    module.generators = [
+        random.Random(0),
+        np.random.default_rng(0),
+        np.random.RandomState(0),
+        torch.Generator().manual_seed(0),
+    ]
     for generator in module.generators:
         draw = (
             partial(torch.rand, 1, generator=generator) if isinstance(generator, torch.Generator) else generator.random
