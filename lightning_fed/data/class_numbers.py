@@ -29,28 +29,32 @@ class ClassNumbers:
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[str, tuple[int, Client]] = {}
-        self._names: dict[int, tuple[str, Client]] = {}
+        self._numbers: dict[str, tuple[int, str]] = {}
+        self._names: dict[int, tuple[str, str]] = {}
 
-    def check(self, client: Client, data: Any) -> None:
+    def check(self, client: Client | None, data: Any, stage: str = "training") -> None:
         """Adds a client's classes.
 
         Args:
-            client: The client's key.
-            data: The client's data set or loader.
+            client: The client's key; ``None`` for data of all clients.
+            data: The data set or loader.
+            stage: Use of the data: training, validation or test.
 
         Raises:
             ValueError: If a class has another number at another client, or a number another class.
 
         """
+        place = f"the {stage} data" if client is None else f"client {client!r}"
+        if client is not None and stage != "training":
+            place = f"the {stage} data of {place}"
         for classes in _named_classes(data):
             for name, number in classes.items():
-                known, owner = self._numbers.setdefault(name, (number, client))
-                other, namer = self._names.setdefault(number, (name, client))
+                known, owner = self._numbers.setdefault(name, (number, place))
+                other, namer = self._names.setdefault(number, (name, place))
                 if known != number:
-                    fault = f"class {name!r} has {known} at client {owner!r} and {number} at client {client!r}"
+                    fault = f"class {name!r} has {known} at {owner} and {number} at {place}"
                 elif other != name:
-                    fault = f"{number} is {other!r} at client {namer!r} and {name!r} at client {client!r}"
+                    fault = f"{number} is {other!r} at {namer} and {name!r} at {place}"
                 else:
                     continue
                 raise ValueError(

@@ -275,16 +275,20 @@ class DatasetsSource(ClientSource):
         datasets: Map-style data set by client; a lookup may build the client's data set. The last two data sets are
             cached, so a visit builds a data set once.
         collate: Function that makes a batch of a list of samples.
+        class_numbers: Known class numbers, shared with other data.
 
     """
 
     def __init__(
-        self, datasets: Mapping[Client, Dataset[Any]], collate: Callable[[list[Any]], Any] | None = None
+        self,
+        datasets: Mapping[Client, Dataset[Any]],
+        collate: Callable[[list[Any]], Any] | None = None,
+        class_numbers: ClassNumbers | None = None,
     ) -> None:
         super().__init__(client_keys(datasets), collate)
         self.datasets = datasets
         self._recent: dict[Client, Dataset[Any]] = {}
-        self._class_numbers = ClassNumbers()
+        self._class_numbers = ClassNumbers() if class_numbers is None else class_numbers
 
     def num_samples(self, client: Client) -> int:
         """Length of the client's data set."""

@@ -123,6 +123,18 @@ class EvaluationData(L.LightningDataModule):
         known = self.known_clients()
         return any(key in known for key in data)
 
+    def _check_classes(self) -> None:
+        for stage, data in (("validation", self.val), ("test", self.test)):
+            if isinstance(data, dict):
+                for client, value in data.items():
+                    self._check_numbers(client, value, stage)
+            elif not isinstance(data, Mapping):
+                self._check_numbers(None, data, stage)
+
+    def _check_numbers(self, client: Client | None, data: Any, stage: str) -> None:
+        for part in split_loaders(data):
+            self.class_numbers.check(client, part, stage)
+
     def _loaders(self, data: Mapping[Any, Any]) -> Mapping[Any, Iterable[Any]]:
         def loader(part: Any) -> Any:
             check_client_loader(part)
@@ -130,6 +142,7 @@ class EvaluationData(L.LightningDataModule):
 
         def build(key: Any) -> Any:
             value = data[key]
+            self._check_numbers(key, value, "validation" if data is self.val else "test")
             return [loader(part) for part in value] if _is_several(value) else loader(value)
 
         return LazyClients(data.keys(), build)  # type: ignore[arg-type] # a list would be searched
@@ -158,6 +171,8 @@ class LoaderDataModule(EvaluationData):
     ) -> None:
         super().__init__(val, known_clients=known_clients)
         self.train = train
+        self.class_numbers.check(None, train)
+        self._check_classes()
 
     def train_dataloader(self) -> Any:
         """The training loader."""
@@ -214,7 +229,8 @@ class FederatedDataModule(EvaluationData):
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         super().__init__(val, test)
-        _check_kinds(clients)
+        _check_kinds(clients, self.class_numbers)
+        self._check_classes()
         self.clients = as_mapping(clients, "clients")
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -230,9 +246,9 @@ class FederatedDataModule(EvaluationData):
         """The clients, from which rounds take their batches."""
         keys = client_keys(self.clients)
         if not isinstance(self._first_data(keys), Dataset):
-            return LoaderClients(self.clients)
+            return LoaderClients(self.clients, class_numbers=self.class_numbers)
         return DatasetClients(
-            DatasetsSource(self.clients, self.collate_fn),
+            DatasetsSource(self.clients, self.collate_fn, self.class_numbers),
             self.batch_size,
             self.shuffle,
             self.drop_last,
@@ -413,9 +429,8 @@ class _SequenceLookup:
         return self._values[int(client)]
 
 
-def _check_kinds(clients: Any) -> None:
+def _check_kinds(clients: Any, numbers: ClassNumbers) -> None:
     values = inside(clients) if isinstance(clients, dict | list | tuple) else ()
-    numbers = ClassNumbers()
     for client, value in zip(clients if isinstance(clients, dict) else itertools.count(), values, strict=False):
         check_client_loader(value)
         numbers.check(client, value)

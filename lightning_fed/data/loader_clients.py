@@ -35,13 +35,16 @@ class LoaderClients(Population):
             one batch each in the client's batch; a lookup may build the client's loader.
         is_plain: Whether the only client trains as in a plain fit; the loader then needs neither a length nor a data
             set.
+        class_numbers: Known class numbers, shared with other data.
 
     """
 
-    def __init__(self, loaders: Mapping[Client, Iterable[Any]], is_plain: bool = False) -> None:
+    def __init__(
+        self, loaders: Mapping[Client, Iterable[Any]], is_plain: bool = False, class_numbers: ClassNumbers | None = None
+    ) -> None:
         super().__init__(client_keys(loaders))
         self.loaders, self.is_plain = loaders, is_plain
-        self._class_numbers = ClassNumbers()
+        self._class_numbers = ClassNumbers() if class_numbers is None else class_numbers
         self._counted: dict[Client, int] = {}  # in one pass over a client's batches
         self._opened: dict[int, Any] = {}  # loaders with persistent workers, by ``id``
         self._in_order: dict[Client, Any] = {}  # loaders with shuffling removed

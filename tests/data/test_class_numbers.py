@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from lightning_fed import FederatedDataModule, FederatedTrainer
-from lightning_fed.data import LazyClients
+from lightning_fed.data import LazyClients, LoaderDataModule
 from tests import models
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -58,3 +58,34 @@ def test_data_without_names_of_classes_have_none():
     data = folder("a")
     data.class_to_idx = None
     FederatedDataModule({"a": data, "b": TensorDataset(torch.zeros(3, 6), torch.zeros(3))})
+
+
+HELD_OUT = {
+    "clients": lambda data: {"a": folder("cat", "dog"), "b": data},
+    "several": lambda data: {"a": [DataLoader(data, 4), DataLoader(data, 4)]},
+    "common": lambda data: data,
+    "common loaders": lambda data: [DataLoader(data, 4), DataLoader(data, 4)],
+}
+
+
+@pytest.mark.parametrize("kind", HELD_OUT)
+@pytest.mark.parametrize("stage", ["val", "test"])
+def test_other_numbers_in_validation_and_test_data_are_refused(kind, stage):
+    train = {"a": folder("cat", "dog"), "b": folder("cat")}
+    FederatedDataModule(train, **{stage: HELD_OUT[kind](folder("cat", "dog"))})
+    place = "validation" if stage == "val" else "test"
+    with pytest.raises(ValueError, match=f"'dog' has 1 at client 'a' and 0 at the {place} data"):
+        FederatedDataModule(train, **{stage: HELD_OUT[kind](folder("dog"))})
+
+
+def test_other_numbers_beside_data_to_split_are_refused():
+    LoaderDataModule(DataLoader(folder("cat", "dog"), 4), folder("cat"))
+    with pytest.raises(ValueError, match="'dog' has 1 at the training data and 0 at the validation data"):
+        LoaderDataModule(DataLoader(folder("cat", "dog"), 4), folder("dog"))
+
+
+def test_other_numbers_in_validation_data_built_later_are_refused():
+    val = LazyClients(["a"], lambda client: folder("dog"))
+    data = FederatedDataModule({"a": folder("cat", "dog")}, val)
+    with pytest.raises(ValueError, match="at client 'a' and 0 at the validation data of client 'a'"):
+        data.val_clients()["a"]
