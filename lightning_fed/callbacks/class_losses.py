@@ -289,9 +289,9 @@ class ClassLosses:
             return None
         leaves = frozenset[int]().union(*(labels.leaves for labels in known))
         first = self._get(args[0]).labels if isinstance(args[0], Tensor) else known[0]
-        if name == "index" and first is None:
+        if name in ("index", "index_select") and first is None:
             is_row = output.ndim > 1 and bool(((output == 0) | (output == 1)).all() & (output.sum(-1) == 1).all())
-            return replace(known[0], kind="one_hot" if is_row else "other")
+            return replace(known[0], kind="one_hot" if is_row else "other", is_exact=self._is_identity(args))
         if name in ("scatter", "scatter_add") and first is None and len(known) == 1:
             return replace(known[0], kind="one_hot")
         if name in ("eq", "ne") and known[0].kind == "index":
@@ -318,6 +318,14 @@ class ClassLosses:
             is_one_hot = all(labels.kind == "one_hot" for labels in known)
             return replace(known[0], kind="one_hot" if is_one_hot else "other", is_exact=is_one_hot, leaves=leaves)
         return None
+
+    @staticmethod
+    def _is_identity(args: Sequence[Any]) -> bool:
+        """Returns True for rows of an identity matrix: the class numbers stay."""
+        table, places = args[0], args[1]
+        are_rows = len(places) == 1 and places[0] is not None if isinstance(places, list | tuple) else places == 0
+        is_square = table.ndim == 2 and table.shape[0] == table.shape[1]
+        return are_rows and is_square and bool((table == torch.eye(len(table), device=table.device)).all())
 
     def _all(self, tree: Any) -> list[_Origin]:
         return [self._get(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -153,6 +153,33 @@ def test_losses_of_classes(federated_trainer, name):
     assert task.target(batch) is batch[1]
 
 
+ORDER = torch.tensor([2, 0, 1])
+LOOKUPS = {
+    "permutation": lambda scores, target: F.cross_entropy(scores, ORDER[target]),
+    "index_select": lambda scores, target: F.cross_entropy(scores, ORDER.index_select(0, target)),
+    "gather": lambda scores, target: F.cross_entropy(scores, ORDER.gather(0, target)),
+    "embedding": lambda scores, target: F.cross_entropy(scores, F.embedding(target, ORDER[:, None])[:, 0]),
+    "coarse classes": lambda scores, target: F.cross_entropy(scores, torch.tensor([0, 0, 1])[target]),
+    "one hot": lambda scores, target: F.binary_cross_entropy_with_logits(scores, F.one_hot(ORDER[target], C).float()),
+    "rows of a matrix": lambda scores, target: F.binary_cross_entropy_with_logits(scores, torch.eye(C)[ORDER][target]),
+    "selected rows": lambda scores, target: F.cross_entropy(scores, torch.eye(C)[ORDER].index_select(0, target)),
+    "indexed scores": lambda scores, target: indexed(scores, ORDER[target]),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_labels_from_a_table_are_not_the_labels_of_the_batch(federated_trainer, name):
+    module = classifier(LOOKUPS[name])
+    try:
+        assert task_of(federated_trainer, module).target is None
+    except MisconfigurationException as error:
+        assert "no layer does: name the layer in `layer`" in str(error)
+    with pytest.raises(MisconfigurationException, match="give `ClassPrototypes` a"):
+        federated_trainer(max_rounds=1, partition=IID(2), callbacks=[ClassPrototypes()]).fit(
+            module, DataLoader(TensorDataset(numbers(), labels()), batch_size=4)
+        )
+
+
 # --- segmentation -----------------------------------------------------------------------------------------------------
 
 
