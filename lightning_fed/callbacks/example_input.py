@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,22 +23,24 @@ _POSITIONAL = (
 )
 
 
-def first_batch(federation: Federation, client: Client | None = None) -> Any:
+def training_batch(federation: Federation, client: Client | None = None, index: int = 0) -> Any:
     """Returns a training batch from a client, and restores the global generators.
 
     Args:
         federation: The federation.
         client: The client; ``None`` for the first.
+        index: Number of the batch, from 0.
 
     Raises:
-        MisconfigurationException: If the client has no batch.
+        MisconfigurationException: If the client has no such batch.
 
     """
     population = federation.find_population()
     client = population.clients[0] if client is None else client
-    visit = PlannedVisit(Visit(client, 0, 0, steps=1), population.num_samples(client), 1)
+    visit = PlannedVisit(Visit(client, 0, 0, steps=index + 1), population.num_samples(client), index + 1)
     with seeded_generators(0):
-        batch = next((item.batch for item in population.stream([visit], True) if item.batch is not None), None)
+        batches = (item.batch for item in population.stream([visit], True) if item.batch is not None)
+        batch = next(itertools.islice(batches, index, None), None)
     if batch is None:
         raise MisconfigurationException(f"There is no batch of client {client!r} to call the module with.")
     return batch

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchmetrics import MetricCollection
 
 from lightning_fed.callbacks.class_losses import BatchPath, ClassLoss, ClassLosses
-from lightning_fed.callbacks.example_input import first_batch
+from lightning_fed.callbacks.example_input import training_batch
 from lightning_fed.callbacks.federation import federation_of
 from lightning_fed.data.loader_clients import isolated_generators
 from lightning_fed.data.population import seeded_generators
@@ -42,6 +42,7 @@ Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 _MOST_CLIENTS = 5  # tried one after another
+_MOST_BATCHES = 5  # tried one after another, for a step that skips batches
 
 
 class TrainingTrace(NamedTuple):
@@ -178,20 +179,25 @@ class _Unproven(Exception):
 
 
 def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
-    """Returns the trace from the first client with a successful step."""
+    """Returns the trace from the first client with a successful step: from the first batch with a loss."""
     if not module.automatic_optimization:
         raise _Unproven("it optimizes by hand, so that no step can be tried out")
     error: Exception | None = None
     for read_batch in _batch_readers(trainer):
         try:
-            return _trace_batch(trainer, module, read_batch)
+            for index in range(_MOST_BATCHES):
+                trace = _trace_batch(trainer, module, partial(read_batch, index))
+                if trace is not None:
+                    return trace
+            raise ValueError(f"it returns no loss for {_MOST_BATCHES} batches")
         except Exception as fault:  # data and steps may raise anything outside a fit
             error = error or fault
     assert error is not None
     raise _Unproven(f"the step cannot be tried out before the training ({describe(error)})") from error
 
 
-def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Callable[[], Any]) -> TrainingTrace:
+def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Callable[[], Any]) -> TrainingTrace | None:
+    """Returns the trace of a step with a batch; ``None`` for a step that skips the batch."""
     calls: dict[str, Call] = {}
     outputs: dict[str, list[Any]] = {}
     outermost: dict[str, None] = {}
@@ -205,30 +211,34 @@ def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Call
             losses = ClassLosses(batch)
             with _watched(module, calls, outputs, outermost, losses), losses.following():
                 loss = loss_in(run_prepared(trainer, module, "training_step", batch, 0))
+            if loss is None:
+                return None
             nodes = _training_nodes(loss.grad_fn, optimized_parameters(trainer) or set(map(id, module.parameters())))
     trained = [name for name, made in outputs.items() if any(node in nodes for node in made)]
     found = [one for one in losses.found(loss) if one.layer in trained]
     return TrainingTrace(calls, tuple(outermost), trained, losses.batch, found)
 
 
-def _batch_readers(trainer: L.Trainer) -> Iterator[Callable[[], Any]]:
-    """Yields functions that read a batch: from the first clients, or from a plain Trainer's loader."""
+def _batch_readers(trainer: L.Trainer) -> Iterator[Callable[[int], Any]]:
+    """Yields functions from an index to a batch: for the first clients, or for a plain Trainer's loader."""
     federation = federation_of(trainer)
     if federation is None:
         yield partial(_plain_batch, trainer)
         return
     for client in itertools.islice(federation.find_population().clients, _MOST_CLIENTS):
-        yield partial(first_batch, federation, client)
+        yield partial(training_batch, federation, client)
 
 
-def _plain_batch(trainer: L.Trainer) -> Any:
+def _plain_batch(trainer: L.Trainer, index: int) -> Any:
     loader: Any = trainer.train_dataloader
     if any(
         isinstance(data, Iterator) for part in tree_leaves(loader) for data in (part, getattr(part, "dataset", None))
     ):
         raise ValueError("the loader gives each batch only once")
     with isolated_generators(loader, 0):
-        return next(iter(CombinedLoader(loader, "min_size")))[0]
+        for batch, *_ in itertools.islice(CombinedLoader(loader, "min_size"), index, None):
+            return batch
+    raise ValueError(f"the loader has no batch after the first {index}")
 
 
 def _task_in(module: nn.Module, trace: TrainingTrace) -> ClassTask:

@@ -11,7 +11,7 @@ from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedFusion, FedMA
 from lightning_fed.algorithms.fedma import callback
 from lightning_fed.callbacks import LayerwiseTraining
-from lightning_fed.callbacks.example_input import first_batch, forward_inputs
+from lightning_fed.callbacks.example_input import forward_inputs, training_batch
 from tests import models
 from tests.projects.scripts.graphs import GraphClassifier, Loader, Rings
 
@@ -125,7 +125,7 @@ def test_a_first_batch_draws_nothing(federated_trainer):
     class Asks(L.Callback):
         def on_fit_start(self, trainer, module):
             states.append(torch.get_rng_state())
-            states.append(first_batch(trainer.federation))
+            states.append(training_batch(trainer.federation))
             states.append(torch.get_rng_state())
 
     trainer = federated_trainer(max_rounds=1, callbacks=[Asks()])

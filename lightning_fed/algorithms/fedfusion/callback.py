@@ -27,7 +27,7 @@ from lightning_fed.algorithms.fedfusion.model_surgery import find_fusion, fuse
 from lightning_fed.algorithms.fedfusion.operators import ConvInit, OperatorName, build_operator
 from lightning_fed.algorithms.fedma.aggregator import FedMA
 from lightning_fed.argument_checks import check_option, check_share
-from lightning_fed.callbacks.example_input import first_batch, forward_inputs
+from lightning_fed.callbacks.example_input import forward_inputs, training_batch
 from lightning_fed.callbacks.federation import federation_of, find_federation, move_behind_federation
 from lightning_fed.callbacks.training_trace import (
     TrainingTrace,
@@ -406,7 +406,7 @@ class FeatureFusion(FederatedCallback):
         if trace is not None or not has_forward(module):
             return self._fuse(trainer, module, trace)
         try:
-            example = forward_inputs(module, first_batch(find_federation(trainer)))
+            example = forward_inputs(module, training_batch(find_federation(trainer)))
         except (ValueError, MisconfigurationException):
             return self._fuse(trainer, module)  # which says what to do
         module.example_input_array = example

@@ -27,7 +27,7 @@ from lightning_fed.algorithms.fedma.matching_pass import (
     read_assignment,
     read_widths,
 )
-from lightning_fed.callbacks.example_input import first_batch, forward_inputs
+from lightning_fed.callbacks.example_input import forward_inputs, training_batch
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.callbacks.training_trace import forward_of_training, has_forward
 from lightning_fed.client.local_model import forget_memory
@@ -391,7 +391,7 @@ class LayerwiseTraining(FederatedCallback):
         example = self.example_input if self.example_input is not None else module.example_input_array
         if example is None:
             try:
-                example = forward_inputs(module, first_batch(federation), self.inputs)
+                example = forward_inputs(module, training_batch(federation), self.inputs)
             except (ValueError, MisconfigurationException) as error:
                 raise MisconfigurationException(
                     f"{error} Or give `LayerwiseTraining` an `example_input`: a tensor, a tuple or a dictionary of what"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -163,9 +164,10 @@ def test_a_client_whose_batches_are_all_left_out(passes, federated_trainer):
 
 
 def test_online_passes_with_manual_optimization(federated_trainer):
-    """The output of a step is not known there: batches that do not run the layer are left out, if others do."""
+    """Batches without a call of the named layer are left out, unless no batch calls the layer."""
+    named = {"num_classes": 3, "target": 1, "passes": "online"}
     data = FederatedDataModule(models.as_datasets({"a": in_batches([1, 1, 2, 0])}), batch_size=8, shuffle=False)
-    visits = sent(federated_trainer, ClassPrototypes(passes="online"), PickyByHand(models.mlp()), data)
+    visits = sent(federated_trainer, ClassPrototypes("net.1", **named), PickyByHand(models.mlp()), data)
     assert sum(unpacked(visits["a"].extras)[1].values()) == 8
 
     class Idle(PickyByHand):
@@ -173,8 +175,10 @@ def test_online_passes_with_manual_optimization(federated_trainer):
             super().__init__(models.mlp())
             self.spare = nn.Linear(8, 3)
 
-    with pytest.raises(ValueError, match=r"but the input of 'spare' was run in 0 of 4: name another `layer`"):
-        sent(federated_trainer, ClassPrototypes(passes="online"), Idle(), data)
+    with pytest.raises(ValueError, match=r"but the output of 'spare' was run in 0 of 4: name another `layer`"):
+        sent(federated_trainer, ClassPrototypes("spare", **named), Idle(), data)
+    with pytest.raises(MisconfigurationException, match=r"optimizes by hand, .*: give `ClassPrototypes` a `layer`"):
+        sent(federated_trainer, ClassPrototypes(passes="online"), PickyByHand(models.mlp()), data)
 
 
 def test_a_layer_that_some_batches_run(federated_trainer):
