@@ -56,7 +56,8 @@ def changed_methods(loader: DataLoader[Any]) -> set[str]:
 
     """
     methods = {name for name, value in vars(DataLoader).items() if callable(value) or isinstance(value, property)}
-    methods = (methods | {"__getattribute__"}) - {"__init__"}
+    # Lightning wraps every `__init__` during `train_dataloader`, and saves the method under the second name.
+    methods = (methods | {"__getattribute__"}) - {"__init__", "__old__init__"}
     changed = vars(loader).keys() & methods
     for layer in itertools.takewhile(lambda layer: layer is not DataLoader, type(loader).__mro__):
         changed |= vars(layer).keys() & methods

@@ -328,6 +328,18 @@ def test_a_subclass_that_sets_only_the_parts_of_a_loader_is_split():
     assert sorted(itertools.chain(*itertools.chain(*visits.values()))) == list(range(SIZE))
 
 
+def test_a_subclass_is_split_while_lightning_wraps_every_init(federated_trainer):
+    class Sees(models.Module):
+        def training_step(self, batch, batch_idx):
+            seen.extend(batch[0].flatten().tolist())
+            return self.net(batch[0].float().expand(-1, 6)).sum()
+
+    seen = []
+    trainer = federated_trainer(max_rounds=1, partition=IID(3))
+    trainer.fit(Sees(models.mlp()), Adds(numbers(), batch_size=5, shuffle=True))
+    assert sorted(seen) == list(range(SIZE))
+
+
 def stateful():
     generator = np.random.default_rng(0)
     return Draws(lambda: generator.permutation(SIZE))
