@@ -44,5 +44,5 @@ def files_that_hold(tmp_path_factory):
 @pytest.mark.parametrize("kind", [Broadcast, ClientUpdate])
 def test_few_files_hold_a_message(kind, files_that_hold):
     files = files_that_hold[kind]
-    assert {"rounds/visits.py", "server/server.py"} <= files
+    assert {"rounds/visit_flow.py", "server/server.py"} <= files
     assert len(files) <= MOST_FILES, sorted(files)

@@ -192,8 +192,13 @@ BAD = {
     "10**18 examples": ({}, 10**18, "it reports 1000000000000000000 examples"),
     "half an example": ({}, 0.5, "it reports 0.5 examples"),
     "a truth of examples": ({}, True, "it reports True examples"),
-    "weights that overflow": ({"w": torch.full((2, 2), 3e38)}, 1, "its step has the length inf, and the model 1.58"),
-    "weights of no training": ({"w": torch.full((2, 2), 1e12)}, 1, "its step has the length 2e+12"),
+    "weights that overflow": (
+        {"w": torch.full((2, 2), 3e38)},
+        1,
+        "its numbers have the root mean square inf, above 1e+10",
+    ),
+    "weights of no model": ({"w": torch.full((2, 2), 1e12)}, 1, "its numbers have the root mean square 7.56e+11"),
+    "a step of no training": ({"w": torch.full((2, 2), 9e9)}, 1, "its step has the length 1.8e+10, and the model 1.58"),
     "a negative variance": ({"n.running_var": torch.tensor([1.0, -1.0])}, 1, "entry 'n.running_var' is negative"),
     "a negative count": ({"n.num_batches_tracked": torch.tensor(-1)}, 1, "'n.num_batches_tracked' is negative"),
 }

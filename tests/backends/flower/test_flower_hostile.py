@@ -22,6 +22,7 @@ from lightning_fed.backends.flower.client import client_app
 from lightning_fed.backends.flower.server import server_app
 from lightning_fed.backends.flower.transport import FlowerTransport, from_records, to_records
 from lightning_fed.backends.flower.worker import serve
+from lightning_fed.backends.site.gate import POLICY_FILE
 from lightning_fed.backends.wire import packets
 from lightning_fed.backends.wire.packets import Packet, PacketError, read_packet, write_packet
 from lightning_fed.backends.wire.run_folder import lock_folder
@@ -113,14 +114,17 @@ def runner(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["../../outside", "/outside", "", "a" * 65, ["a"], None, 3])
-def test_a_run_is_no_path(where, an_order, runner, tmp_path):
-    """A server cannot have clients write or delete files beside their store."""
+@pytest.mark.parametrize("policy", [False, True])
+def test_a_run_is_no_path(where, policy, an_order, runner, tmp_path):
+    """A server cannot write or delete files in a store or beside the store, with or without a policy of the site."""
+    if policy:
+        (tmp_path / "a" / "store" / POLICY_FILE).touch()
+    before = set(tmp_path.rglob("*"))
     said = json.loads(an_order.text)
     said["header"]["run"] = where.replace("/outside", f"{tmp_path}/outside") if where == "/outside" else where
-    with pytest.raises(PacketError, match="the run is"):
+    with pytest.raises(PacketError, match="it is no message of lightning-fed" if policy else "the run is"):
         runner.answer("train", Packet(json.dumps(said), an_order.data), {})
-    assert not (tmp_path / "a").exists()
-    assert not list(tmp_path.rglob("outside*"))
+    assert set(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("change", [{"needed": "x"}, {"kept": 1.5}, {"visit": None}, {"needed": 10**400}])

@@ -172,7 +172,7 @@ class Counting(Network):
         super().__init__(clock, 60, {"ann": 1, "bob": 2})
         self.packets, self.alive = [], []
 
-    def signed(self, packet):
+    def signed(self, kind, packet):
         self.packets.append(weakref.ref(packet))
         return Packet("")
 
