@@ -71,6 +71,7 @@ class EvaluationData(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.known_clients = known_clients
+        self.class_numbers = ClassNumbers()
         self.val = val
         self.test = test
         for hook, data in (("val_dataloader", val), ("test_dataloader", test)):
