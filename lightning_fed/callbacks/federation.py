@@ -128,9 +128,9 @@ class Federation(TrainerCallback):
             ``visits="fused"`` and something prevents fused visits.
 
     Note:
-        Attributes of the module other than parameters and buffers pass from one visit to the next; the log names
-        attributes changed in a round. Every visit starts with the round's initial values for buffers with
-        ``persistent=False``.
+        Attributes outside ``state_dict`` pass from one visit to the next, in the module, callbacks, optimizers and
+        schedulers; the log names changed attributes with an effect on later visits. Every visit starts with the round's
+        initial values for buffers with ``persistent=False``.
 
         Checkpoints hold ``rounds``, ``seed``, ``number`` of fits before (ints), ``method``, ``clients``, ``steps``
         (texts), the states of ``totals``, ``failed_rounds``, ``chain`` and ``store``, ``initial_statistics`` (tensors;

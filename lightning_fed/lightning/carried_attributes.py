@@ -1,4 +1,4 @@
-"""Attributes of modules, callbacks and optimizers with an effect on later visits, in addition to the messages."""
+"""Attributes in modules, callbacks and optimizers with an effect on later visits, in addition to the messages."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class CarriedAttributes:
     An attribute is named after two events: one visit changes the attribute, and a later visit reads before writing. A
     cache is written before each read, and is not named. The search covers the module, submodules, the user's callbacks,
     the Trainer's optimizers, and the schedulers with a step per batch: numbers, texts, tensors, arrays, random
-    generators, optimizers, iterators, containers, and objects with such attributes. A callback may count: numbers of a
-    callback are included if a hook writes to parameters, gradients or options of an optimizer. A metric is named after
+    generators, optimizers, iterators, containers, and objects with such attributes. A callback may count: the numbers
+    are included if a hook writes to parameters, gradients or options for an optimizer. A metric is named after
     a call of ``compute`` in a visit with updates from an earlier visit.
 
-    Excluded are layers of this package, what ``state_dict`` of optimizers and schedulers holds, memory of parameters
-    and buffers, and tensors with a gradient history. The search cannot find attributes of classes, globals, variables
-    of closures, and objects behind more than five levels.
+    Excluded are layers from this package, the ``state_dict`` in optimizers and schedulers, memory with parameters
+    and buffers, and tensors with a gradient history. The search cannot find class attributes, globals, variables
+    in closures, and objects behind more than five levels.
 
     Args:
         module: The module.
@@ -241,7 +241,7 @@ class CarriedAttributes:
             self._num_forwards -= is_forward
 
     def _metrics(self) -> Iterator[tuple[str, Metric]]:
-        """Yields outermost metrics of the module, and metrics in a container of a layer, by name."""
+        """Yields outermost metrics in the module, and metrics in containers, by name."""
         seen: set[int] = set()
         for path, layer in self._module.named_modules():
             values = {path: layer}
@@ -277,7 +277,7 @@ class CarriedAttributes:
         return result
 
     def _training_state(self) -> list[str]:
-        """Returns versions and norms of parameters and gradients, and options of optimizers; `.data` has no version."""
+        """Returns versions and norms for parameters and gradients, and optimizer options; `.data` has no version."""
         assert self._trainer is not None
         tensors = [tensor.detach() for tensor in self._module.parameters()]
         gradients = [tensor.grad for tensor in self._module.parameters() if tensor.grad is not None]

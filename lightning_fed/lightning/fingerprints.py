@@ -1,4 +1,4 @@
-"""Fingerprints of values in attributes, to find changes."""
+"""Fingerprints for values in attributes, to find changes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def fingerprint(
 
     Args:
         value: The value.
-        memory: Addresses of parameters and buffers.
-        skipped: Identities of excluded objects and of containers around the value.
-        depth: Number of nested levels.
+        memory: Addresses with parameters and buffers.
+        skipped: Identities of excluded objects and containers around the value.
+        depth: Most nested levels.
 
     Example:
         >>> counts = {"seen": [1, 2]}

@@ -73,7 +73,7 @@ def tensor_slots(module: nn.Module) -> list[Slot]:
 
 
 def tensors_by_path(module: nn.Module) -> dict[str, Tensor]:
-    """A module's parameters and buffers by path, each once; entries may have other names.
+    """Parameters and buffers by path, each once; entries may have other names.
 
     Example:
         >>> list(tensors_by_path(nn.Sequential(nn.Linear(2, 1))))
@@ -233,7 +233,7 @@ def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> No
 
     Raises:
         ValueError: If a layer is lazy, a trained tensor or a running statistic in training mode has no entry, or two
-            entries share an element in memory.
+            entries share an element.
 
     Example:
         >>> check_entries(nn.LazyLinear(2))
@@ -382,7 +382,7 @@ def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def copy_state(state: Mapping[str, Tensor]) -> State:
-    """A copy of a state that shares no memory with it."""
+    """Copies a state."""
     return dict(zip(state, copies(list(state.values())), strict=True))
 
 

@@ -365,7 +365,7 @@ class RoundLoop:
             if not self._has_advised and self.fit.trainer.num_training_batches < interval:
                 self._has_advised = True  # Lightning has said it; rounds of other lengths would repeat it
                 self.fit.ignore_warning("The number of training batches")
-            if self.fit.rounds > self.fit.trainer.current_epoch:  # there is a checkpoint of before its validation
+            if self.fit.rounds > self.fit.trainer.current_epoch:  # resumed from a checkpoint before validation
                 raise MisconfigurationException(
                     f"Round {round_number(self.fit.trainer.current_epoch)} is in the checkpoint already, and only"
                     " its validation is not: resume with a Trainer that validates as the one before."
@@ -383,7 +383,7 @@ class RoundLoop:
             self.hooks.round.open()
 
     def _close_round(self, round: Round) -> bool:
-        """Ends the round; returns whether there is an aggregate."""
+        """Ends the round; returns whether the server has a new model."""
         fit, server, loader = self.fit, self.fit.server, round.loader
         round.join()
         if self.remote is not None:
