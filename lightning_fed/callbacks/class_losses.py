@@ -26,6 +26,9 @@ _VIEWS = {
     *("index", "index_select", "_to_copy", "clone", "contiguous", "lift_fresh", "flip", "roll", "cat", "stack"),
 }
 _POOLS = {"avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "amax", "max"}
+# New tensors with the shape of an operand alone.
+_SHAPES = {f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
+_SHAPES |= {f"new_{kind}" for kind in ("empty", "empty_strided", "zeros", "ones", "full")}
 _INDICES = {torch.int64, torch.int32, torch.int16, torch.uint8}
 _PRODUCTS = {"mul", "neg", "div"}
 _OPPOSITES: dict[Any, Any] = {"equal": "unequal", "unequal": "equal"}
@@ -200,7 +203,7 @@ class ClassLosses:
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         name = name.removesuffix("_")
         operands = self._all((args, kwargs))
-        if not outputs or not any(origin != _Origin() for origin in operands):
+        if not outputs or name in _SHAPES or not any(origin != _Origin() for origin in operands):
             for result in outputs:  # overwritten by a constant
                 self._origins.pop(_key(result), None)
             return
@@ -358,7 +361,11 @@ def _scores_of(name: str, is_pointwise: bool, operands: Sequence[_Origin], fill:
     is_mixed = any(origin.is_computed and origin.scores is None for origin in operands)
     if is_mixed or len({(one.layer, one.channels) for one in scores}) != 1:
         return None
-    kept = is_pointwise or name in (*_VIEWS, *_POOLS, *_PROBABILITIES, *_SUMS) or name.startswith("upsample")
+    kept = (
+        is_pointwise
+        or name in ("native_dropout", *_VIEWS, *_POOLS, *_PROBABILITIES, *_SUMS)
+        or name.startswith("upsample")
+    )
     if not kept:
         return None
     voids = frozenset[int]().union(*(one.voids for one in scores))

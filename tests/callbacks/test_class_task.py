@@ -125,6 +125,13 @@ LOSSES = {
     "logsumexp": by_logsumexp,
     "mixup": mixed_up,
     "temperature": with_temperature,
+    "dropout": lambda scores, target: F.cross_entropy(F.dropout(scores, 0.5), target),
+    "dropout layer": lambda scores, target: F.cross_entropy(nn.Dropout(0.1)(scores), target),
+    "dropout of channels": lambda scores, target: F.cross_entropy(F.dropout1d(scores[..., None], 0.5)[..., 0], target),
+    "noise": lambda scores, target: F.cross_entropy(scores + torch.randn_like(scores), target),
+    "scattered": lambda scores, target: F.binary_cross_entropy_with_logits(
+        scores, torch.zeros_like(scores).scatter_(1, target[:, None], 1)
+    ),
     "half labels": lambda scores, target: F.cross_entropy(scores, target.to(torch.uint8).long()),
     "focal": lambda scores, target: smp.losses.FocalLoss("multiclass")(scores[..., None], target[:, None]),
 }
