@@ -131,12 +131,7 @@ class SampledSoftmax(FederatedCallback):
         self._held, self._columns, self._batch = None, [], -1
         if self.objective == "full":
             return
-        planned = find_federation(trainer).visit
-        try:
-            positives = self._positives(trainer, client)
-        except ClientFault as error:
-            planned.fault = str(error)  # it is left out by name
-            return
+        planned, positives = find_federation(trainer).visit, self._positives(trainer, client)
         generator = np.random.default_rng([planned.visit.seed, _NEGATIVES_STREAM])
         draws = planned.num_batches if self.resample == "batch" else 1
         count = 0 if self.objective == "posonly" else self.num_negatives

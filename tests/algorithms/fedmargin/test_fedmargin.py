@@ -588,13 +588,12 @@ def test_a_fit_goes_on_without_one_client(change, who, margin, federated_trainer
         def on_server_round_end(self, trainer, module, *_):
             failed.append(list(trainer.federation.server.report.failed))
 
-    rule = FedMargin(margin)
     trainer = federated_trainer(
-        max_rounds=3, method=rule, clients_per_round=per_round, callbacks=[Tampers(first, change), Notes()]
+        max_rounds=3, method=FedMargin(margin), clients_per_round=per_round, callbacks=[Tampers(first, change), Notes()]
     )
     trainer.fit(models.Module(models.mlp()), models.as_datasets(data))
     assert failed == [[] if is_alone and change is narrowed else [first], [], []]
-    assert rule.prototypes.means.shape == (3, 8)
+    assert trainer.federation.server.rule.prototypes.means.shape == (3, 8)
 
 
 def test_the_first_prototypes_may_have_any_features():
@@ -888,10 +887,10 @@ def test_a_round_that_comes_to_nothing_is_not_remembered(federated_trainer):
 
     class Look(L.Callback):
         def on_train_epoch_end(self, trainer, pl_module):
-            seen.append((state_of(pl_module), copy.deepcopy(rule.state_dict())))
+            seen.append((state_of(pl_module), copy.deepcopy(trainer.federation.server.rule.state_dict())))
 
-    rule, seen = FedMargin(), []
-    trainer = federated_trainer(max_rounds=2, method=rule, faults=Faults(min_clients=2), callbacks=[Nonsense(), Look()])
+    seen, faults = [], Faults(min_clients=2)
+    trainer = federated_trainer(max_rounds=2, method=FedMargin(), faults=faults, callbacks=[Nonsense(), Look()])
     trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(FEW)))
     for first, second in zip(*seen, strict=True):
         assert_same(first, second)
