@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
+from torchmetrics.wrappers import MinMaxMetric
 
 from lightning_fed.lightning.internals import (
     OverriddenMethod,
@@ -71,6 +73,8 @@ def isolated_pass(
             for metric in metrics:
                 if isinstance(metric, Metric):
                     metric.reset()
+                if isinstance(metric, MinMaxMetric):  # `reset` leaves the bounds
+                    metric.min_val, metric.max_val = torch.tensor(math.inf), torch.tensor(-math.inf)
             if is_alone:
                 stack.enter_context(unsynchronized(metrics))
             if is_muted:

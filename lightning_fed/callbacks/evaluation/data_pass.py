@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
 import itertools
 import logging
 import math
@@ -16,6 +19,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_fed.callbacks.evaluation.metric_states import (
@@ -31,6 +35,7 @@ from lightning_fed.callbacks.evaluation.metric_states import (
     read_state,
     support_of,
     tracing,
+    updating,
     write_state,
 )
 from lightning_fed.callbacks.evaluation.report import EvaluationReport, known_names, metric_of, state_key
@@ -38,7 +43,13 @@ from lightning_fed.callbacks.evaluation.results import monitored_name
 from lightning_fed.callbacks.unseen_data import measure_unseen
 from lightning_fed.data.federated import split_loaders
 from lightning_fed.errors import ClientFault, describe
-from lightning_fed.lightning.internals import batch_size_of, callbacks_of, exchange_stage, is_overridden
+from lightning_fed.lightning.internals import (
+    batch_size_of,
+    callbacks_of,
+    exchange_stage,
+    is_overridden,
+    lightning_attributes,
+)
 from lightning_fed.lightning.isolated_pass import find_metrics, isolated_pass, prepare_batch, run_prepared
 from lightning_fed.lightning.logged_values import LogCall, LoggedValue, LoggedValues, intercepted
 from lightning_fed.messages import Client
@@ -50,6 +61,7 @@ Stage = Literal["validation", "test"]
 
 _DEFAULT_RULES = StateRules()
 _CLOSE = 1e-4  # relative tolerance for values computed twice
+_HUGE = 1e30  # a number without an equal in data
 _MOST_TIMES = 100  # times the median of the reports, as which a larger weight per example counts
 
 
@@ -82,6 +94,7 @@ def evaluate_data(
     report, logged, loaders = EvaluationReport(), LoggedValues(), split_loaders(data)
 
     running: list[Metric] = []  # computed in the current step
+    accumulated: list[Metric] = []  # updated by the hook at the epoch's end
 
     def take(call: LogCall) -> None:
         logged.take(call)
@@ -145,12 +158,13 @@ def evaluate_data(
         logged.batch, logged.suffix = None, ""
         supports = {id(metric): support_of(metric) for metric in metrics.values() if is_updated(metric)}
         counting = [id(metrics[metric_of(key)]) for key in report.metrics.values()]
-        with computing(metrics.values(), change):
+        with computing(metrics.values(), change), updating(metrics.values(), accumulated):
             call("epoch_end")
             counting += [id(metric) for metric in logged.metrics.values()]
             report.values |= logged.results()
         counts = (supports.get(key) for key in [*counting, *supports])
         report.support = next((count for count in counts if count is not None), None)
+        lasting = [metric for metric in accumulated if metric.update_called and id(metric) not in counting]
         call("end")
         if is_overridden(f"on_{stage}_model_train", module):
             call("model_train")
@@ -159,7 +173,87 @@ def evaluate_data(
         values = report.values
         from_states = pooled_values(trainer, module, [report], stage, keeps=keeps)
         report.partial |= {name for name in values if not is_close(values[name], from_states.get(name, math.nan))}
+        for name in _values_with_history(trainer, module, report, stage, keeps, lasting):
+            report.values[name] = math.nan
+            report.partial.add(name)
     return report
+
+
+def _values_with_history(
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    report: EvaluationReport,
+    stage: Stage,
+    keeps: bool,
+    metrics: Sequence[Metric],
+) -> set[str]:
+    """Finds values with a history over epochs, as the best accuracy until now: a client has no such history.
+
+    The hook at the epoch's end runs again without the metrics with a history, and with a very large and a very small
+    number in each attribute with a history. A value with a history changes.
+
+    Args:
+        trainer: The Trainer.
+        module: The module.
+        report: The client's report.
+        stage: Stage of the hook.
+        keeps: Whether to restore parameters and buffers written by a hook.
+        metrics: Metrics updated by the hook at the epoch's end, and not reset.
+
+    """
+    names = _written_numbers(module)
+    if not metrics and not names:
+        return set()
+    run = partial(_run_end, trainer, module, [report], stage, keeps, wanted=report.values.keys())
+    values = run()
+    found = set[str]()
+    if metrics:
+        lasting = {id(metric) for metric in metrics}
+
+        def change(metric: Metric, compute: Callable[[], Any]) -> Any:
+            value = compute_measured(metric, compute)
+            return as_nan(value) if id(metric) in lasting else value
+
+        others = run(change=change)
+        found |= {name for name, value in values.items() if not is_close(value, others.get(name))}
+    for name in names:
+        attributes = [{name: _filled(getattr(module, name), number)} for number in (_HUGE, -_HUGE)]
+        before = [float(given[name]) for given in attributes]
+        one, two = (run(attributes=given) for given in attributes)
+        after = [float(given[name]) for given in attributes]
+        if after[0] != after[1] and after != before:
+            found |= {name for name in values if not is_close(one.get(name, math.nan), two.get(name))}
+    return found
+
+
+def _written_numbers(module: L.LightningModule) -> list[str]:
+    """Names of a module's numbers with a fractional part or a unit tensor, if a method besides ``__init__`` writes."""
+    names = dict.fromkeys(name for kind in type(module).__mro__ for name in _written_names(kind))
+    found = {name: getattr(module, name, None) for name in names if name not in lightning_attributes()}
+    return [
+        name
+        for name, value in found.items()
+        if isinstance(value, float)
+        or (isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point() and not value.requires_grad)
+    ]
+
+
+@functools.cache
+def _written_names(kind: type) -> frozenset[str]:
+    if kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning", "torch", "builtins"):
+        return frozenset()
+    codes = [
+        method.__code__ for name, method in vars(kind).items() if name != "__init__" and inspect.isfunction(method)
+    ]
+    names = set[str]()
+    for code in codes:
+        codes += [part for part in code.co_consts if inspect.iscode(part)]
+        names |= {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR"}
+    return frozenset(names)
+
+
+def _filled(value: Any, number: float) -> Any:
+    return torch.full_like(value, number) if isinstance(value, Tensor) else number
 
 
 def pooled_values(
@@ -227,6 +321,7 @@ def _run_end(
     is_muted: bool = True,
     change: Callable[[Metric, Callable[[], Any]], Any] = compute_measured,
     faults: dict[str, str] | None = None,
+    attributes: dict[str, Any] | None = None,
 ) -> dict[str, float]:
     """Computes metrics, and runs the hook at the epoch's end, with the joint states of several reports.
 
@@ -243,6 +338,7 @@ def _run_end(
         is_muted: Whether loggers see nothing.
         change: Replacement for ``compute`` in metrics with a state.
         faults: Dictionary for exceptions, by name of the metric or hook; extended in place.
+        attributes: Values for attributes of the module before the hooks; replaced by the values after the hooks.
 
     """
     if is_muted and not wanted:
@@ -263,6 +359,8 @@ def _run_end(
         take = intercepted(at_end.take)
         stack.enter_context(isolated_pass(module, take, is_reloaded=not keeps, is_muted=is_muted))
         stack.enter_context(_in_stage(trainer, stage))
+        for attribute, value in (attributes or {}).items():
+            setattr(module, attribute, value)
         getattr(module, f"on_{stage}_start")()
         getattr(module, f"on_{stage}_epoch_start")()
         metrics = named_metrics(module)
@@ -288,6 +386,8 @@ def _run_end(
             values = at_end.results() | values
             for name, metric in logged.items():
                 values |= _computed(name, metric)
+        if attributes is not None:
+            attributes.update({name: getattr(module, name) for name in attributes})
     return values
 
 

@@ -256,6 +256,37 @@ def tracing(metrics: Iterable[Metric], found: list[Metric]) -> Iterator[None]:
             del vars(metric)["forward"]
 
 
+@contextmanager
+def updating(metrics: Iterable[Metric], found: list[Metric]) -> Iterator[None]:
+    """Collects metrics with an update and without an earlier update or reset.
+
+    Args:
+        metrics: The metrics.
+        found: List for the metrics; extended in place.
+
+    """
+    fresh: list[Metric] = []
+    before = [(metric, metric.update) for metric in metrics if holds_states(metric) and not metric.update_called]
+
+    def update(metric: Metric, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if all(metric is not other for other in [*fresh, *found]):
+            found.append(metric)
+        call(*args, **kwargs)
+
+    def reset(metric: Metric, call: Callable[[], None]) -> None:
+        fresh.append(metric)
+        call()
+
+    for metric, call in before:
+        vars(metric).update(update=partial(update, metric, call), reset=partial(reset, metric, metric.reset))
+    try:
+        yield
+    finally:
+        for metric, call in before:
+            vars(metric)["update"] = call
+            del vars(metric)["reset"]
+
+
 def as_nan(value: Any) -> Any:
     """Replaces every tensor and number in a value by NaN."""
     return apply_to_collection(value, (Tensor, float, int), lambda one: torch.as_tensor(one).float() * math.nan)
