@@ -67,7 +67,8 @@ class ClientEvaluation(FederatedCallback):
     Trainer with :class:`~lightning_fed.callbacks.Federation` needs it among its callbacks.
 
     A module's hooks of an epoch's start and end run once for each client, and, where the end's logs values, once more
-    for each client and for all of them, with the states that are sent: that shows which values follow from them.
+    for each client and for all of them, with the states that are sent: that shows which values follow from them. Where
+    a hook updates a metric or writes a number, the hooks run again, to find values with a history over epochs.
 
     ============================== ==================================================================================
     ``<name>``                     over all clients, the global model: logged here where the server has no data of its
@@ -338,10 +339,12 @@ class ClientEvaluation(FederatedCallback):
             self._say_once(f"The state of metric {name!r} does not leave {owners}: {reason}.")
         missing = sorted({name for report in listed for name in report.values} - values.keys())
         if missing:
+            finite = {name for report in listed for name, value in report.values.items() if math.isfinite(value)}
+            monitored = next((name for name in missing if name in finite), "<name>")
             self._say_once(
                 f"There are no values over all clients of {', '.join(missing)}: they do not follow from the sums and"
                 " states of metrics that clients send. Log a `torchmetrics` object, or monitor the mean over clients,"
-                f" 'fed/{missing[0]}/mean'."
+                f" 'fed/{monitored}/mean'."
             )
         return values
 
