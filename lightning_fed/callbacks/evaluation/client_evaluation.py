@@ -67,7 +67,7 @@ class ClientEvaluation(FederatedCallback):
     Trainer with :class:`~lightning_fed.callbacks.Federation` needs it among its callbacks.
 
     A module's hooks of an epoch's start and end run once for each client, and, where the end's logs values, once more
-    for each client and for all of them, with the states that are sent: that shows which values follow from them. Where
+    for each client and for all of them, with the states that are sent: that shows which values follow from them. If
     a hook updates a metric or writes a number, the hooks run again, to find values with a history over epochs.
 
     ============================== ==================================================================================

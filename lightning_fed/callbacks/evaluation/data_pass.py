@@ -187,7 +187,7 @@ def _values_with_history(
     keeps: bool,
     metrics: Sequence[Metric],
 ) -> set[str]:
-    """Finds values with a history over epochs, as the best accuracy until now: a client has no such history.
+    """Finds values with a history over epochs, like the best accuracy so far: a client has no such history.
 
     The hook at the epoch's end runs again without the metrics with a history, and with a very large and a very small
     number in each attribute with a history. A value with a history changes.
@@ -196,7 +196,7 @@ def _values_with_history(
         trainer: The Trainer.
         module: The module.
         report: The client's report.
-        stage: Stage of the hook.
+        stage: The hook's stage.
         keeps: Whether to restore parameters and buffers written by a hook.
         metrics: Metrics updated by the hook at the epoch's end, and not reset.
 
@@ -227,7 +227,7 @@ def _values_with_history(
 
 
 def _written_numbers(module: L.LightningModule) -> list[str]:
-    """Names of a module's numbers with a fractional part or a unit tensor, if a method besides ``__init__`` writes."""
+    """Names the module's floats and one-number tensors written by a method besides ``__init__``."""
     names = dict.fromkeys(name for kind in type(module).__mro__ for name in _written_names(kind))
     found = {name: getattr(module, name, None) for name in names if name not in lightning_attributes()}
     return [
@@ -276,7 +276,7 @@ def pooled_values(
         module: The module; computes the values with the module's metrics, loaded with the reports' states, and runs the
             hook at the epoch's end.
         reports: The clients' reports.
-        stage: Stage of the hook.
+        stage: The hook's stage.
         keeps: Whether to restore parameters and buffers written by a hook.
         is_muted: Whether to hide the hook's logs from loggers.
         faults: Receives the cause of every missing value with an exception, by name of the metric.
@@ -332,13 +332,13 @@ def _run_end(
         trainer: The Trainer.
         module: The module.
         reports: The reports.
-        stage: Stage of the hook.
+        stage: The hook's stage.
         keeps: Whether to restore parameters and buffers written by a hook.
         wanted: Names of values; without names a muted hook is not run.
         is_muted: Whether loggers see nothing.
         change: Replacement for ``compute`` in metrics with a state.
-        faults: Dictionary for exceptions, by name of the metric or hook; extended in place.
-        attributes: Values for attributes of the module before the hooks; replaced by the values after the hooks.
+        faults: Dictionary for exceptions, by metric or hook; extended in place.
+        attributes: The module's attributes before the hooks; replaced by the values after the hooks.
 
     """
     if is_muted and not wanted:
