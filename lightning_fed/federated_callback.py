@@ -116,6 +116,10 @@ class FederatedCallback(TrainerCallback):
         The module still holds the global model, and the client's memory can be asked for. An entry that is not asked
         for comes as a whole. Extras are for the rule's :meth:`Aggregator.broadcast
         <lightning_fed.Aggregator.broadcast>`.
+
+        Raises:
+            ClientFault: To exclude the client before the server sends anything.
+
         """
 
     def on_server_send(
