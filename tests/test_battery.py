@@ -33,6 +33,7 @@ from tests.references import (
     visit_batches_reference,
     visit_seed_reference,
 )
+from tests.references_batch_norm import normalised_by_batch
 
 # The plain fits that visits are compared with only train, with modules that could validate.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -660,9 +661,27 @@ class Scored(models.Module):
         self.confusion.reset()
 
 
+def evaluated_by_hand(net, inputs, training_data, measures):
+    """Outputs of a client's model; a client without training data has the BatchNorm statistics of its batches."""
+    if measures and training_data is None:
+        return torch.cat([normalised_by_batch(net, batch) for batch in inputs.split(32)])
+    norm = net.base[1]
+    if measures:
+        batches = [training_data[0]] * 2  # `Scored.training_step` runs the net twice
+        mean, variance = batch_norm_reference(net, {"norm": norm}, batches)["norm"]
+        norm.running_mean, norm.running_var = mean.float(), variance.float()
+    net.eval()
+    with torch.no_grad():
+        return net(inputs)
+
+
 @pytest.mark.parametrize("personal", [(), ("net.head.*",), slow(((nn.BatchNorm1d,),))])
 def test_every_client_is_evaluated_with_its_own_model(personal, federated_trainer):
-    """Against plain numbers: 23 clients so that the worst tenth are three, one of them new, three rounds."""
+    """Against plain numbers: 23 clients so that the worst tenth are three, one of them new, three rounds.
+
+    The clients differ: all but the new client have BatchNorm statistics from one pass with the global model, unless
+    the statistics are personal.
+    """
     clients = models.vectors({f"c{number:02}": 3 + 7 * number % 19 for number in range(22)})
     held_out = models.vectors({f"c{number:02}": 20 + number for number in range(23)})  # batches of 32: unequal ones
     recorder, module = Recorder(), Scored()
@@ -680,9 +699,7 @@ def test_every_client_is_evaluated_with_its_own_model(personal, federated_traine
         net = models.BaseAndHead()
         merged = state | {name: kept[name] for name in at_home}
         net.load_state_dict({name.removeprefix("net."): value for name, value in merged.items()})
-        net.eval()
-        with torch.no_grad():
-            outputs = net(inputs)
+        outputs = evaluated_by_hand(net, inputs, clients.get(client), nn.BatchNorm1d not in personal)
         accuracies.append(float((outputs.argmax(1) == targets).double().mean()))
         losses.append(float(F.cross_entropy(outputs.double(), targets)))
     assert bool(personal) == bool(at_home)

@@ -174,7 +174,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
 
     """
     module, server = fit.module, fit.server
-    layers = layers_in_training(module)
+    layers = measured_layers(fit)
     if not fit.reports_statistics or forward_step(module) is None or not layers:
         return {}, None
     state = local.global_state()
@@ -500,6 +500,15 @@ def _means_of(layers: Mapping[str, nn.BatchNorm2d]) -> State:
 def layers_in_training(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
     """The BatchNorm layers by name, but for those that the user has put in evaluation mode."""
     return {name: layer for name, layer in batch_norm_layers(module).items() if layer.training}
+
+
+def measured_layers(fit: FederatedFit) -> dict[str, nn.BatchNorm2d]:
+    """BatchNorm layers in training mode by name, without layers whose statistics the user has made personal."""
+    layers, option = layers_in_training(fit.module), fit.batch_norm
+    if isinstance(option, LocalStatistics) and option.measured == "visit":  # the option makes statistics personal
+        return layers
+    is_personal = {name: fit.policies.get(f"{name}.running_mean".lstrip(".")) == "personal" for name in layers}
+    return {name: layer for name, layer in layers.items() if not is_personal[name]}
 
 
 def client_statistics(

@@ -38,7 +38,7 @@ from lightning_fed.model.entries import (
     trainable_entries,
     untrained_entries,
 )
-from lightning_fed.rounds.batch_norm import freeze_batch_norm, layers_in_training, measure_round, warn_of_batch_norm
+from lightning_fed.rounds.batch_norm import freeze_batch_norm, measure_round, measured_layers, warn_of_batch_norm
 from lightning_fed.rounds.visit_driver import VisitPlan
 from lightning_fed.rounds.visit_flow import ClientVisit, ServerHalf
 from lightning_fed.rule import ResizingAggregator, RoundInfo
@@ -115,7 +115,7 @@ class Round:
         if process_group_of(self._trainer).rank == 0:
             for client, reason in self.loader.failed.items():
                 self._server.fail(client, reason, self.loader.errors.get(client))
-        self.fit.set_norm_layers(list(layers_in_training(self._module)))
+        self.fit.set_norm_layers(list(measured_layers(self.fit)))
         warn_of_batch_norm(self.fit, self.local, self.loader.visits)
         for callback in self._server_callbacks:
             callback.on_server_round_start(self._trainer, self._module)

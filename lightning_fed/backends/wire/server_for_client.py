@@ -39,7 +39,7 @@ from lightning_fed.model.entries import (
     live_entries,
     untrained_entries,
 )
-from lightning_fed.rounds.batch_norm import client_statistics, layers_in_training, load_own_model
+from lightning_fed.rounds.batch_norm import client_statistics, load_own_model, measured_layers
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
 from lightning_fed.rule import RoundInfo
@@ -297,7 +297,7 @@ class RemoteServerSide(RemoteSide):
             if step is None:
                 raise ClientFault("its module has no step to run")
             round.local.load_client(visit.client, round.server_half.ask(Request(visit.client)).state)
-            measured = client_statistics(trainer, module, fit.population, visit, layers_in_training(module), step)
+            measured = client_statistics(trainer, module, fit.population, visit, measured_layers(fit), step)
             self.answer = ClientUpdate(visit.client, fit.population.num_samples(visit.client), {}, measured)
         except Exception as error:
             self.server.fail(visit.client, describe(error), error)
