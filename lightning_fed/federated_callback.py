@@ -50,24 +50,13 @@ class FederatedCallback(TrainerCallback):
 
     Example:
         >>> import torch
-    <<<<<<< HEAD
         >>> class Drift(FederatedCallback):
         ...     '''Reports the largest change of a number in the model, for the log.'''
-    =======
-        >>> from torch.nn.utils import get_total_norm
-        >>> from lightning_fed.model import parameter_entries
-        >>> class ClipUpdate(FederatedCallback):
-        ...     '''Lets no client move further than ``limit``: the Euclidean norm over all its parameters.'''
-        ...
-        ...     def __init__(self, limit: float) -> None:
-        ...         self.limit = limit
-    >>>>>>> 351b386e (Decide policies when training begins; check that entries are the memory that trains)
         ...
         ...     def on_client_start(self, trainer, module, client, broadcast):
         ...         self.start = broadcast.state
         ...
         ...     def on_client_end(self, trainer, module, client, update):
-    <<<<<<< HEAD
         ...         changes = [(update.state[name] - value).abs().max() for name, value in self.start.items()]
         ...         update.metrics["drift"] = float(max(changes))
         >>> drift = Drift()
@@ -76,28 +65,6 @@ class FederatedCallback(TrainerCallback):
         >>> drift.on_client_end(None, None, "a", update)
         >>> update.metrics
         {'drift': 3.0}
-    =======
-        ...         names = [name for name in parameter_entries(module).values() if name in update.state]
-        ...         steps = {name: update.state[name] - self.start[name] for name in names}
-        ...         length = float(get_total_norm(steps.values()))
-        ...         if length > self.limit:
-        ...             for name, step in steps.items():
-        ...                 update.state[name] = self.start[name] + step * (self.limit / length)
-        >>> clip = ClipUpdate(limit=1.0)
-        >>> module = torch.nn.Linear(1, 1)
-        >>> clip.on_client_start(None, module, "a", Broadcast(0, {"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}))
-        >>> update = ClientUpdate("a", 8, {"weight": torch.tensor([[3.0]]), "bias": torch.tensor([4.0])})
-        >>> clip.on_client_end(None, module, "a", update)
-        >>> update.state
-        {'weight': tensor([[0.6000]]), 'bias': tensor([0.8000])}
-
-        A client that has not moved is left as it is:
-
-        >>> update = ClientUpdate("a", 8, {"weight": torch.zeros(1, 1), "bias": torch.zeros(1)})
-        >>> clip.on_client_end(None, module, "a", update)
-        >>> update.state
-        {'weight': tensor([[0.]]), 'bias': tensor([0.])}
-    >>>>>>> 351b386e (Decide policies when training begins; check that entries are the memory that trains)
 
     """
 
