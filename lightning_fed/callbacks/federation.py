@@ -577,8 +577,8 @@ class Federation(TrainerCallback):
                     "the clients measure again before each evaluation"
                     if self.is_remote
                     else "`client_model(client)` of the federation returns a client's model, and"
-                    " `trainer.test(ckpt_path=...)` evaluates with the statistics in the checkpoint, where they belong"
-                    " to the checkpoint's weights",
+                    " `trainer.test(ckpt_path=...)` evaluates with the checkpoint's statistics, if measured with the"
+                    " checkpoint's weights",
                     "pooled" if self.reports_statistics else "averaged" if self._fit.decision else "the initial",
                 )
 
@@ -657,7 +657,7 @@ class Federation(TrainerCallback):
         self.server.held.load_state_dict(state_dict.get("held", {}))
 
     def find_population(self) -> Population:
-        """All clients; in a fit their data are asked for if they are not known yet."""
+        """All clients; in a fit their data are asked for if not known yet."""
         return self._loop.find_population()
 
     def scheduler_steps(self, rounds: int, window: int = 1) -> int:
@@ -737,7 +737,7 @@ def find_federation(trainer: L.Trainer) -> Federation:
 
 
 def federation_of(trainer: L.Trainer) -> Federation | None:
-    """The Trainer's federation; ``None`` where it has none."""
+    """The Trainer's federation; ``None`` for no federation."""
     return next((callback for callback in callbacks_of(trainer) if isinstance(callback, Federation)), None)
 
 

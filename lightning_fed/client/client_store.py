@@ -37,7 +37,7 @@ class ClientStore(ABC):
         """The client's newest tensors, or ``None`` if it has none; the caller may keep but not change them."""
 
     def clients(self) -> Collection[Client]:
-        """The clients with tensors. At the end of a fit these clients measure their BatchNorm statistics again."""
+        """The clients with tensors. As a fit ends, these clients measure BatchNorm statistics again."""
         return ()
 
     @abstractmethod

@@ -150,14 +150,12 @@ class FederatedFit:
         if isinstance(option, LocalStatistics):
             return option.unseen == "pooled"
         is_one_client = self.is_population_known and len(self.population.clients) == 1
-        is_undecided_or_pooled = option == "auto" and self.decision != "own"
-        return option == "recalibrate" or (
-            is_undecided_or_pooled and not is_one_client
-        )  # one client: as in a plain fit
+        # One client: as in a plain fit. Own statistics need no report.
+        return option == "recalibrate" or (option == "auto" and self.decision != "own" and not is_one_client)
 
     @property
     def server_callbacks(self) -> list[FederatedCallback]:
-        """The callbacks whose hooks of the server's side are called in this process."""
+        """The callbacks with server hooks in this process."""
         return federated_callbacks(self.trainer) if self.has_server else []
 
     @property

@@ -1,8 +1,8 @@
 """BatchNorm's running statistics in a federation.
 
-Averaged running statistics belong to no model: each client's are those of its own weights, and of few batches. What
-the averaged weights really produce is found by running data through them: every client reports the mean, variance and
-count of every BatchNorm layer's input, and the server pools them, see :mod:`lightning_fed.model.batch_norm`.
+Averaged running statistics fit no model: each client measures with different weights and few batches. A pass with the
+averaged weights gives the right statistics: every client reports mean, variance and count for every BatchNorm layer's
+input, and the server pools the reports, see :mod:`lightning_fed.model.batch_norm`.
 """
 
 from __future__ import annotations
@@ -151,13 +151,13 @@ def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
 
 
 def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float], str | None]:
-    """Pools reports of BatchNorm statistics of the new global model, by the clients whose updates were used.
+    """Pools the clients' reports of BatchNorm statistics, measured with the new global model after a round.
 
     A client runs its data once through the model, in evaluation mode except for BatchNorm, which normalises with each
     batch's statistics as in training. The server pools the statistics for the global model, and the exchange is
     counted: the global model down, the statistics up. With ``batch_norm="auto"`` the first reports decide between
-    pooled and own statistics, see :func:`decide_statistics`; own statistics need no more reports. Where each client has
-    its own statistics, the measurement for the report is the client's.
+    pooled and own statistics, see :func:`decide_statistics`; own statistics need no more reports. A report
+    also gives the client's own statistics.
 
     Layers in evaluation mode (a frozen backbone's) keep their statistics; where no client can measure, the averages
     stay. Values that a robust rule would trim do not count (:class:`~lightning_fed.rule.TolerantAggregator`). A model
@@ -169,8 +169,8 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
 
     Returns:
         ``fed/batch_norm_shift``, the largest shift of a layer (:func:`~lightning_fed.model.batch_norm.shift_between`);
-        empty where fewer than two clients have reported. A fault of the pooled statistics, with which the round does
-        not count: then nothing is decided or stored.
+        empty where fewer than two clients have reported. A fault in the pooled statistics: the round then does not
+        count, and nothing is decided or stored.
 
     """
     module, server = fit.module, fit.server
@@ -498,7 +498,7 @@ def _means_of(layers: Mapping[str, nn.BatchNorm2d]) -> State:
 
 
 def layers_in_training(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
-    """The BatchNorm layers by name, but for those that the user has put in evaluation mode."""
+    """The BatchNorm layers by name, without layers in evaluation mode."""
     return {name: layer for name, layer in batch_norm_layers(module).items() if layer.training}
 
 

@@ -74,7 +74,7 @@ class RoundLoop:
 
     Args:
         fit: The fit.
-        models: The clients' own models.
+        models: The clients' models.
         remote: The other half of the federation, if on another machine.
 
     Attributes:
@@ -415,7 +415,7 @@ class RoundLoop:
         return -(-(real + loader.padding) // window) + real // -window
 
     def measure_statistics(self, clients: Collection[Client]) -> None:
-        """Has clients with their own BatchNorm statistics measure with the model that validation sees."""
+        """Measures own BatchNorm statistics with the model in validation."""
         with self.averages_in_place():
             self._models.measure(self.fit.trainer, self.fit.module, clients)
 

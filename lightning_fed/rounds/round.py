@@ -235,7 +235,7 @@ class Round:
             self.fit.store.settle(self._server.report.round, counting)
 
     def measure_batch_norm(self) -> str | None:
-        """Has clients report BatchNorm statistics of the new global model; returns a fault of the pooled statistics."""
+        """Pools BatchNorm statistics of the new global model; returns a fault in the statistics."""
         with seeded_generators():  # every process measures its share
             self._measured, fault = measure_round(self.fit, self.local)
         return fault

@@ -1,4 +1,4 @@
-"""BatchNorm statistics of each client, measured with the aggregated weights, and the default's decision for them."""
+"""Each client's BatchNorm statistics, measured with the aggregated weights, and the default's decision for them."""
 
 import logging
 
@@ -37,7 +37,7 @@ LAYERS = {"1": nn.BatchNorm1d, "5": nn.BatchNorm1d}
 
 
 def unlike(sizes=models.SIZES, offset=20.0):
-    """Clients whose inputs have very different means."""
+    """Clients with very different input means."""
     return {
         name: (inputs + offset * place, targets)
         for place, (name, (inputs, targets)) in enumerate(models.vectors(sizes).items())
@@ -92,7 +92,7 @@ def test_statistics_are_one_pass_through_the_averaged_weights(batch_norm, cohort
 
 
 def test_known_clients_are_evaluated_with_their_statistics(federated_trainer):
-    """In validation after every round; a client without training data has the statistics of a batch."""
+    """In validation after every round; a client without training data has batch statistics."""
     clients = unlike()
     data = {**clients, "new": models.vectors({"new": 20})["new"]}
     val = {client: DataLoader(TensorDataset(*tensors), len(tensors[0])) for client, tensors in data.items()}
@@ -129,7 +129,7 @@ class Decisions(FederatedCallback):
 
 @pytest.mark.parametrize(("offset", "decision"), [(0.0, "pooled"), (20.0, "own")])
 def test_the_default_decides_once(offset, decision, federated_trainer, caplog):
-    """The weights are those of "recalibrate" bit for bit, and so is the whole model where statistics are pooled."""
+    """Weights equal "recalibrate" bit for bit, and pooled statistics too."""
     clients = unlike(offset=offset)
     with caplog.at_level(logging.INFO, "lightning_fed"):
         trainer, module, _ = fit(federated_trainer, clients)
