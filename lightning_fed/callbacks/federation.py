@@ -672,13 +672,13 @@ class Federation(TrainerCallback):
         return count_scheduler_steps(self._fit, rounds, window)
 
     def _describe_steps(self) -> dict[str, str]:
-        """The update steps and the Trainer's private callbacks, by which a checkpoint knows the promises of a fit."""
+        """Describes update steps and private callbacks for a checkpoint."""
         callbacks = [] if self._trainer is None else callbacks_of(self._trainer)
         private = {type(callback).__name__: callback for callback in callbacks if hasattr(callback, "describe_privacy")}
         return {**self._steps, **{name: callback.describe_privacy() for name, callback in sorted(private.items())}}
 
     def _describe_clients(self) -> None:
-        """Says it if the clients are not those of the checkpoint that the fit goes on from."""
+        """Warns if the clients differ from the clients in the checkpoint."""
         then, now = self._clients, describe_clients(self.population.clients)
         if self.rounds and then and then != now:
             _log.warning(

@@ -223,7 +223,7 @@ class DPSGD(FederatedCallback):
         return self._largest_epsilon(self._accounts.values())
 
     def describe_privacy(self) -> str:
-        """Options that a checkpoint records; :meth:`load_state_dict` compares the noise multiplier."""
+        """Describes options for a checkpoint; :meth:`load_state_dict` compares the noise multiplier."""
         return f"DPSGD(max_grad_norm={self.max_grad_norm}, delta={self.delta})"
 
     # The fit

@@ -353,7 +353,7 @@ def test_the_noise_of_an_epsilon_of_a_plain_fit(options, steps, plain_trainer):
 
 
 def test_a_fit_with_more_rounds_has_the_noise_that_it_began_with(federated_trainer, tmp_path):
-    """And ends with its budget."""
+    """And ends with the budget."""
     path, callbacks = tmp_path / "last.ckpt", [DPSGD(0.5, None, 1e-3, epsilon=6.0) for _ in range(2)]
     _, _, trainer = federated(federated_trainer, callbacks[0], 2)
     trainer.save_checkpoint(path)
@@ -370,7 +370,7 @@ def test_a_fit_with_more_rounds_has_the_noise_that_it_began_with(federated_train
     [([(0.5, 1.0, 1e-3)], []), ([], [(0.5, 1.0, 1e-3)]), ([(0.5, 1.0, 1e-3)], [(50.0, 1.0, 1e-3)])],
 )
 def test_a_fit_does_not_resume_with_other_privacy(first, second, federated_trainer, tmp_path):
-    """Otherwise the model moves without noise, and the log has the epsilon of earlier rounds."""
+    """Otherwise the model moves without noise, and the log repeats an old epsilon."""
     path, module, data = tmp_path / "last.ckpt", models.Module(models.mlp()), clients_of()
     trainer = federated_trainer(max_rounds=1, callbacks=[DPSGD(*options) for options in first])
     trainer.fit(module, data)

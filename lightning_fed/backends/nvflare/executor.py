@@ -85,7 +85,7 @@ class FederationExecutor(Executor):  # type: ignore[misc]
         if self._runner is None:
             workspace = Path(fl_ctx.get_engine().get_workspace().get_root_dir())
             self._runner = self._make(store=workspace / "lightning-fed" if self._store is None else self._store)
-        self._runner.keep_log()  # NVFLARE streams its log files to the server, by default those of errors
+        self._runner.keep_log()  # NVFLARE streams log files to the server, by default the log of errors
         try:
             site = {"site": fl_ctx.get_identity_name()}
             return to_shareable(self._runner.answer(task_name, from_shareable(shareable), site))

@@ -88,7 +88,7 @@ class SiteGate:
             return self._guard(kind, packet, bare, answer)
         except PacketError:
             raise
-        except Exception:  # the class of an exception can depend on the data
+        except Exception:  # an exception's class can depend on the data
             _log.exception("The gate failed: no answer leaves.")
             raise PacketError(NOT_ANSWERED) from None
 
@@ -128,12 +128,12 @@ class SiteGate:
                 raise Refusal("entries", str(error)) from error
 
     def is_in_force(self) -> bool:
-        """True if the site has a policy or a trace of a policy."""
+        """True if the site has a policy, or traces of one."""
         self._is_required = self._is_required or self._path.is_symlink() or self._path.exists() or self._has_traces()
         return self._is_required
 
     def _has_traces(self) -> bool:
-        """True if a folder has the traces of a policy: a record, a head, or a misspelt policy."""
+        """True if a folder has a record, a head, or a misspelt policy."""
         for folder in {self._path.parent, self._store}:
             for file in folder.iterdir() if folder.is_dir() else ():
                 if file.suffix in (".toml", ".tml") or file.name.startswith(_TRACES) or "policy" in file.name.lower():
@@ -267,7 +267,7 @@ class SiteGate:
 
 
 def _now(record: Record) -> float:
-    """Current time; never earlier than the record's last line, unless the operator sets the clock."""
+    """Current time, but never before the record's last line, unless the operator sets the clock."""
     return max(time.time(), record.last.time)
 
 

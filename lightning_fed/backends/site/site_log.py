@@ -1,4 +1,4 @@
-"""The site's log under a policy: a file, for networks that copy a process's log to the server."""
+"""The site's log under a policy: a file, because a network may copy a process's log to the server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 LOG_FILE = "site.log"
 """File name of the log, in the folder of the client state."""
 
-_BYTES, _FILES = 10 * 2**20, 3  # so that a server cannot fill the disk
+_BYTES, _FILES = 10 * 2**20, 3  # a server must not fill the disk
 
 
 def keep_log(folder: Path) -> None:

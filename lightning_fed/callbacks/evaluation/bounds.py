@@ -69,13 +69,13 @@ def find_outliers(
 
     Three clients or more are compared. A client is an outlier with a value 100 spreads from the median (the spread is
     the largest of the median distance, the median, and 1), with the only negative loss (10 median distances, the median
-    and 1 below the median), and with 10 times the median of the counts per example (at least 10). Examples are bounded
-    by 10 times the number in the client's training or the median, and by 1,000 times the median.
+    and 1 below the median), and with 10 times the median count per example (at least 10). A client's examples must stay
+    within 10 times the number in training or the median, and within 1,000 times the median.
 
     Args:
         reports: The reports.
-        trained: Number of examples in a client's last training, where known.
-        computed: The server's values of the clients' metric states, by client and key.
+        trained: Examples in each client's last training, if known.
+        computed: Values computed from metric states, by client and key.
 
     Returns:
         The reason for each outlier.
@@ -110,13 +110,13 @@ def find_outliers(
 def find_disagreements(
     reports: Mapping[Client, EvaluationReport], computed: Mapping[Client, Mapping[str, float]]
 ) -> dict[Client, str]:
-    """Finds clients with a value that does not follow from the sums or the metric state under the same name.
+    """Finds clients with a value unlike the sums or the metric state under the same name.
 
-    Names that most clients call undetermined are not compared.
+    The function skips names flagged as undetermined by most clients.
 
     Args:
         reports: The reports.
-        computed: The server's values of the clients' metric states, by client and key.
+        computed: Values computed from metric states, by client and key.
 
     Returns:
         The reason for each such client.
@@ -199,7 +199,7 @@ def _compare_counts(outliers: dict[Client, str], what: str, counts: Mapping[Clie
         return
     median = statistics.median_low(counts.values())
     for client, count in counts.items():
-        if count > _MOST_COUNTS * max(median, 1.0):  # most clients may have none of a rare event
+        if count > _MOST_COUNTS * max(median, 1.0):  # a rare event may be absent on most clients
             outliers.setdefault(
                 client, f"its {what} are {count:g} per example, and the median of {len(counts)} clients {median:g}"
             )

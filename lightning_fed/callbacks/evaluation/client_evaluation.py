@@ -139,7 +139,7 @@ class ClientEvaluation(FederatedCallback):
     # Lightning's hooks
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets the numbers of examples: another fit or evaluation may have other data."""
+        """Forgets announced examples: another fit or evaluation may have other data."""
         self._announced, self._trained = {}, {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -226,7 +226,7 @@ class ClientEvaluation(FederatedCallback):
     def evaluate(
         self, trainer: L.Trainer, module: L.LightningModule, stage: Stage = "validation", own: bool = False
     ) -> dict[Client, EvaluationReport]:
-        """Has the clients evaluate the model, and returns their reports; those that are no good are left out by name.
+        """Has the clients evaluate the model, and returns the reports, without excluded clients.
 
         Args:
             trainer: The Trainer.
@@ -261,7 +261,7 @@ class ClientEvaluation(FederatedCallback):
         return client_table(self.results, self.pooled).markdown() if self.results is not None else ""
 
     def _of_clients(self, trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any]]:
-        """The clients' loaders, which an evaluation makes once."""
+        """The clients' loaders; an evaluation makes the loaders once."""
         return self._kept_loaders or loaders_of(trainer, stage)
 
     def _evaluate_own(self, trainer: L.Trainer, module: L.LightningModule, stage: Stage) -> None:

@@ -394,14 +394,14 @@ def _run_end(
 def compute_states(
     module: L.LightningModule, reports: Mapping[Client, EvaluationReport]
 ) -> dict[Client, dict[str, float]]:
-    """Computes the value of every metric state with one number, client by client.
+    """Computes each metric state with a single number, client by client.
 
     Args:
         module: The module; computes with the module's metrics, and restores the metrics' states afterwards.
         reports: The clients' reports.
 
     Returns:
-        Values by the states' keys.
+        Values by client and key.
 
     """
     values: dict[Client, dict[str, float]] = {}
@@ -413,13 +413,13 @@ def compute_states(
         for client, report in reports.items():
             computed = values[client] = dict[str, float]()
             known = [name for name, metric in metrics.items() if _load(metric, state_key(name), [report])]
-            for name in known:  # a metric of metrics needs all states in place
+            for name in known:  # a metric can use other metrics, so all states come first
                 computed |= _computed(name, metrics[name])
-            for key in report.states.keys() - set(known):  # one of several loaders
+            for key in report.states.keys() - set(known):  # a single loader among several
                 metric = metrics[metric_of(key)]
                 if holds_states(metric) and _load(metric, key, [report]):
                     computed |= _computed(key, metric)
-            if report.stays:  # a metric of metrics may lack a state
+            if report.stays:  # a metric can use a withheld metric
                 values[client] = {key: value for key, value in computed.items() if not math.isnan(value)}
     return values
 
@@ -449,7 +449,7 @@ def _computed(name: str, metric: Metric) -> dict[str, float]:
     try:
         return {name: float(metric.compute())}
     except Exception as error:
-        _log.debug("Metric %r cannot be computed of the clients' states: %r.", name, error)
+        _log.debug("Metric %r cannot be computed from the clients' states: %r.", name, error)
         return {}
 
 
@@ -461,7 +461,7 @@ def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[Logge
 
 
 def is_close(value: float, other: float | None) -> bool:
-    """True for two computations of one value, up to rounding."""
+    """True for equal values up to rounding."""
     if other is None:
         return False
     return math.isclose(value, other, rel_tol=_CLOSE, abs_tol=1e-7) or (math.isnan(value) and math.isnan(other))
