@@ -19,6 +19,7 @@ from lightning_fed.lightning.internals import is_step_left_out as is_step_left_o
 from lightning_fed.lightning.internals import is_validating as is_validating
 from lightning_fed.lightning.internals import is_vmap_tensor as is_vmap_tensor
 from lightning_fed.lightning.internals import keep_schedulers as keep_schedulers
+from lightning_fed.lightning.internals import lightning_attributes as lightning_attributes
 from lightning_fed.lightning.internals import loss_scale as loss_scale
 from lightning_fed.lightning.internals import loss_scaler as loss_scaler
 from lightning_fed.lightning.internals import start_at_epoch as start_at_epoch
