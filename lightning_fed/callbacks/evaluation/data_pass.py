@@ -1,4 +1,4 @@
-"""Runs the module's step over one client's validation or test data, and pools the values of several such reports."""
+"""Runs the module's step over one client's validation or test data, and pools several reports' values."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def evaluate_data(
         stage: Stage with the step, hooks and limit of batches to use.
         rules: Rules for the metrics' states.
         limit: Limit of batches per loader, in Lightning's form; ``None`` for the Trainer's.
-        pool: The processes, if each has a part of the data.
+        pool: The processes, if the data are spread over processes.
         keeps: Whether to restore parameters and buffers written by a step; otherwise the caller loads the values.
 
     """
@@ -108,7 +108,7 @@ def evaluate_data(
         getattr(module, f"on_{stage}_{hook}")(*args)
 
     def read(place: int | None) -> None:
-        """Records the metrics' states at the end of one loader, or of all."""
+        """Records the metrics' states at one loader's end, or at the last end."""
         keys = {id(metric): name for name, metric in metrics.items()}
         for name, metric in logged.metrics.items():
             if id(metric) in keys:
@@ -445,7 +445,7 @@ def _load(metric: Metric, key: str, reports: Sequence[EvaluationReport]) -> bool
 
 
 def _computed(name: str, metric: Metric) -> dict[str, float]:
-    """The value of a metric by name; empty if ``compute`` fails."""
+    """A metric's value by name; empty if ``compute`` fails."""
     try:
         return {name: float(metric.compute())}
     except Exception as error:
