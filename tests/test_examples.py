@@ -15,8 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import TensorDataset
 
 from lightning_fed import Broadcast, ClientUpdate, Federation
+from lightning_fed.algorithms import METHODS
 from lightning_fed.messages import Request
-from lightning_fed.method import METHODS
 from lightning_fed.privacy import SecureSum
 from lightning_fed.rule import RoundInfo
 from lightning_fed.steps import Chain, MaxNorm, UpdateStep

@@ -12,9 +12,9 @@ import sys
 import pytest
 
 from lightning_fed import FederatedTrainer
+from lightning_fed.algorithms import METHODS
 from lightning_fed.callbacks import CommunicationReport
 from lightning_fed.fit.round_log import RoundLog
-from lightning_fed.method import METHODS
 from tests.test_docs import DOCS, PAGES, README, ROOT, blocks, logged_names, page_id
 
 pytestmark = pytest.mark.prose

@@ -25,6 +25,7 @@ ELSEWHERE = {
     "benchmarks/results/method_costs.md": (),
     "docs/performance.md": (),
     "docs/dev/design/backends.md": ("5.2", "2.6", "1.7"),
+    "docs/dev/design/rounds.md": ("0.35", "0.36"),
     "docs/guides/baselines.md": ("0.1",),
     "docs/guides/segmentation.md": (),
     "docs/guides/merging.md": (),
