@@ -81,7 +81,7 @@ def per_step(optimizer):
 
 
 class TwoRates(models.Module):
-    """Parameter groups with settings of their own, one of them without gradient at all."""
+    """Parameter groups with separate settings, one group without a gradient."""
 
     def configure_optimizers(self):
         self.net.base[0].bias.requires_grad_(False)

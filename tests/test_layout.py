@@ -62,7 +62,7 @@ READS_RECIPES = "recipe"
 
 
 def name_of(path):
-    """The dotted name of a file, without that of the package; empty for the package's own ``__init__.py``."""
+    """Dotted file name without the package; empty for the top ``__init__.py``."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -103,7 +103,7 @@ def imports_of(path):
 
 @cache
 def imports():
-    """Of each file what :func:`imports_of` finds."""
+    """:func:`imports_of` for each file."""
     return {name: imports_of(path) for name, path in FILES.items()}
 
 
@@ -156,7 +156,7 @@ def test_files_know_each_other_in_no_circle():
 
 
 def writers_of_a_fit():
-    """Files, but for its own, that assign to an attribute of a ``FederatedFit``."""
+    """Other files that assign to an attribute of a ``FederatedFit``."""
     for name, path in FILES.items():
         targets = [
             target
@@ -224,7 +224,7 @@ def test_the_kernel_fits_without_each_feature_below_the_line(tmp_path):
 
 
 def test_below_the_line_only_exported_names_of_the_kernel_are_imported():
-    """Of a room those of its ``__all__``; of a single file all that have no underscore."""
+    """From a folder the names in ``__all__``; from a single file all names without an underscore."""
     exported = {
         name: {alias.name for node in tree_of(path).body if isinstance(node, ast.ImportFrom)
                for alias in node.names}

@@ -24,14 +24,14 @@ _log = logging.getLogger(__name__)
 
 
 class DataStatistics(UnseenStatistics):
-    """Normalises with the statistics of data; before a measurement with the batch's statistics.
+    """Normalises by measured data statistics, before a measurement by batch statistics.
 
     Args:
         module: The module.
         layers: Names of the BatchNorm layers; ``None`` for all.
 
     Attributes:
-        report: Mean and variance of each layer, as returned by :meth:`InputStatistics.as_extras`.
+        report: Mean and variance by layer, from :meth:`InputStatistics.as_extras`.
 
     """
 
@@ -40,7 +40,7 @@ class DataStatistics(UnseenStatistics):
         self.report: State = {}
 
     def statistics(self, name: str, layer: nn.BatchNorm2d, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance of the data, shape ``(1, C)``."""
+        """Mean and biased variance, shape ``(1, C)``."""
         mean, variance = (self.report.get(f"batch_norm:{name}:{kind}") for kind in ("mean", "var"))
         if mean is None or variance is None:
             return super().statistics(name, layer, values)
@@ -48,10 +48,10 @@ class DataStatistics(UnseenStatistics):
 
 
 class UnseenData(FederatedCallback):
-    """Normalises data without a client by the statistics of the batch or of the data.
+    """Normalises data without a client by batch or data statistics.
 
     The callback acts from the start of a validation, test or prediction until the next round, while the module is the
-    global model or the model of a client without statistics. Layers without training (a frozen encoder's) retain the
+    global model or belongs to a client without statistics. Layers without training (a frozen encoder's) retain the
     running statistics. :class:`~lightning_fed.callbacks.Federation` adds the callback if clients may have individual
     statistics.
 
@@ -107,7 +107,7 @@ class UnseenData(FederatedCallback):
         self._switch(is_active=True)
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Pauses while the module is the model of a client with statistics."""
+        """Pauses while the module belongs to a client with statistics."""
         if self._adapter is None:  # clients on other machines evaluate without a validation of the Trainer
             self._start(module)
         self._switch(is_active=client is None or self._find_fit().served_client != client)
@@ -122,7 +122,7 @@ class UnseenData(FederatedCallback):
 
     @torch.inference_mode(False)
     def measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-        """Measures the statistics of data without a client, where these are to normalise the data.
+        """Measures data without a client for ``unseen="data"``.
 
         Args:
             trainer: The Trainer.
@@ -187,11 +187,11 @@ class UnseenData(FederatedCallback):
 
 
 def measure_unseen(trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-    """Measures the statistics of data before an evaluation, where these are to normalise the data.
+    """Measures data before an evaluation with ``unseen="data"``.
 
     Args:
         trainer: The Trainer.
-        module: The module, as the client has it.
+        module: The client's module.
         batches: The data.
         step: The step of the module.
 

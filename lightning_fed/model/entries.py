@@ -406,7 +406,7 @@ def load_entries(entries: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
 
 @torch.no_grad()
 def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor], finite: bool = True) -> str | None:
-    """Describes a state's first difference from ``reference`` in names, shapes or types; ``None`` if there is none.
+    """Describes a state's first difference from ``reference`` in names, shapes or types; ``None`` without a difference.
 
     Args:
         state: The state to check.

@@ -73,7 +73,7 @@ def thaw_batch_norm(module: nn.Module) -> None:
 
 
 def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[PlannedVisit]) -> None:
-    """Says once in a fit what its way with BatchNorm's running statistics cannot do.
+    """Warns once per fit about limits of the treatment of BatchNorm.
 
     Args:
         fit: The fit.
@@ -159,7 +159,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
     pooled and own statistics, see :func:`decide_statistics`; own statistics need no more reports. A report
     also gives the client's own statistics.
 
-    Layers in evaluation mode (a frozen backbone's) keep their statistics; where no client can measure, the averages
+    Layers in evaluation mode (a frozen backbone's) keep their statistics; if no client can measure, the averages
     stay. Values that a robust rule would trim do not count (:class:`~lightning_fed.rule.TolerantAggregator`). A model
     of a :class:`~lightning_fed.rule.ClusteredAggregator` is measured by its clients.
 
@@ -473,7 +473,7 @@ def _check_size(inputs: BatchKey, batch: Any) -> Any:
 
 
 def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int) -> State:
-    """Statistics of a client outside of a round; empty where the client cannot measure."""
+    """A client's statistics outside a round; empty if the client cannot measure."""
     module, step = fit.module, forward_step(fit.module)
     layers = {name: layer for name, layer in batch_norm_layers(module).items() if name in (fit.norm_layers or ())}
     if step is None or not layers:
@@ -503,7 +503,7 @@ def layers_in_training(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
 
 
 def measured_layers(fit: FederatedFit) -> dict[str, nn.BatchNorm2d]:
-    """BatchNorm layers in training mode by name, without layers whose statistics the user has made personal."""
+    """BatchNorm layers in training mode by name, without layers with statistics in ``personal``."""
     layers, option = layers_in_training(fit.module), fit.batch_norm
     if isinstance(option, LocalStatistics) and option.measured == "visit":  # the option makes statistics personal
         return layers
@@ -559,7 +559,7 @@ def measure_statistics(
         module: The module; it is left with the last client's model.
         server: Counts the reports.
         population: The clients' data.
-        visits: The clients, whose updates were used in the round. Several processes share them.
+        visits: The clients with a used update in the round. Several processes share them.
         layers: The layers by name. They normalise with each batch's own statistics.
         load: Makes the module the model to measure, as a client has it.
         clock: Ends a client's pass that takes longer than a visit may.
@@ -617,7 +617,7 @@ def _write_statistics(
 
 
 def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> None:
-    """Says that averaged statistics cannot follow the weights, where a visit is too short for them.
+    """Warns if a visit is too short for averaged statistics to follow the weights.
 
     Args:
         module: The module, in training mode.

@@ -97,7 +97,7 @@ class CountsPasses(Draws):
 
 
 class Shared(Draws):
-    """Has a generator with another name."""
+    """A generator with another name."""
 
     def __init__(self):
         super().__init__(None)

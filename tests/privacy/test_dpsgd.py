@@ -163,7 +163,7 @@ def test_a_batch_of_nobody_is_a_step_of_noise(federated_trainer):
 
 
 def test_the_noise_of_a_step():
-    """Standard deviation and kurtosis of what a parameter without a gradient moves by; independent steps."""
+    """Standard deviation and kurtosis for steps without a gradient; independent steps."""
     callback = dpsgd(0.7, 1.3)
     draws = []
     for number in range(400):
@@ -282,7 +282,7 @@ def test_the_fit_ends_within_the_budget(federated_trainer, caplog):
     ],
 )
 def test_a_fit_that_ends_as_planned_is_no_warning(kind, epochs, options, federated_trainer, plain_trainer, caplog):
-    """The noise is computed for these epochs, or steps; Lightning says that they are over."""
+    """The noise is computed for these epochs, or steps; then Lightning ends the fit."""
     caplog.set_level(logging.WARNING, "lightning_fed")
     callback = dpsgd(z=None, epsilon=3.0)
     fit = (federated, federated_trainer) if kind == "federated" else (plain, plain_trainer)

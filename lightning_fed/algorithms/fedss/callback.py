@@ -44,7 +44,7 @@ class SampledSoftmax(FederatedCallback):
     so that the server cannot tell one from the other. These rows come down, train, and go back; neither the client's
     model nor its optimizer ever has more. The aggregator averages them (its option ``row_weighting``).
 
-    A client whose batch has a label that is none of its classes, or none of the head's, is left out by name.
+    A client with a label outside its classes, or outside the head, is excluded by name.
 
     In the visit the client's label space is :math:`S_k`. The module's ``training_step`` gets the batch with its labels
     as columns of the logits, and the head corrects the logits: ``F.cross_entropy(self(x), y)`` is the loss of FedSS, in
@@ -148,7 +148,7 @@ class SampledSoftmax(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Tells the head the classes that it has the rows of."""
+        """Tells the head which classes its rows stand for."""
         self._hold(module)
 
     def on_train_batch_start(

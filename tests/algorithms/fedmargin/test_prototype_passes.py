@@ -1,4 +1,4 @@
-"""The passes that measure prototypes: where they end, what they leave out, and what several processes make of them."""
+"""The passes that measure prototypes: the end, excluded batches, and several processes."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ calls = {True: 0, False: 0}
 
 @pytest.mark.parametrize("manual", [False, True])
 def test_what_comes_after_the_features_is_not_run(manual, federated_trainer):
-    """Neither the layers behind them, nor the loss, nor what a step that catches all errors does with one."""
+    """Neither the layers behind the features, nor the loss, nor the error handling of the step."""
 
     class Careful(models.ManualModule if manual else models.Module):
         def careful(self, step, batch):
@@ -155,7 +155,7 @@ def test_batches_that_a_step_leaves_out(name, passes, plain_trainer):
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("passes", ["exact", "online"])
 def test_a_client_whose_batches_are_all_left_out(passes, federated_trainer):
-    """It has nothing to send, and is left out for want of a loss; that is no fault of the layer."""
+    """A client without a loss is excluded. The layer has no fault."""
     clients = models.vectors(TWO)
     clients["b"] = clients["b"][0], torch.zeros_like(clients["b"][1])
     visits = sent(federated_trainer, ClassPrototypes(passes=passes), Picky(models.mlp()), models.as_datasets(clients))
