@@ -24,7 +24,7 @@ from lightning_fed.compare import MethodChoice
 from lightning_fed.data import IID
 from lightning_fed.datasets import CamVid
 from lightning_fed.modules import FusedExtractor, find_fusion, unwrap
-from lightning_fed.rounds.batch_norm import recalibrate
+from lightning_fed.rounds.batch_norm import measure_round
 from lightning_fed.tasks import ClassificationTask, SegmentationTask
 from tests import models
 from tests.algorithms.fedfusion.test_fusion import Net
@@ -330,7 +330,7 @@ def test_a_round_that_comes_to_nothing_leaves_the_last_global_model(federated_tr
         measured.append(arguments)
         if len(measured) == 2:
             raise KeyError("broken off")
-        return recalibrate(*arguments)
+        return measure_round(*arguments)
 
     def result(*callbacks, rounds=2, error=None):
         torch.manual_seed(0)
@@ -346,7 +346,7 @@ def test_a_round_that_comes_to_nothing_leaves_the_last_global_model(federated_tr
         result(SpoiledAggregate()),
         result(Stop("on_train_batch_end", 2), error=KeyError),
     ]
-    monkeypatch.setattr("lightning_fed.rounds.round.recalibrate", measure)
+    monkeypatch.setattr("lightning_fed.rounds.round.measure_round", measure)
     results.append(result(error=KeyError))
     for state, reference in results:
         assert_same(state, expected[0])
