@@ -1,4 +1,4 @@
-"""Numerics: float64 sums, weighted means, distances, and the division of large inputs into chunks."""
+"""Numerics: float64 sums, weighted means, distances and chunks for large inputs."""
 
 from lightning_fed.numerics.chunks import CHUNK_ELEMENTS as CHUNK_ELEMENTS
 from lightning_fed.numerics.chunks import chunk_steps as chunk_steps

@@ -1,24 +1,23 @@
-"""Division of large inputs into chunks, so that intermediate results stay small."""
+"""Splits large tensors into chunks to keep intermediate results small."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+# Elements per float64 conversion: 32 MiB.
 CHUNK_ELEMENTS = 1 << 22
-"""Most numbers that are converted at a time: 32 MiB in float64."""
 
 _CACHED_ELEMENTS = 1 << 15
 
 
 def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
-    """The flattened tensor in chunks that fit into a processor's cache; on other devices than the CPU in one chunk.
+    """Flattens a tensor and splits it into chunks for the CPU cache. On other devices the result is a single chunk.
 
-    A computation that takes one chunk after another needs no large intermediate tensors, whose memory traffic costs
-    more than the arithmetic.
+    Working chunk by chunk avoids large intermediate tensors, whose memory traffic costs more than the arithmetic.
 
     Args:
-        value: Any tensor; if it is contiguous, the chunks share its memory.
+        value: Tensor of any shape. Chunks of a contiguous tensor share its memory.
 
     Example:
         >>> [len(chunk) for chunk in cache_chunks(torch.zeros(3, 20_000))]
@@ -32,17 +31,17 @@ def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
 
 
 def chunk_steps(count: int, width: int, positions: int, elements: int | None = None) -> tuple[int, int]:
-    """Sizes of the chunks of an input of shape ``(count, width, positions)``, along its first and last dimension.
+    """Chunk sizes along the first and last dimension of an input with shape ``(count, width, positions)``.
 
     Args:
         count: Number of examples.
-        width: Number of channels, which stay together.
-        positions: Number of pixels of an example.
-        elements: Most numbers in a chunk, except where a single pixel has more channels; by default
-            ``CHUNK_ELEMENTS``.
+        width: Number of channels. Channels are never split.
+        positions: Number of pixels per example.
+        elements: Maximum number of elements per chunk, by default ``CHUNK_ELEMENTS``. A single pixel with more channels
+            exceeds the maximum.
 
     Returns:
-        Number of examples in a chunk, and number of pixels; all pixels if it has several examples.
+        Examples and pixels per chunk. A chunk with several examples contains all pixels.
 
     Example:
         >>> chunk_steps(100, 4, 10, elements=80), chunk_steps(100, 4, 10, elements=20)

@@ -1,4 +1,4 @@
-"""Euclidean distances between many samples, by a product of matrices."""
+"""Pairwise Euclidean distances by matrix multiplication."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def squared_distances(samples: Tensor, references: Tensor, shift: Tensor) -> Tensor:
-    """Squared Euclidean distances, in float64.
+    """Squared Euclidean distances in float64.
 
-    A distance that cannot be told from rounding is 0, so that copies of a sample have the distance 0.
+    Distances below the rounding error become 0, so duplicates have distance 0.
 
     Args:
         samples: Samples, shape ``(m, d)``.
-        references: Samples to compare them with, shape ``(n, d)``.
-        shift: Vector that is subtracted from all samples first, shape ``(d,)``, float64, such as their mean. The least
-            is lost to rounding near 0.
+        references: Reference samples, shape ``(n, d)``.
+        shift: Vector to subtract from all samples, such as the mean: shape ``(d,)``, float64. Rounding errors are
+            smallest for samples near 0.
 
     Returns:
         Distances, shape ``(m, n)``, float64, at least 0.

@@ -1,4 +1,4 @@
-"""Metrics with sums in float64 on any device."""
+"""Metrics with float64 sums on any device."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from lightning_fed.numerics.precision import float64_device, to_float64
 
 
 class Float64States(Metric):
-    """Metric with float64 states, which keep their type and lie on the CPU where the metric's device has no float64.
+    """Metric with float64 states, kept on the CPU if the metric's device lacks float64.
 
-    ``set_dtype`` sets the type of the result only.
+    ``set_dtype`` only affects the result.
 
     Attributes:
-        float64_states: Names of the states that stay in float64; they are tensors.
+        float64_states: Names of the float64 states, all tensors.
 
     """
 
     float64_states: ClassVar[tuple[str, ...]] = ()
 
     def _apply(self, fn: Callable[..., Any], exclude_state: Sequence[str] = ()) -> nn.Module:
-        # torchmetrics leaves the excluded states to the metric when it moves or converts it.
+        # Excluded states are moved here.
         moved = super()._apply(fn, (*exclude_state, *self.float64_states))
         device = float64_device(self.device)
         for name in self.float64_states:
@@ -34,7 +34,7 @@ class Float64States(Metric):
 
 
 class Float64Mean(Float64States):
-    """Mean over all values, whose sum and number processes add up (abstract: subclasses implement ``update``)."""
+    """Mean over all values and processes (abstract: subclasses implement ``update``)."""
 
     is_differentiable = False
     full_state_update = False
@@ -49,10 +49,10 @@ class Float64Mean(Float64States):
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def add(self, values: Tensor) -> None:
-        """Adds some values."""
+        """Adds values to the mean."""
         self.total = self.total + to_float64(values).sum()
         self.count = self.count + values.numel()
 
     def compute(self) -> Tensor:
-        """The mean; NaN if there was no value."""
+        """Returns the mean, or NaN without values."""
         return (self.total / self.count).to(self.dtype).to(self.device)

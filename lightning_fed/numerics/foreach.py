@@ -1,6 +1,6 @@
-"""One operation on many tensors: together where every launch of a kernel costs, one after another on the CPU.
+"""Operations on lists of tensors: fused kernels on accelerators, a loop on the CPU.
 
-``torch._foreach_*`` are documented as a beta ("Foreach Operations"); PyTorch's optimizers are built on them.
+PyTorch documents ``torch._foreach_*`` as beta ("Foreach Operations") and uses these functions in all optimizers.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 from lightning_fed.numerics.chunks import cache_chunks
 from lightning_fed.numerics.precision import at_least_float32, to_float64
 
+# Elements in intermediate results: 64 MiB in float32.
 _MOST_ELEMENTS = 1 << 24
-"""Most numbers in intermediate results at a time: 64 MiB in float32."""
 
 _NORMED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of the tensors, without gradients.
+    """Copies tensors without gradients.
 
     Example:
         >>> copies([torch.ones(2), torch.tensor(3)])
@@ -34,7 +34,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def copy_into(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copies each value into its target, as ``Tensor.copy_`` does."""
+    """Copies each value into its target, like ``Tensor.copy_``."""
     if targets:
         torch._foreach_copy_(list(targets), list(values))
 
@@ -44,15 +44,15 @@ def add_in_float64(sums: Sequence[Tensor], values: Sequence[Tensor], weight: flo
     """Adds ``weight`` times each value to its sum.
 
     Args:
-        sums: Of type float64 or complex128.
-        values: Of the same shapes, of any types.
-        weight: The factor.
+        sums: Tensors with dtype float64 or complex128.
+        values: Tensors with the same shapes and any dtype.
+        weight: Factor for all values.
 
     """
     if _are_on_the_cpu(sums):
         for total, value in zip(sums, values, strict=True):
             for part, addend in zip(cache_chunks(total), cache_chunks(value), strict=True):
-                part.add_(to_float64(addend), alpha=weight)  # adding is faster after a cast of its own
+                part.add_(to_float64(addend), alpha=weight)  # a separate cast makes the addition faster
         return
     for batch in _batches(zip(sums, values, strict=True)):
         addends = [torch.empty_like(total) for total, _ in batch]
@@ -61,7 +61,7 @@ def add_in_float64(sums: Sequence[Tensor], values: Sequence[Tensor], weight: flo
 
 
 def differences(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-    """The first tensor less the second of each pair, some at a time; on the CPU in chunks."""
+    """Yields the difference ``new - old`` for each pair, on the CPU in chunks."""
     for batch in _batches(pairs):
         if _are_on_the_cpu(batch[0]):
             for new, old in zip(*map(cache_chunks, batch[0]), strict=True):
@@ -71,7 +71,7 @@ def differences(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
 
 
 def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
-    """Compares pairs of tensors of one shape: true where all values are the same. The device is waited for once.
+    """Compares pairs of tensors with equal shapes, with one device synchronization.
 
     Example:
         >>> are_equal([torch.ones(2), torch.zeros(1)], [torch.ones(2), torch.ones(1)])
@@ -85,7 +85,7 @@ def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
 
 
 def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Euclidean norm of each tensor, shape ``()``; float32, but of 64-bit tensors float64.
+    """Euclidean norm of each tensor, shape ``()``: float64 for 64-bit tensors, else float32.
 
     Example:
         >>> norms([torch.tensor([3.0, 4.0]), torch.tensor([2])])
@@ -104,7 +104,7 @@ def _are_on_the_cpu(tensors: Sequence[Tensor]) -> bool:
 
 
 def _batches(groups: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
-    """As many groups at a time as intermediate results have room for, at least one; on the CPU one at a time."""
+    """Groups tuples up to ``_MOST_ELEMENTS`` elements. On the CPU each batch has one tuple."""
     batch: list[tuple[Tensor, ...]] = []
     size = 0
     for group in groups:

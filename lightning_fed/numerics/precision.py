@@ -1,4 +1,4 @@
-"""Casts to float64 and back, also for devices that have no float64."""
+"""Casts to float64 and back, with a fallback for devices without float64."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ _WITHOUT_FLOAT64 = ("mps",)  # Apple's
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """The device itself, or the CPU where it has no float64."""
+    """Returns the device, or the CPU if the device lacks float64."""
     return torch.device("cpu") if device.type in _WITHOUT_FLOAT64 else device
 
 
 def to_float64(value: Tensor, copy: bool = False) -> Tensor:
-    """Casts values to float64 (complex128), on their device or on the CPU where the device has no float64.
+    """Casts values to float64 (complex128), on the CPU if the device lacks float64.
 
     Args:
-        value: Numbers of any type and shape.
-        copy: Whether the result shares no memory with ``value``.
+        value: Tensor of any dtype and shape.
+        copy: Whether to copy even if the dtype already matches.
 
     Example:
         >>> to_float64(torch.tensor([1, 2]))
@@ -30,7 +30,7 @@ def to_float64(value: Tensor, copy: bool = False) -> Tensor:
 
 
 def cast_back(value: Tensor, like: Tensor) -> Tensor:
-    """Casts a result of :func:`to_float64` to the type of ``like``, on its device.
+    """Casts a result of :func:`to_float64` to the dtype and device of ``like``.
 
     Example:
         >>> cast_back(torch.tensor([0.5], dtype=torch.float64), torch.tensor([1.0]))
@@ -41,7 +41,7 @@ def cast_back(value: Tensor, like: Tensor) -> Tensor:
 
 
 def at_least_float32(value: Tensor) -> Tensor:
-    """Casts values to float32, except those that are float64 already.
+    """Casts to float32, unless the values are float64.
 
     Example:
         >>> at_least_float32(torch.tensor([0.5], dtype=torch.float16))
@@ -52,7 +52,7 @@ def at_least_float32(value: Tensor) -> Tensor:
 
 
 def as_real(value: Tensor) -> Tensor:
-    """View of complex numbers as pairs of real ones, shape ``(..., 2)``, on the same memory; other tensors unchanged.
+    """Views complex numbers as pairs of real numbers, shape ``(..., 2)``. Other tensors are unchanged.
 
     Example:
         >>> as_real(torch.tensor([1 + 2j])), as_real(torch.tensor([3.0]))

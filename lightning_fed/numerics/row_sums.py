@@ -1,6 +1,6 @@
-"""Weighted averages of tables of which every client holds only some rows.
+"""Weighted mean of tables if each client only holds some rows.
 
-"Federated sampled softmax" (FedSS), Algorithm 1, line 12: the change of a row that a client does not hold is zero.
+"Federated sampled softmax" (FedSS), Algorithm 1, line 12: a missing row counts as unchanged.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ RowWeighting: TypeAlias = Literal["global", "per_row"]
 
 
 class RowSums:
-    r"""Running weighted sums of rows of a table, in the memory of the rows that were added.
+    r"""Running weighted sums of table rows, with memory for the added rows only.
 
-    With weights :math:`a_k`, rows :math:`S_k` of client *k* and the table :math:`w` that all started from, the mean is
+    With weights :math:`a_k`, rows :math:`S_k` from client *k* and the initial table :math:`w`, the mean is
 
     .. math:: \bar w_j = w_j + \frac{1}{A_j} \sum_{k:\, j \in S_k} a_k (w_{k,j} - w_j)
 
-    where :math:`A_j` is the sum of all weights (``"global"``: clients without the row count as unchanged, the default),
-    or of those that have the row (``"per_row"``). Sums are kept in float64.
+    Here :math:`A_j` sums all weights (``"global"``, the default: a missing row counts as unchanged) or only the weights
+    from clients with row *j* (``"per_row"``). Sums have dtype float64.
 
     Attributes:
-        total: Sum of the weights added so far.
-        num_rows: Number of rows in memory: at most about twice the number of different ones.
+        total: Sum of all added weights.
+        num_rows: Number of rows in memory, at most about twice the number of distinct rows.
 
     Example:
         >>> sums = RowSums()
@@ -46,18 +46,18 @@ class RowSums:
 
     @property
     def rows(self) -> Tensor:
-        """Indices for all added rows, increasing: int64, shape ``(rows,)``."""
+        """Sorted indices of all added rows: int64, shape ``(rows,)``."""
         parts = [rows.cpu() for rows, _, _ in self._parts]
         return torch.unique(torch.cat(parts)) if parts else torch.zeros(0, dtype=torch.int64)
 
     @torch.no_grad()
     def add(self, rows: Tensor, values: Tensor, weight: float) -> None:
-        """Adds some rows.
+        """Adds rows from one client.
 
         Args:
-            rows: Their indices, int64, shape ``(rows,)``, without repetition.
-            values: Their values, shape ``(rows, *)``.
-            weight: Weight, not negative.
+            rows: Distinct row indices: int64, shape ``(rows,)``.
+            values: Row values, shape ``(rows, *)``.
+            weight: Client weight, not negative.
 
         """
         sums = to_float64(values.detach(), copy=True).mul_(weight)
@@ -65,29 +65,29 @@ class RowSums:
         self.total += weight
 
     def add_sums(self, rows: Tensor, sums: Tensor, weights: Tensor) -> None:
-        """Adds rows that are sums already: float64, shape ``(rows, *)``, with a weight each, shape ``(rows,)``."""
+        """Adds weighted row sums: float64, shape ``(rows, *)``, with weights of shape ``(rows,)``."""
         self._parts.append((rows.to(sums.device), sums, weights))
         self.num_rows += len(rows)
-        if self.num_rows > 2 * self._num_merged:  # so that the memory is that of the different rows
+        if self.num_rows > 2 * self._num_merged:  # bounds the memory by the distinct rows
             self._merge_parts()
 
     def merge(self, other: RowSums) -> None:
-        """Adds the rows that ``other`` has added; ``other`` does not change."""
+        """Adds all rows from ``other``, which stays unchanged."""
         for rows, sums, weights in other._parts:
             self.add_sums(rows, sums, weights)
         self.total += other.total
 
     @torch.no_grad()
     def mean(self, base: Tensor, weighting: RowWeighting = "global", total: float | None = None) -> Tensor:
-        """The table with the weighted mean of the rows that were added.
+        """Returns the table with weighted means in the added rows.
 
         Args:
-            base: The table that all started from, shape ``(n, *)``.
-            weighting: Divisor of a row's weights: the sum of all weights, or of those that have the row.
-            total: Sum of all weights for ``"global"``; by default that of the weights added.
+            base: Initial table on all clients, shape ``(n, *)``.
+            weighting: Denominator: the sum over all clients, or the sum over clients with the row.
+            total: Sum of all weights for ``"global"``, by default the sum of the added weights.
 
         Returns:
-            A new table, in the type and on the device of ``base``. Rows that nobody added are those of ``base``.
+            New table with the dtype and device of ``base``. Rows without a client keep the value in ``base``.
 
         Raises:
             ValueError: If ``weighting`` is unknown.
@@ -110,7 +110,7 @@ class RowSums:
         return table
 
     def _merge_parts(self) -> None:
-        """Joins all parts into one that has every row once, in increasing order."""
+        """Merges all parts into one part with distinct, sorted rows."""
         if len(self._parts) > 1:
             rows, sums, weights = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
             rows, positions = torch.unique(rows, return_inverse=True)
@@ -121,11 +121,11 @@ class RowSums:
 
 
 def find_bad_rows(rows: Tensor, table: Tensor) -> str | None:
-    """Describes the fault of a request for some rows of a table; ``None`` if there is none.
+    """Describes an invalid request for table rows, or returns ``None``.
 
     Args:
-        rows: Should be int64 of shape ``(rows,)``, strictly increasing, within the table.
-        table: Should be of a floating-point type and have rows.
+        rows: Row indices, expected to be int64 with shape ``(rows,)``, strictly increasing and within the table.
+        table: Table, expected to be floating-point with at least one dimension.
 
     Example:
         >>> find_bad_rows(torch.tensor([2, 1]), torch.zeros(3, 2))
@@ -142,11 +142,12 @@ def find_bad_rows(rows: Tensor, table: Tensor) -> str | None:
 
 
 def is_increasing(values: Tensor) -> bool:
-    """True for strictly increasing whole numbers. Differences would wrap around at the end of the integers' range.
+    """Whether integers increase strictly.
 
     Example:
         >>> is_increasing(torch.tensor([2**31 - 1, -(2**31), 0], dtype=torch.int32))
         False
 
     """
+    # Comparison, because differences can overflow.
     return bool((values[1:] > values[:-1]).all())

@@ -1,4 +1,4 @@
-"""Keys and seeds that are the same in every process, whatever was drawn before."""
+"""Keys and seeds with equal values in all processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_fed.messages import Client
 
 
 def client_key(client: Client) -> int:
-    """A stable 64-bit key of a client's name: the same in every process, unlike ``hash``.
+    """Stable 64-bit key for a client name. Unlike ``hash``, the key is equal in all processes.
 
     Example:
         >>> client_key(7) == client_key(7), client_key(7) == client_key("7")
@@ -22,7 +22,7 @@ def client_key(client: Client) -> int:
 
 
 def derive_seed(seed: int, *keys: int) -> int:
-    """A 32-bit seed that depends on ``seed`` and every key.
+    """Derives a 32-bit seed from ``seed`` and all keys.
 
     Example:
         >>> derive_seed(0, 1) == derive_seed(0, 1), derive_seed(0, 1) == derive_seed(1, 0)

@@ -1,4 +1,4 @@
-"""Nested arguments and outputs of a module: tuples, lists, dictionaries, and what projects register beside them."""
+"""Nested arguments and outputs: tuples, lists, dictionaries and registered containers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree  # there is no public name for it; torch.fx and torch.func are built on it
+from torch.utils import _pytree  # no public equivalent; torch.fx and torch.func build on this module
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """The leaves of a tree, in order.
+    """Lists the leaves in order.
 
     Example:
         >>> tree_leaves({"a": (1, [2]), "b": "c"})
@@ -23,7 +23,7 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with every leaf replaced by what the function makes of it.
+    """Applies a function to each leaf.
 
     Example:
         >>> map_leaves(lambda leaf: leaf + 1, {"a": (1, [2])})
@@ -34,7 +34,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def move_tensors(tree: Any, device: torch.device | None) -> Any:
-    """The tree with its tensors on a device, or where they are for ``None``; other leaves stay as they are.
+    """Moves tensors to a device. With ``None`` tensors stay in place; other leaves are unchanged.
 
     Example:
         >>> move_tensors((torch.zeros(1), "c"), torch.device("meta"))
@@ -45,9 +45,9 @@ def move_tensors(tree: Any, device: torch.device | None) -> Any:
 
 
 def move_beside(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Moves each tensor to the device of the entry with its name; one without an entry stays where it is.
+    """Moves each tensor, for example from a checkpoint, to the device of the state entry with the same name.
 
-    A checkpoint's tensors are on the CPU.
+    Tensors without such an entry stay in place.
 
     Example:
         >>> move_beside({"w": torch.ones(2)}, {"w": torch.zeros(3, device="meta")})["w"].device

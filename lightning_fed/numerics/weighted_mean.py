@@ -1,4 +1,4 @@
-"""Weighted averages of model states in O(model) memory.
+"""Weighted mean of model states in O(model) memory.
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, Algorithm 1.
 """
@@ -16,21 +16,21 @@ from lightning_fed.numerics.row_sums import RowSums, RowWeighting
 
 
 class WeightedMean:
-    r"""Running weighted mean of flat states, in the memory of one state however many are added.
+    r"""Running weighted mean of flat states, with memory for one state.
 
     .. math:: \bar w = \frac{\sum_k a_k w_k}{\sum_k a_k}
 
-    Floating-point entries are summed in float64 and cast back once, in :meth:`mean`, so that float32 states of
-    identical clients give exactly that client, and the order of the clients does not matter. Integer and boolean
-    entries (``num_batches_tracked``) cannot be averaged: they take the value of the state added with the largest
-    ``size``; where sizes are equal, the larger value. An entry that a state holds in part is averaged by
-    :class:`RowSums`.
+    Floating-point entries are summed in float64 and cast back once, in :meth:`mean`. Hence the mean of identical
+    float32
+    states is exact and independent of the client order. Integer and boolean entries (``num_batches_tracked``) take the
+    value from the state with the largest ``size``, or the largest value among equal sizes. :class:`RowSums` averages
+    entries with partial rows.
 
-    The object is a monoid: :meth:`merge` joins what another process has added.
+    The mean is a monoid: :meth:`merge` adds the states from another process.
 
     Attributes:
-        total: Sum of the weights added so far.
-        count: Number of states added so far.
+        total: Sum over all added weights.
+        count: Number of added states.
 
     Example:
         >>> import torch
@@ -44,8 +44,8 @@ class WeightedMean:
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._weights: dict[str, float] = {}  # of the states that hold an entry
-        self._likes: dict[str, Tensor] = {}  # empty tensors of the entries' dtypes, on their devices
+        self._weights: dict[str, float] = {}  # weight sum per entry
+        self._likes: dict[str, Tensor] = {}  # empty tensors with entry dtypes and devices
         self._integers: dict[str, Tensor] = {}
         self._rows: dict[str, RowSums] = {}
         self._largest = -1
@@ -59,11 +59,12 @@ class WeightedMean:
         """Adds one state.
 
         Args:
-            state: Entries of any shape; every state added must have the same names and shapes. A floating-point entry
-                may be missing: it then counts with its value in the ``base`` of :meth:`mean`.
-            weight: Its weight, not negative.
-            size: Number of examples behind it; decides whose integer entries are kept.
-            rows: For entries that ``state`` holds in part, the indices of their rows: int64, shape ``(rows,)``.
+            state: Entries of any shape, with equal names and shapes in all states. A missing floating-point entry
+                counts as
+                unchanged from ``base`` in :meth:`mean`.
+            weight: Weight, not negative.
+            size: Number of examples. Integer entries of the state with the largest size are kept.
+            rows: Row indices for each partial entry: int64, shape ``(rows,)``.
 
         Raises:
             ValueError: If ``weight`` is negative or not finite.
@@ -89,7 +90,7 @@ class WeightedMean:
 
     @torch.no_grad()
     def merge(self, other: WeightedMean) -> None:
-        """Adds the states that ``other`` has added; ``other`` does not change."""
+        """Adds all states from ``other``, which stays unchanged."""
         for name, value in other._sums.items():
             if name in self._sums:
                 self._sums[name].add_(value.to(self._sums[name].device))
@@ -110,15 +111,16 @@ class WeightedMean:
     def mean(
         self, base: Mapping[str, Tensor] | None = None, row_weighting: RowWeighting = "global"
     ) -> dict[str, Tensor]:
-        """The weighted mean of the states that were added, in the entries' own dtypes.
+        """Returns the weighted mean of all added states, with each entry's dtype.
 
         Args:
-            base: The state before the round; needed for entries that the states hold in part. Of one that some states
-                do not hold at all it is their value, which is 0 without it.
-            row_weighting: Weighting of such rows, see :meth:`RowSums.mean`.
+            base: State before the round, required for partial entries. Missing entries count with the value in
+                ``base``, or 0
+                without ``base``.
+            row_weighting: Weighting for partial rows, see :meth:`RowSums.mean`.
 
         Raises:
-            ValueError: If nothing with a positive weight was added.
+            ValueError: If no state has a positive weight.
 
         """
         if self.total <= 0:
@@ -134,17 +136,17 @@ class WeightedMean:
         return means | {name: value.clone() for name, value in self._integers.items()}
 
     def held_rows(self) -> dict[str, Tensor]:
-        """Added rows by entry, without entries added as a whole: int64, shape ``(rows,)``."""
+        """Added rows for each partial entry: int64, shape ``(rows,)``."""
         return {name: sums.rows for name, sums in self._rows.items() if name not in self._sums}
 
     def _completed(self, name: str, value: Tensor, base: Mapping[str, Tensor] | None) -> Tensor:
-        """An entry's sum over all states, also those that do not hold it."""
         if base is None or self._weights[name] == self.total:
             return value
+        # States without the entry count as unchanged.
         return value + to_float64(base[name]) * (self.total - self._weights[name])
 
     def _with_whole(self, name: str, sums: RowSums) -> RowSums:
-        """The sums of an entry's rows, joined with those of the states that hold the whole entry."""
+        """Joins an entry's row sums with states that contain all rows."""
         if name not in self._sums:
             return sums
         whole, joined = self._sums[name], RowSums()

@@ -1,4 +1,4 @@
-"""Update steps: all that happens to an update between a client's training and the rule, in one ordered chain."""
+"""Update steps: an ordered transforms between local training and aggregation."""
 
 from lightning_fed.steps.bounds import MaxMedianNorm as MaxMedianNorm
 from lightning_fed.steps.bounds import MaxNorm as MaxNorm

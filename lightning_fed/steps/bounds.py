@@ -1,4 +1,4 @@
-"""Update steps that bound the length of a client's step: the Euclidean norm of (local - global).
+"""Update steps that bound the Euclidean norm of a client update (local minus global).
 
 Sun, Kairouz, Suresh & McMahan, "Can You Really Backdoor Federated Learning?", 2019, section 3 ("norm thresholding").
 https://arxiv.org/abs/1911.07963
@@ -19,28 +19,28 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
 def trained_entries(info: RoundInfo, state: State) -> list[str]:
-    """The entries whose change is the length of a step: those that train."""
+    """Names of trained entries. Only these entries contribute to the update norm."""
     if info.trainable is not None:
         return [name for name in state if name in info.trainable]
     return [name for name, value in state.items() if value.is_floating_point() and not is_running_statistic(name)]
 
 
 class MaxNorm(UpdateStep):
-    r"""No client's step is longer than a bound; longer ones are shortened to it.
+    r"""Clips client updates to a fixed norm.
 
     .. math:: u_k \leftarrow u_k \min\left(1, \frac{C}{\lVert u_k \rVert}\right)
 
-    The norm is over the entries that train. Inside of a sum that the server sees alone the clients shorten their steps
-    themselves, and the server has to take their word.
+    The norm covers all trained entries. With secure aggregation the clients clip their updates, and the server cannot
+    verify the clipping.
 
     Args:
-        bound: The bound C, greater than 0.
+        bound: Maximum norm C, greater than 0.
 
     Raises:
-        ValueError: If ``bound`` is not a positive number, or the clients' models have shapes of their own.
+        ValueError: If ``bound`` is not a positive number, or if client models have different shapes.
 
     Note:
-        Logged is ``fed/shortened``: the number of steps that were shortened.
+        Logs the number of clipped updates as ``fed/shortened``.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -56,32 +56,33 @@ class MaxNorm(UpdateStep):
         self.bound = check_positive("bound", bound)
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules whose clients have models of any shape: between these there is no step."""
+        """Refuses rules with client-specific shapes: local minus global is undefined."""
         refuse_rule(self, rule, ResizingAggregator)
 
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
-        """Shortens a step."""
+        """Clips the update."""
         return _shortened(update, sent, trained_entries(self.info, sent), self.bound)
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Number of steps that were shortened, where their lengths may be known."""
+        """Counts clipped updates, if the server may see the norms."""
         return {"fed/shortened": sum(length > self.bound for length in norms.values())} if norms else {}
 
 
 class MaxMedianNorm(CollectingStep):
-    """No client's step is longer than a multiple of the round's median length; longer ones are shortened to it.
+    """Clips client updates to a multiple of the round's median norm.
 
-    Of an even number of clients the lower of the two in the middle counts, so that one of two clients cannot raise it.
-    Where it is 0, there is no bound. The server holds a round's updates until all are there.
+    For an even number of clients the lower median counts, so one of two clients cannot raise the bound. A median of 0
+    sets
+    no bound. The server keeps all updates until the round is complete.
 
     Args:
-        multiple: The multiple, greater than 0.
+        multiple: Factor for the median norm, greater than 0.
 
     Raises:
-        ValueError: If ``multiple`` is not a positive number, or the clients' models have shapes of their own.
+        ValueError: If ``multiple`` is not a positive number, or if client models have different shapes.
 
     Note:
-        Logged is ``fed/shortened``: the number of steps that were shortened.
+        Logs the number of clipped updates as ``fed/shortened``.
 
     """
 
@@ -89,11 +90,11 @@ class MaxMedianNorm(CollectingStep):
         self.multiple = check_positive("multiple", multiple)
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules whose clients have models of any shape: between these there is no step."""
+        """Refuses rules with client-specific shapes: local minus global is undefined."""
         refuse_rule(self, rule, ResizingAggregator)
 
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
-        """Shortens the long steps."""
+        """Clips updates above the bound."""
         names = [trained_entries(self.info, sent) for _, sent in updates]
         norms = [distance(update.state, sent, own) or 0.0 for (update, sent), own in zip(updates, names, strict=True)]
         bound = self._bound(norms)
@@ -103,7 +104,7 @@ class MaxMedianNorm(CollectingStep):
         ]
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Number of steps that were shortened."""
+        """Counts clipped updates."""
         bound = self._bound(list(norms.values()))
         return {"fed/shortened": sum(length > bound for length in norms.values())} if norms else {}
 
@@ -117,7 +118,7 @@ def _shortened(
 ) -> ClientUpdate:
     length = (distance(update.state, sent, names) or 0.0) if length is None else length
     if length > bound:
-        for name in names:  # in float64: the difference of two large numbers of float16 is not one of its own
+        for name in names:  # float64, because float16 cannot represent the difference of two large numbers
             start = to_float64(sent[name])
             step = (to_float64(update.state[name]) - start) * (bound / length)
             update.state[name] = cast_back(start + step, update.state[name])
@@ -125,10 +126,10 @@ def _shortened(
 
 
 def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
-    """Refuses entries of which every client holds rows of its own, for a step that compares whole entries.
+    """Refuses entries with partial rows, for a step that compares whole entries.
 
     Raises:
-        ValueError: If there are any.
+        ValueError: If clients hold partial rows.
 
     """
     if info.sliced:
@@ -139,15 +140,15 @@ def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
 
 
 def refuse_rule(step: UpdateStep, rule: Aggregator, *kinds: type) -> None:
-    """Refuses rules of some kinds, for a step that needs the step from one global model to a client's.
+    """Refuses aggregation rules without a single global model with fixed shapes.
 
     Args:
-        step: The step.
-        rule: The rule.
-        kinds: Kinds of rules: under which models have shapes of their own, or which keep several models.
+        step: Update step based on the difference between local and global model.
+        rule: Aggregation rule.
+        kinds: Refused classes, such as rules with client-specific shapes or several models.
 
     Raises:
-        ValueError: If the rule is of one of these.
+        ValueError: If the rule is an instance of ``kinds``.
 
     """
     if isinstance(rule, kinds):

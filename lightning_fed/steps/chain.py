@@ -1,4 +1,4 @@
-"""The chain of update steps around a rule, from the wire to the new global model."""
+"""Chain of update steps around an aggregation rule."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ _log = logging.getLogger(__name__)
 
 
 class Chain:
-    """A rule and the steps around it, which are checked once, when the chain is built.
+    """Aggregation rule and the update steps around the rule, from the received update to the new global model.
 
-    Updates stream through to the rule in the memory of one model; where a step holds them back, they go on when all of
-    the round are there.
+    Updates stream to the rule in the memory of one model, unless a step collects all updates of the round.
 
     Args:
-        rule: The rule.
-        steps: The steps, the innermost first: next to the model. The chain has copies of its own.
+        rule: Aggregation rule.
+        steps: Update steps, the innermost first: next to the model. The chain copies the steps.
 
     Attributes:
-        rule: The rule.
-        steps: The steps.
-        held: What each step holds back in the round; ``None`` of one through which updates stream.
+        rule: Aggregation rule.
+        steps: Update steps.
+        held: Updates collected by each step in this round, or ``None`` for streaming steps.
 
     Raises:
-        ValueError: If two steps, or a step and the rule, do not fit.
+        ValueError: If steps are incompatible with each other or with the rule.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -57,9 +56,9 @@ class Chain:
     def __init__(self, rule: Aggregator, steps: Sequence[UpdateStep] = ()) -> None:
         self.rule, self.steps = rule, [copy.deepcopy(step) for step in steps]
         hiding = [index for index, step in enumerate(self.steps) if step.reveals != "update"]
-        self._hidden = max(hiding, default=0)  # so many steps, the innermost ones, get no single update on the server
+        self._hidden = max(hiding, default=0)  # the server sees no single update within these innermost steps
         changing = [index for index, step in enumerate(self.steps) if type(step).form is not UpdateStep.form]
-        self._plain = min(changing, default=len(self.steps))  # so many steps, the innermost ones, see whole models
+        self._plain = min(changing, default=len(self.steps))  # these innermost steps see whole models
         for step in self.steps[: self._hidden]:
             if isinstance(step, CollectingStep):
                 raise OptionError(
@@ -78,7 +77,7 @@ class Chain:
         self._state: State = {}
 
     def describe(self) -> dict[str, str]:
-        """Describes the steps and the options, the innermost step first.
+        """Describes steps and options, the innermost step first.
 
         Example:
             >>> from lightning_fed.algorithms import FedAvg
@@ -91,13 +90,13 @@ class Chain:
 
     @property
     def reveals(self) -> Literal["update", "sum", "model"]:
-        """The server's view of a round: the least that a step leaves."""
+        """The server's view of a round after all steps."""
         kinds = {step.reveals for step in self.steps}
         return "model" if "model" in kinds else "sum" if "sum" in kinds else "update"
 
     @property
     def is_coded(self) -> bool:
-        """True if a step changes the form of what travels, which is no model then."""
+        """Whether a step encodes updates, so the payload is not a model."""
         return self._plain < len(self.steps)
 
     def start(self, info: RoundInfo, state: State) -> None:
@@ -109,28 +108,28 @@ class Chain:
         self.rule.start(info, state)
 
     def form(self, broadcast: Broadcast) -> State:
-        """Form of the answer to a message, as it travels: names, shapes and dtypes."""
+        """Names, shapes and dtypes of the payload in response to a broadcast."""
         form = self.rule.expected(broadcast) if isinstance(self.rule, ResizingAggregator) else broadcast.state
         for step in self.steps:
             form = step.form(form)
         return form
 
     def counted(self, num_samples: int) -> int:
-        """Number of examples that count, of those that a client has."""
+        """Number of examples that count towards the client's weight."""
         return counted_samples(self.steps, num_samples)
 
     # Client
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Makes the update what travels.
+        """Transforms a trained update into the payload.
 
         Args:
-            update: The update as it was trained.
-            sent: The message that it answers.
-            memory: What callbacks and steps remember of the client; changed in place.
+            update: Trained update.
+            sent: Broadcast to the client.
+            memory: Client state of callbacks and steps, changed in place.
 
         Raises:
-            ClientFault: If the client is to be left out.
+            ClientFault: If the client has to be excluded.
 
         """
         for index, (name, step) in enumerate(self._named_steps().items()):
@@ -148,12 +147,12 @@ class Chain:
     # Server
 
     def on_send(self, broadcast: Broadcast) -> None:
-        """Has the steps put extras into the message to a client."""
+        """Adds the extras of all steps to a broadcast."""
         for step in self.steps:
             step.on_send(broadcast)
 
     def on_sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Has the steps leave out of a message what its client holds."""
+        """Marks broadcast entries that the client already holds."""
         for step in self.steps:
             step.on_sent(client, broadcast)
 
@@ -163,24 +162,24 @@ class Chain:
         sent: State,
         inspect: Callable[[ClientUpdate, State], None] | None = None,
     ) -> None:
-        """Takes an update from the wire, as far inwards as it goes before all of the round are there.
+        """Passes an update inwards, up to the rule or to a step that collects the round.
 
         Args:
-            update: The update.
-            sent: The entries that its client was sent.
-            inspect: Looks at the update once it has the form of a model again.
+            update: Received update.
+            sent: Broadcast entries.
+            inspect: Called once the update is decoded.
 
         Raises:
-            BadUpdate: If it cannot be used.
+            BadUpdate: If the update is invalid.
 
         """
         self._pass(update, sent, len(self.steps), inspect)
 
     def merge(self, other: Any) -> None:
-        """Joins the :attr:`part` of another process.
+        """Merges the :attr:`part` of another process.
 
         Raises:
-            TypeError: If that process has another rule, or another step that holds updates back.
+            TypeError: If the other process has a different rule or collecting step.
 
         """
         own, given = type(self.part).__name__, type(other).__name__
@@ -190,14 +189,14 @@ class Chain:
 
     @property
     def part(self) -> Any:
-        """The round as received in this process: in the outermost step that holds updates back, or the rule."""
+        """This process's updates, in the outermost collecting step or in the rule."""
         return next((held for held in reversed(self.held) if held is not None), self.rule)
 
     def aggregate(self) -> State | None:
-        """Has all go on that was held back, and makes the new state.
+        """Releases all collected updates and computes the new state.
 
         Raises:
-            BadUpdates: If clients do not fit, now that all updates are there; the chain is to be asked again.
+            BadUpdates: If the complete round reveals invalid updates. Repeat the call after excluding these clients.
 
         """
         faults: dict[Client, str] = {}
@@ -225,11 +224,10 @@ class Chain:
         }
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Numbers of the round that was just aggregated.
+        """Metrics for the last aggregated round.
 
         Args:
-            norms: Lengths of the clients' steps as they came. Where the server does not see single updates, or must not
-                tell of them, the steps are not given them.
+            norms: Norms of the received updates. Steps only receive the norms if the server may see single updates.
 
         """
         metrics = self.rule.metrics()
@@ -238,12 +236,12 @@ class Chain:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the rule, and the steps' states by name."""
+        """Rule state, and step states by name."""
         steps = {name: step.state_dict() for name, step in self._named_steps().items()}
         return {"rule": self.rule.state_dict(), "steps": steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the states. A step without a state begins anew; the log names states without a step."""
+        """Restores the states. Steps without a saved state start fresh; unused states are logged."""
         steps = self._named_steps()
         unused = [name for name, step_state in state["steps"].items() if step_state and name not in steps]
         if unused:
@@ -253,7 +251,6 @@ class Chain:
             step.load_state_dict(state["steps"].get(name, {}))
 
     def _named_steps(self) -> dict[str, UpdateStep]:
-        """The steps by their classes' names, each with its number among those of its class."""
         kinds, named = Counter[str](), dict[str, UpdateStep]()
         for step in self.steps:
             name = type(step).__name__
@@ -268,12 +265,11 @@ class Chain:
         start: int,
         inspect: Callable[[ClientUpdate, State], None] | None = None,
     ) -> None:
-        """Takes an update inwards from a layer to the next one that holds it back, or to the rule."""
         for index in reversed(range(start)):
             if inspect is not None and index + 1 == self._plain:
                 inspect(update, sent)
             step, held = self.steps[index], self.held[index]
-            if index >= self._hidden:  # elsewhere the client has done it
+            if index >= self._hidden:  # the client has applied the other steps
                 update = step.on_server(update, sent)
             if held is not None:
                 held.add(update, sent)
@@ -284,7 +280,7 @@ class Chain:
 
 
 def _describe_step(step: UpdateStep) -> str:
-    """Describes a step's arguments, read from attributes with the same names."""
+    """Describes the arguments of a step, read from attributes with the same names."""
     known = vars(step)
     arguments = dict.fromkeys(name for kind in type(step).__mro__ for name in inspect.signature(kind).parameters)
     values = {name: known[name] for name in arguments if name in known}

@@ -1,7 +1,7 @@
-"""The port of what changes an update: a layer between a client's training and the new global model.
+"""Interface of update steps: layers between local training and the new global model.
 
-Layers form an onion, the model inside and the wire outside. An update passes them on its client from the inside out,
-and on the server from the outside in.
+The layers surround the model. An update passes the layers from inner to outer on the client, and from outer to inner on
+the server.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.seeds import client_key
 from lightning_fed.rule import Aggregator, RoundInfo
 
+# Received update, with the broadcast entries of its client.
 Arrived: TypeAlias = tuple[ClientUpdate, State]
-"""An update on the server, and the entries that its client was sent."""
 
 
 class Held(ABC):
-    """Updates that a step holds back until all of a round are there; a monoid.
+    """Updates of a round, kept in an update step until the round is complete. A monoid.
 
     Args:
-        step: The step.
+        step: Update step.
 
     """
 
@@ -31,41 +31,42 @@ class Held(ABC):
         self._step = step
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the step, which every process has."""
+        # All processes have the step.
         return {name: value for name, value in vars(self).items() if name != "_step"}
 
     @abstractmethod
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Takes an update.
+        """Adds an update.
 
         Raises:
-            BadUpdate: If it cannot be used.
+            BadUpdate: If the update is invalid.
 
         """
 
     @abstractmethod
     def merge(self, other: Any) -> None:
-        """Joins what another process holds."""
+        """Adds the updates from another process."""
 
     @abstractmethod
     def release(self) -> Sequence[Arrived]:
-        """The updates that go on inwards: those that were held, or what the step makes of them.
+        """Returns the updates to pass inwards.
 
         Raises:
-            BadUpdates: If clients do not fit; it has forgotten them, and is asked again if enough others are left.
+            BadUpdates: If updates are invalid. The invalid updates are dropped; repeat the call if enough clients
+                remain.
 
         """
 
 
 class UpdateStep:
-    """A layer between training and the new model. Everything is optional; as it stands, it changes nothing.
+    """Layer between local training and the new global model. All methods are optional; the base class changes nothing.
 
-    Steps know neither Trainer nor Lightning: feed them messages. They may keep what :meth:`start` gives them, for the
-    round.
+    Steps depend on messages only, not on Lightning. Steps may keep the arguments of :meth:`start` for the round.
 
     Attributes:
-        reveals: What the server sees from this layer inwards: single updates (``"update"``), their sum alone
-            (``"sum"``), or a model that tells of no client (``"model"``): then the log does not, either.
+        reveals: The server's view inside this layer: single updates (``"update"``), only the sum (``"sum"``), or a
+            model
+            without information on single clients (``"model"``). The log reveals no more.
 
     Example:
         A client's step, half as long:
@@ -89,19 +90,19 @@ class UpdateStep:
     reveals: Literal["update", "sum", "model"] = "update"
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses a rule or other steps beside which it cannot be right, when the chain is built.
+        """Refuses incompatible rules or steps when the chain is built.
 
         Args:
-            rule: The rule.
+            rule: Aggregation rule.
             steps: All steps of the chain, the innermost first.
 
         Raises:
-            ValueError: With the reason.
+            ValueError: If the rule or a step is incompatible.
 
         """
 
     def callbacks(self) -> Sequence[Any]:
-        """Lightning callbacks without which the step does not work: what must look at the Trainer before a fit."""
+        """Lightning callbacks required by the step, for example to check the Trainer before a fit."""
         return ()
 
     def start(self, info: RoundInfo, state: State) -> None:
@@ -109,91 +110,90 @@ class UpdateStep:
         self.info, self.state = info, state
 
     def form(self, state: State) -> State:
-        """Form of an update outside of the layer, where it has ``state``'s inside: names, shapes and dtypes."""
+        """Names, shapes and dtypes outside the layer, for the given form inside."""
         return state
 
     def on_send(self, broadcast: Broadcast) -> None:
-        """Server side, from the inside out: may put extras into the message to a client."""
+        """Server side, inner to outer: adds extras to the broadcast to a client."""
 
     def on_sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Server side, after callbacks: may name entries of the message as ``unsent`` that the client holds."""
+        """Server side, after all callbacks: marks entries already held by the client as ``unsent``."""
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Client side, before the update is sent: clips, encodes, masks.
+        """Client side, before sending: clips, encodes or masks the update.
 
         Args:
-            update: The update; its tensors are the step's to change, but for those that are ``sent``'s.
-            sent: The message that the client trained from.
-            memory: What the step remembers of this client, to be changed in place: it is kept in the client's store,
-                if the update counts in the end.
+            update: Trained update. The step may change its tensors in place, except tensors shared with ``sent``.
+            sent: Broadcast to the client.
+            memory: State of this step for the client, changed in place. The state is saved if the update is accepted.
 
         Raises:
-            ClientFault: If the client is to be left out.
+            ClientFault: If the client has to be excluded.
 
         """
         return update
 
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
-        """Server side, on receipt: decodes, checks, bounds, weighs.
+        """Server side, on receipt: decodes, checks, clips or weighs the update.
 
-        Inside of a layer that hides single updates (`reveals`) it is done on the client.
+        Inside a layer with hidden single updates (``reveals``) this method runs on the client.
 
         Raises:
-            BadUpdate: If the client is to be left out.
+            BadUpdate: If the update has to be excluded.
 
         """
         return update
 
     def hold(self) -> Held | None:
-        """Holder of a round's updates; ``None`` where they stream through."""
+        """Container for the updates of a round, or ``None`` to stream updates."""
         return None
 
     def on_aggregate(self, new: State, start: State) -> State:
-        """Server side, after the rule, from the inside out: server optimizers. ``new`` is the step's to change."""
+        """Server side, after the rule, inner to outer: server optimizers. The step may change ``new`` in place."""
         return new
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Numbers of the round that was just aggregated, for the log: full name to value.
+        """Metrics of the last aggregated round: full name to value.
 
         Args:
-            norms: Lengths of the clients' steps as they came.
+            norms: Norms of the received updates.
 
         """
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """State that survives from round to round, as of a rule: tensors and primitives."""
+        """State across rounds: tensors and primitives."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores it; an empty state is that of a fit that begins."""
+        """Restores the state. An empty state is the state of a new fit."""
 
 
 class CollectingStep(UpdateStep, ABC):
-    """Base of steps that compare the updates of a round: the server holds all of them, n models for n clients."""
+    """Base class for update steps with access to all updates of a round. The server holds n models for n clients."""
 
     @abstractmethod
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
-        """Makes the updates that go on inwards, when all of a round are there.
+        """Computes the updates to pass inwards once the round is complete.
 
         Args:
-            updates: The updates, in an order that no client can choose.
+            updates: Updates of the round, in an order beyond the clients' control.
 
         Raises:
-            BadUpdates: If clients do not fit.
+            BadUpdates: If updates are invalid.
 
         """
 
     def hold(self) -> Held:
-        """All updates of the round."""
+        """Container for all updates of the round."""
         return HeldUpdates(self)
 
 
 class HeldUpdates(Held):
-    """All updates of a round, for a step that compares them.
+    """All updates of a round.
 
     Args:
-        step: The step.
+        step: Update step for the complete round.
 
     """
 
@@ -202,15 +202,15 @@ class HeldUpdates(Held):
         self.updates: dict[Client, Arrived] = {}
 
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Keeps an update."""
+        """Adds an update."""
         self.updates[update.client] = update, sent
 
     def merge(self, other: HeldUpdates) -> None:
-        """Joins the updates of another process."""
+        """Adds the updates from another process."""
         self.updates |= other.updates
 
     def release(self) -> Sequence[Arrived]:
-        """Gives what the step makes of them."""
+        """Returns the collected updates after :meth:`CollectingStep.collect`."""
         try:
             arrived: Sequence[Arrived] = self._step.collect(
                 [self.updates[client] for client in sorted(self.updates, key=client_key)]

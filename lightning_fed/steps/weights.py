@@ -1,4 +1,4 @@
-"""Update steps that say what a client counts."""
+"""Update steps that set client weights."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from lightning_fed.argument_checks import check_count
 from lightning_fed.messages import ClientUpdate, State
 from lightning_fed.steps.update_step import UpdateStep
 
+# Larger reported numbers of examples are rejected.
 MOST_SAMPLES = 10**12
-"""Number of examples above which no client is believed."""
 
 
 class WeightStep(UpdateStep, ABC):
-    """Base of steps that change the number of examples that a client counts for."""
+    """Base class for update steps that change client weights."""
 
     @abstractmethod
     def weight(self, num_samples: int) -> int:
-        """Number of examples that count, of those that a client has; whole, at least 1, and not falling."""
+        """Number of examples to count: an integer, at least 1, not decreasing in ``num_samples``."""
 
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
-        """Weighs the update."""
+        """Replaces the number of examples."""
         update.num_samples = self.weight(update.num_samples)
         return update
 
 
 class UniformWeights(WeightStep):
-    """Every client counts the same, whatever it reports.
+    """Gives all clients equal weight.
 
     Example:
         >>> UniformWeights().weight(1000)
@@ -37,18 +37,18 @@ class UniformWeights(WeightStep):
     """
 
     def weight(self, num_samples: int) -> int:
-        """One."""
+        """Always 1."""
         return 1
 
 
 class MaxSamples(WeightStep):
-    """No client counts for more than some examples: neither in a weight, nor where the client with the most decides.
+    """Caps each client's number of examples, both as a weight and as the size for integer entries.
 
     Args:
-        most: Largest number of examples that counts.
+        most: Largest number to count.
 
     Raises:
-        ValueError: If ``most`` is not a whole number from 1 on.
+        ValueError: If ``most`` is not a positive integer.
 
     Example:
         >>> MaxSamples(100).weight(10**9)
@@ -60,16 +60,16 @@ class MaxSamples(WeightStep):
         self.most = check_count("most", most)
 
     def weight(self, num_samples: int) -> int:
-        """The examples, and no more than the most."""
+        """Number of examples, at most ``most``."""
         return min(num_samples, self.most)
 
 
 def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
-    """Number of examples that count, of those that a client has.
+    """Number of examples to count after all weight steps.
 
     Args:
-        steps: The steps of a chain, the innermost first.
-        num_samples: Number of examples of the client.
+        steps: Steps in a chain, the innermost first.
+        num_samples: The client's number of examples.
 
     """
     for step in reversed(steps):
@@ -78,7 +78,7 @@ def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
 
 
 def find_bad_count(num_samples: object) -> str | None:
-    """Fault of a number of examples, in words; ``None`` if a client may have so many.
+    """Describes an invalid number of examples, or returns ``None``.
 
     Example:
         >>> find_bad_count(3), find_bad_count(10**18)
