@@ -1,4 +1,4 @@
-"""The two names under which Lightning is published, ``lightning.pytorch`` and ``pytorch_lightning``, as one."""
+"""Unifies the two distributions of Lightning, ``lightning.pytorch`` and ``pytorch_lightning``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 def unite_names() -> None:
-    """Makes both names of Lightning mean the one that was imported first, ``lightning.pytorch`` if none was.
+    """Aliases both packages to the one imported first, by default ``lightning.pytorch``.
 
-    The two packages have the same code, and neither's Trainer takes the other's modules, datamodules and callbacks.
-    Nothing happens where both have been imported already, or are installed in different versions.
+    The two packages contain the same code, but the Trainer of one rejects modules, datamodules and callbacks from the
+    other. Nothing changes if both are already imported or have different versions.
 
     Example:
         >>> import pytorch_lightning, lightning.pytorch
@@ -43,13 +43,13 @@ def unite_names() -> None:
 
 
 def refuse_foreign(*objects: Any) -> None:
-    """Makes sure that nothing is an object of another Lightning than this package's.
+    """Refuses objects from a second copy of Lightning.
 
     Args:
-        objects: Modules, datamodules and callbacks, or anything else.
+        objects: Modules, datamodules, callbacks or other objects.
 
     Raises:
-        TypeError: If one is.
+        TypeError: If an object belongs to the other package.
 
     """
     for value in objects:
@@ -63,7 +63,7 @@ def refuse_foreign(*objects: Any) -> None:
 
 @cache
 def warn_of_two() -> None:
-    """Warns, once, where both packages are in use: the Trainers of one refuse this package's callbacks."""
+    """Warns once if both packages are imported: each Trainer rejects callbacks from the other package."""
     if "pytorch_lightning" in sys.modules and not _is_one():
         _log.warning(
             "Both `lightning` and `pytorch_lightning` are imported, which are different packages with the same code."
@@ -92,10 +92,10 @@ def _version(distribution: str) -> str | None:
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Finds modules of Lightning by their other names.
+    """Import hook for aliased packages.
 
     Args:
-        names: Packages that are imported in the place of others, by the names of these.
+        names: Alias to imported package.
 
     """
 
@@ -106,11 +106,9 @@ class _Aliases(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Says that it loads the modules of the packages."""
         return None if self._other(fullname) is None else spec_from_loader(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Imports the module of the right name."""
         other = self._other(spec.name)
         assert other is not None
         module = import_module(other)
@@ -118,7 +116,7 @@ class _Aliases(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Gives the module, which has been executed, its own specification back."""
+        # The module is already executed; only the original spec is restored.
         assert module.__spec__ is not None
         module.__spec__ = self._specs.pop(module.__spec__.name)
 

@@ -1,4 +1,4 @@
-"""Atomic writes (a file is complete or absent, whenever the process is killed), and loading without pickle."""
+"""Atomic writes (a file is complete or absent, even after a kill), and loading without pickle."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
-    """Yields a temporary path to write to, and moves it to ``path`` at the end unless an exception was raised.
+    """Yields a temporary path, and moves the file to ``path`` unless an exception was raised.
 
-    An exception (a full disk, say) gets a note that names the file, which is as it was before.
+    Exceptions, such as a full disk, get a note with the unchanged file's name.
 
     Args:
-        path: The file; its folder is created.
-        suffix: Suffix of the temporary file. Processes that write the same file need different ones.
+        path: Destination. Missing folders are created.
+        suffix: Suffix of the temporary file, unique for each process that writes the same file.
 
     Example:
         >>> import tempfile
@@ -54,7 +54,7 @@ def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
         error.add_note(f"This was raised while {str(path)!r} was written, which is as it was before.")
         raise
     finally:
-        with suppress(OSError):  # of a disk that takes no changes, say: it would hide the reason
+        with suppress(OSError):  # an error here, such as a read-only disk, would hide the cause
             partial.unlink(missing_ok=True)
 
 
@@ -65,10 +65,10 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Writes a new file that only this user can read.
+    """Writes a new file, readable only for the current user.
 
     Raises:
-        FileExistsError: If it is there already.
+        FileExistsError: If the file exists.
 
     """
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -76,10 +76,10 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 class RoundCheckpoint(Checkpoint):
-    """Checkpoint callback that overwrites one file after every round, atomically, after all other callbacks.
+    """Overwrites one checkpoint after each round, atomically and after all other callbacks.
 
     Args:
-        path: The file.
+        path: Checkpoint file.
 
     """
 
@@ -87,17 +87,18 @@ class RoundCheckpoint(Checkpoint):
         self._path = path
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves the round."""
+        """Saves the checkpoint."""
         with atomic_write(self._path) as partial:
-            trainer.save_checkpoint(partial, weights_only=False)  # else Lightning logs its default, every round
+            trainer.save_checkpoint(partial, weights_only=False)  # otherwise Lightning logs the default every round
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoints, written atomically and loaded without pickle.
+    """Writes Lightning checkpoints atomically and loads checkpoints without pickle.
 
-    Lightning writes into the folder for temporary files first. If that folder is on another file system, a full disk
-    or a kill during the copy leaves a partial file, or no file, in place of the last complete checkpoint. Lightning
-    2.5 unpickles checkpoints by default, and a pickle can execute any code.
+    Lightning first writes to the folder for temporary files. If that folder is on another file system, a full disk or a
+    kill during the copy replaces the last checkpoint by a partial file. Lightning 2.5 unpickles checkpoints by default,
+    and
+    a pickle can execute any code.
     """
 
     def load_checkpoint(
@@ -106,12 +107,12 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """Loads a checkpoint.
 
         Args:
-            path: The file.
-            map_location: As in ``torch.load``.
-            weights_only: ``False`` unpickles objects, which can execute code; by default they are an error.
+            path: Checkpoint file.
+            map_location: Same as in ``torch.load``.
+            weights_only: ``False`` unpickles objects, which can execute code. By default objects raise an error.
 
         Raises:
-            ValueError: If the file has objects other than tensors and primitives.
+            ValueError: If the file contains objects other than tensors and primitives.
 
         """
         if weights_only is False:
@@ -128,14 +129,14 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return content
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Writes a checkpoint; an exception gets a note that names the file, which is as it was before."""
+        """Writes a checkpoint. Exceptions get a note with the unchanged file's name."""
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         file = Path(path)
-        # Of another name than the file: Lightning looks for `last` among the names.
+        # The folder has a different name, because Lightning searches file names for `last`.
         folder = file.with_name(f".{zlib.crc32(file.name.encode()):08x}.partial")
-        shutil.rmtree(folder, ignore_errors=True)  # what a killed process has left
+        shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
         before = tempfile.tempdir
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -150,7 +151,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
 
 def describe_objects(path: str | Path) -> str:
-    """Names the entries of a checkpoint with pickled objects, and the objects' classes. Executes no code."""
+    """Names the pickled objects in a checkpoint and their classes, without executing code."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open(_find_pickle(archive)) as file:
             found = dict(_find_objects(_InertUnpickler(file).load(), ""))
@@ -162,8 +163,6 @@ def describe_objects(path: str | Path) -> str:
 
 
 class _Inert(dict[Any, Any]):
-    """Stand-in for any pickled object."""
-
     origin = ""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -177,8 +176,6 @@ class _Inert(dict[Any, Any]):
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """Unpickler whose classes and functions do nothing."""
-
     def find_class(self, module: str, name: str, /) -> Any:
         return type(name, (_Inert,), {"origin": f"{module}.{name}"})
 
@@ -201,13 +198,13 @@ def _find_objects(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def protect_checkpoints(trainer: L.Trainer) -> None:
-    """Gives a Trainer the :class:`SafeCheckpointIO`, unless the user has chosen another ``CheckpointIO``."""
+    """Installs :class:`SafeCheckpointIO` in a Trainer, unless the user chose another ``CheckpointIO``."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = SafeCheckpointIO()
 
 
 def folders_of(trainer: L.Trainer) -> list[str]:
-    """Folders that a fit writes to: of its checkpoints, of every logger, and for temporary files."""
+    """Folders for checkpoints, loggers and temporary files."""
     logs = [f"{logger.log_dir or logger.save_dir} ({type(logger).__name__})" for logger in trainer.loggers]
     checkpoints = [str(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
     found = [trainer.default_root_dir, *checkpoints, *logs, f"{tempfile.gettempdir()} (temporary files)"]

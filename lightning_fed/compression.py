@@ -1,4 +1,4 @@
-"""Update steps that make updates and models smaller on the wire, with error feedback.
+"""Compression of updates and models, with error feedback.
 
 Alistarh, Grubic, Li, Tomioka & Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
 NeurIPS 2017. https://arxiv.org/abs/1610.02132
@@ -31,25 +31,25 @@ from lightning_fed.rule import Aggregator, ClusteredAggregator, ResizingAggregat
 from lightning_fed.steps.bounds import refuse_rule
 from lightning_fed.steps.update_step import UpdateStep
 
-_PREFIX = "short:"  # of the names of extras
-_STREAM, _DOWN_STREAM = 9, 10  # of a client's random numbers, and of the server's
+_PREFIX = "short:"  # prefix for scales and positions in the extras
+_STREAM, _DOWN_STREAM = 9, 10  # random streams for clients and for the server
 
+# Prefix for encoded model changes in a broadcast's extras.
 CODES = "down:"
-"""Prefix of the extras of a broadcast that are codes of a model."""
 
+# Model version, in a broadcast's extras and in a node's stored entries.
 VERSION = "model:version"
-"""Extra of a broadcast, and kept entry of a node: the number of a model."""
 
 
 class Compression(UpdateStep, ABC):
-    """Base of steps that send a code in the place of every entry that trains.
+    """Base class for steps that encode all trained entries.
 
-    What the code loses of a client's step is kept by the client, and added to its next step (error feedback), so that
-    in the end it arrives. Of entries of which a client holds some rows only nothing is kept: the rows change.
+    The client stores the compression error of an update and adds the error to the next update (error feedback). Entries
+    with partial rows have no error feedback, because the rows change.
     """
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses models of any shape, and steps that need the exact numbers on the wire."""
+        """Refuses client-specific shapes, and steps that need exact values on the wire."""
         refuse_rule(self, rule, ResizingAggregator)
         exact = next((step for step in steps if step.reveals != "update"), None)
         if exact is not None:
@@ -60,28 +60,28 @@ class Compression(UpdateStep, ABC):
 
     @abstractmethod
     def code_like(self, value: Tensor) -> Tensor:
-        """An empty code of an entry: its shape and dtype on the wire."""
+        """An empty code with the shape and dtype on the wire."""
 
     @abstractmethod
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """The code of a step, float64, and what belongs to it: a scale, positions."""
+        """Encodes a float64 update. Returns the code and extra values, such as a scale or positions."""
 
     @abstractmethod
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
-        """The step that a code stands for, float64.
+        """Decodes an update to float64.
 
         Raises:
-            BadUpdate: If the extra is not one of :meth:`encode`.
+            BadUpdate: If ``extra`` is not a result of :meth:`encode`.
 
         """
 
     def form(self, state: State) -> State:
-        """Codes in the place of entries that train."""
+        """Replaces trained entries by codes."""
         return state | {name: self.code_like(state[name]) for name in self.names(state)}
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Encodes the step, with what was lost of the steps before."""
+        """Encodes the update plus the error of earlier updates."""
         seed = derive_seed(self.info.seed, sent.round, client_key(update.client), _STREAM)
         generator = torch.Generator().manual_seed(seed)
         for name in self.names(sent.state):
@@ -96,10 +96,10 @@ class Compression(UpdateStep, ABC):
 
     @torch.no_grad()
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
-        """Adds what has come to the model that the client was sent.
+        """Decodes the update and adds the broadcast model.
 
         Raises:
-            BadUpdate: If something is missing.
+            BadUpdate: If a scale or positions are missing.
 
         """
         for name in self.names(sent):
@@ -111,7 +111,7 @@ class Compression(UpdateStep, ABC):
         return update
 
     def names(self, state: State) -> list[str]:
-        """Names of the entries that are sent as a code: those that train."""
+        """Names of the encoded entries: all trained entries."""
         untrained = self.info.untrained
         trainable = self.info.trainable
         return [
@@ -123,7 +123,7 @@ class Compression(UpdateStep, ABC):
 
 
 class Quantized(Compression):
-    r"""Numbers of 8 or 4 bits: whole multiples of a scale, rounded at random so that they are right in the mean.
+    r"""Quantizes to 8 or 4 bits, with unbiased stochastic rounding to multiples of a scale.
 
     .. math:: q_i = \lfloor u_i / s + \xi_i \rfloor, \qquad \xi_i \sim \mathcal{U}[0, 1), \qquad
         s = \max_i |u_i| / (2^{b - 1} - 1)
@@ -132,14 +132,14 @@ class Quantized(Compression):
         bits: Number of bits b.
 
     Raises:
-        ValueError: If ``bits`` is neither 8 nor 4; for FedMA, secure sums and central privacy.
+        ValueError: If ``bits`` is neither 8 nor 4, or with FedMA, secure aggregation or central differential privacy.
 
     Example:
         >>> from lightning_fed import Federation
         >>> federation = Federation("fedavg", steps=[Quantized(bits=8)])
 
     References:
-        Alistarh et al., NeurIPS 2017, section 3.1; with the largest number as the scale.
+        Alistarh et al., NeurIPS 2017, section 3.1, with the largest magnitude as the scale.
 
     """
 
@@ -149,12 +149,12 @@ class Quantized(Compression):
         self.bits = bits
 
     def code_like(self, value: Tensor) -> Tensor:
-        """Bytes: one for each number, or for two."""
+        """One byte per one or two values."""
         size = math.ceil(value.numel() * self.bits / 8)
         return torch.empty(size, dtype=torch.uint8, device="meta")
 
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """The multiples, as offsets from the lowest, and the scale."""
+        """Returns the multiples as unsigned offsets, and the scale."""
         levels = 2 ** (self.bits - 1) - 1
         scale = step.abs().max() / levels
         drawn = torch.rand(step.shape, generator=generator, dtype=torch.float64).to(step.device)
@@ -166,7 +166,7 @@ class Quantized(Compression):
         return code, scale
 
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
-        """The multiples times the scale."""
+        """Multiplies by the scale."""
         scale = read_scale(extra)
         if self.bits == 4:
             code = torch.stack([code & 15, code >> 4], 1).flatten()
@@ -176,10 +176,10 @@ class Quantized(Compression):
 
 
 class Float16(Compression):
-    """Half the bytes: a step as float16 numbers, of the entry's largest one.
+    """Sends updates as float16, scaled by the largest magnitude in each entry.
 
     Raises:
-        ValueError: For FedMA, secure sums and central privacy.
+        ValueError: With FedMA, secure aggregation or central differential privacy.
 
     Example:
         >>> from lightning_fed import Federation
@@ -188,27 +188,27 @@ class Float16(Compression):
     """
 
     def code_like(self, value: Tensor) -> Tensor:
-        """The same shape as float16."""
+        """Same shape as float16."""
         return torch.empty(value.shape, dtype=torch.float16, device="meta")
 
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """The numbers divided by the largest, and that one: whatever the rate, they use float16's range."""
+        """Divides by the largest magnitude, to use the range of float16 for any learning rate."""
         scale = step.abs().max()
         return (step / scale if float(scale) else step).half(), scale
 
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
-        """The numbers times the largest."""
+        """Multiplies by the largest magnitude."""
         return code.to(like.device, torch.float64) * read_scale(extra).to(like.device)
 
 
 class TopK(Compression):
-    """The numbers of largest magnitude of every entry, with their positions.
+    """Sends the values with the largest magnitude in each entry, with positions.
 
     Args:
-        share: Share of an entry's numbers that is sent, rounded up; in (0, 1].
+        share: Fraction of values to send per entry, rounded up; in (0, 1].
 
     Raises:
-        ValueError: If ``share`` is out of its range; for FedMA, secure sums and central privacy.
+        ValueError: If ``share`` is outside (0, 1], or with FedMA, secure aggregation or central differential privacy.
 
     Example:
         >>> from lightning_fed import Federation
@@ -225,16 +225,16 @@ class TopK(Compression):
         self.share = float(share)
 
     def code_like(self, value: Tensor) -> Tensor:
-        """The numbers, in a row."""
+        """One float32 per sent value."""
         return torch.empty(self._count(value), dtype=torch.float32, device="meta")
 
     def encode(self, step: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """The numbers, float32, and their positions, int32, increasing."""
+        """Returns the values as float32, and sorted positions as int32."""
         positions = step.flatten().abs().topk(self._count(step)).indices.sort().values
         return step.flatten()[positions].float(), positions.to(torch.int32)
 
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
-        """The numbers in their places, and zeros."""
+        """Restores the values at their positions. All other values are 0."""
         is_list = extra.dtype == torch.int32 and extra.shape == code.shape
         if not is_list or int(extra[0]) < 0 or int(extra[-1]) >= like.numel() or not is_increasing(extra):
             raise BadUpdate("it sends positions that are none")
@@ -247,46 +247,46 @@ class TopK(Compression):
 
 
 class Downlink(UpdateStep):
-    r"""Sends a client the codes of what has changed in the model since the one that it holds.
+    r"""Sends encoded model changes since the client's last model.
 
-    The server encodes what a round changes, and adds what the code loses to the next change (error feedback). The new
-    global model is what the code makes of the old one, so that it is the same for everybody:
+    The server encodes the change of each round and adds the compression error to the next change (error feedback). The
+    new
+    global model is the decoded model, so all clients hold the same model:
 
     .. math:: u = \text{new} - w_t + e_t, \qquad w_{t+1} = w_t + C(u), \qquad e_{t+1} = u - C(u)
 
-    A client that holds an earlier model is sent the codes since then, as long as they are together smaller than the
-    model; any other client is sent the model. On other machines the clients of a node share one file with the
-    model, and a digest shows that it is the server's, to the bit: otherwise they are sent all of it. Entries of which a
-    client holds some rows, statistics of BatchNorm, what a method sends beside the model, and models that are sent
-    outside of visits travel as they are.
+    A client with an earlier model receives all codes since then if the codes are smaller than the model. Other clients
+    receive the full model. On remote machines all clients of a node share one model file, and a digest verifies the
+    file
+    bit by bit. Partial rows, BatchNorm statistics, extras and models outside visits are sent without compression.
 
-    State: what was lost, and the codes of the last rounds: together two models at most.
+    State: compression errors and recent codes, at most the size of two models.
 
     Args:
-        step: The compression. ``Downlink`` comes after all steps that change the new model.
+        step: Compression. Place ``Downlink`` after all steps that change the new model.
 
     Raises:
-        ValueError: For rules with several models or models of any shape, and inside of a step that changes the model.
+        ValueError: With rules for several models or client-specific shapes, and inside a step that changes the model.
 
     Example:
         >>> from lightning_fed import Federation
         >>> federation = Federation("fedavg", steps=[Quantized(bits=8), Downlink(Quantized(bits=8))])
 
     References:
-        Tang et al., ICML 2019, Algorithm 1, the server's pass.
+        Tang et al., ICML 2019, Algorithm 1, server side.
 
     """
 
     def __init__(self, step: Compression) -> None:
         self.step = step
-        self._version = 0  # number of the global model
+        self._version = 0  # version of the global model
         self._errors: State = {}
-        self._codes: list[State] = []  # of the newest models
-        self._digests: dict[str, str] = {}  # of the newest model's entries
-        self._held: dict[Client, int] = {}  # versions
+        self._codes: list[State] = []  # for the newest models
+        self._digests: dict[str, str] = {}  # by entry, for the newest model
+        self._held: dict[Client, int] = {}  # model version by client
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules without the one model that everybody holds, and steps that change it afterwards."""
+        """Refuses rules without a single shared model, and later steps that change the model."""
         refuse_rule(self, rule, ResizingAggregator)
         refuse_rule(self, rule, ClusteredAggregator)
         for step in steps[[step is self for step in steps].index(True) + 1 :]:
@@ -294,11 +294,11 @@ class Downlink(UpdateStep):
                 raise OptionError(f"Expected `Downlink` after `{type(step).__name__}`, which changes the new model.")
 
     def callbacks(self) -> Sequence[Any]:
-        """The callback that knows which model a client holds."""
+        """Callback to track client models."""
         return [HeldModels(self)]
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round; an entry that something else has changed since travels as it is."""
+        """Starts a round. Entries changed outside the rule are sent without compression."""
         super().start(info, state)
         self.step.start(info, state)
         changed = [name for name, known in self._digests.items() if digest({name: state[name]}) != known]
@@ -307,18 +307,18 @@ class Downlink(UpdateStep):
             self._codes = [*self._codes[:-1], newest]
 
     def on_send(self, broadcast: Broadcast) -> None:
-        """Names the model."""
+        """Adds the model version."""
         broadcast.extras[VERSION] = torch.tensor(self._version)
 
     def on_sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Replaces entries of a visit's message by the codes since the model that its client holds."""
+        """Replaces broadcast entries by the codes since the client's model."""
         behind = self._version - self._held.get(client, -1)
         if VERSION not in broadcast.extras or not 0 < behind <= len(self._codes):
             return
         codes = self._codes[-behind:]
         unsent = frozenset.intersection(*(frozenset(key.partition(":")[2] for key in code) for code in codes))
         state = broadcast.state
-        unsent = frozenset(  # others are this client's alone
+        unsent = frozenset(  # other entries are client-specific
             name for name in unsent if state[name] is self.state[name] or torch.equal(state[name], self.state[name])
         )
         broadcast.unsent |= unsent
@@ -329,11 +329,11 @@ class Downlink(UpdateStep):
 
     @torch.no_grad()
     def restore(self, kept: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> State:
-        """Client side: the entries of which there are codes in a message.
+        """Client side: decodes the compressed entries of a broadcast.
 
         Args:
-            kept: The model that the client holds.
-            extras: The extras of the message.
+            kept: The client's current model.
+            extras: Extras in the broadcast.
 
         """
         state, number = dict[str, Tensor](), int(kept.get(VERSION, -1)) + 1
@@ -349,7 +349,7 @@ class Downlink(UpdateStep):
 
     @torch.no_grad()
     def on_aggregate(self, new: State, start: State) -> State:
-        """Makes the new model of the code of what has changed."""
+        """Encodes the change and returns the decoded model."""
         seed = derive_seed(self.info.seed, self.info.round, _DOWN_STREAM)
         generator, codes = torch.Generator().manual_seed(seed), State()
         errors, names = self._errors, [name for name in self.step.names(new) if name not in self.info.sliced]
@@ -370,24 +370,24 @@ class Downlink(UpdateStep):
         return new
 
     def note(self, clients: Iterable[Client]) -> None:
-        """Notes clients that hold the model before the newest."""
+        """Records clients that hold the previous model."""
         held = self._held | dict.fromkeys(clients, self._version - 1)
         self._held = {client: last for client, last in held.items() if last >= self._version - len(self._codes)}
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class's note."""
+        """Compression errors, recent codes, and model versions."""
         return {
             "version": self._version,
             "errors": dict(self._errors),
             "codes": list(self._codes),
             "digests": dict(self._digests),
-            # Names as Python has them: NumPy's do not load with `weights_only=True`.
+            # NumPy strings and integers do not load with `weights_only=True`.
             "clients": [str(client) if isinstance(client, str) else int(client) for client in self._held],
             "held": list(self._held.values()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores it; an empty state is that of a fit that begins."""
+        """Restores the state. An empty state is the state of a new fit."""
         self._version, self._errors = state.get("version", 0), dict(state.get("errors", {}))
         self._codes, self._digests = list(state.get("codes", ())), dict(state.get("digests", {}))
         self._held = dict(zip(state.get("clients", ()), state.get("held", ()), strict=True))
@@ -398,10 +398,10 @@ class Downlink(UpdateStep):
 
 
 class HeldModels(FederatedCallback):
-    """Callback of :class:`Downlink`: the model that a client holds is that of its last good update.
+    """Tracks the model version of each client for :class:`Downlink`: the version of the last accepted update.
 
     Args:
-        step: The step.
+        step: Update step.
 
     """
 
@@ -412,16 +412,16 @@ class HeldModels(FederatedCallback):
         self._step = step
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Notes the clients whose updates count."""
+        """Records clients with accepted updates."""
         if is_new:
             self._step.note(find_federation(trainer).server.report.received)
 
 
 def read_scale(extra: Tensor) -> Tensor:
-    """A scale that has come.
+    """Validates a received scale.
 
     Raises:
-        BadUpdate: If it is none.
+        BadUpdate: If the scale is invalid.
 
     """
     if extra.shape != torch.Size([]) or extra.dtype != torch.float64 or not float(extra) >= 0:

@@ -1,4 +1,4 @@
-"""Log lines on the console where a program has not set up logging, and rounds counted from 1, as people do."""
+"""Default console logging, and round numbers for display."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ LOGGER = logging.getLogger("lightning_fed")
 
 
 class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to the console as long as the root logger has no handlers, which would write all lines once more."""
+    """Writes to the console unless the root logger has handlers, to avoid duplicate lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a line."""
         if not logging.getLogger().handlers:
-            self.setStream(sys.stderr)  # which may have been replaced
+            self.setStream(sys.stderr)  # `sys.stderr` may have been replaced
             super().emit(record)
 
 
 @contextmanager
 def root_logger_as_it_was() -> Iterator[None]:
-    """Removes what handlers a library gives the root logger meanwhile: they are for the program to set up."""
+    """Removes root handlers added within the context: only programs should configure the root logger."""
     before = [*logging.root.handlers]
     try:
         yield
@@ -33,10 +33,9 @@ def root_logger_as_it_was() -> Iterator[None]:
 
 
 def round_number(round: int) -> int:
-    """Counts a round from 1, as people do, in log lines, tables, titles and files.
+    """One-based round number for log lines, tables, titles and file names.
 
-    What programs read counts from 0, as Lightning counts epochs: messages, checkpoints, arguments, the loggers'
-    ``epoch``.
+    Messages, checkpoints, arguments and the logged ``epoch`` count from 0, like Lightning's epochs.
 
     Example:
         >>> f"Round {round_number(0)}"
@@ -47,9 +46,9 @@ def round_number(round: int) -> int:
 
 
 def show_log() -> None:
-    """Has the package's lines shown from ``INFO`` on, where the program has not said otherwise.
+    """Shows log lines from level ``INFO``, unless the program configured the package's logger.
 
-    ``logging.getLogger("lightning_fed").setLevel(logging.WARNING)`` leaves warnings only.
+    ``logging.getLogger("lightning_fed").setLevel(logging.WARNING)`` restricts the log to warnings.
 
     Example:
         >>> show_log()

@@ -1,4 +1,4 @@
-"""Exceptions that users and extenders meet, and exceptions as text."""
+"""Public exceptions, and exceptions as text."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 class OptionError(ValueError):
-    """An option that cannot be right with these data or this model; the command line shows it without a traceback."""
+    """Invalid option for the given data or model. The command line prints the error without a traceback."""
 
 
 class BadUpdate(ValueError):
-    """An update that an aggregator cannot use; its client is left out of the round and named in the log.
+    """Invalid update. The client is excluded from the round and logged.
 
-    Aggregators raise it in :meth:`Aggregator.receive <lightning_fed.Aggregator.receive>`, with the reason in words,
-    before they keep anything of the update.
+    Aggregators raise the exception in :meth:`Aggregator.receive <lightning_fed.Aggregator.receive>` before any change
+    to
+    their state. The message states the reason.
 
     Example:
         >>> raise BadUpdate("it sends no prototypes")
@@ -28,11 +29,10 @@ class BadUpdate(ValueError):
 
 
 class BadUpdates(ValueError):
-    """Updates that turn out not to fit when all of a round are there.
+    """Invalid updates, detected once the round is complete.
 
     Args:
-        reasons: The reason for every client that is left out; a key that is no client's (a sum of several) stands for
-            all of them.
+        reasons: Reason for each excluded client. An unknown key, such as the key of a sum, stands for all clients.
 
     """
 
@@ -42,13 +42,13 @@ class BadUpdates(ValueError):
 
 
 class ClientFault(Exception):
-    """A fault of one client, which is left out of the round; the fit goes on with the others.
+    """Failure of one client. The client is excluded from the round, and the fit continues with the other clients.
 
-    Callbacks raise it on the client's side, in
+    Callbacks raise the exception on the client, in
     :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_receive`,
     :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_batch` and
-    :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_end`, with the reason in words. Any other exception
-    there is the program's, and ends the fit.
+    :meth:`~lightning_fed.callbacks.FederatedCallback.on_client_end`. The message states the reason. Any other exception
+    stops the fit.
 
     Example:
         >>> raise ClientFault("its images have 4 channels instead of 3")
@@ -59,11 +59,11 @@ class ClientFault(Exception):
 
 
 class VisitTimeout(Exception):
-    """A visit that took longer than ``visit_timeout``; its client is left out of the round."""
+    """Visit longer than ``visit_timeout``. The client is excluded from the round."""
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line.
+    """Formats an exception in one line.
 
     Example:
         >>> describe(KeyError("image"))
@@ -75,6 +75,6 @@ def describe(error: BaseException) -> str:
 
 
 def without_frames(error: _Error) -> _Error:
-    """The exception with its traceback as a note, which unlike frames keeps nothing alive that was in use there."""
+    """Replaces the traceback by a note. Frames would keep local variables alive."""
     error.add_note("".join(traceback.format_exception(error)))
     return error.with_traceback(None)

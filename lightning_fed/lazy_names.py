@@ -1,4 +1,4 @@
-"""Names that load on demand: doors with lazy names, and features below the kernel line."""
+"""Lazy loading: package names on first access, and features below the kernel line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def load_feature(module: str) -> ModuleType:
     """Imports a module below the kernel line.
 
     Raises:
-        ModuleNotFoundError: If the package has no such module. The message names the missing feature.
+        ModuleNotFoundError: If the module is missing. The message names the missing feature.
 
     Example:
         >>> load_feature("lightning_fed.metrics").__name__
@@ -35,14 +35,14 @@ def load_feature(module: str) -> ModuleType:
 
 
 def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Functions for a door: each name in the stub loads at the first access.
+    """Creates package functions to load each name in the stub on first access.
 
     Args:
         package: The package's ``__name__``.
         door: The package's ``__file__``. The stub ``__init__.pyi`` in the same folder lists the names.
 
     Returns:
-        ``__getattr__``, ``__dir__`` and ``__all__`` of the package.
+        ``__getattr__``, ``__dir__`` and ``__all__`` for the package.
 
     """
     sources: dict[str, tuple[str, bool]] = {}  # name to module, and whether the name is a submodule

@@ -1,4 +1,4 @@
-"""Recipes: model, data and federation from a YAML file and the command line, through ``LightningCLI``."""
+"""Recipes: model, data and federation from a YAML file and the command line, with ``LightningCLI``."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from lightning_fed.steps.update_step import UpdateStep
 from lightning_fed.trainer import FederatedTrainer
 
 for _name in dir(lightning_fed.callbacks):
-    getattr(lightning_fed.callbacks, _name)  # the names of this door load at the first access
+    getattr(lightning_fed.callbacks, _name)  # names load on first access
 
+# Recipe commands of `LightningCLI`, with descriptions.
 COMMANDS = {
     "fit": "Train a model federatedly; one epoch is one round.",
     "validate": "Evaluate a checkpoint (--ckpt_path) on the validation data; without one, the model as it is made.",
     "test": "Evaluate a checkpoint (--ckpt_path) on the test data; without one, the model as it is made.",
     "predict": "Run a checkpoint (--ckpt_path) on the data to predict; without one, the model as it is made.",
 }
-"""The commands of ``LightningCLI``, which read a recipe, with their descriptions."""
 
 
 @contextmanager
 def remembered_subclasses() -> Iterator[None]:
-    """Looks for a class's subclasses once, until further modules are imported.
+    """Caches the subclasses of each class until more modules are imported.
 
-    jsonargparse does so for every string where a module may stand as well, such as the name of a network: a hundred
-    times for a recipe, while ``nn.Module`` has more than a thousand subclasses. A jsonargparse without this function,
-    which is none of its public ones, is only slower.
+    For every string in place of a module, such as a network name, jsonargparse searches all subclasses: about a hundred
+    times per recipe, with over a thousand subclasses of ``nn.Module``. The patched function is private. Without the
+    function parsing is only slower.
     """
     find = getattr(_typehints, "get_all_subclass_paths", None)
     if find is None:
@@ -71,12 +71,12 @@ def remembered_subclasses() -> Iterator[None]:
 class FederatedCLI(LightningCLI):
     """``LightningCLI`` with a :class:`~lightning_fed.FederatedTrainer`, and errors without a traceback.
 
-    Model and data are named by their class path, or by name alone where lightning_fed has them. The environment
-    variable ``JSONARGPARSE_DEBUG=true`` brings the tracebacks back.
+    Recipes name model and data by class path, or by class name for classes in lightning_fed. The environment variable
+    ``JSONARGPARSE_DEBUG=true`` restores tracebacks.
 
     Args:
-        args: The command line; ``None`` for the process's own.
-        run: Whether the command line starts with a command, which is run; otherwise only the objects are built.
+        args: Command line arguments, or ``None`` for the process arguments.
+        run: Whether to run the command at the start of the command line. Otherwise the objects are only created.
 
     """
 
@@ -84,21 +84,21 @@ class FederatedCLI(LightningCLI):
         self._kept_path: str | None = None
         commands = dict(COMMANDS)
         if run and isinstance(args, list) and args and args[0] in COMMANDS:
-            # A parser for each command that is not asked for would take as long as the one that is.
+            # Only the requested command needs a parser; the others would multiply the start-up time.
             commands = {args[0]: COMMANDS[args[0]]}
             subcommands = {name: skipped for name, skipped in self.subcommands().items() if name in commands}
             setattr(self, "subcommands", lambda: subcommands)  # noqa: B010 - a method, for mypy
         with remembered_subclasses():
             super().__init__(
                 trainer_class=_TRAINER_CLASS,
-                # A run's configuration goes where its logs are. With `logger: false` that is one folder for all runs.
+                # The configuration is saved next to the logs. With `logger: false` all runs share one folder.
                 save_config_kwargs={"overwrite": True},
                 seed_everything_default=0,
                 parser_kwargs={
                     "prog": "lightning-fed",
                     "usage": "lightning-fed COMMAND [options]",
                     "version": __version__,
-                    # Without these an error would be preceded by the names of some sixty options.
+                    # Otherwise each error starts with about sixty option names.
                     **{name: {"usage": f"lightning-fed {name} -c RECIPE [options]", "description": text}
                        for name, text in commands.items()},
                 },
@@ -107,16 +107,14 @@ class FederatedCLI(LightningCLI):
             )  # fmt: skip
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Reads the command line; a checkpoint's hyper-parameters replace the recipe's where it says whose they are.
-
-        Lightning takes those of a checkpoint that was saved without its command line for another recipe's model, which
-        they are not: they do not name a class.
-        """
+        """Parses the command line. Saved hyper-parameters replace the recipe's if the checkpoint names a class."""
         super().parse_arguments(parser, args)
         own = self.config.get(self.config.get("subcommand", ""), {})
         path = own.get("ckpt_path")
         if path and Path(path).is_file():
             saved = torch.load(path, weights_only=True, map_location="cpu", mmap=True).get("hyper_parameters")
+            # Hyper-parameters without a class come from a fit in Python. Lightning would pass them to the recipe's
+            # model.
             if saved and "_class_path" not in saved:
                 self._kept_path, own["ckpt_path"] = path, None
                 sys.stderr.write(
@@ -124,27 +122,27 @@ class FederatedCLI(LightningCLI):
                 )
 
     def before_instantiate_classes(self) -> None:
-        """Takes up the checkpoint that Lightning was not to look into."""
+        """Restores a checkpoint path hidden from Lightning's parser."""
         if self._kept_path is not None:
             self.config[self.config.subcommand].ckpt_path = self._kept_path
 
     def instantiate_classes(self) -> None:
-        """Builds data, model and Trainer; a value that one of them refuses is an error of the command line."""
+        """Creates data, model and Trainer. A ``ValueError`` becomes a command line error."""
         try:
             super().instantiate_classes()
         except ValueError as error:
             self.parser.error(str(error), error)
 
     def before_validate(self) -> None:
-        """Says that there is nothing to evaluate but the model as it is made."""
+        """Warns if no checkpoint is given."""
         self._look_for_checkpoint()
 
     def before_test(self) -> None:
-        """Says that there is nothing to test but the model as it is made."""
+        """Warns if no checkpoint is given."""
         self._look_for_checkpoint()
 
     def before_predict(self) -> None:
-        """Says that there is nothing to predict with but the model as it is made."""
+        """Warns if no checkpoint is given."""
         self._look_for_checkpoint()
 
     def _look_for_checkpoint(self) -> None:
@@ -152,13 +150,14 @@ class FederatedCLI(LightningCLI):
             sys.stderr.write("warning: There is no `--ckpt_path`: the model has the weights that it is made with.\n")
 
     def predict(self, **arguments: Any) -> None:
-        """Predicts, and saves the list of the batches' predictions as ``predictions.pt`` beside the logs.
+        """Predicts, and saves the list of batch predictions as ``predictions.pt`` next to the logs.
 
-        With several processes each saves its own batches (``predictions_0.pt``, ...); with ``--return_predictions
-        false`` nothing is saved, which is for a ``BasePredictionWriter`` among the callbacks.
+        Each of several processes saves separate batches (``predictions_0.pt``, ...). ``--return_predictions false``
+        saves
+        nothing, for use with a ``BasePredictionWriter`` callback.
 
         Args:
-            arguments: Those of ``Trainer.predict``.
+            arguments: Arguments for ``Trainer.predict``.
 
         """
         predictions = self.trainer.predict(**arguments)
@@ -181,24 +180,24 @@ def federated_trainer(
     enable_progress_bar: bool | None = None,
     **options: Any,
 ) -> FederatedTrainer:
-    """Makes a :class:`~lightning_fed.FederatedTrainer` from a recipe, with the types that the command line checks.
+    """Creates a :class:`~lightning_fed.FederatedTrainer` from a recipe, with types for the command line.
 
     Args:
-        max_rounds: Rounds to train: Lightning's ``max_epochs``.
-        federation: A ready callback, instead of ``method`` and the arguments below:
+        max_rounds: Number of rounds, Lightning's ``max_epochs``.
+        federation: A callback instead of ``method`` and the arguments below:
             ``{class_path: lightning_fed.Federation, init_args: {method: fedbn}}``.
-        personal: Entries that stay with their client: name patterns, or module types by class path.
-        frozen: Entries that never travel, likewise.
+        personal: Entries kept on each client: name patterns, or module types by class path.
+        frozen: Entries that are never sent: name patterns, or module types by class path.
         steps: Update steps, the innermost first.
-        callbacks: Callbacks beside the federation's own.
+        callbacks: Callbacks in addition to the federation.
         enable_progress_bar: Whether to show a progress bar.
-        options: Further arguments of ``FederatedTrainer``, and those of ``L.Trainer``.
+        options: Further arguments for ``FederatedTrainer`` and ``L.Trainer``.
 
     """
     return FederatedTrainer(
         max_rounds=max_rounds,
         federation=federation,
-        personal=tuple(personal),  # an empty list is not the default
+        personal=tuple(personal),  # the default is an empty tuple
         frozen=tuple(frozen),
         steps=tuple(steps),
         callbacks=callbacks,
@@ -207,4 +206,4 @@ def federated_trainer(
     )
 
 
-_TRAINER_CLASS = class_from_function(federated_trainer)  # made once: jsonargparse reads the sources of all callers
+_TRAINER_CLASS = class_from_function(federated_trainer)  # created once: jsonargparse reads the sources of all callers
