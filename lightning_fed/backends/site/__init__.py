@@ -1,1 +1,1 @@
-"""The site's part: a policy that decides what leaves a client's machine, and a record of what has left."""
+"""Site policy and site record: control and log all data leaving a client's machine."""

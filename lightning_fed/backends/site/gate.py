@@ -30,16 +30,16 @@ from lightning_fed.console import round_number
 _log = logging.getLogger(__name__)
 
 POLICY_FILE = "site_policy.toml"
-"""Default file name of a policy, in the folder of the client state."""
+"""Default file name of the policy, in the client state folder."""
 
-_MOST_REFUSALS = 200  # lines for each rule in a day: a server without permission must not fill the disk
+_MOST_REFUSALS = 200  # lines per rule and day: a server without permission must not fill the disk
 
 NOT_ANSWERED = "its site does not answer this order; the site's log has the reason"
-"""Text of every refusal and fault under a policy. A text that depends on the data would carry the data out."""
+"""Text of every refusal and fault under a policy. A text with details could leak data."""
 
-_TRACES = ("site_record", HEAD_FILE)  # beginnings of the names of files that a policy leaves
+_TRACES = ("site_record", HEAD_FILE)  # prefixes of file names written under a policy
 
-_PROTOCOL = (NOT_HELD, NOT_HERE)  # the server reacts to these texts, and no data decide on them
+_PROTOCOL = (NOT_HELD, NOT_HERE)  # the server reacts to these texts; neither depends on data
 
 
 class SiteGate:
@@ -54,7 +54,6 @@ class SiteGate:
             file with a similar name exists.
         half: The client half.
         store: Folder of the client state.
-
     """
 
     def __init__(self, path: Path, is_required: bool, half: Half, store: Path) -> None:
@@ -79,7 +78,6 @@ class SiteGate:
 
         Raises:
             PacketError: If the packet is unreadable, or asks for the clients' names without permission.
-
         """
         bare = Packet(split_signature(packet.text)[0], packet.data)
         if not self.is_in_force():
@@ -119,7 +117,6 @@ class SiteGate:
 
         Raises:
             Refusal: If the policy does not allow an entry.
-
         """
         if self.is_in_force():
             try:
@@ -128,12 +125,12 @@ class SiteGate:
                 raise Refusal("entries", str(error)) from error
 
     def is_in_force(self) -> bool:
-        """True if the site has a policy, or traces of one."""
+        """True if the site has a policy, or traces of a missing policy."""
         self._is_required = self._is_required or self._path.is_symlink() or self._path.exists() or self._has_traces()
         return self._is_required
 
     def _has_traces(self) -> bool:
-        """True if a folder has a record, a head, or a misspelt policy."""
+        # A deleted or misspelt policy must not open the site: a record, a head or a similar file name shows the intent.
         for folder in {self._path.parent, self._store}:
             for file in folder.iterdir() if folder.is_dir() else ():
                 if file.suffix in (".toml", ".tml") or file.name.startswith(_TRACES) or "policy" in file.name.lower():
@@ -142,7 +139,7 @@ class SiteGate:
         return False
 
     def _decide(self, order: Order, reply: Packet | Refusal | None) -> Packet | None:
-        """Records an order, or a reply to an order, and returns the packet for the server.
+        """Records an order or a reply, and returns the packet for the server.
 
         Args:
             order: The order.
@@ -153,7 +150,6 @@ class SiteGate:
 
         Raises:
             PacketError: Instead of a fault, if the order asks for the clients' names.
-
         """
         try:
             policy = read_policy(self._path)
@@ -181,11 +177,10 @@ class SiteGate:
     def _judge(
         self, policy: SitePolicy, record: Record, order: Order, reply: Packet | Refusal | None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Returns the pattern of each rule that allows the answer, and the names in the answer.
+        """Returns the matching pattern per rule and the names in the answer.
 
         Raises:
             Refusal: If the answer must not leave.
-
         """
         if isinstance(reply, Refusal):
             raise reply
@@ -203,7 +198,7 @@ class SiteGate:
         now = _now(record)
         lines = [line.content for line in record.recent if line.time > now - DAY and line.content["event"] != CLOCK]
         size = 0 if reply is None else _size(reply)
-        if reply is None:  # an order counts before the visit, whatever becomes of the visit
+        if reply is None:  # an order counts even if the visit fails
             same = [content for content in lines if _is_order(content) and _subject(content) == _subject(vars(order))]
             if len(same) >= policy.rounds_per_day:
                 ahead = (now - time.time()) / DAY
@@ -267,12 +262,11 @@ class SiteGate:
 
 
 def _now(record: Record) -> float:
-    """Current time, but never before the record's last line, unless the operator sets the clock."""
+    # Time never runs backwards against the record: a changed system clock must not reset the daily limits.
     return max(time.time(), record.last.time)
 
 
 def _is_flood(record: Record, rule: dict[str, Any]) -> bool:
-    """True for a refusal above the daily number of lines."""
     refused = rule.get("refused")
     if refused is None:
         return False
@@ -303,8 +297,8 @@ def _reason_of(fault: Packet) -> str:
 
 
 def _without_reason(policy: SitePolicy, order: Order, fault: Packet) -> Packet:
-    """Logs the reason for a fault, and replaces the reason unless the policy sends reasons."""
     reason = _reason_of(fault)
+    # The site's log always has the reason. The server receives the reason only with `faults = "text"`.
     if reason in _PROTOCOL:
         return fault
     _log.warning("An order (%s) for client %r is not answered: %s.", order.answer, order.client, reason)

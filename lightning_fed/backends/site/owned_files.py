@@ -1,4 +1,4 @@
-"""Ownership of a site's files: other users of the machine must not be able to change or replace them."""
+"""Ownership checks for a site's files: other users must not be able to change or replace the files."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ from pathlib import Path
 
 
 def check_owner(status: os.stat_result) -> None:
-    """Checks the owner and the mode of a file.
+    """Checks a file's owner and mode.
 
     Raises:
         OSError: If other users can change the file.
-
     """
     if os.name == "posix" and (status.st_mode & 0o022 or status.st_uid not in (0, os.getuid())):
         raise OSError("others can change it, or its folder: chmod go-w, and chown to root or the worker's user")
 
 
 def check_parents(path: Path) -> None:
-    """Checks all folders above a file: who can rename a folder can replace the file.
+    """Checks all folders above a file: a user with write access to a folder can replace files in the folder.
 
-    In a folder with the sticky bit (``/tmp``) other users cannot rename the entries of this user.
+    In a folder with the sticky bit (``/tmp``) users cannot rename other users' entries.
 
     Raises:
         OSError: If other users can replace the file.
-
     """
     for depth, folder in enumerate(path.resolve().parents):
         status = folder.stat()

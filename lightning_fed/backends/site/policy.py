@@ -1,4 +1,4 @@
-"""A site's policy: the file that says what may leave its machine. What it does not allow does not leave."""
+"""Site policy: a TOML file with rules for outgoing data. Without a matching rule, data stays on the site."""
 
 from __future__ import annotations
 
@@ -24,39 +24,38 @@ from lightning_fed.steps.update_step import UpdateStep
 
 ANSWERS = {"query": "clients", "train": "update", "query.request": "request", "evaluate": "statistics",
            "query.sum": "sum", "evaluate.question": "evaluation"}  # fmt: skip
-"""The kinds of answers by the type of the message that asks for them. One that is not here does not leave; a new one
-also needs a line in ``_CONTENTS``."""
+"""Message type to answer kind. Other types are refused; a new kind also needs an entry in ``_CONTENTS``."""
 
 _CONTENTS: dict[str, tuple[set[str], dict[str, str | None]]] = {
     "hello": ({"clients"}, {}),
     "fault": ({"client", "reason"}, {}),
-    "request": ({"client", "same"}, {"rows": None, "extras": "extras"}),  # the rows' entries are those of "same"
+    "request": ({"client", "same"}, {"rows": None, "extras": "extras"}),  # "same" has the names for the rows
     "sum": ({"client", "stage"}, {"rows": None}),
     "update": (
         {"client", "num_samples", "metrics", "steps", "after", "keeps", "unsent"},
         {"state": "entries", "extras": "extras"},
     ),
 }
-"""Contents that a packet of each kind may have: fields of its header, and groups of tensors with the rule for names."""
+"""Allowed content by packet kind: header fields, and tensor groups with the rule for the names in the group."""
 
 COUNTS = ("num_samples", "steps")
-"""Whole numbers in an answer, each with a rule."""
+"""Integers in an answer for the rule ``counts``."""
 
 _NAMED_FIELDS = {"same": "entries", "metrics": "metrics"}
-"""Fields that are mappings, and the rule for their names."""
+"""Header fields with a mapping, and the rule for the mapping's keys."""
 
 _NAMES = {"update": ("entries", "extras"), "statistics": ("extras",), "evaluation": ("metrics",)}
-"""Rules for names by kind of answer: every such answer has names under at least one rule."""
+"""Rules for names by kind of answer. At least one rule must allow a name."""
 
 _NEEDS = ("record", "steps", "clients_per_sum")
-"""Rules that forbid where others allow, and the file by which days are counted. They come first: then half a policy
-allows no more than all of it."""
+"""Restricting rules, and the record for the daily limits. These rules come first in the file, so a truncated policy
+never allows more than the complete policy."""
 
-_LARGEST = 2**20  # bytes of a policy
+_LARGEST = 2**20  # bytes; limit for the policy file
 
 
 def hide_counts(text: str, policy: SitePolicy) -> str:
-    """Replaces the optimizer steps by 0 in an update's text, unless the policy allows the number."""
+    """Replaces an update's optimizer steps by 0, unless the policy allows the number."""
     packet = json.loads(text)
     if packet["kind"] != "update" or "steps" in policy.counts:
         return text
@@ -65,7 +64,7 @@ def hide_counts(text: str, policy: SitePolicy) -> str:
 
 
 class PolicyError(Exception):
-    """Reason why a policy cannot be read: nothing leaves then."""
+    """Raised for an unreadable policy. No answer leaves the site in this case."""
 
 
 class Refusal(ClientFault):
@@ -74,7 +73,6 @@ class Refusal(ClientFault):
     Args:
         rule: The rule.
         reason: The reason, for the site's log.
-
     """
 
     def __init__(self, rule: str, reason: str) -> None:
@@ -84,13 +82,12 @@ class Refusal(ClientFault):
 
 @dataclass(frozen=True)
 class Half:
-    """The client half that answers, as far as a policy judges it.
+    """Properties of the client half under judgement.
 
     Args:
-        method: Name of its method.
-        steps: Its update steps, the innermost first.
-        callbacks: Its callbacks.
-
+        method: Method name.
+        steps: Update steps, innermost first.
+        callbacks: Callbacks.
     """
 
     method: str
@@ -100,19 +97,18 @@ class Half:
 
 @dataclass(frozen=True)
 class Order:
-    """A server's message, as far as a policy judges it.
+    """Properties of a server's message under judgement.
 
     Args:
-        answer: The kind of answer that it asks for, of :data:`ANSWERS`.
-        text: Its text, without the signature.
-        data: Its tensors' bytes.
-        signature: Its signature; empty where there is none.
-        client: The client that it asks; ``None`` where it asks who is there.
-        run: Name of the fit.
-        round: Index of the round.
-        stage: Step of a secure sum.
-        sum_size: Number of clients in the secure sum; ``None`` before it is known, and of other messages.
-
+        answer: Requested answer kind, see :data:`ANSWERS`.
+        text: Text, without the signature.
+        data: Tensors as bytes.
+        signature: Signature; empty for an unsigned message.
+        client: Requested client; ``None`` for the query for all names.
+        run: Fit name.
+        round: Round index.
+        stage: Secure sum stage.
+        sum_size: Number of clients in the secure sum; ``None`` if unknown or without a secure sum.
     """
 
     answer: str
@@ -128,13 +124,12 @@ class Order:
 
 @dataclass(frozen=True)
 class RequiredStep:
-    """An update step, or a callback, without which nothing leaves.
+    """An update step or callback required by a policy.
 
     Args:
-        name: Name of its class.
-        at_least: Lowest values of its attributes.
-        at_most: Highest values of its attributes.
-
+        name: Class name.
+        at_least: Minimum values of attributes.
+        at_most: Maximum values of attributes.
     """
 
     name: str
@@ -142,7 +137,7 @@ class RequiredStep:
     at_most: Mapping[str, float] = field(default_factory=dict)
 
     def find_fault(self, half: Half) -> str | None:
-        """Reason why a half does not have it, in words; ``None`` if it does."""
+        """Returns the reason for a violation by a client half, or ``None``."""
         reason: str | None = f"its federation has no {self.name}"
         for index, step in enumerate(half.steps):
             if type(step).__name__ == self.name:
@@ -171,25 +166,25 @@ class RequiredStep:
 
 @dataclass(frozen=True)
 class SitePolicy:
-    """Rules of a site. Each list is of patterns (as in :mod:`fnmatch`), and an empty one allows nothing.
+    """A site's rules. A list contains patterns (see :mod:`fnmatch`); an empty list allows nothing.
 
     Args:
-        digest: Digest of the file.
-        servers: Public keys, the lines of servers' ``.pub`` files; ``"*"`` for all servers, also without a signature.
-        runs: Runs' names.
-        methods: Methods' names, in any case.
-        answers: Kinds of answers: ``"update"``, ``"request"``, ``"statistics"``, ``"sum"`` and ``"evaluation"``. A
-            server that is allowed is always told who is there.
-        entries: Names of the model's entries.
-        extras: Names of the method's further tensors, and of BatchNorm layers' statistics.
-        metrics: Names of numbers for the log, and of the logged values and metrics of an evaluation.
-        counts: ``"num_samples"`` and ``"steps"``, if the numbers of examples and optimizer steps may leave.
-        rounds_per_day: Most answers of one kind for one client, in any 24 hours.
-        bytes_per_day: Most bytes in all answers, in any 24 hours.
-        clients_per_sum: Fewest clients of a secure sum; there must be one, if it is given.
-        steps: Update steps that must be in the chain.
-        faults: ``"constant"`` sends one text for every refusal and fault; ``"text"`` sends the reason.
-        record: File of the record; relative to the policy's folder.
+        digest: File digest.
+        servers: Public keys, as lines from ``.pub`` files; ``"*"`` for all servers, also unsigned.
+        runs: Run names.
+        methods: Method names, case-insensitive.
+        answers: Answer kinds: ``"update"``, ``"request"``, ``"statistics"``, ``"sum"`` and ``"evaluation"``. Every
+            allowed server receives the clients' names.
+        entries: Names of model entries.
+        extras: Names of the method's additional tensors and of BatchNorm statistics.
+        metrics: Names of logged numbers, and of values and metrics from an evaluation.
+        counts: ``"num_samples"`` and ``"steps"`` allow the numbers of examples and optimizer steps.
+        rounds_per_day: Maximum answers per kind and client in any 24 hours.
+        bytes_per_day: Maximum bytes in all answers in any 24 hours.
+        clients_per_sum: Minimum clients in a secure sum; a value makes the secure sum mandatory.
+        steps: Required update steps in the chain.
+        faults: ``"constant"`` sends the same text for every refusal and fault; ``"text"`` sends the reason.
+        record: Record file; relative to the policy's folder.
 
     Example:
         >>> policy = SitePolicy("0a", servers=("*",), runs=("*",), methods=("fed*",), answers=("update",),
@@ -200,7 +195,6 @@ class SitePolicy:
         Traceback (most recent call last):
         ...
         lightning_fed.backends.site.policy.Refusal: its site's policy allows no statistics
-
     """
 
     digest: str
@@ -220,14 +214,13 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Judges what is known before anything trains.
+        """Judges an order before training.
 
         Returns:
-            Of every rule the pattern that allowed it.
+            Rule to matching pattern.
 
         Raises:
-            Refusal: If the answer would not be let leave.
-
+            Refusal: If the policy does not allow the answer.
         """
         allowed = {"servers": self._find_server(order)}
         if order.answer == "clients":
@@ -259,27 +252,25 @@ class SitePolicy:
         """Judges an update's entries before training.
 
         Args:
-            names: The entries' names.
+            names: Entry names.
 
         Raises:
             Refusal: If an entry is not allowed.
-
         """
         _find_pattern("entries", names, self.entries)
 
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
-        """Judges what an answer holds, as it is to leave.
+        """Judges an outgoing answer's content.
 
         Args:
-            answer: The kind of answer that was asked for, of :data:`ANSWERS`.
-            text: Its text.
+            answer: Requested answer kind, see :data:`ANSWERS`.
+            text: Answer text.
 
         Returns:
-            Of every rule the patterns that allowed it, and the names of all that it holds.
+            Rule to matching patterns, and all names in the answer.
 
         Raises:
-            Refusal: If it has something that is not allowed.
-
+            Refusal: If any content is not allowed.
         """
         packet = json.loads(text)
         kind, header, tensors = packet["kind"], packet["header"], packet["tensors"]
@@ -319,17 +310,16 @@ class SitePolicy:
 
 
 def read_policy(path: Path) -> SitePolicy:
-    """Reads a policy, which nobody else may be able to change.
+    """Reads a policy and checks the owner and permissions of the file.
 
     Raises:
-        PolicyError: If it cannot be read, is a symbolic link or no file, belongs to another user than this one and
-            root, others can write to it or to its folder, or something in it is not understood.
-
+        PolicyError: If the path is unreadable, a symbolic link or not a regular file; if other users (except root)
+            own or can change the file or the folder; or if the content has unknown rules or values.
     """
     try:
         content = _read_own_file(path)
         values = tomllib.loads(content.decode())
-    except (OSError, ValueError, RecursionError) as error:  # from thousands of brackets
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: thousands of brackets
         raise PolicyError(f"{str(path)!r} cannot be read: {error}") from error
     try:
         return _make_policy(hashlib.sha256(content).hexdigest(), values)
@@ -359,7 +349,7 @@ def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
     if unknown:
         raise ValueError(f"expected rules of {known}, but got {unknown[0]!r}")
     needs = [name for name in values if name in _NEEDS]
-    if list(values)[: len(needs)] != needs:  # of a file that an editor has half written, the end is missing
+    if list(values)[: len(needs)] != needs:  # a half-written file lacks the end
         raise ValueError(f"expected {', '.join(_NEEDS)} before all other rules, and as `steps = [...]`")
     read: dict[str, Any] = {}
     for name, value in values.items():
@@ -401,12 +391,6 @@ def _make_step(value: Any) -> RequiredStep:
 
 
 def _find_pattern(rule: str, names: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    """The patterns that allow the names.
-
-    Raises:
-        Refusal: If one is not allowed.
-
-    """
     used: dict[str, None] = {}
     for name in names:
         simple = _simple_name(name)
@@ -418,10 +402,10 @@ def _find_pattern(rule: str, names: Iterable[str], patterns: Sequence[str]) -> l
 
 
 def _simple_name(name: str) -> str:
-    """Name in the log, or metric, behind the name of an evaluation's tensor.
+    """Logged name or metric name in the name of an evaluation's tensor.
 
-    ``logged|mean|val_loss``, ``value|p|val_loss``, ``state|acc|tp`` and ``updates|@1@acc`` are of ``val_loss`` and
-    ``acc``.
+    For example ``logged|mean|val_loss`` and ``value|p|val_loss`` become ``val_loss``; ``state|acc|tp`` and
+    ``updates|@1@acc`` become ``acc``.
     """
     kind, _, rest = name.partition("|")
     if kind in ("state", "updates"):
@@ -431,18 +415,17 @@ def _simple_name(name: str) -> str:
 
 
 def find_kind(text: str) -> str:
-    """The kind of an answer's packet."""
+    """Packet kind for an answer's text."""
     return str(json.loads(text)["kind"])
 
 
 def read_order(kind: str, text: str, data: bytes) -> Order | None:
-    """Reads a server's message as far as a policy judges it; ``None`` if it is none.
+    """Reads a server's message; ``None`` for an invalid message.
 
     Args:
-        kind: Its type.
-        text: Its text, with its signature.
-        data: Its tensors' bytes.
-
+        kind: Message type.
+        text: Text with signature.
+        data: Tensors as bytes.
     """
     text, signature = split_signature(text)
     try:
@@ -462,7 +445,7 @@ def read_order(kind: str, text: str, data: bytes) -> Order | None:
             size = sum(map(bool, header["survivors"]))
         client, run, round = place["client"], header["run"], place["round"]
         if find_bad_place(run, client, round) is not None or stage not in ("", *get_args(Stage)):
-            return None  # nor would the visit begin; the record has nothing of it
+            return None  # the visit would not begin either, so the record needs no line
         return Order(ANSWERS[kind], text, data, signature, client, run, round, stage, size)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

@@ -1,10 +1,9 @@
-"""A site's record of its answers: lines in a file, each of which has a digest of itself and of the line before it.
+"""Site record: an append-only file of orders and answers, secured by a hash chain.
 
-A line is ``DIGEST JSON``, where ``DIGEST`` is the SHA-256 of the line before's digest, a space and the JSON. So a byte
-that is changed, a line that is left out, added or moved, and a line that is cut off in the middle are found. The head
-(number and digest of the last line) is in a second file: a missing record, or a record shorter than or different from
-its head, is an error. A writer of both files can forge both; a copy of an earlier head on another machine finds that
-too.
+A line is ``DIGEST JSON``, where ``DIGEST`` is the SHA-256 of the previous line's digest, a space and the JSON. The
+chain reveals changed, removed, added, moved and truncated lines. A second file contains the head: number and digest of
+the last line. A missing record, or a record in conflict with the head, is an error. A user with write access to both
+files can forge both files; comparison with an earlier head on another machine reveals such a forgery.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from lightning_fed.backends.site.owned_files import check_owner, check_parents
 
 try:
     import fcntl
-except ImportError:  # pragma: no cover - there is none on Windows
+except ImportError:  # pragma: no cover - Windows has no fcntl
     fcntl = None  # type: ignore[assignment]
 
 DAY = 24 * 3600.0  # seconds
 
 START = hashlib.sha256(b"lightning-fed site record").hexdigest()
-"""Digest that the first line has in place of that of the line before it."""
+"""Previous digest for the first line."""
 
 
 class RecordError(Exception):
-    """Reason why a record cannot be trusted or written."""
+    """Raised for a forged, damaged or unwritable record."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,9 @@ class Line:
     """A line of a record.
 
     Args:
-        number: Its number in the file, from 1.
-        digest: Its digest: the record's head as long as it is the last line.
-        content: What it says.
-
+        number: Line number, from 1.
+        digest: Digest of the line. The last line's digest is the head of the record.
+        content: Decoded JSON.
     """
 
     number: int
@@ -58,22 +56,22 @@ class Line:
 
     @property
     def time(self) -> float:
-        """Its time, in seconds since 1970."""
+        """Time in seconds since 1970."""
         return datetime.fromisoformat(self.content["time"]).timestamp() if self.content else 0.0
 
 
 def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Iterator[Line]:
     """Reads and verifies lines.
 
-    A line that a crash has cut off stays in the file; the next line has its digest as ``"torn"``.
+    A crash can leave a truncated line in the file. The next line stores the digest of the truncated line as ``"torn"``.
 
     Args:
-        file: The lines, from one that follows ``head`` on.
-        head: Digest of the line before.
-        number: Its number.
+        file: Lines after ``head``.
+        head: Digest of the previous line.
+        number: Number of the previous line.
 
     Raises:
-        RecordError: At the first line that is not as it was written.
+        RecordError: At the first altered line.
 
     Example:
         >>> first = write_line(START, {"round": 0})
@@ -84,7 +82,6 @@ def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Ite
         Traceback (most recent call last):
         ...
         lightning_fed.backends.site.record.RecordError: line 1 is not as it was written
-
     """
     torn: bytes | None = None
     for raw in file:
@@ -105,14 +102,13 @@ def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Ite
 
 
 def read_record(path: Path) -> Iterator[Line]:
-    """Reads and verifies a record, to which nothing is appended meanwhile.
+    """Reads and verifies a complete record under a shared lock.
 
     Args:
         path: The file.
 
     Raises:
-        RecordError: At the first line that is not as it was written.
-
+        RecordError: At the first altered line.
     """
     with path.open("rb") as file:
         if fcntl is not None:
@@ -121,7 +117,7 @@ def read_record(path: Path) -> Iterator[Line]:
 
 
 def write_line(head: str, content: Mapping[str, Any]) -> bytes:
-    """Makes the line that follows the one with the digest ``head``."""
+    """Encodes the line after the line with digest ``head``."""
     text = json.dumps(dict(content), sort_keys=True).encode()
     return f"{_digest(head, text)} ".encode() + text + b"\n"
 
@@ -131,23 +127,22 @@ def _digest(head: str, text: bytes) -> str:
 
 
 HEAD_FILE = "site_head.json"
-"""Name of the file with the head of a record."""
+"""File name for the head of a record."""
 
 CLOCK = "clock"
-"""Event of a line with which the operator has set the record's time."""
+"""Event of a line written by the operator to set the record's time."""
 
 
 class Record:
-    """A record that this process, and perhaps others, append to.
+    """An append-only record, shared by one or more processes.
 
     Args:
-        path: The file. A missing file is made, unless the head has lines.
-        head: File of the head.
+        path: The file. A missing file is created, unless the head file lists lines.
+        head: The head file.
 
     Attributes:
-        last: The last line that was read or written.
-        recent: The lines of the last 24 hours before it.
-
+        last: Last line read or written.
+        recent: Lines in the 24 hours before the last line.
     """
 
     def __init__(self, path: Path, head: Path) -> None:
@@ -159,23 +154,22 @@ class Record:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Opens and locks the record, and verifies what has come to it since it was last open.
+        """Opens and locks the record, and verifies all lines since the last call.
 
         Raises:
-            RecordError: If it is not as it was written, is shorter than it was, or others can write to it.
-            OSError: If it cannot be opened; also where its path is a symbolic link.
-
+            RecordError: If the record is altered or shortened, or other users can write to the file.
+            OSError: If the file cannot be opened, or the path is a symbolic link.
         """
         is_new, head = not self._path.exists(), self._read_head()
         if is_new and head[0]:
             raise RecordError(f"it is missing, and {str(self._head)!r} has the head of line {head[0]}")
         check_parents(self._path)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
-        for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # not every system has each of them
+        for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # some systems lack some flags
             flags |= getattr(os, name, 0)
         descriptor = os.open(self._path, flags, 0o600)
         try:
-            if is_new and os.name == "posix":
+            if is_new and os.name == "posix":  # a new file's name is in the folder
                 _sync_folder(self._path.parent)
             if fcntl is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -186,11 +180,10 @@ class Record:
             os.close(descriptor)
 
     def append(self, content: Mapping[str, Any]) -> Line:
-        """Writes a line, and returns when the disk has it.
+        """Appends a line and flushes the line to disk.
 
         Raises:
-            OSError: If it cannot be written.
-
+            OSError: If the write fails.
         """
         end = b""
         if self._torn:
@@ -205,17 +198,16 @@ class Record:
         return self.last
 
     def _read_head(self) -> tuple[int, str]:
-        """Number and digest of the last line, as the head's file has both; 0 without a file."""
         try:
             head = json.loads(self._head.read_text())
-            return int(head["line"]), str(head["digest"])
+            return int(head["line"]), str(head["digest"])  # of the last line
         except FileNotFoundError:
             return 0, START
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise RecordError(f"its head {str(self._head)!r} cannot be read: {error}") from error
 
     def _catch_up(self, head: tuple[int, str] | None) -> None:
-        """Reads and verifies the new lines, and compares the record with its head."""
+        """Verifies new lines and compares the record with the head."""
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise RecordError("it is not a regular file")
@@ -249,7 +241,6 @@ class Record:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Has the disk hold the name of a new file too."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""Signatures of a server's messages: a site's policy names the keys whose orders it answers, on any network.
+"""Signatures for a server's messages. A site policy lists the public keys of permitted servers.
 
-Keys are Ed25519 keys in OpenSSH's form (``ssh-keygen -t ed25519``), signatures those of ``cryptography``.
+Keys are Ed25519 keys in OpenSSH format (``ssh-keygen -t ed25519``). ``cryptography`` makes and verifies the signatures.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
-_SIGNATURE = re.compile(r"([1-9][0-9]{0,19}):([0-9a-f]{128})")  # one spelling of each signature
+_SIGNATURE = re.compile(r"([1-9][0-9]{0,19}):([0-9a-f]{128})")  # exactly one valid spelling per signature
 
 LIFETIME = 20 * 3600.0
-"""Longest lifetime of an order, in seconds. A site remembers the orders of a day, so that no order is done twice."""
+"""Maximum lifetime of an order in seconds. A site remembers all orders for one day and refuses repeated orders."""
 
 
 def read_private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
-    """Reads the private key of a server.
+    """Reads a server's private key.
 
     Args:
-        path: File of ``ssh-keygen -t ed25519 -N ""``.
+        path: File from ``ssh-keygen -t ed25519 -N ""``.
 
     Raises:
-        ValueError: If it has no such key.
-
+        ValueError: If the file has no Ed25519 private key without a passphrase.
     """
     try:
         key = load_ssh_private_key(Path(path).read_bytes(), None)
@@ -41,15 +40,14 @@ def read_private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
 
 
 def read_public_key(line: str) -> Ed25519PublicKey:
-    """Reads a public key: the line of a ``.pub`` file.
+    """Reads a public key from a line of a ``.pub`` file.
 
     Raises:
-        ValueError: If it is none.
-
+        ValueError: If the line is not an Ed25519 public key.
     """
     try:
         key = load_ssh_public_key(line.encode())
-    except Exception as error:  # of a line that is none, whatever comes
+    except Exception as error:  # a malformed line raises several error types
         raise ValueError(f"Expected a line like 'ssh-ed25519 AAAA... name', but got {line!r}.") from error
     if not isinstance(key, Ed25519PublicKey):
         raise ValueError(f"Expected a key of the type ssh-ed25519, but got {line!r}.")
@@ -60,34 +58,32 @@ def sign(kind: str, text: str, data: bytes, key: Ed25519PrivateKey, seconds: flo
     """Signs a message.
 
     Args:
-        kind: The message's type.
-        text: The message's text: run, client, round and order.
-        data: The tensors' bytes.
-        key: The server's key.
-        seconds: The order's lifetime.
+        kind: Message type.
+        text: Message text: run, client, round and order.
+        data: Tensors as bytes.
+        key: Private key.
+        seconds: Lifetime.
 
     Returns:
-        The text, and as its second line the expiry (in nanoseconds since 1970) and the signature.
-
+        The text, and a second line with expiry (nanoseconds since 1970) and signature.
     """
     expiry = str(time.time_ns() + int(min(seconds, LIFETIME) * 1e9))
     return f"{text}\n{expiry}:{key.sign(_signed(kind, expiry, text, data)).hex()}"
 
 
 def split_signature(text: str) -> tuple[str, str]:
-    r"""Returns the text of a message, and the line with expiry and signature; empty without a signature.
+    r"""Splits a message into the text and the line with expiry and signature; empty without a signature.
 
     Example:
         >>> split_signature('{"version": 4}\n17:0f')
         ('{"version": 4}', '17:0f')
-
     """
     text, _, signature = text.partition("\n")
     return text, signature
 
 
 def is_signed(kind: str, text: str, data: bytes, signature: str, key: Ed25519PublicKey) -> bool:
-    """True if the key has signed this message, and the signature has not expired."""
+    """True if the key signed this message and the signature has not expired."""
     parts = _SIGNATURE.fullmatch(signature)
     if parts is None or not 0 <= int(parts[1]) - time.time_ns() <= LIFETIME * 1e9:
         return False
@@ -99,14 +95,13 @@ def is_signed(kind: str, text: str, data: bytes, signature: str, key: Ed25519Pub
 
 
 def digest_order(kind: str, text: str, data: bytes, signature: str) -> str:
-    """Digest of the signed content (type, expiry, text, data), so that no spelling of a signature is a new order.
+    """Digest of the signed content: type, expiry, text and data. The signature's spelling does not change the digest.
 
     Args:
-        kind: The message's type.
-        text: The message's text, without the signature.
-        data: The tensors' bytes.
-        signature: The line with expiry and signature; empty without a signature.
-
+        kind: Message type.
+        text: Message text, without the signature.
+        data: Tensors as bytes.
+        signature: Line with expiry and signature; empty without a signature.
     """
     return hashlib.sha256(_signed(kind, signature.partition(":")[0], text, data)).hexdigest()
 
