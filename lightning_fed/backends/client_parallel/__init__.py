@@ -1,4 +1,4 @@
-"""Parallel clients: a round's visits shared out to processes."""
+"""Parallel clients: several processes share a round's visits."""
 
 from lightning_fed.backends.client_parallel.strategy import ClientParallelStrategy as ClientParallelStrategy
 

@@ -1,8 +1,8 @@
-"""Log of several processes that train a round's clients: summed up in each, logged by all alike.
+"""Logging for several processes with different clients.
 
-Lightning reduces a logged value over the processes when the epoch ends, if all of them have logged it. Here one may
-have had no client in the round, or another client's branch of the step: so every process sums up what its own batches
-log, and at the end of the round all log the joint values.
+Lightning reduces a logged value over the processes at the end of an epoch, provided all processes log the value. In a
+federated round a process may have no client, or a client on another branch of the training step. Therefore every
+process accumulates the values from local batches, and all processes log the joint values at the end of the round.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from lightning_fed.lightning.logged_values import LogCall, LoggedValue, intercep
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 
 _IRRELEVANT_WARNINGS = (
-    r"It is recommended to use `self\.log\(.*, sync_dist=True",  # values are joint already
-    "The ``compute`` method of metric",  # called before `update`: a process may have had no client in the round
+    r"It is recommended to use `self\.log\(.*, sync_dist=True",  # values are already joint
+    "The ``compute`` method of metric",  # `compute` before `update`: a process may have no client in the round
 )
 
 
 @dataclass
 class _Entry:
-    """One name of the log.
+    """Accumulated values for one logged name.
 
     Args:
-        options: Where it goes: Lightning's ``prog_bar`` and ``logger``.
-        logged: What is logged per epoch; without a total where only steps are.
-        metric: Path of the metric that was logged, instead of values.
-        is_per_step: Whether single steps are logged as well.
-        last: The last step's value.
-        position: Position in the round of the visit that it is of.
-
+        options: Lightning's ``prog_bar`` and ``logger``.
+        logged: Epoch value; without a total if the name is only logged per step.
+        metric: Path of the logged metric, instead of values.
+        is_per_step: Whether single steps are logged, too.
+        last: Value from the last step.
+        position: Position of the last step's visit in the round.
     """
 
     options: dict[str, Any]
@@ -54,23 +53,22 @@ class _Entry:
     position: int = -1
 
     def join(self, added: _Entry) -> None:
-        """Adds what another process has; both are on the CPU by now."""
-        self.logged.join(added.logged)
+        self.logged.join(added.logged)  # both on the CPU
         if added.position > self.position:
             self.last, self.position = added.last, added.position
 
     def on_cpu(self) -> _Entry:
-        """The same, on a device that all processes have."""
         return replace(self, logged=self.logged.on_cpu(), last=None if self.last is None else float(self.last))
 
 
 class DistributedLog(L.Callback):
-    """Stands in for ``LightningModule.log`` while batches are trained on or evaluated.
+    """Replaces ``LightningModule.log`` during training and evaluation batches.
 
-    What is logged per step goes on to Lightning, in every process for itself: loggers see the first one's. What is
-    logged per epoch is summed up here, as Lightning does, and logged by all processes alike: after the last visit of a
-    round (:meth:`log_all`), and at the end of an evaluation. A metric of torchmetrics is handed to Lightning then,
-    which asks all processes for what they have seen. :class:`~lightning_fed.callbacks.Federation` adds this callback.
+    Every process forwards per-step values directly to Lightning; loggers only see the first process. The callback
+    accumulates per-epoch values with Lightning's weights, and all processes log the joint values after the last visit
+    in a round (:meth:`log_all`) and at the end of an evaluation. Torchmetrics metrics are passed to Lightning at this
+    point; Lightning then synchronises the metric states. :class:`~lightning_fed.callbacks.Federation` adds this
+    callback.
     """
 
     def __init__(self) -> None:
@@ -90,7 +88,7 @@ class DistributedLog(L.Callback):
     # Lightning's hooks
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Takes the place of the module's ``log``, and of the callbacks'."""
+        """Replaces ``log`` on the module and on all callbacks."""
         self._restore()
         self._reset()
         self._module, self._ranks = pl_module, process_group_of(trainer)
@@ -102,7 +100,7 @@ class DistributedLog(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Notes what values are of."""
+        """Stores the batch for the weight of logged values."""
         self._batch = batch
 
     def on_validation_batch_start(
@@ -113,7 +111,7 @@ class DistributedLog(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Sums up from here on."""
+        """Starts to accumulate values."""
         self._start_evaluation(batch, dataloader_idx, len(trainer.num_val_batches))
 
     def on_test_batch_start(
@@ -124,15 +122,15 @@ class DistributedLog(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Sums up from here on."""
+        """Starts to accumulate values."""
         self._start_evaluation(batch, dataloader_idx, len(trainer.num_test_batches))
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs what all processes have summed up."""
+        """Logs the joint values."""
         self._log_evaluation(trainer.val_dataloaders)
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs what all processes have summed up."""
+        """Logs the joint values."""
         self._log_evaluation(trainer.test_dataloaders)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -146,24 +144,23 @@ class DistributedLog(L.Callback):
     # A round
 
     def start_round(self) -> None:
-        """Sums up from here on, until :meth:`taken`."""
+        """Starts to accumulate values, until :meth:`taken`."""
         self._is_on, self._is_training, self._batch, self._suffix = True, True, None, ""
 
     def start_visit(self, position: int) -> None:
-        """Values are of this visit from here on."""
+        """Assigns the following values to this visit."""
         self._position, self._batch = position, None
 
     def taken(self) -> dict[str, _Entry]:
-        """The sums so far, on the CPU; from now on everything goes to Lightning."""
+        """Returns the accumulated values on the CPU. Later values go directly to Lightning."""
         entries, self._entries, self._is_on, self._batch = self._entries, {}, False, None
         return {name: entry.on_cpu() for name, entry in entries.items()}
 
     def log_all(self, parts: Iterable[Mapping[str, _Entry]]) -> None:
-        """Logs the joint values of what all processes have taken.
+        """Logs the joint values from all processes.
 
         Args:
-            parts: What :meth:`taken` returned in every process, in the order of the ranks.
-
+            parts: Results of :meth:`taken` from every process, in rank order.
         """
         joint: dict[str, _Entry] = {}
         for part in parts:
@@ -176,15 +173,16 @@ class DistributedLog(L.Callback):
             self._log_joint(name, entry)
 
     def _log_evaluation(self, loaders: Any) -> None:
-        """Logs an evaluation, of which each process has had a part, or, of the data of all clients, the whole."""
         parts, first = self._ranks.gather(self.taken()), loaders[0] if isinstance(loaders, list) else loaders
+        # Every process evaluates all chained client data, but only a part of other data.
         self.log_all(parts[:1] if isinstance(first, ChainedLoaders) else parts)
 
     def _take(self, call: LogCall) -> None:
         reduction, value = call.reduction, call.value
         is_metric = isinstance(value, Metric)
         is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-        # What Lightning would refuse goes to it; and metrics that are evaluated, for which all processes have batches.
+        # Lightning receives invalid values, for the error message, and evaluated metrics: in an evaluation all
+        # processes have batches.
         is_pooled = is_number or (is_metric and self._is_training)
         if not self._is_on or self._module.trainer.barebones or reduction is None or not is_pooled:
             self._pass_on(**vars(call))
@@ -225,9 +223,9 @@ class DistributedLog(L.Callback):
             value = self._module.get_submodule(entry.metric)
         elif entry.logged.total is not None:
             value = entry.logged.value
-        if value is None and self._is_training:  # it is of single steps; so that all processes can monitor the last one
+        if value is None and self._is_training:  # per-step value: lets all processes monitor the last step
             log(name, entry.last, on_step=True, on_epoch=False, **nowhere)
-        elif value is not None and entry.is_per_step:  # it has two names, and is monitored by a third
+        elif value is not None and entry.is_per_step:  # Lightning has a name per step, per epoch, and for monitors
             log(f"{name}_epoch", value, metric_attribute=entry.metric, **entry.options)
             log(name, value, metric_attribute=entry.metric, **nowhere)
         elif value is not None:

@@ -1,4 +1,4 @@
-"""Clients of a round in several processes: a Lightning strategy that starts them and leaves their gradients alone."""
+"""Lightning strategy for parallel clients: starts the processes and never synchronises gradients."""
 
 from __future__ import annotations
 
@@ -30,43 +30,43 @@ from lightning_fed.server.schedule import Schedule
 
 
 class ClientParallelStrategy(DDPStrategy, ClientSharing):
-    """Trains the clients of every round in several processes: each takes its share of the visits.
+    """Trains each round's clients in several processes.
 
-    It is for a Trainer with a :class:`~lightning_fed.callbacks.Federation`. Every process draws the same round and
-    trains some of its clients, as one process would train them; what the aggregators have received is merged once, and
-    every process loads the same new global model. Gradients are never synchronised, and the module is not wrapped.
-    While visits are under way a process is on its own: ``trainer.world_size`` is 1, and what the module synchronises
-    (``sync_dist=True``, ``self.all_gather``, metrics of torchmetrics) stays in the process. Between rounds, for
-    validation and tests, all is as with Lightning's ``DDPStrategy``, whose launchers and cluster environments
-    (subprocesses, ``torchrun``, SLURM) start the processes: gloo joins them on CPUs, NCCL on GPUs.
+    The strategy requires a Trainer with :class:`~lightning_fed.callbacks.Federation`. Every process draws the same
+    cohort and trains a share of the clients, exactly as a single process would. The processes merge the aggregators
+    once per round, and every process loads the same new global model. Gradients are never synchronised, and the module
+    is not wrapped.
+
+    During visits a process runs independently: ``trainer.world_size`` is 1, and ``sync_dist=True``, ``self.all_gather``
+    and torchmetrics stay within the process. Between rounds, in validation and in tests, the strategy behaves like
+    Lightning's ``DDPStrategy``, including launchers and cluster environments (subprocesses, ``torchrun``, SLURM). The
+    processes communicate by gloo on CPUs and by NCCL on GPUs.
 
     Registered as ``"client_parallel"``.
 
     Args:
-        accelerator: As in ``DDPStrategy``, like all that the Trainer fills in.
-        parallel_devices: Likewise.
-        cluster_environment: Likewise.
-        checkpoint_io: Likewise.
-        precision_plugin: Likewise.
-        process_group_backend: Backend of ``torch.distributed``; by default that of the device.
-        timeout: How long a process waits for the others before it gives up with an error. It must be longer than
-            the visits of one process in a round can take: the first to be ready waits for the last.
-        balance: What the visits are shared out by: their ``"batches"``, or ``"time"``, the batches times what a batch
-            of the client took in its last visit. With the former the shares, and so the order of every sum, depend on
-            the data only, and two runs are equal to the last bit. With the latter they are equal to rounding in
-            float64; it is for clients whose batches take unlike times, for their sizes or their processes' devices.
+        accelerator: See ``DDPStrategy``; set by the Trainer.
+        parallel_devices: See ``DDPStrategy``; set by the Trainer.
+        cluster_environment: See ``DDPStrategy``; set by the Trainer.
+        checkpoint_io: See ``DDPStrategy``; set by the Trainer.
+        precision_plugin: See ``DDPStrategy``; set by the Trainer.
+        process_group_backend: Backend for ``torch.distributed``; by default chosen for the device.
+        timeout: Maximum wait for other processes, followed by an error. The first process waits for the last process at
+            the end of each round, so the value must exceed one process's visits in a round.
+        balance: Measure for equal shares. ``"batches"`` counts batches; shares and summation order then depend only on
+            the data, and two runs agree bit for bit. ``"time"`` multiplies the batches by the client's measured seconds
+            per batch, for clients or devices with different speeds; two runs agree up to float64 rounding.
 
     Raises:
         ValueError: If ``balance`` is unknown.
-        MisconfigurationException: In ``fit``, if the module has synchronised BatchNorm layers, or differs from process
-            to process.
+        MisconfigurationException: In ``fit``, if the module has synchronised BatchNorm layers or differs between
+            processes.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> trainer = FederatedTrainer(max_rounds=10, strategy="client_parallel", devices=1, logger=False)
         >>> trainer.strategy.balance
         'batches'
-
     """
 
     strategy_name = "client_parallel"
@@ -97,11 +97,11 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The processes; this one alone before they are joined."""
+        """The process group; a single process before ``setup_environment``."""
         return self._processes
 
     def callbacks(self) -> Sequence[L.Callback]:
-        """The stand-in for ``LightningModule.log``."""
+        """Returns the replacement for ``LightningModule.log``."""
         return [DistributedLog()]
 
     def synchronise(
@@ -112,7 +112,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
         schedule: Schedule,
         progress: RoundProgress,
     ) -> RoundSynchronisation:
-        """Makes the synchronisation of a fit's rounds."""
+        """Returns the synchronisation for a fit."""
         check_processes(trainer, store)
         (log,) = (callback for callback in callbacks_of(trainer) if isinstance(callback, DistributedLog))
         processes = self.process_group
@@ -120,17 +120,17 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
 
     @property
     def world_size(self) -> int:
-        """Number of processes; 1 while each is on its own."""
+        """Number of processes; 1 during visits."""
         return 1 if self._processes.is_independent else super().world_size
 
     def setup_environment(self) -> None:
-        """Joins the processes."""
+        """Initialises the process group."""
         super().setup_environment()
         if super().world_size > 1:
             self._processes = TorchProcessGroup(self.root_device)
 
     def configure_ddp(self) -> None:
-        """In the place of wrapping the module: makes it the same in all processes."""
+        """Copies the first process's module to all processes, instead of wrapping the module."""
         module = self.lightning_module
         assert module is not None
         if self._layer_sync is not None or any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
@@ -142,34 +142,34 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
             self._make_alike(module)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Over the processes; what it is given while each is on its own."""
+        """Reduces over all processes; returns the input during visits."""
         return tensor if self._processes.is_independent else super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Of all processes; what it is given, as with one process, while each is on its own."""
+        """Gathers from all processes; returns the input during visits."""
         return tensor if self._processes.is_independent else super().all_gather(tensor, group, sync_grads)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all processes, unless each is on its own."""
+        """Waits for all processes, except during visits."""
         if not self._processes.is_independent:
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of process ``src``; that of this one while each is on its own."""
+        """Broadcasts from process ``src``; returns the input during visits."""
         return obj if self._processes.is_independent else super().broadcast(obj, src)
 
     def teardown(self) -> None:
-        """Lets go of the module."""
+        """Releases the module."""
         self._processes.is_independent = False
         super().teardown()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Does nothing: only Lightning's own classes are asked, and this one registers itself."""
+        """Does nothing: Lightning only calls this method on built-in strategies."""
 
     @torch.no_grad()
     def _make_alike(self, module: L.LightningModule) -> None:
-        """Gives parameters and buffers the values that they have in the first process."""
+        """Copies all parameters and buffers from the first process."""
         values = tensors_by_path(module)
         forms = {name: (value.shape, value.dtype) for name, value in values.items()}
         for rank, rank_forms in enumerate(self._processes.gather(forms)):

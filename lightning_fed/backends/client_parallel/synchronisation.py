@@ -1,4 +1,4 @@
-"""Rounds in several processes: each trains its share of the clients alone, then they join their results."""
+"""Round synchronisation for parallel clients: independent visits, followed by a merge of all results."""
 
 from __future__ import annotations
 
@@ -30,24 +30,23 @@ from lightning_fed.process_group import ProcessGroup
 from lightning_fed.server.interface import RoundReport, ServerInterface
 from lightning_fed.server.schedule import Cohort, Schedule
 
-_ROUNDING = 1e-4
+_ROUNDING = 1e-4  # largest relative difference between norms of equal models
 
 
 @dataclass
 class _Share:
-    """One process's share of a round.
+    """One process's results for a round.
 
     Args:
-        is_cut: Whether its round ended before its last visit was over.
-        should_stop: Whether its Trainer was told to stop.
-        steps: Optimizer steps that it has done.
-        report: Report of its visits.
-        visit_costs: Seconds that a batch of every client took.
-        finals: States in which clients left the schedulers, see ``LocalOptimizers``.
-        logged: Values that its visits have logged.
-        stored: The clients' own state from now on, see ``ClientStore.share``.
+        is_cut: Whether the round ended before the last visit was complete.
+        should_stop: Whether the Trainer received a request to stop.
+        steps: Number of optimizer steps.
+        report: Report on the visits.
+        visit_costs: Seconds per batch, by client.
+        finals: Final scheduler states, see ``LocalOptimizers``.
+        logged: Values logged in the visits.
+        stored: Client states for the next rounds, see ``ClientStore.share``.
         noted: Results of the callbacks' ``share_round``.
-
     """
 
     is_cut: bool
@@ -62,21 +61,20 @@ class _Share:
 
 
 class ProcessSynchronisation(RoundSynchronisation):
-    """Synchronisation of the processes of a fit, and what this one has seen of the round so far.
+    """Synchronises the processes in a fit.
 
     Args:
         trainer: The Trainer.
         server: The server.
-        store: Store of the clients' own state.
-        schedule: Draws the rounds' seeds.
+        store: Store for client states.
+        schedule: Source for the rounds' seeds.
         progress: Lightning's progress in checkpoints.
-        processes: The processes.
-        log: Stands in for the module's ``log``.
-        balance: Whether visits are shared out by their batches, or by the time that they took.
+        processes: The process group.
+        log: Replacement for the module's ``log``.
+        balance: Measure for equal shares: batches or time.
 
     Attributes:
-        visit_costs: Costs of the visits so far, by which they are shared out.
-
+        visit_costs: Measured visit costs, for equal shares.
     """
 
     visit_costs: VisitCosts
@@ -102,7 +100,7 @@ class ProcessSynchronisation(RoundSynchronisation):
         self._should_stop = False
 
     def start_round(self) -> None:
-        """Leaves every process on its own."""
+        """Makes every process independent."""
         self._unsynchronized = ExitStack()
         self._unsynchronized.enter_context(unsynchronized(find_metrics(self._trainer.lightning_module)))
         self._processes.is_independent = True
@@ -110,23 +108,23 @@ class ProcessSynchronisation(RoundSynchronisation):
         self._seconds, self._should_stop = {}, False
 
     def start_visit(self, planned: PlannedVisit) -> None:
-        """Notes when a visit begins."""
+        """Stores the start time."""
         self._log.start_visit(planned.position)
         self._visit_start = time.perf_counter()
 
     def end_batch(self) -> None:
-        """Lets a Trainer that is told to stop go on: it is to stop in all processes, after the round."""
+        """Postpones a request to stop until all processes can stop together, after the round."""
         trainer = self._trainer
         if trainer.should_stop:
             trainer.should_stop, self._should_stop = False, True
 
     def end_visit(self, planned: PlannedVisit) -> None:
-        """Notes the time that a visit took."""
+        """Measures the seconds per batch."""
         if planned.fault is None and self._goes_by_time:
             self._seconds[planned.visit.client] = (time.perf_counter() - self._visit_start) / planned.num_batches
 
     def join(self, state: State, optimizers: LocalOptimizers, cohort: Cohort, is_cut: bool = False) -> None:
-        """Makes all processes know of all visits, and merges what the aggregators have received."""
+        """Shares all visits' results with all processes, and merges the aggregators."""
         server, trainer, module = self._server, self._trainer, self._trainer.lightning_module
         number = server.report.round
         self.end_batch()
@@ -166,11 +164,15 @@ class ProcessSynchronisation(RoundSynchronisation):
         optimizers.finals = {position: final for share in shares for position, final in share.finals.items()}
         for index, callback in enumerate(sharing):
             callback.join_round(trainer, module, [share.noted[index] for share in shares])
-        seed_everything(self._schedule.start_seed(number))  # the chain starts the round once more
+        seed_everything(self._schedule.start_seed(number))  # the chain restarts the round below
         self._merge(state)
 
     def check_state(self, local: LocalModel) -> None:
-        """Makes sure that all processes have the same global model."""
+        """Checks for equal global models in all processes.
+
+        Raises:
+            RuntimeError: If the models differ by more than rounding.
+        """
         state = {name: local.entries[name] for name in local.shared}
         norms = self._processes.gather(float(norm(state.values())))
         if len(set(norms)) == 1:
@@ -185,38 +187,38 @@ class ProcessSynchronisation(RoundSynchronisation):
         local.load_global(self._processes.broadcast(state))
 
     def end_round(self) -> None:
-        """Has the processes wait for each other again."""
+        """Ends the independence of the processes."""
         self._processes.is_independent = False
         self.release()
 
     def abort(self) -> None:
-        """Has this process wait for no other one."""
+        """Makes this process independent for good."""
         self._processes.is_independent = True
 
     def release(self) -> None:
-        """Lets metrics synchronise again."""
+        """Restores the synchronisation of metrics."""
         self._unsynchronized.close()
 
     def _merge(self, start: State) -> None:
-        """Has every process's chain receive what all have received, in the order of the ranks."""
+        """Merges the received updates of all processes in rank order."""
         server = self._server
         known = _tensors([start, server.chain.state_dict()])
         for rank, part in enumerate(self._processes.gather_one_by_one(server.chain.part, known)):
-            if rank == 0:  # our own part is on its way by now
+            if rank == 0:  # this process has already sent the local part
                 server.start_chain()
             server.chain.merge(part)
 
 
 def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
-    """Refuses what cannot be right where several processes share the clients of a round.
+    """Checks settings for a fit with several processes.
 
     Args:
         trainer: The Trainer.
-        store: Store of the clients' own state.
+        store: Store for client states.
 
     Raises:
-        MisconfigurationException: With what to do instead.
-
+        MisconfigurationException: For ``max_steps``, an unshared store, checkpoints within a round, or a callback
+            without ``share_round``.
     """
     if trainer.max_steps != -1:
         raise MisconfigurationException(
@@ -250,12 +252,11 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
 
 
 def shares_notes(callback: FederatedCallback) -> bool:
-    """True if a callback has anything to share at the end of a round."""
+    """True if a callback implements ``share_round``."""
     return is_overridden("share_round", callback, FederatedCallback)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """All tensors in containers, in their order."""
     if isinstance(value, torch.Tensor):
         return [value]
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()

@@ -1,4 +1,4 @@
-"""Federations across machines, on Flower: the server half and the client half as its apps."""
+"""Flower backend: the server half and the client half as Flower apps."""
 
 from lightning_fed.backends.flower.client import client_app as client_app
 from lightning_fed.backends.flower.server import server_app as server_app

@@ -1,4 +1,4 @@
-"""Certificates and keys of a federation: an authority, the server's certificate, and the nodes' keys."""
+"""Certificates and keys for a federation: certificate authority, server certificate and node keys."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from lightning_fed.atomic_files import write_private
 
 _HERE = ("localhost", "127.0.0.1", "::1")
-"""Names by which the SuperLink's own processes, the gateway and `flwr` reach it on the server's machine."""
+"""The SuperLink's names on the server's machine, for the SuperLink's processes, the gateway and `flwr`."""
 
 
 def write_certificates(folder: Path, names: Sequence[str], days: int = 365) -> list[Path]:
-    """Writes the authority's certificate and key, if they are not there, and the server's.
+    """Writes the server's certificate and key, and if missing the authority's certificate and key.
+
+    The authority's certificate is valid ten times as long, so a new server certificate needs no new ``ca.crt`` on the
+    nodes.
 
     Args:
-        folder: Where to: ``ca.crt``, which everybody gets; ``ca.key``, ``server.crt`` and ``server.key``.
-        names: Names and addresses by which nodes reach the server.
-        days: Days for which the server's is valid; the authority's is for ten times as many, so that the server's can
-            be made anew without a new ``ca.crt`` at the nodes.
+        folder: Target folder for ``ca.crt`` (distributed to all nodes), ``ca.key``, ``server.crt`` and ``server.key``.
+        names: Names and addresses of the server, as used by nodes.
+        days: Validity of the server's certificate in days.
 
     Returns:
-        The files that were written.
+        The new files.
 
     Raises:
-        FileExistsError: If there is a certificate of the server already.
+        FileExistsError: If the folder already has a server certificate.
 
     Example:
         >>> import tempfile
         >>> [path.name for path in write_certificates(Path(tempfile.mkdtemp()), ["fed.example.org"])]
         ['ca.key', 'ca.crt', 'server.key', 'server.crt']
-
     """
     if (folder / "server.crt").exists():
         raise FileExistsError(
@@ -73,11 +74,17 @@ def write_certificates(folder: Path, names: Sequence[str], days: int = 365) -> l
 
 
 def write_node_key(folder: Path, name: str) -> list[Path]:
-    """Writes a node's key as ``ssh-keygen -t ecdsa`` does: ``<name>.key``, and ``<name>.key.pub`` for the server.
+    """Writes a node's key pair in the format of ``ssh-keygen -t ecdsa``.
+
+    Args:
+        folder: Target folder for ``<name>.key``, and ``<name>.key.pub`` for registration with the server.
+        name: Node name.
+
+    Returns:
+        The new files.
 
     Raises:
-        FileExistsError: If there is one already.
-
+        FileExistsError: If the key exists.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     private, public = folder / f"{name}.key", folder / f"{name}.key.pub"
@@ -106,7 +113,7 @@ def _certificate(
         .issuer_name(issuer)
         .public_key(public)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))  # for a clock that is behind
+        .not_valid_before(now - datetime.timedelta(days=1))  # tolerates a slow clock
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
     )

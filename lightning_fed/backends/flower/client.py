@@ -29,30 +29,31 @@ def client_app(
     bounds: OrderBounds | None = None,
     policy: str | os.PathLike[str] | None = None,
 ) -> LightningClientApp:
-    """The clients' half of a federation, as a Flower app: what runs beside the data.
+    """Client half as a Flower app, on the machine with the data.
 
-    A visit is a fit of an ordinary ``L.Trainer``, with this machine's accelerator, precision and loggers. What stays
-    with the clients (personal layers, kept optimizer state, what callbacks remember) stays in ``store``, and what the
-    federation says of it is said here: the server cannot ask for it.
+    A visit is a fit with an ordinary ``L.Trainer``: accelerator, precision and loggers are local settings. Client state
+    (personal layers, kept optimizer state, callback state) stays in ``store``. Only local settings decide about the
+    state; the server cannot request the state.
 
-    One machine may have several clients: all that ``data`` has, or, with ``partition-id`` and ``num-partitions`` in the
-    node's configuration, every ``num-partitions``-th of them, as in a simulation.
+    A machine may serve several clients: all clients in ``data``, or, with ``partition-id`` and ``num-partitions`` in
+    the node configuration, every ``num-partitions``-th client, as in a Flower simulation.
 
     Args:
-        federation: The federation, as the server has it.
-        model: The LightningModule, or what makes it (after ``lightning.seed_everything`` with the federation's seed).
-        data: A mapping of clients or a ``FederatedDataModule``; or, where the federation has a ``partition``, a
-            datamodule that it splits. Or a function of the node's configuration that returns one of these.
-        trainer: Arguments of ``L.Trainer``.
-        callbacks: Callbacks beside the federation's own.
-        store: Folder for what is the clients'; by default ``lightning-fed`` in Flower's own (``FLWR_HOME``).
-        bounds: Bounds of the work that is done on the server's order; by default there are none.
-        policy: File of the site's policy, without which nothing leaves; by default ``site_policy.toml`` in ``store``.
-            If neither the file, nor a record or a similar name exists in ``store``, every answer leaves. See
+        federation: The federation, with the server's arguments.
+        model: The LightningModule, or a function returning the module (called after ``lightning.seed_everything`` with
+            the federation's seed).
+        data: Mapping from client to data, or a ``FederatedDataModule``; with a ``partition`` in the federation, a plain
+            datamodule. Alternatively a function from the node configuration to one of these.
+        trainer: Arguments for ``L.Trainer``.
+        callbacks: Additional callbacks.
+        store: Folder for client state; by default ``lightning-fed`` in Flower's folder (``FLWR_HOME``).
+        bounds: Limits for work ordered by the server; unlimited by default.
+        policy: File with the site policy; no answer leaves without the file. By default ``site_policy.toml`` in
+            ``store``; without traces of a policy in ``store``, every answer leaves. See
             :mod:`lightning_fed.backends.site`.
 
     Raises:
-        ValueError: If the Trainer is asked for what is the server's to say.
+        ValueError: If ``trainer`` has an argument reserved for the server.
 
     Example:
         >>> import torch
@@ -65,7 +66,6 @@ def client_app(
         ...     lambda node: {node["client"]: TensorDataset(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long))},
         ...     trainer={"accelerator": "cpu"},
         ... )
-
     """
     runner = ClientRunner(
         federation,
@@ -81,11 +81,10 @@ def client_app(
 
 
 class LightningClientApp(ClientApp):
-    """App of a client, of :func:`client_app`: it has its runner answer.
+    """Flower app returned by :func:`client_app`.
 
     Args:
         runner: Answers packets.
-
     """
 
     def __init__(self, runner: ClientRunner) -> None:

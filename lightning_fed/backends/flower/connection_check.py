@@ -1,4 +1,4 @@
-"""Checks a node's connection to its server, one thing after another, and names the first that is wrong."""
+"""Step-by-step check for a node's connection to the server, up to the first fault."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ from lightning_fed.backends.flower.start import flower_environment, free_port, s
 _SECONDS = 10.0
 _NODE_SECONDS = 60.0
 _MOST_SKEW = 300.0
-"""Seconds by which a node's clock may be behind; of one that is ahead Flower takes 5."""
+"""Maximum seconds for a slow clock on a node. Flower tolerates only 5 seconds for a fast clock."""
 
 
 class Broken(Exception):
-    """Fault of a connection, with its remedy."""
+    """Connection fault, with the remedy."""
 
 
 def check_connection(address: str, ca: Path, key: Path | None = None) -> Iterator[str]:
     """Checks name, port, certificate, gateway, versions, clocks, and the node's key.
 
     Args:
-        address: Where nodes reach the server, such as ``"fed.example.org:9092"``.
+        address: The gateway's address, such as ``"fed.example.org:9092"``.
         ca: The authority's certificate, ``ca.crt``.
-        key: The node's private key; ``None`` leaves the last check out.
+        key: The node's private key; ``None`` skips the last check.
 
     Yields:
-        A line for everything that is right.
+        A line for each passed check.
 
     Raises:
-        Broken: At the first thing that is wrong.
-
+        Broken: At the first failed check.
     """
     name, port = split_address(address)
     try:
@@ -95,15 +94,15 @@ def _ask(name: str, port: int, ca: Path) -> tuple[http.client.HTTPResponse, str]
 
 
 def _find_skew(date: str | None) -> float:
-    """Seconds by which this machine's clock is ahead."""
     if date is None:
         return 0.0
     theirs = email.utils.parsedate_to_datetime(date)
+    # positive if this machine's clock is fast
     return (datetime.datetime.now(datetime.UTC) - theirs).total_seconds()
 
 
 def _join(address: str, ca: Path, key: Path) -> str:
-    """Starts a SuperNode for as long as it takes to be let in; returns its number."""
+    """Starts a SuperNode, waits for the server's approval, and returns the node's number."""
     if not key.is_file():
         raise Broken(f"key: there is no {str(key)!r}; `lightning-fed flower certificates --node` makes one")
     command = [

@@ -62,7 +62,6 @@ class Registry:
 
     Args:
         database: The SuperLink's SQLite file.
-
     """
 
     def __init__(self, database: str) -> None:
@@ -77,7 +76,6 @@ class Registry:
 
         Raises:
             sqlite3.Error: If the database cannot be read, and the key was not found in the last minute.
-
         """
         try:
             key = b64decode(headers[b"flwr-public-key"], validate=True)
@@ -135,7 +133,6 @@ class Listener(socket.socket):
 
     Attributes:
         strangers: Connections without a signed call, the oldest first, by address and port.
-
     """
 
     def __init__(self, family: int, address: tuple[Any, ...]) -> None:
@@ -199,7 +196,6 @@ class Gateway:
         ca: File with the authority's certificate.
         registry: Registered nodes' keys.
         listeners: The listening sockets.
-
     """
 
     def __init__(self, superlink: str, ca: str, registry: Registry, listeners: list[Listener] | None = None) -> None:
@@ -294,7 +290,6 @@ async def _read(receive: Receive) -> AsyncIterator[bytes]:
 
     Raises:
         _TooLargeError: If the body is too large or breaks off.
-
     """
     size, has_more = 0, True
     while has_more:
@@ -318,7 +313,7 @@ async def _answer(send: Send, status: int, body: bytes) -> None:
 
 
 def serve_gateway(superlink: str, host: str, port: int, ca: str, certificate: str, key: str, database: str) -> None:
-    """Runs a gateway until the process is told to end.
+    """Runs a gateway until the end of the process.
 
     Args:
         superlink: The SuperLink's address on this machine.
@@ -326,9 +321,8 @@ def serve_gateway(superlink: str, host: str, port: int, ca: str, certificate: st
         port: Port.
         ca: File with the authority's certificate.
         certificate: File with the server's certificate.
-        key: File with its key.
+        key: File with the server's private key.
         database: The SuperLink's SQLite file, with registered nodes' keys.
-
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listeners = [Listener(family, address) for family, address in {(one[0], one[4]): None for one in found}]

@@ -32,37 +32,40 @@ def server_app(
     patience: float = 600.0,
     key: str | os.PathLike[str] | None = None,
 ) -> ServerApp:
-    """The server's half of a federation, as a Flower app.
+    """Server half as a Flower app.
 
-    It waits for its clients, and trains as ``Trainer.fit`` does: after every round the global model is validated,
-    logged and saved in ``folder``. An app that is started again goes on from the last complete round there, whatever
-    ended the one before; one that is to begin anew needs another folder.
+    The app waits for the clients and then trains like ``Trainer.fit``: after every round, Lightning validates, logs and
+    saves the global model in ``folder``. A restarted app resumes from the last complete round in ``folder``. A new run
+    needs another folder.
 
-    Only messages cross: the global model and what the method adds go down, updates come up. They are checked before
-    they are used, and nothing in them is unpickled. A client that is not there, answers too late or with nonsense is
-    left out of the round by name.
+    The network only carries messages: the global model and additional tensors from the method in one direction, updates
+    in the other. Messages are validated and never unpickled. A round excludes a client without a valid answer within
+    the time limit, and the log names the client.
 
     Args:
-        federation: The federation: rule, schedule, what stays with the clients. Clients need the same one.
-        model: The LightningModule, or what makes it (after ``lightning.seed_everything`` with the federation's seed).
-        val_data: Validation data of the global model, as :class:`~lightning_fed.data.FederatedDataModule` takes them,
-            or a datamodule that has them (it is set up for the stage ``"validate"``).
-        trainer: Arguments of ``L.Trainer``; ``max_epochs`` is the number of rounds.
-        clients: The clients' keys, or how many they are. Training starts when they are there, and is theirs: those that
-            come later are not drawn. A run that goes on waits for those whom it began with. A mapping binds each to
-            the public key of a SuperNode (the text of its ``.key.pub``), or to the number that ``flwr supernode
-            register`` gives it: then no other node can speak for that client, or gets a message.
-        folder: Where checkpoints are, ``last.ckpt`` among them.
-        callbacks: Callbacks beside the federation's own.
-        time_limit: Seconds in which the clients of a round must have answered; or a :class:`Deadline`, which says more:
-            how long a round that has enough answers waits for the others, and for a connection that is lost.
-        patience: Seconds in which the clients must have come.
-        key: File of a private key (``ssh-keygen -t ed25519 -N ""``) with which messages are signed, for sites whose
-            policy names the server's key.
+        federation: The federation. The client half needs equal arguments.
+        model: The LightningModule, or a function returning the module (called after ``lightning.seed_everything`` with
+            the federation's seed).
+        val_data: Validation data for the global model, in any form accepted by
+            :class:`~lightning_fed.data.FederatedDataModule`, or a datamodule with a validation loader (``setup``
+            receives the stage ``"validate"``).
+        trainer: Arguments for ``L.Trainer``; ``max_epochs`` is the number of rounds.
+        clients: The client names, or the number of clients. Training starts as soon as all clients are connected. Later
+            clients are ignored, and a resumed run waits for the original clients. A mapping binds each client to a
+            SuperNode's public key (text of the ``.key.pub`` file) or number (from ``flwr supernode register``); other
+            nodes can then neither answer for the client nor receive the client's messages.
+        folder: Folder for checkpoints, including ``last.ckpt``.
+        callbacks: Additional callbacks.
+        time_limit: Seconds per round for the clients' answers. A :class:`Deadline` also limits the wait for late
+            answers and for lost connections.
+        patience: Seconds for all clients to connect.
+        key: File with a private key (``ssh-keygen -t ed25519 -N ""``) for signed messages. Required by sites with the
+            server's public key in the policy.
 
     Raises:
-        ValueError: If an argument is out of its range, or the Trainer is asked for what is not possible.
-        MisconfigurationException: When the app runs, if a callback or option needs the clients' data on the server.
+        ValueError: If an argument is outside the allowed range, or a Trainer argument is unsupported.
+        MisconfigurationException: At the start of the app, if a callback or option needs the clients' data on the
+            server.
 
     Example:
         >>> from torch import nn
@@ -74,7 +77,6 @@ def server_app(
         ...     clients=["hospital-a", "hospital-b"],
         ...     folder="runs/hospitals",
         ... )
-
     """
     bound = dict(clients) if isinstance(clients, Mapping) else None
     for client, node in (bound or {}).items():

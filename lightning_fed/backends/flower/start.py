@@ -1,4 +1,4 @@
-"""The processes of a server and of a node: Flower's with the options that are safe, and ours beside them."""
+"""Start of a server's and a node's processes: Flower's programs with safe options, gateway and worker."""
 
 from __future__ import annotations
 
@@ -26,31 +26,30 @@ _ENVIRONMENT = {
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
 }
 SERVER_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": f"{4 * 2**20}"}
-"""Gives back what a large message leaves, in Flower's chunks of 5 MiB. Training would be slower with it."""
+"""Makes the allocator return the memory of large messages (Flower's chunks have 5 MiB). Slows down training, so only
+the server's processes use the setting."""
 GATEWAY = (sys.executable, "-P", str(Path(__file__).with_name("gateway.py")))
-"""Command of the gateway, as a file by itself: as a module of this package it would load torch, and use none of it."""
+"""Command for the gateway. The file runs as a script: an import as a module of this package would load torch."""
 
 _START_SECONDS = 300.0
 _GRACE_SECONDS = 10.0
 
 
 def start_server(keys: Path, address: str, host: str | None = None, port: int = 8000) -> None:
-    """Runs a server until one of its processes ends: SuperLink, the process that starts its apps, and the gateway.
+    """Runs SuperLink, SuperExec and gateway, until one process ends.
 
-    The SuperLink listens on the loopback address, takes registered nodes only, and keeps its state in the folder
-    ``server`` of Flower's. Its apps are started by a process that knows a secret, so that nobody else can take an app's
-    place.
+    The SuperLink listens on the loopback address, accepts registered nodes only, and stores state in ``server`` in
+    Flower's folder. A shared secret between SuperLink and SuperExec prevents other users from running an app.
 
     Args:
         keys: Folder with ``ca.crt``, ``server.crt`` and ``server.key`` (:func:`write_certificates`).
-        address: Name and port at which nodes reach the gateway.
-        host: Name or address at which the gateway listens; by default the name of ``address``.
-        port: Port of the SuperLink on the loopback address, which ``flwr`` uses.
+        address: Name and port of the gateway, as used by nodes.
+        host: Name or address for the gateway's listening socket; by default the name in ``address``.
+        port: Port of the SuperLink on the loopback address, used by ``flwr``.
 
     Raises:
-        FileNotFoundError: If there are no certificates.
-        OptionError: If a port is taken.
-
+        FileNotFoundError: If a certificate is missing.
+        OptionError: If a port is in use.
     """
     name, gateway_port = split_address(address)
     ca, certificate, key = (str((keys / file).resolve()) for file in ("ca.crt", "server.crt", "server.key"))
@@ -77,21 +76,20 @@ def start_server(keys: Path, address: str, host: str | None = None, port: int = 
 
 
 def start_node(app: Path, keys: Path, address: str, client: str, config: str = "") -> None:
-    """Runs a node until one of its processes ends: SuperNode, the process that starts its apps, and the worker.
+    """Runs worker, SuperNode and SuperExec, until one process ends.
 
-    The SuperNode's own port is on the loopback address, and takes what knows a secret, so that no other user of the
-    machine can answer in the client's place. Secret and socket are in the folder ``node-<client>`` of Flower's.
+    The SuperNode listens on the loopback address. A shared secret between SuperNode and SuperExec prevents other users
+    on the machine from answering for the client. Secret and socket are in ``node-<client>`` in Flower's folder.
 
     Args:
-        app: Folder of the app, whose ``clients.py`` has the data.
+        app: App folder, with the data in ``clients.py``.
         keys: Folder with ``ca.crt`` and the node's key ``<client>.key``.
         address: Name and port of the server's gateway.
-        client: Name of the client.
-        config: More of the node's configuration, as ``flower-supernode`` takes it.
+        client: Client name.
+        config: Additional node configuration, in the format of ``flower-supernode``.
 
     Raises:
-        FileNotFoundError: If there is no certificate or key.
-
+        FileNotFoundError: If a certificate or key is missing.
     """
     split_address(address)
     ca, key = (str((keys / file).resolve()) for file in ("ca.crt", f"{client}.key"))
@@ -115,15 +113,14 @@ def start_node(app: Path, keys: Path, address: str, client: str, config: str = "
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Name and port of an address.
+    """Splits an address into name and port.
 
     Raises:
-        OptionError: If it has none.
+        OptionError: If name or port is missing or invalid.
 
     Example:
         >>> split_address("fed.example.org:9092")
         ('fed.example.org', 9092)
-
     """
     name, _, port = address.rpartition(":")
     if not name or not port.isdigit() or not 0 < int(port) < 2**16:
@@ -132,12 +129,12 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def flower_home() -> Path:
-    """Flower's folder."""
+    """Flower's folder: ``FLWR_HOME`` or ``~/.flwr``."""
     return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
 
 
 def flower_environment() -> dict[str, str]:
-    """Environment of Flower's programs: without reports to its makers, and with those of this Python found first."""
+    """Environment for Flower's programs: no telemetry, and programs from this Python environment first."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**_ENVIRONMENT, **os.environ, "PATH": path}
 
@@ -149,7 +146,6 @@ def _state(folder: Path) -> Path:
 
 
 def _write_secret(folder: Path) -> str:
-    """A new secret for the processes of this start, which only this user can read."""
     path = folder / "secret"
     path.unlink(missing_ok=True)
     write_private(path, secrets.token_hex(32).encode())
@@ -176,7 +172,7 @@ def _check_free(host: str, port: int) -> None:
 
 
 def free_port() -> int:
-    """A port of the loopback address that nothing listens at."""
+    """Finds an unused port on the loopback address."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -189,11 +185,10 @@ def _run_together(
     ready: str,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Starts processes, each once the one before listens at its address, and ends all when one ends or a signal comes.
+    """Starts the processes in order, and ends all processes after one exits or after a signal.
 
     Raises:
-        SystemExit: If one ends by itself, with its status.
-
+        SystemExit: If a process exits, with the exit status.
     """
     environment = {**flower_environment(), **(environment or {})}
     processes: list[subprocess.Popen[bytes]] = []
@@ -205,7 +200,7 @@ def _run_together(
     try:
         for command, address in zip(commands, listening, strict=True):
             processes.append(subprocess.Popen(command, env=environment))
-            if address is not None:
+            if address is not None:  # the next process connects to this address
                 _await_listener(address, processes[-1])
         _log.info("%s", ready)
         while all(process.poll() is None for process in processes):

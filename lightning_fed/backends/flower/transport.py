@@ -1,4 +1,4 @@
-"""Transport of packets over Flower's grid: the nodes of clients, messages, their answers and the time limit."""
+"""Transport over Flower's grid: nodes of clients, messages, answers and time limits."""
 
 from __future__ import annotations
 
@@ -31,30 +31,28 @@ from lightning_fed.messages import Client
 _log = logging.getLogger(__name__)
 
 _STYPE = "lightning-fed"
-_ARRAY = 40 * 2**20  # bytes of an array
-_RETRY_SECONDS = 10.0  # seconds
-_HELLO_SECONDS = 20.0  # seconds in which a node that has just come says who its clients are, if it is well
-_COLLECTION = 3600.0  # seconds after the time limit for which answers that came in time are kept until they are read
+_ARRAY = 40 * 2**20  # bytes per array
+_RETRY_SECONDS = 10.0  # until the next request to a node without a valid list of clients
+_HELLO_SECONDS = 20.0  # for a healthy new node to list the clients
+_COLLECTION = 3600.0  # seconds after the time limit to read answers from before the time limit
 
 
 def split_bytes(data: bytes) -> list[memoryview]:
-    """The parts of a packet's bytes that are arrays of their own: of one, Flower makes four copies to put it together.
+    """Splits a packet's bytes into arrays, because Flower makes four copies of an array to assemble the array.
 
     Example:
         >>> [len(part) for part in split_bytes(bytes(60 * 2**20))], [len(part) for part in split_bytes(b"")]
         ([41943040, 20971520], [0])
-
     """
     return [memoryview(data)[start : start + _ARRAY] for start in range(0, max(len(data), 1), _ARRAY)]
 
 
 def to_records(packet: Packet) -> RecordDict:
-    """A packet as Flower's records.
+    """Converts a packet to Flower's records.
 
     Example:
         >>> from_records(to_records(Packet("text", b"1234")))
         Packet(text='text', data=b'1234')
-
     """
     arrays = {
         str(i): Array(dtype="uint8", shape=(len(part),), stype=_STYPE, data=bytes(part))
@@ -64,11 +62,10 @@ def to_records(packet: Packet) -> RecordDict:
 
 
 def from_records(content: RecordDict) -> Packet:
-    """The packet in Flower's records.
+    """Converts Flower's records to a packet.
 
     Raises:
-        PacketError: If there is none.
-
+        PacketError: If the records have no text and tensors.
     """
     try:
         text, record = content["packet"]["text"], content["tensors"]
@@ -82,20 +79,17 @@ def from_records(content: RecordDict) -> Packet:
 
 
 class FlowerTransport(Transport):
-    """Carries packets over Flower's grid.
+    """Sends packets over Flower's grid.
 
-    Clients are at nodes, each of which is asked once for its clients. A node that was lost and came back, under the
-    same name or another, is asked again.
+    The transport asks each node for the node's clients, and asks again after a lost node reconnects.
 
     Args:
         grid: Flower's grid.
-        deadline: Time that a round's clients have for their answers, or its seconds.
-        poll: Seconds between looks at whether an answer has come.
-        bound: Client to the node that may speak for it: its public key, the text of a ``.pub`` file, or the number that
-            Flower's registration of the key gives it. Other nodes get no message. ``None`` believes the first node that
-            names a client, while it is there.
-        key: Signs every message; ``None`` for messages without a signature.
-
+        deadline: Time limit for a round's answers, or seconds.
+        poll: Seconds between checks for answers.
+        bound: Client to permitted node: a public key (text of a ``.pub`` file) or Flower's node number. Other nodes
+            receive no message. With ``None``, the first connected node to name a client serves the client.
+        key: Private key for signed messages; ``None`` for unsigned messages.
     """
 
     def __init__(
@@ -111,11 +105,11 @@ class FlowerTransport(Transport):
         keys = None if bound is None else {client: read_node_key(who) for client, who in bound.items()}
         self._keys, self._bound = keys, None if bound is None else dict[Client, int | None]()
         self._nodes: dict[int, list[Client]] = {}
-        self._asked: dict[int, tuple[str, float]] = {}  # the message, and until when a round waits for its answer
-        self._retry_times: dict[int, float] = {}  # when to ask a node again that did not name its clients
+        self._asked: dict[int, tuple[str, float]] = {}  # message and deadline of the request for clients
+        self._retry_times: dict[int, float] = {}  # time of the next request for clients
 
     def meet(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
-        """Waits for the federation's clients."""
+        """Waits for all expected clients."""
         deadline = time.monotonic() + patience
         wanted = None if isinstance(expected, int) else set(expected)
         while True:
@@ -133,22 +127,19 @@ class FlowerTransport(Transport):
         return chosen
 
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
-        """Sends a packet to a client's node.
-
-        Messages live longer than the time limit: an answer that came in time is still there after a client before it
-        has used the limit up.
-        """
+        """Sends a packet to a client's node."""
         node = self._find_node(client)
+        # Messages outlive the time limit: the round may still wait for an earlier client when an answer arrives.
         return (
             None if node is None else self._push(node, kind, packet, f"{round}", self._deadline.seconds + _COLLECTION)
         )
 
     def pull(self, name: str) -> Answer | None:
-        """The answer to a message, whatever Flower makes of what came; ``None`` as long as it has not come."""
+        """Answer to a message; ``None`` before the answer arrives."""
         try:
             message = next(iter(self._grid.pull_messages([name])), None)
-        except Exception as error:  # Flower puts it together from what a node has sent
-            self._grid.get_node_ids()  # raises as well where it is the connection that is at fault
+        except Exception as error:  # Flower cannot assemble the node's message
+            self._grid.get_node_ids()  # raises, too, if the connection is at fault
             return unreadable(error)
         if message is None:
             return None
@@ -160,12 +151,12 @@ class FlowerTransport(Transport):
             return unreadable(error)
 
     def connection(self, client: Client) -> int | None:
-        """The client's node; ``None`` if it is not there."""
+        """Node of a client; ``None`` for a disconnected client."""
         self.discover()
         return self._node_of(client)
 
     def forget(self, client: Client) -> None:
-        """Asks a client's node for its clients again: it was started again, with other data."""
+        """Asks a client's node for clients again: the node was restarted with other data."""
         node = self._node_of(client)
         if node is not None:
             del self._nodes[node]
@@ -179,7 +170,7 @@ class FlowerTransport(Transport):
         return next((node for node, clients in self._nodes.items() if client in clients), None)
 
     def _find_node(self, client: Client) -> int | None:
-        """The client's node; a node that has just come is given the time to say that it is the one."""
+        # A new node may serve the client, and has some time to answer.
         while (node := self._node_of(client)) is None:
             if all(until < time.monotonic() for _, until in self._asked.values()):
                 return None
@@ -188,7 +179,7 @@ class FlowerTransport(Transport):
         return node
 
     def discover(self) -> None:
-        """Asks new nodes for their clients, and forgets nodes that have gone, without waiting."""
+        """Asks new nodes for clients, and removes disconnected nodes. Returns immediately."""
         there = self._find_nodes()
         for node in [node for node in self._nodes if node not in there]:
             _log.warning("The node of the clients %s has gone.", self._nodes.pop(node))
@@ -210,7 +201,7 @@ class FlowerTransport(Transport):
                 del self._asked[node]
 
     def _find_nodes(self) -> set[int]:
-        """The nodes that are there and may speak for a client."""
+        """Connected nodes with permission to serve a client."""
         if self._keys is None:
             return set(self._grid.get_node_ids())
         numbers: dict[int | bytes, int] = {}
@@ -225,10 +216,10 @@ class FlowerTransport(Transport):
                 raise PacketError(answer)
             header, _ = read_packet(answer, "hello")
             clients = header.get("clients")
-            # Of what can be printed: the log has them.
+            # The log prints the names.
             if not isinstance(clients, list) or not all(is_client(key) and str(key).isprintable() for key in clients):
                 raise PacketError(f"its clients are {clients!r}"[:200])
-        except Exception as error:  # whatever came
+        except Exception as error:  # the content is untrusted
             _log.warning("Node %d does not say who its clients are: %s.", node, one_line(describe(error)))
             self._retry_times[node] = time.monotonic() + _RETRY_SECONDS
             return
@@ -249,11 +240,10 @@ class FlowerTransport(Transport):
 
 
 def read_node_key(who: int | str) -> int | bytes:
-    """A node's public key as Flower keeps it; its number as it is.
+    """Converts a node's public key to Flower's format. A node number is unchanged.
 
     Raises:
-        ValueError: If it is no key.
-
+        ValueError: If the text is not a public key.
     """
     if not isinstance(who, str):
         return who

@@ -1,7 +1,8 @@
-"""Worker: a client's long-lived process, which answers messages from SuperNodes' short-lived ones.
+"""Worker: long-lived client process to answer messages from the SuperNode's short-lived processes.
 
-A SuperNode starts a process for every message. Where that process is only to carry the message here (the ``client.py``
-that ``lightning-fed flower new`` writes imports no torch), a message costs a second, and model and data stay built.
+A SuperNode starts a process for every message. With a worker, this process only forwards the message: the ``client.py``
+from ``lightning-fed flower new`` does not import torch. A message then takes one second, and the worker builds model
+and data only once.
 """
 
 from __future__ import annotations
@@ -26,20 +27,19 @@ _log = logging.getLogger(__name__)
 
 
 def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
-    """Answers messages that come over a Unix socket, one after another.
+    """Answers messages from a Unix socket, one after another.
 
-    Only this user can reach the socket: its folder is closed to others. Messages are text and bytes, which are not
+    Other users cannot reach the socket, because the folder is private. Messages are text and bytes; nothing is
     unpickled.
 
     Args:
-        app: App of :func:`~lightning_fed.backends.flower.client_app`.
-        socket: Path of the socket; a socket that is left there is replaced.
+        app: App from :func:`~lightning_fed.backends.flower.client_app`.
+        socket: Path for the socket; an abandoned socket is replaced.
 
     Raises:
-        TypeError: If the app is another one.
-        FileExistsError: If there is a file, or another worker, already.
-        PermissionError: If others can reach the socket's folder.
-
+        TypeError: If the app is not from ``client_app``.
+        FileExistsError: If the path is a file, or another worker uses the socket.
+        PermissionError: If other users can reach the folder.
     """
     if not isinstance(app, LightningClientApp):
         raise TypeError(f"Expected an app of `client_app`, but got {app!r}.")
@@ -61,7 +61,7 @@ def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
             try:
                 with listener.accept() as connection:
                     _answer(app.runner, connection)
-            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:  # the process that brought it failed
+            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:  # the SuperNode's process failed
                 _log.warning("A message was not answered: %r.", error)
 
 
@@ -70,7 +70,7 @@ def _is_served(path: Path) -> bool:
         end.settimeout(1)
         try:
             end.connect(str(path))
-        except BlockingIOError:  # many are waiting for it
+        except BlockingIOError:  # the queue is full
             return True
         except OSError as error:
             return isinstance(error, TimeoutError)

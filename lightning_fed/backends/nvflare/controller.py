@@ -26,29 +26,30 @@ _log = logging.getLogger(__name__)
 
 
 class FederationController(Controller):  # type: ignore[misc]
-    """The server's half of a federation, as an NVFLARE controller: one task for each message, answered by its site.
+    """Server half as an NVFLARE controller. Each message is a task for one site.
 
-    The controller trains as ``Trainer.fit`` does: after every round the global model is validated, logged and saved in
-    ``folder``. A job submitted again resumes from the last complete round there, whatever ended the job before; a new
-    run needs another folder.
+    The controller trains like ``Trainer.fit``: after every round, Lightning validates, logs and saves the global model
+    in ``folder``. A resubmitted job resumes from the last complete round in ``folder``. A new run needs another folder.
 
     Args:
-        federation: The federation: rule, schedule, what stays with the clients. Clients need the same one.
-        model: The LightningModule, or what makes it (after ``lightning.seed_everything`` with the federation's seed).
-        val_data: Validation data of the global model, as :class:`~lightning_fed.data.FederatedDataModule` takes them,
-            or a datamodule that has them.
-        trainer: Arguments of ``L.Trainer``; ``max_epochs`` is the number of rounds.
-        clients: The clients, which are the sites by their names; or a mapping of each client to the name of its site.
-        folder: Where checkpoints are, ``last.ckpt`` among them: not in the job, which is gone at its end.
-        callbacks: Callbacks beside the federation's own.
-        time_limit: Seconds in which the clients of a round must have answered; or a :class:`Deadline`.
-        patience: Seconds in which the sites must have come.
-        key: File of a private key (``ssh-keygen -t ed25519 -N ""``) with which messages are signed, for sites whose
-            policy names the server's key.
+        federation: The federation. The client half needs equal arguments.
+        model: The LightningModule, or a function returning the module (called after ``lightning.seed_everything`` with
+            the federation's seed).
+        val_data: Validation data for the global model, in any form accepted by
+            :class:`~lightning_fed.data.FederatedDataModule`, or a datamodule with a validation loader.
+        trainer: Arguments for ``L.Trainer``; ``max_epochs`` is the number of rounds.
+        clients: Client names equal to the site names, or a mapping from client to site name.
+        folder: Folder for checkpoints (``last.ckpt``). Use a folder outside the job: NVFLARE deletes the job's folder.
+        callbacks: Additional callbacks.
+        time_limit: Seconds per round for the clients' answers, or a :class:`Deadline`.
+        patience: Seconds for all sites to connect.
+        key: File with a private key (``ssh-keygen -t ed25519 -N ""``) for signed messages. Required by sites with the
+            server's public key in the policy.
 
     Raises:
-        ValueError: If an argument is out of its range, or the Trainer is asked for what is not possible.
-        MisconfigurationException: When the job runs, if a callback or option needs the clients' data on the server.
+        ValueError: If an argument is outside the allowed range, or a Trainer argument is unsupported.
+        MisconfigurationException: At the start of the job, if a callback or option needs the clients' data on the
+            server.
 
     Example:
         >>> from torch import nn
@@ -60,7 +61,6 @@ class FederationController(Controller):  # type: ignore[misc]
         ...     clients=["site-1", "site-2"],
         ...     folder="runs/hospitals",
         ... )
-
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class FederationController(Controller):  # type: ignore[misc]
         self._key = None if key is None else read_private_key(key)
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        """Keeps the job alive when NVFLARE cannot decode an answer."""
+        """Keeps the job alive after an undecodable answer."""
         _survive_bad_answers()
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
@@ -102,20 +102,20 @@ class FederationController(Controller):  # type: ignore[misc]
         self._runner.run(FlareTransport(self, fl_ctx, abort_signal, self._sites, self._deadline, key=self._key))
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
-        """Does nothing: the run is over."""
+        """Does nothing: training is over."""
 
     def process_result_of_unknown_task(
         self, client: Site, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
     ) -> None:
-        """Drops an answer that came too late."""
+        """Drops a late answer."""
         _log.warning("An answer of site %r to %r came too late, and is dropped.", client.name, task_name)
 
 
 def _survive_bad_answers() -> None:
-    """Turns off the exit of NVFLARE's job process after an undecodable answer, which one site could provoke.
+    """Prevents NVFLARE's job process from exiting after an undecodable answer: one site could end the job.
 
     NVFLARE decodes an answer before the controller sees the answer. The decoding still fails, and the round excludes
     the site at its deadline.
     """
-    if hasattr(cell, "_is_server_job_cell"):  # from NVFLARE 2.8 on
+    if hasattr(cell, "_is_server_job_cell"):  # NVFLARE >= 2.8
         cell._is_server_job_cell = lambda _: False  # noqa: SLF001 - NVFLARE has no option

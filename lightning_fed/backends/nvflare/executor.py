@@ -27,24 +27,23 @@ _log = logging.getLogger(__name__)
 
 
 class FederationExecutor(Executor):  # type: ignore[misc]
-    """The clients' half of a federation, as an NVFLARE executor: what runs beside the data.
+    """Client half as an NVFLARE executor, on the machine with the data.
 
-    A visit is a fit of an ordinary ``L.Trainer``, with this machine's accelerator, precision and loggers. What stays
-    with the clients stays in ``store``, and what the federation says of it is said here: the server cannot ask for it.
+    A visit is a fit with an ordinary ``L.Trainer``: accelerator, precision and loggers are local settings. Client state
+    stays in ``store``. Only local settings decide about the state; the server cannot request the state.
 
     Args:
-        federation: The federation, as the server has it.
-        model: The LightningModule, or what makes it (after ``lightning.seed_everything`` with the federation's seed).
-        data: A mapping of clients or a ``FederatedDataModule``; or, where the federation has a ``partition``, a
-            datamodule that it splits. Or a function of the site's configuration, ``{"site": its name}``, that returns
-            one of these.
-        trainer: Arguments of ``L.Trainer``.
-        callbacks: Callbacks beside the federation's own.
-        store: Folder for what is the clients'; by default ``lightning-fed`` in the site's workspace, which every job
-            on the site shares.
-        bounds: Bounds of the work that is done on the server's order; by default there are none.
-        policy: File of the site's policy, without which nothing leaves; by default ``site_policy.toml`` in ``store``.
-            If neither the file, nor a record or a similar name exists in ``store``, every answer leaves. See
+        federation: The federation, with the server's arguments.
+        model: The LightningModule, or a function returning the module (called after ``lightning.seed_everything`` with
+            the federation's seed).
+        data: Mapping from client to data, or a ``FederatedDataModule``; with a ``partition`` in the federation, a plain
+            datamodule. Alternatively a function from the site configuration (``{"site": name}``) to one of these.
+        trainer: Arguments for ``L.Trainer``.
+        callbacks: Additional callbacks.
+        store: Folder for client state; by default ``lightning-fed`` in the site's workspace, shared by all jobs.
+        bounds: Limits for work ordered by the server; unlimited by default.
+        policy: File with the site policy; no answer leaves without the file. By default ``site_policy.toml`` in
+            ``store``; without traces of a policy in ``store``, every answer leaves. See
             :mod:`lightning_fed.backends.site`.
 
     Example:
@@ -58,7 +57,6 @@ class FederationExecutor(Executor):  # type: ignore[misc]
         ...     lambda node: {node["site"]: TensorDataset(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long))},
         ...     trainer={"accelerator": "cpu"},
         ... )
-
     """
 
     def __init__(
@@ -85,7 +83,7 @@ class FederationExecutor(Executor):  # type: ignore[misc]
         if self._runner is None:
             workspace = Path(fl_ctx.get_engine().get_workspace().get_root_dir())
             self._runner = self._make(store=workspace / "lightning-fed" if self._store is None else self._store)
-        self._runner.keep_log()  # NVFLARE streams log files to the server, by default the log of errors
+        self._runner.keep_log()  # NVFLARE streams log files to the server, by default the error log
         try:
             site = {"site": fl_ctx.get_identity_name()}
             return to_shareable(self._runner.answer(task_name, from_shareable(shareable), site))

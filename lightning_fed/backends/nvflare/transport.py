@@ -1,4 +1,4 @@
-"""Transport of packets as NVFLARE's tasks, one task for each packet and its answer."""
+"""Transport for packets as NVFLARE tasks: one task per packet and answer."""
 
 from __future__ import annotations
 
@@ -19,22 +19,20 @@ from lightning_fed.messages import Client
 
 
 def to_shareable(packet: Packet) -> Shareable:
-    """A packet as NVFLARE's record.
+    """Converts a packet to an NVFLARE record.
 
     Example:
         >>> from_shareable(to_shareable(Packet("text", b"1234")))
         Packet(text='text', data=b'1234')
-
     """
     return Shareable({"text": packet.text, "data": bytes(packet.data)})
 
 
 def from_shareable(content: Shareable) -> Packet:
-    """The packet in NVFLARE's record.
+    """Converts an NVFLARE record to a packet.
 
     Raises:
-        PacketError: If there is none.
-
+        PacketError: If the record has no text and data.
     """
     text, data = content.get("text"), content.get("data")
     if not isinstance(text, str) or not isinstance(data, bytes):
@@ -43,20 +41,19 @@ def from_shareable(content: Shareable) -> Packet:
 
 
 class FlareTransport(Transport):
-    """Carries packets as tasks of a controller.
+    """Sends packets as tasks from a controller.
 
-    NVFLARE says by its certificates which site an answer is from; the mapping says which site speaks for a client. A
-    site that is lost and comes back goes on with its task, and a site that has finished one hands the answer over.
+    NVFLARE's certificates identify an answer's site, and ``sites`` identifies the site's client. A reconnected site
+    resumes the task, or delivers the finished answer.
 
     Args:
         controller: The controller.
-        context: Its context.
-        abort: NVFLARE's signal that the job is to end.
-        sites: Client to the name of its site.
-        deadline: Time that a round's clients have for their answers, or its seconds.
-        poll: Seconds between looks at whether an answer has come.
-        key: Signs every packet; ``None`` for packets without a signature.
-
+        context: The controller's context.
+        abort: NVFLARE's signal for the end of the job.
+        sites: Client to site name.
+        deadline: Time limit for a round's answers, or seconds.
+        poll: Seconds between checks for answers.
+        key: Private key for signed packets; ``None`` for unsigned packets.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ class FlareTransport(Transport):
         self._answers: dict[str, Callable[[], Answer]] = {}
 
     def meet(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
-        """Waits for the sites of the federation's clients."""
+        """Waits for the sites of all expected clients."""
         deadline = time.monotonic() + patience
         wanted = list(self._sites) if isinstance(expected, int) else list(expected)
         while missing := {self._sites[client] for client in wanted} - self._connected():
@@ -87,10 +84,10 @@ class FlareTransport(Transport):
         return wanted
 
     def discover(self) -> None:
-        """Does nothing: NVFLARE keeps the list of its sites."""
+        """Does nothing: NVFLARE lists the sites."""
 
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
-        """Gives a client's site a task, in the place of an earlier one that no round waits for."""
+        """Sends a task to a client's site, and cancels older tasks for the client."""
         if self.connection(client) is None:
             return None
         for old in [name for name, (other, _) in self._tasks.items() if other == client]:
@@ -102,29 +99,28 @@ class FlareTransport(Transport):
         return name
 
     def pull(self, name: str) -> Answer | None:
-        """The answer to a task; ``None`` as long as it has not come.
+        """Answer to a task; ``None`` before the answer arrives.
 
         Raises:
-            RuntimeError: If the job is ended from outside.
-
+            RuntimeError: If NVFLARE aborts the job.
         """
         self._check_abort()
         answer = self._answers.pop(name, None)
         return None if answer is None else answer()
 
     def connection(self, client: Client) -> str | None:
-        """The client's site; ``None`` if NVFLARE has lost it."""
+        """Site of a client; ``None`` for a disconnected site."""
         site = self._sites[client]
         is_lost = self._controller.get_client_disconnect_time(site) is not None
         return None if is_lost else site
 
     def forget(self, client: Client) -> None:
-        """Does nothing: a client is where its site is."""
+        """Does nothing: ``sites`` is fixed."""
 
     def _receive(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
-        """Takes an answer from one of NVFLARE's threads."""
+        """Stores an answer; called from NVFLARE's threads."""
         name, result = client_task.task.msg_root_id, client_task.result
-        client_task.result = None  # it would stay in memory until the job ends
+        client_task.result = None  # the task would keep the result in memory until the end of the job
         self._tasks.pop(name, None)
         code = result.get_return_code()
         try:
