@@ -1,4 +1,4 @@
-"""Random numbers under ``torch.func.vmap`` that are those of each example alone."""
+"""Random numbers under ``torch.func.vmap``, equal to separate draws for each example."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _WRITERS: set[Any] = {
 
 
 class PerClientRandom(TorchFunctionMode):
-    """Inside ``torch.func.vmap``, dropout and random tensors are drawn for one example after another.
+    """Draws dropout masks and random tensors for one example after another inside ``torch.func.vmap``.
 
-    ``vmap(..., randomness="different")`` draws for all examples at once, which gives numbers that none of them would
-    have alone. What is not known here goes on to ``vmap``, with whose default ``randomness="error"`` it is an error.
+    ``vmap(..., randomness="different")`` draws for all examples at once, so the numbers differ from separate runs.
+    Unknown random functions reach ``vmap``, with an error under the default ``randomness="error"``.
 
     Args:
-        switch_to: Makes PyTorch's global generator that of an example, by its index.
-        places: The index of each example.
-        index: Inside the function that is mapped, its own number: an element of ``torch.arange(examples)``.
+        switch_to: Switches PyTorch's global generator to the generator for an example, by index.
+        places: Index of each example.
+        index: Number of the current example inside the mapped function: an element of ``torch.arange(examples)``.
 
     Example:
         >>> def noise(index):
@@ -41,7 +41,6 @@ class PerClientRandom(TorchFunctionMode):
         >>> alone = torch.rand(2, generator=torch.Generator().manual_seed(7))
         >>> torch.equal(both[1], alone)
         True
-
     """
 
     def __init__(self, switch_to: Callable[[int], object], places: Sequence[int], index: Tensor) -> None:
@@ -51,7 +50,7 @@ class PerClientRandom(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Draws in the place of ``func``, if that is what it does."""
+        """Replaces random functions and calls other functions unchanged."""
         kwargs = kwargs or {}
         if func in _DROPOUTS:
             return self._dropout(func, *args, **kwargs)
@@ -65,7 +64,7 @@ class PerClientRandom(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _dropout(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Of ones it leaves what it multiplies with, which has no gradient.
+        # Dropout on ones gives the mask, without a gradient.
         return input * self._drawn(lambda like: func(torch.ones_like(like), *args, **kwargs), (input.detach(),), {})
 
     def _drawn(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -78,7 +77,7 @@ class PerClientRandom(TorchFunctionMode):
 
 
 class _Draw(torch.autograd.Function):
-    """Calls a function for one example after another; ``vmap`` says which they are."""
+    """Calls a function for one example after another, under ``vmap``."""
 
     @staticmethod
     def forward(draw: Callable[..., Tensor], index: Tensor, *args: Any) -> Tensor:

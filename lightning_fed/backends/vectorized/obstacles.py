@@ -1,4 +1,4 @@
-"""Obstacles to training the visits of a fit at once: properties of its parts that are known to forbid it."""
+"""Known obstacles to vectorised visits."""
 
 from __future__ import annotations
 
@@ -34,15 +34,14 @@ _VISIT_HOOKS = (
 
 
 class Obstacle(Exception):
-    """Reason, in words, why visits cannot be trained at once."""
+    """Raised with the reason against vectorised visits."""
 
 
 def check_vectorizable(fit: FederatedFit) -> None:
-    """Looks at what the fit consists of.
+    """Checks the Trainer, module, rule and callbacks.
 
     Raises:
-        Obstacle: If it is known that visits cannot be trained at once.
-
+        Obstacle: If a part does not support vectorised visits.
     """
     trainer, module, rule = fit.trainer, fit.module, fit.server.rule
     clips = trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value"
@@ -77,11 +76,10 @@ def check_vectorizable(fit: FederatedFit) -> None:
 
 
 def check_entries(module: nn.Module, names: Iterable[str]) -> None:
-    """Looks at the parameters and buffers that a client may have of its own.
+    """Checks the parameters and buffers with a value per client.
 
     Raises:
-        Obstacle: If it is known that they cannot be stacked.
-
+        Obstacle: If the tensors cannot be stacked.
     """
     known = set(names)
     names_by_storage: dict[int, str] = {}

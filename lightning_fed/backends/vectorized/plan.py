@@ -1,4 +1,4 @@
-"""The decision, before the first round of a fit, whether its visits can train at once."""
+"""Decision for or against vectorised visits, before the first round of a fit."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Vectorized(VisitsAtOnce):
-    """``visits=``: several clients train at once, for small models; where they cannot, the log says why.
+    """Trains several small clients at once: an option for ``visits=``.
+
+    If the module does not support simultaneous training, the clients train one after another, and the log has the
+    reason.
 
     Args:
-        clients: At most how many.
+        clients: Maximum number of clients at once.
 
     Raises:
-        ValueError: If it is not a whole number from 1 on.
+        ValueError: If ``clients`` is not a positive integer.
 
     Example:
         >>> from lightning_fed import Federation
         >>> federation = Federation(clients_per_round=16, visits=Vectorized(8))
-
     """
 
     clients: int
@@ -78,17 +80,17 @@ class Vectorized(VisitsAtOnce):
             )
             return None
         is_equal = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
-        size = min(self.clients, fit.schedule.cohort_size(len(population.clients)))  # room for as many models
+        size = min(self.clients, fit.schedule.cohort_size(len(population.clients)))  # number of model copies
         model = StackedModel(module, names, size, draws)
         return VisitPlan(partial(StackedVisits, model=model), VisitGroups(size, is_equal, has_drawn))
 
 
 def _first_batch(population: Population, schedule: Schedule) -> tuple[Any, bool]:
-    """A batch of a client, and whether its data drew from Python's or NumPy's random numbers."""
+    """A batch from a client, and whether loading the batch drew from Python's or NumPy's generators."""
     for visit in schedule.cohort(0, population.clients).visits:
         try:
             planned = PlannedVisit(visit, population.num_samples(visit.client), 1)
-            if planned.num_samples < 2:  # BatchNorm cannot train on it
+            if planned.num_samples < 2:  # BatchNorm needs two examples
                 continue
             seed_everything(visit.seed)
             with detect_draws() as has_drawn:

@@ -1,4 +1,4 @@
-"""Several clients' models in one module: what trains has a leading axis of the clients."""
+"""Several clients' models in one module, stacked along a leading client axis."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ from lightning_fed.numerics.precision import at_least_float32
 
 
 class StackedModel:
-    """The parameters and buffers of several clients, stacked, and the training step that is run for all of them.
+    """Stacked parameters and buffers of several clients, with a joint training step.
 
-    One client after another is loaded into the module, and taken from there (:meth:`take`). Between :meth:`enter` and
-    :meth:`leave` the module's ``Parameter`` objects hold all clients' values, with a leading axis, so that an optimizer
-    that treats every number alone steps all clients. Afterwards each client's values are put back (:meth:`put`).
+    The module receives one client's values after another, and :meth:`take` copies the values into the stack. Between
+    :meth:`enter` and :meth:`leave` the module's ``Parameter`` objects hold the stack, so an elementwise optimizer steps
+    all clients. Afterwards :meth:`put` copies a client's values back into the module.
 
     Args:
         module: The module.
-        names: Names of the parameters and buffers that a client may have of its own.
-        size: Largest number of clients.
+        names: Names of the parameters and buffers with a value per client.
+        size: Maximum number of clients.
         draws: Whether the training step draws random numbers.
-
     """
 
     def __init__(self, module: L.LightningModule, names: Sequence[str], size: int, draws: bool) -> None:
@@ -49,33 +48,33 @@ class StackedModel:
         }
         self._buffers = {path: value for path, value in tensors.items() if path not in self._parameters}
         firsts = {value: path for path, value in tensors.items()}
-        # Every layer once, also one that is registered twice: `functional_call` would give it the wrong tensors back.
+        # A layer with two names appears once: otherwise `functional_call` would restore the wrong tensors.
         slots = {(slot.layer, slot.attribute): slot for slot in reversed(tensor_slots(module))}.values()
         self._firsts = {f"module.{slot.path}": firsts[slot.tensor] for slot in slots if slot.tensor in firsts}
         self._whole = {name: many(value, size) for name, value in (*self._parameters.items(), *self._buffers.items())}
         self._indices = torch.arange(size)
         self._plain: dict[str, Tensor] = {}
         self._ended: dict[int, dict[str, Tensor]] = {}
-        self._taken = self._parameters  # by a step
-        self._rows: dict[str, Tensor] = {}  # of the clients that there are
-        self._used: dict[tuple[int, ...], set[str]] = {}  # of a step's parts, the parameters that got gradients
+        self._taken = self._parameters  # input for a step
+        self._rows: dict[str, Tensor] = {}  # stack without unused rows
+        self._used: dict[tuple[int, ...], set[str]] = {}  # clients in a part to parameters with gradients
         self._count = 0
 
     @torch.no_grad()
     def take(self) -> None:
-        """The module's values are those of one more client."""
+        """Copies the module's values into the next row of the stack."""
         for name, entry in self._entries():
             self._whole[name][self._count].copy_(entry)
         self._count += 1
 
     def enter(self, optimizers: Sequence[Optimizer]) -> None:
-        """Puts the stack into the module's parameters, and into what optimizers remember of them."""
+        """Puts the stack into the module's parameters and expands the optimizers' state."""
         self._rows = {name: value[: self._count] for name, value in self._whole.items()}
         self._plain = {name: parameter.data for name, parameter in self._parameters.items()}
         stack_parameters(self._parameters.values(), (self._rows[name] for name in self._parameters), optimizers)
 
     def part(self) -> None:
-        """The steps take copies from here on, so that what a step has of the module's own tensors can be told apart."""
+        """Makes the following steps use copies, to reveal steps with access to the module's tensors."""
         copies = copy_state(self._rows)
         self._rows = copies
         self._taken = {
@@ -83,12 +82,12 @@ class StackedModel:
         }
 
     def check_step(self) -> None:
-        """Looks at the gradients of a step whose clients had batches of several forms.
+        """Checks for equal gradients after a step with batches in several shapes.
 
         Raises:
-            RuntimeError: If the clients' losses were not of the same parameters. One without a gradient stays as it is;
-                as a row of a stack it has a gradient of zeros, with which momentum and weight decay go on.
-
+            RuntimeError: If the clients' losses depend on different parameters. In a separate run, a parameter without
+                a gradient is constant; in a stack the row's gradient is zero, and momentum and weight decay move the
+                row.
         """
         (clients, first), *others = self._used.items() if len(self._used) > 1 else [((), set[str]())]
         self._used = {}
@@ -102,51 +101,50 @@ class StackedModel:
 
     @torch.no_grad()
     def end(self, row: int) -> None:
-        """A client has trained on its last batch, while others go on."""
+        """Saves a row after the client's last batch, while other clients train."""
         self._ended[row] = copy_state(self.row(row))
 
     def leave(self) -> None:
-        """Gives the module its own tensors back."""
+        """Restores the module's tensors."""
         for name, plain in self._plain.items():
             set_tensor_data(self._parameters[name], plain)
         self._plain = {}
 
     @torch.no_grad()
     def put(self, row: int) -> None:
-        """Makes the module the model of a client, by its row."""
+        """Copies a client's values into the module, by row."""
         values = self._ended.get(row) or self.row(row)
         for name, entry in self._entries():
             entry.copy_(values[name])
 
     def row(self, row: int) -> dict[str, Tensor]:
-        """The values of a client as they are now, by its row."""
+        """Current values of a client, by row."""
         return {name: value[row] for name, value in self._rows.items()}
 
     def clear(self) -> None:
-        """Forgets the clients, the module having its own tensors back."""
+        """Removes all clients. Call :meth:`leave` first."""
         self._count, self._ended, self._rows, self._used = 0, {}, {}, {}
 
     def step(
         self, training_step: Callable[..., Any], part: StackedBatch, rest: Sequence[Any], numbers: ClientGenerators
     ) -> Tensor:
-        """Runs the training step for the clients of a batch.
+        """Runs the training step for the clients in a batch.
 
         Args:
-            training_step: The module's.
+            training_step: The module's training step.
             part: The clients' batches.
-            rest: Further arguments of the training step.
-            numbers: The clients' random numbers.
+            rest: Further arguments for the training step.
+            numbers: The clients' random generators.
 
         Returns:
-            Their losses, shape ``(clients,)``.
+            Losses with shape ``(clients,)``.
 
         Raises:
-            Exception: An error in the training step; buffers and random numbers are as before the step.
-
+            Exception: An error in the training step. Buffers and generators are restored.
         """
         rows = _rows_of(part.clients, self._count)
         trained = {name: parameter for name, parameter in self._taken.items() if parameter.requires_grad}
-        # With the buffers come parameters that the step itself may write, as those of a teacher that follows.
+        # The step itself may write untrained parameters (a teacher's moving average), so these join the buffers.
         parameters, buffers = (
             {name: entry if rows is None else entry[rows] for name, entry in group.items()}
             for group in (trained, {name: value for name, value in self._rows.items() if name not in trained})
@@ -168,7 +166,7 @@ class StackedModel:
                 values.append(torch.as_tensor(call.value).detach())
 
             client_entries = parameters | buffers
-            # Tied ones are there under every name.
+            # Tied parameters appear under every name.
             entries = {name: client_entries[first] for name, first in self._firsts.items()}
             batch = rebuild_batch(part.batch, iter(tensors))
             draws = PerClientRandom(numbers.switch_to, part.clients, index) if self._draws else nullcontext()
@@ -186,7 +184,7 @@ class StackedModel:
         written = {name: buffers[name].clone() for name in self._buffers if name in buffers}
         states = numbers.snapshot() if self._draws else None
         try:
-            if len(part.clients) == 1:  # a plain step: an error is the client's
+            if len(part.clients) == 1:  # without `vmap`, an error belongs to this client
                 row, row_buffers = (
                     {name: entry[0] for name, entry in group.items()} for group in (parameters, buffers)
                 )
@@ -196,7 +194,7 @@ class StackedModel:
                 losses, values, after = vmap(one)(parameters, buffers, tensors, indices)
         except Exception:
             for name, value in written.items():
-                buffers[name].data.copy_(value)  # other graphs hold the stack's version
+                buffers[name].data.copy_(value)  # `data`: other graphs check the version counter
             if states is not None:
                 numbers.restore(states)
             raise
@@ -210,9 +208,8 @@ class StackedModel:
         return losses
 
     def _log(self, part: StackedBatch, call: LogCall, values: Tensor) -> None:
-        """Logs what all clients have logged, weighed as if one after another had."""
         batch = rebuild_batch(part.batch, iter([tensor[0] for tensor in batch_tensors(part.batch)]))
-        weight = call.weight(batch) * len(part.clients)
+        weight = call.weight(batch) * len(part.clients)  # equals the total weight of separate log calls
         joint = replace(call, value=reduced(values, call.reduction or "mean"), batch_size=weight)
         self._module.log(**vars(joint))
 
@@ -221,7 +218,7 @@ class StackedModel:
 
 
 def joint_loss(losses: Sequence[Tensor]) -> Tensor:
-    """A loss whose value is the clients' mean, and whose gradient is that of their sum: each has its own.
+    """Mean of the clients' losses, with the gradient of the sum: every client gets an unscaled gradient.
 
     Example:
         >>> losses = torch.tensor([1.0, 3.0], requires_grad=True)
@@ -229,7 +226,6 @@ def joint_loss(losses: Sequence[Tensor]) -> Tensor:
         >>> loss.backward()
         >>> loss.item(), losses.grad
         (2.0, tensor([1., 1.]))
-
     """
     every = losses[0] if len(losses) == 1 else torch.cat(list(losses))
     total = every.sum()
@@ -237,12 +233,11 @@ def joint_loss(losses: Sequence[Tensor]) -> Tensor:
 
 
 def reduced(values: Tensor, reduction: str) -> Tensor:
-    """One value of those of several clients, the first axis.
+    """Reduces the first axis (clients) to one value.
 
     Example:
         >>> reduced(torch.tensor([1.0, 3.0]), "max"), reduced(torch.tensor([1, 3]), "mean")
         (tensor(3.), tensor(2.))
-
     """
     if reduction in ("max", "min"):
         return values.amax(0) if reduction == "max" else values.amin(0)
@@ -251,7 +246,7 @@ def reduced(values: Tensor, reduction: str) -> Tensor:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of an object is another one meanwhile.
+    """Temporarily replaces an attribute.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -260,7 +255,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         7
         >>> layer.in_features
         1
-
     """
     before = {name: vars(owner)[name]} if name in vars(owner) else {}
     vars(owner)[name] = value
@@ -272,7 +266,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class _Caller(nn.Module):
-    """Calls a function of a module as ``functional_call`` wants it called: from a module that holds it."""
+    """Calls a function on behalf of a module: ``functional_call`` needs a module around the function."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -283,7 +277,7 @@ class _Caller(nn.Module):
 
 
 def _rows_of(clients: Sequence[int], count: int) -> slice | list[int] | None:
-    """Rows in the form that costs least: ``None`` for all, a slice for neighbours."""
+    # The cheapest index: all rows, a slice without a copy, or a list.
     if len(clients) == count:
         return None
     is_run = clients[-1] - clients[0] + 1 == len(clients)
@@ -295,14 +289,14 @@ def _note(names: set[str], name: str, gradient: Tensor) -> None:
 
 
 def many(value: Tensor, size: int) -> Tensor:
-    """Room for as many tensors of the same form. Matrices lie transposed, as batched products make their gradients."""
-    if value.ndim == 2:
+    """Allocates memory for several tensors with the same shape."""
+    if value.ndim == 2:  # batched products return transposed gradients for matrices
         return value.new_empty(size, *value.shape[::-1]).mT
     return value.new_empty(size, *value.shape)
 
 
 def stack_parameters(parameters: Iterable[Tensor], values: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
-    """Gives parameters the values of several clients, and each client what optimizers remember from the start."""
+    """Replaces parameters by stacked values, and copies the optimizers' state for each client."""
     for parameter, value in zip(parameters, values, strict=True):
         for optimizer in optimizers:
             state = optimizer.state.get(parameter, {})

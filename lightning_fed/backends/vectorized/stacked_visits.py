@@ -24,7 +24,6 @@ class StackedVisits(VisitDriver):
     Args:
         arguments: Arguments for the base class.
         model: Holds the clients' models.
-
     """
 
     trains_at_once = True
@@ -51,7 +50,7 @@ class StackedVisits(VisitDriver):
 
     def train_step(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs the training step once for each batch shape."""
-        if self.current is not None:  # alone, or in a pass over the data before the first batch
+        if self.current is not None:  # a single visit, or a pass over the data before the first batch
             return super().train_step(training_step, args, kwargs)
         parts: list[StackedBatch] = list(args[0])
         if len(parts) == len(self.group) and not self.fit.has_warned("contents") and _has_equal_shapes(parts):

@@ -1,4 +1,4 @@
-"""Check of whether a module's clients can be trained at once: two are, and one after the other, and compared."""
+"""Trial before vectorised visits: compares two clients trained at once with two clients trained one after the other."""
 
 from __future__ import annotations
 
@@ -32,28 +32,27 @@ from lightning_fed.model.entries import copy_state, tensors_by_path
 
 _WRITES = "`training_step` writes the attribute {!r}, which would be all clients'"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-_SEEDS = (1, 2)  # of the two clients
-_TOLERANCE = 0.01  # of rounding, also of devices that round early; what is wrong is so by more
-_LOW_TOLERANCE = 0.1  # likewise in low precision
+_SEEDS = (1, 2)  # for the two clients
+_TOLERANCE = 0.01  # for rounding, also on devices with low internal precision; real differences are larger
+_LOW_TOLERANCE = 0.1  # for low precision
 
 
 def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Sequence[str], batch: Any) -> bool:
-    """Trains two clients on a batch at once and one after the other, beside the fit, and compares.
+    """Trains two clients on a batch, at once and one after the other, and compares the results.
 
-    The module's values, metrics and attributes are as before afterwards; random numbers are the caller's to put aside.
+    The trial restores the module's values, metrics and attributes. The caller restores the random generators.
 
     Args:
         trainer: The Trainer.
         module: The module.
-        names: Names of the parameters and buffers that a client may have of its own.
-        batch: A batch as the loader gives it.
+        names: Names of the parameters and buffers with a value per client.
+        batch: A batch from the loader.
 
     Returns:
         Whether the training step draws random numbers.
 
     Raises:
-        Obstacle: If the results differ, or cannot be had.
-
+        Obstacle: If the results differ, or a step fails.
     """
     (optimizer,) = trainer.optimizers
     modes = [(layer, layer.training) for layer in module.modules()]
@@ -79,7 +78,7 @@ def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Se
 
 
 class _TwoClients:
-    """The training steps of two clients whose models differ, on the same batch."""
+    """Training steps for two clients with different models, on the same batch."""
 
     def __init__(self, module: L.LightningModule, names: Sequence[str]) -> None:
         self._module, self._names = module, names
@@ -106,14 +105,14 @@ class _TwoClients:
         for name, value in (noted_attributes(self._module) | self._helpers_attributes()).items():
             if not is_same(before.get(name), value):
                 raise Obstacle(_WRITES.format(name))
-        # A layer in evaluation mode may be trained later on.
+        # A layer in evaluation mode may train later.
         draws = any(isinstance(layer, _DROPOUTS) and layer.p for layer in self._module.modules())
         try:
             together = self._together(batch, draws)
         except Exception:
             if draws:
                 raise
-            draws = True  # the most common reason
+            draws = True  # random numbers are the most common reason
             together = self._together(batch, draws)
         for name, value in self._all_attributes():
             if _has_escaped(value):
@@ -150,7 +149,7 @@ class _TwoClients:
         return self._results(loss, lambda value: [value])
 
     def _together(self, batch: Any, draws: bool, is_apart: bool = False) -> tuple[Tensor, ...]:
-        """The results of both at once; with ``is_apart`` what the module itself holds meanwhile is no number."""
+        """Results for both clients at once. With ``is_apart`` the module's tensors are NaN during the step."""
         stack = StackedModel(self._module, self._names, len(_SEEDS), draws)
         self._logged = []
         for client in range(len(_SEEDS)):
@@ -177,7 +176,6 @@ class _TwoClients:
         return (*results[:3], _joined(buffers))
 
     def _results(self, loss: Tensor, rows: Callable[[Tensor], list[Tensor]]) -> tuple[Tensor, ...]:
-        """Loss, logged values, gradients and buffers."""
         gradients = torch.autograd.grad(loss, self._trained, allow_unused=True)
         whole = [
             rows(torch.zeros_like(parameter) if gradient is None else gradient)
@@ -186,10 +184,10 @@ class _TwoClients:
         by_client = [gradient for client in zip(*whole, strict=True) for gradient in client]
         logged, self._logged = self._logged, []
         buffers = [self._entries[name] for name in self._buffer_names()]
-        return tuple(map(_joined, ([loss], logged, by_client, buffers)))
+        return tuple(map(_joined, ([loss], logged, by_client, buffers)))  # in the order of the comparison
 
     def _buffer_names(self) -> list[str]:
-        """Names of the entries that a step may write: also parameters that the optimizer does not train."""
+        # A step may also write parameters outside the optimizer.
         return [name for name, value in self._entries.items() if not value.requires_grad]
 
     def _all_attributes(self) -> Iterator[tuple[str, Any]]:
@@ -198,7 +196,7 @@ class _TwoClients:
             yield from ((f"{path}{name}", value) for name, value in vars(owner).items())
 
     def _helpers_attributes(self) -> dict[str, Any]:
-        """The tensors and numbers in objects of the module's that are no modules, by name."""
+        """Tensors and numbers in the module's plain objects, by name."""
         return {
             f"{path}.{name}": value.detach().clone() if isinstance(value, Tensor) and not _has_escaped(value) else value
             for path, helper in self._helpers.items()
@@ -208,14 +206,13 @@ class _TwoClients:
 
     @torch.no_grad()
     def _load(self, client: int) -> None:
-        """Gives the module the values that it came with, or others."""
         for name, entry in self._entries.items():
-            start = self._start[name]
+            start = self._start[name]  # the second client's model differs
             entry.copy_(start * 0.9 if client and start.is_floating_point() else start)
 
 
 def _helpers_of(module: L.LightningModule) -> dict[str, Any]:
-    """Objects in a module's own attributes that are no modules, as one that keeps a running centre."""
+    """Plain objects in a module's attributes, such as an object with a running mean."""
     lightning_names = vars(L.LightningModule())
     return {
         name: value
@@ -229,7 +226,7 @@ def _helpers_of(module: L.LightningModule) -> dict[str, Any]:
 
 @contextmanager
 def _restored(helpers: Iterable[Any]) -> Iterator[None]:
-    """Attributes of objects have their values back afterwards, if others were put in their place."""
+    """Restores the attributes of plain objects afterwards."""
     before = [(helper, dict(vars(helper))) for helper in helpers]
     try:
         yield
@@ -240,7 +237,7 @@ def _restored(helpers: Iterable[Any]) -> Iterator[None]:
 
 
 def _has_escaped(value: Any) -> bool:
-    """True if there is a tensor in a value of a ``vmap`` that is over."""
+    """True if a value contains a tensor from a finished ``vmap``."""
     if isinstance(value, Tensor):
         return is_vmap_tensor(value)
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
@@ -254,10 +251,10 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _try_optimizer(optimizer: Optimizer) -> None:
-    """Steps twice with two clients' gradients, at once and one after the other."""
+    """Compares two steps with two clients' gradients, at once and one after the other."""
     generator = torch.Generator().manual_seed(0)
     shapes = [parameter.shape for group in optimizer.param_groups for parameter in group["params"]]
-    # Of another size for the second client, as a norm of both would show.
+    # The second client's gradients are larger, to reveal optimizers with a joint norm.
     steps = [
         [
             torch.randn(2, *shape, generator=generator) * torch.tensor([1.0, 3.0]).view(2, *[1] * len(shape))
@@ -275,9 +272,9 @@ def _try_optimizer(optimizer: Optimizer) -> None:
 
 
 def _stepped(optimizer: Optimizer, steps: Sequence[Sequence[Tensor]], clients: int | None) -> list[Tensor]:
-    """Distances that a copy of the optimizer moves copies of its parameters."""
+    """Distances moved by copies of the optimizer's parameters, in steps of a copy of the optimizer."""
     twin = object.__new__(type(optimizer))
-    # Without what a scheduler has put in the place of `step`, which steps the original.
+    # A scheduler's replacement for `step` would step the original optimizer.
     vars(twin).update(copy.deepcopy({name: value for name, value in vars(optimizer).items() if name != "step"}))
     parameters = [parameter for group in twin.param_groups for parameter in group["params"]]
     for group in twin.param_groups:
