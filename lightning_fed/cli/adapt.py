@@ -1,4 +1,4 @@
-"""The command ``lightning-fed adapt``: a checkpoint with BatchNorm statistics of a new site."""
+"""``lightning-fed adapt``: measure a checkpoint's BatchNorm statistics on data from a new site."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ def run(args: Sequence[str]) -> None:
     """Runs the command.
 
     Args:
-        args: The command line after the command.
+        args: Command line after ``adapt``.
 
     Raises:
-        SystemExit: If the command line is wrong (status 2), or only help was asked for.
+        SystemExit: With status 2 for a wrong command line, or after the help.
         FileNotFoundError: If the checkpoint is missing.
         OptionError: If the model has no BatchNorm, or the data do not fit.
-
     """
     parser = _parser()
     take_hyperparameters(parser, args)
@@ -64,7 +63,6 @@ def run(args: Sequence[str]) -> None:
 
 
 def _parser() -> LightningArgumentParser:
-    """Parser of the command."""
     parser = LightningArgumentParser(
         prog="lightning-fed adapt",
         usage="lightning-fed adapt CHECKPOINT [-o CHECKPOINT] [--recipe RECIPE] [--data CLASS] [options]",

@@ -1,4 +1,4 @@
-"""``lightning-fed audit``: a site's record of its answers, shown and verified."""
+"""``lightning-fed audit``: print and verify a site's record."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from lightning_fed.console import round_number
 
 
 def run(args: Sequence[str]) -> None:
-    """The command.
+    """Runs the command.
 
     Args:
-        args: The command line after ``audit``.
+        args: Command line after ``audit``.
 
     Raises:
-        SystemExit: With status 1, if the record is not as it was written.
-
+        SystemExit: With status 1, if the record is altered.
     """
     options = _parser().parse_args(args)
     if options.set_clock:
@@ -51,18 +50,17 @@ def run(args: Sequence[str]) -> None:
 
 
 def _set_clock(path: Path, head: Path) -> None:
-    """Appends a line with the current time, from which the limits per day count."""
-    record = Record(path, head)
+    record = Record(path, head)  # the daily limits start anew at the new line
     with record.open():
         record.append({"event": CLOCK, "time": datetime.now(UTC).isoformat()})
 
 
 def describe_line(line: Line, is_full: bool = False) -> str:
-    """A line of the record in one line of text.
+    """Formats a line of the record.
 
     Args:
         line: The line.
-        is_full: Whether to have all of it, as JSON.
+        is_full: Whether to print the complete content as JSON.
 
     Example:
         >>> content = {"event": "answer", "time": "2026-11-24T12:00:00.5+00:00", "client": "ann", "run": "3f9a77c0",
@@ -70,7 +68,6 @@ def describe_line(line: Line, is_full: bool = False) -> str:
         ...     "rule": {"entries": ["*"]}}
         >>> describe_line(Line(7, "0a", content))
         '     7 2026-11-24T12:00:00 ann run 3f9a77c0 round 5 update: left, 2 names, 812 bytes, digest 9c0d11e5'
-
     """
     content = line.content
     if is_full:
@@ -93,7 +90,6 @@ def describe_line(line: Line, is_full: bool = False) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Parser of the command."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed audit",
         description="Show the last lines of a site's record, verify all of it, and print its head: the digest of"

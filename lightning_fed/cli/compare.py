@@ -1,4 +1,4 @@
-"""``lightning-fed compare``: several methods on equal rounds."""
+"""``lightning-fed compare``: train a recipe with several methods on equal rounds."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ _COMMA = r",(?![^\[]*\])"  # except inside brackets: ``fedfusion:levels=[2,-1]``
 
 
 def run(args: Sequence[str]) -> None:
-    """The command.
+    """Runs the command.
 
     Args:
-        args: The command line after ``compare``.
-
+        args: Command line after ``compare``.
     """
     parser = _parser()
     mine, own = split_options(args)
     options = parser.parse_args(mine)
-    # Only now, because these import torch.
+    # Imports torch: only after the parser, so errors and help are fast.
     from lightning_fed.compare.method_options import MethodChoice
     from lightning_fed.compare.plan import Plan, run_comparison
     from lightning_fed.compare.report import write_report
@@ -56,7 +55,7 @@ def run(args: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Parser of ``compare``, for what stands before ``--``."""
+    # `split_options` removes the arguments after `--`.
     parser = argparse.ArgumentParser(
         prog="lightning-fed compare",
         usage="lightning-fed compare RECIPE --methods METHOD ... [options] [-- options of fit]",

@@ -1,4 +1,4 @@
-"""The command ``data``: what a recipe's clients have, before anything trains."""
+"""``lightning-fed data``: show each client's data in a recipe, without training."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from lightning_fed.cli.recipes import split_options
 
 
 def run(args: Sequence[str]) -> None:
-    """The command.
+    """Runs the command.
 
     Args:
-        args: The command line after ``data``.
+        args: Command line after ``data``.
 
     Raises:
         MisconfigurationException: If the recipe has neither clients nor a partition.
-
     """
     mine, own = split_options(args)
     options = _parser().parse_args(mine)
-    # Only now, because these import torch.
+    # Imports torch: only after the parser, so errors and help are fast.
     from lightning_fed.backends.wire.data import read_data
     from lightning_fed.compare.run import quiet
     from lightning_fed.data.client_report import report_clients
@@ -46,7 +45,6 @@ def run(args: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Parser of the command, for what stands before ``--``."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed data",
         usage="lightning-fed data RECIPE [--out PICTURE] [-- options of fit]",

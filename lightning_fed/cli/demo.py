@@ -1,4 +1,4 @@
-"""The demo: DeepLabV3+ trained over many unlike clients, with a table, TensorBoard logs and a picture at the end."""
+"""``lightning-fed demo``: train DeepLabV3+ over clients with different images; print a table and draw a picture."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ class DemoResult:
         rounds: The logged values of every round.
         log_dir: Folder with TensorBoard's event file, checkpoint and picture.
         picture: The PNG file.
-
     """
 
     rounds: list[dict[str, float]]
@@ -73,11 +72,10 @@ class DemoResult:
 
 
 def run(args: Sequence[str]) -> None:
-    """The command.
+    """Runs the command.
 
     Args:
-        args: The command line after ``demo``.
-
+        args: Command line after ``demo``.
     """
     parser = _parser()
     options = parser.parse_args(args)
@@ -87,7 +85,6 @@ def run(args: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Builds the parser."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed demo",
         description="Train DeepLabV3+ on 24 clients whose images differ, and show the scores.",
@@ -107,24 +104,23 @@ def run_demo(
     clients_per_round: int = 5,
     num_scenes: int = 960,
 ) -> DemoResult:
-    """Trains DeepLabV3+ federatedly, with a table, TensorBoard logs and a picture with predictions by client.
+    """Trains DeepLabV3+ federatedly; writes a table, TensorBoard logs and a picture with predictions by client.
 
-    A Dirichlet distribution draws each client's classes. Generated images also have a different look per client:
-    contrast and colours.
+    A Dirichlet distribution draws each client's classes. Generated images also have a different contrast and different
+    colours for each client.
 
     Args:
         data_dir: Folder with CamVid; ``None`` generates scenes.
-        rounds: Rounds; ``None`` for 16.
-        out: Folder for logs and the picture; every run has its own folder in it.
-        num_clients: Clients.
+        rounds: Number of rounds; ``None`` for 16.
+        out: Folder for logs and pictures; each run has a subfolder.
+        num_clients: Number of clients.
         clients_per_round: Clients per round.
-        num_scenes: Generated training scenes.
+        num_scenes: Number of generated training scenes.
 
     Raises:
-        ModuleNotFoundError: If packages from the extra ``demo`` are missing.
+        ModuleNotFoundError: If a package from the extra ``demo`` is missing.
         ValueError: If a number is outside the allowed range.
         FileNotFoundError: If ``data_dir`` has no CamVid.
-
     """
     missing = [name for name in ("matplotlib", "tensorboard") if find_spec(name) is None]
     if missing:
@@ -200,7 +196,6 @@ def draw(result: DemoResult, data: ArrayDataModule, counts: np.ndarray, tiles: S
         data: The classes.
         counts: Images by client and dominant class, shape ``(num_clients, num_classes)``.
         tiles: Title and picture by client.
-
     """
     from matplotlib.figure import Figure  # the extra `demo`
 
@@ -243,7 +238,7 @@ def draw(result: DemoResult, data: ArrayDataModule, counts: np.ndarray, tiles: S
 
 
 def _predict(model: Any, client: Client, held_out: Any, mean: float | None, std: float | None) -> tuple[str, Tensor]:
-    """Scores a client's model on held-out images; draws input, truth and prediction of one, shape (3, H, 3 W)."""
+    """Scores a client's model; draws input, truth and prediction for a held-out image with shape (3, H, 3 W)."""
     scores = SegmentationScores(model.num_classes)
     examples = [held_out[index] for index in range(len(held_out))]
     images, masks = (torch.stack([example[part] for example in examples]) for part in (0, 1))
@@ -277,8 +272,7 @@ def _say(text: str) -> None:
 
 
 def _program(name: str) -> str:
-    """Command that starts a program of this environment, activated or not."""
-    path = Path(sys.executable).with_name(name)
+    path = Path(sys.executable).with_name(name)  # also without an activated environment
     if shutil.which(name) is not None or not path.exists():
         return name
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

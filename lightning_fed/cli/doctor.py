@@ -1,4 +1,4 @@
-"""``lightning-fed doctor``: versions, devices, and the extras that are missing, with what they are for."""
+"""``lightning-fed doctor``: print versions, devices and missing extras."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ FEATURES = {
     "peft": "models of text and low-rank adapters (LoRA)",
     "privacy": "privacy budgets, `CentralDP`, `DPSGD`, `lightning-fed privacy`",
 }
-"""The extras for users, with what they are for. The others are for the development of the package."""
+"""Purpose by extra. The list excludes extras for development."""
 
 
 @dataclass(frozen=True)
 class PackageState:
-    """A package that is asked for, and the version that is installed.
+    """A required package and the installed version.
 
     Args:
         requirement: The requirement, such as ``torch>=2.7``.
-        installed: Its version; ``None`` where it is missing.
-
+        installed: Installed version; ``None`` for a missing package.
     """
 
     requirement: Requirement
@@ -42,7 +41,7 @@ class PackageState:
 
     @property
     def is_good(self) -> bool:
-        """True where a version is installed that the requirement allows."""
+        """True if the installed version satisfies the requirement."""
         return self.installed is not None and self.requirement.specifier.contains(self.installed, prereleases=True)
 
     def __str__(self) -> str:
@@ -51,15 +50,14 @@ class PackageState:
 
 
 def run(args: Sequence[str]) -> None:
-    """The command.
+    """Runs the command.
 
     Args:
-        args: The command line after ``doctor``.
+        args: Command line after ``doctor``.
 
     Raises:
-        SystemExit: With status 1 if a package that is always needed is missing, or has a version that is not allowed,
-            or if the connection to a server does not work.
-
+        SystemExit: With status 1, if a required package is missing or has a wrong version, or the connection check
+            fails.
     """
     options = _parser().parse_args(args)
     if options.flower is not None:
@@ -77,7 +75,6 @@ def run(args: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Parser of the command."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed doctor",
         description="Print the versions of what the package needs, the devices, and which extras are installed; for"
@@ -102,11 +99,10 @@ def _check_flower(options: argparse.Namespace) -> None:
 
 
 def examine(requirements: Sequence[str]) -> tuple[str, bool]:
-    """The report, and whether all that is always needed is there.
+    """Returns the report, and whether all required packages are installed.
 
     Args:
-        requirements: Requirements of the package, as in its metadata: ``torch>=2.7``, ``opacus<2; extra == "privacy"``.
-
+        requirements: The package's requirements from the metadata: ``torch>=2.7``, ``opacus<2; extra == "privacy"``.
     """
     parsed = [Requirement(text) for text in requirements]
     needed = states_of([each for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})])
@@ -130,18 +126,18 @@ def examine(requirements: Sequence[str]) -> tuple[str, bool]:
 
 
 def is_of_extra(requirement: Requirement, extra: str) -> bool:
-    """True for a requirement that comes with an extra, and not without it."""
+    """True for a requirement of the extra only."""
     marker = requirement.marker
     return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 
 
 def states_of(requirements: Sequence[Requirement]) -> list[PackageState]:
-    """States of the requirements, in their order."""
+    """Returns the installed version for each requirement."""
     return [PackageState(requirement, installed_version(requirement.name)) for requirement in requirements]
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an installed package; ``None`` where it is not installed."""
+    """Version of an installed package; ``None`` for a missing package."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -149,7 +145,7 @@ def installed_version(name: str) -> str | None:
 
 
 def devices() -> list[str]:
-    """The devices that Lightning's ``accelerator`` can be, in words; what went wrong where torch cannot be imported."""
+    """Returns descriptions of all devices for Lightning's ``accelerator``, or the error from ``import torch``."""
     try:
         import torch
     except (ImportError, OSError) as error:

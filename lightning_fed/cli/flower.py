@@ -1,4 +1,4 @@
-"""``lightning-fed flower``: a Flower app of a recipe, its server and nodes, and the process beside a client's data."""
+"""``lightning-fed flower``: write a Flower app from a recipe, and run server, nodes and workers."""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ https://lightning-fed.github.io/lightning-fed/guides/deploy/
 
 
 def run(args: Sequence[str]) -> None:
-    """The commands.
+    """Runs the command.
 
     Args:
-        args: The command line after ``flower``.
-
+        args: Command line after ``flower``.
     """
     options = _parser().parse_args(args)
     if options.command == "new":
@@ -78,7 +77,6 @@ def run(args: Sequence[str]) -> None:
 
 
 def _write_certificates(options: argparse.Namespace) -> None:
-    """Writes the certificates of a server, and the keys of nodes."""
     from lightning_fed.backends.flower.certificates import write_certificates, write_node_key
 
     if not options.name and not options.node:
@@ -91,18 +89,17 @@ def _write_certificates(options: argparse.Namespace) -> None:
 
 
 def evaluation_command(folder: Path, federation: str, stage: str, ckpt: Path | None) -> list[str]:
-    """The command line of Flower that evaluates a run of an app at its clients.
+    """Flower's command line to evaluate a run on the clients.
 
     Args:
-        folder: The app.
-        federation: Name of the connection in Flower's configuration; empty for the default.
+        folder: App folder.
+        federation: Connection name in Flower's configuration; empty for the default.
         stage: ``"validate"`` or ``"test"``.
-        ckpt: The checkpoint, as the server finds it; ``None`` for the run's last.
+        ckpt: Checkpoint path on the server; ``None`` for the run's last checkpoint.
 
     Example:
         >>> evaluation_command(Path("app"), "", "test", Path("best.ckpt"))[1:]
         ['run', 'app', '--stream', '--run-config', 'evaluate="test" checkpoint="best.ckpt"']
-
     """
     config = f'evaluate="{stage}" checkpoint="{ckpt or ""}"'
     names = [federation] if federation else []
@@ -110,7 +107,6 @@ def evaluation_command(folder: Path, federation: str, stage: str, ckpt: Path | N
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Parser of the command."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed flower", description="Write and run a federation across machines, on Flower."
     )

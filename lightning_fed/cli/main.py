@@ -1,4 +1,4 @@
-"""The command line: recipes, and the commands around them."""
+"""Entry point of the command line: dispatches to recipes and commands."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_fed.argument_checks import check_option
 from lightning_fed.cli.recipes import absent_recipe
 from lightning_fed.errors import OptionError
 
-_PROGRAMS = (  # a module each
+_PROGRAMS = (  # names of modules
     "demo", "compare", "data", "methods", "privacy", "merge", "adapt", "flower", "nvflare", "audit", "recipes",
     "doctor",
 )  # fmt: skip
-_RECIPE_COMMANDS = ("fit", "validate", "test", "predict")  # those of Lightning's command line
+_RECIPE_COMMANDS = ("fit", "validate", "test", "predict")  # from LightningCLI
 
 _HELP = """\
 usage: lightning-fed COMMAND [options]
@@ -57,14 +57,13 @@ data may be your own: --model my_project.MyModule. `fit -c RECIPE --print_config
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The program ``lightning-fed``.
+    """Runs the program ``lightning-fed``.
 
     Args:
-        args: The command line after the program's name; ``None`` for the process's own.
+        args: Command line after the program name; ``None`` for the process's arguments.
 
     Raises:
-        SystemExit: If the command line is wrong (status 2), the run cannot work (status 1), or only help was asked for.
-
+        SystemExit: With status 2 for a wrong command line, with status 1 for a failed run, or after the help.
     """
     given = sys.argv[1:] if args is None else list(args)
     try:
@@ -92,7 +91,7 @@ def _dispatch(given: Sequence[str], is_process: bool) -> None:
         raise SystemExit(2) from error
     try:
         if command in _RECIPE_COMMANDS:
-            recipe = import_module("lightning_fed.recipe")  # here, not above: some commands do without torch
+            recipe = import_module("lightning_fed.recipe")  # imports torch; some commands do not
             recipe.FederatedCLI(None if is_process else list(given))
         else:
             import_module(f"lightning_fed.cli.{command}").run(given[1:])
@@ -103,7 +102,7 @@ def _dispatch(given: Sequence[str], is_process: bool) -> None:
 
 
 def _is_mistake(error: Exception, command: str) -> bool:
-    """Returns whether the user can correct an error, so that no traceback is shown."""
+    # The user can correct these errors, so the program prints no traceback.
     if isinstance(error, FileNotFoundError | OptionError):
         return True
     if command not in _RECIPE_COMMANDS and isinstance(error, OSError | ModuleNotFoundError):
@@ -114,13 +113,13 @@ def _is_mistake(error: Exception, command: str) -> bool:
 
 
 def _find_own_modules() -> None:
-    """As `python -m` does: modules of the user's in the current folder can be imported."""
+    # Like `python -m`: recipes can name modules in the current folder.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
 def _stop(error: Exception) -> NoReturn:
-    """Ends the program with the error message. JSONARGPARSE_DEBUG=true shows the traceback."""
+    # The environment variable shows tracebacks, like in LightningCLI.
     if os.environ.get("JSONARGPARSE_DEBUG", "").lower() == "true":
         raise error
     sys.stderr.write(f"error: {error}\n")

@@ -1,4 +1,4 @@
-"""The command ``lightning-fed merge``: checkpoints of one architecture become one."""
+"""``lightning-fed merge``: merge checkpoints with the same architecture."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ _DESCRIPTION = (
     " checkpoint of `lightning-fed fit` names the class as well. BatchNorm's statistics are measured with the training"
     " data of the recipe or of --data."
 )
-READ_PAST = ("trainer", "optimizer", "lr_scheduler")  # other entries of recipes
+READ_PAST = ("trainer", "optimizer", "lr_scheduler")  # recipe entries without effect here
 
 
 def run(args: Sequence[str]) -> None:
     """Runs the command.
 
     Args:
-        args: The command line after the command.
+        args: Command line after ``merge``.
 
     Raises:
-        SystemExit: If the command line is wrong (status 2), or only help was asked for.
-        FileNotFoundError: If there is no such file.
-        OptionError: If checkpoints do not go together, or there is nothing to measure BatchNorm's statistics with.
-
+        SystemExit: With status 2 for a wrong command line, or after the help.
+        FileNotFoundError: If a checkpoint is missing.
+        OptionError: If the checkpoints do not fit together, or data for BatchNorm's statistics are missing.
     """
     parser = _parser()
     take_hyperparameters(parser, args)
@@ -63,7 +62,7 @@ def run(args: Sequence[str]) -> None:
     except ValueError as error:
         parser.error(str(error))
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)  # before the matching, which takes longer
+        out.parent.mkdir(parents=True, exist_ok=True)  # a wrong path fails before the slow matching
     except OSError as error:
         parser.error(f"Expected `--out` to be in a folder that can be made, but got {out}: {error.strerror}.")
     try:
@@ -78,7 +77,6 @@ def run(args: Sequence[str]) -> None:
 
 
 def _parser() -> LightningArgumentParser:
-    """Parser of the command."""
     parser = LightningArgumentParser(
         prog="lightning-fed merge",
         usage="lightning-fed merge CHECKPOINT CHECKPOINT ... -o CHECKPOINT [-c RECIPE] [options]",
@@ -103,10 +101,10 @@ def _options() -> list[str]:
 
 
 def take_hyperparameters(parser: LightningArgumentParser, args: Sequence[str]) -> None:
-    """Makes the hyper-parameters of the first checkpoint the model's defaults."""
+    """Sets the parser's defaults for the model to the hyper-parameters in the first checkpoint."""
     first = next((index for index, _ in enumerate(args) if not _is_option_or_value(args, index)), None)
     if first is None:
-        return  # the parser says that there are none, or help was asked for
+        return  # the parser reports missing checkpoints, or prints the help
     try:
         hyperparameters = dict(read_checkpoint(args[first]).get(L.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, {}))
     except ValueError as error:
@@ -127,7 +125,6 @@ def take_hyperparameters(parser: LightningArgumentParser, args: Sequence[str]) -
 
 
 def _is_option_or_value(args: Sequence[str], index: int) -> bool:
-    """Returns whether an argument is an option or its value, which follows it or an equals sign."""
     before = args[index - 1] if index else ""
     return args[index].startswith("-") or (before.startswith("-") and "=" not in before)
 

@@ -1,4 +1,4 @@
-"""``lightning-fed methods``: list the methods, their costs and their options."""
+"""``lightning-fed methods``: list the methods with costs and options."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from lightning_fed.argument_checks import check_option
 
 
 def run(args: Sequence[str]) -> None:
-    """The command.
+    """Runs the command.
 
     Args:
-        args: The command line after ``methods``.
-
+        args: Command line after ``methods``.
     """
     parser = _parser()
     options = parser.parse_args(args)
@@ -48,15 +47,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read_methods() -> dict[str, str]:
-    """Name and docstring of every registered method, sorted by name.
-
-    The names come from the sources, because an import of the methods takes seconds.
+    """Names and docstrings of all registered methods, sorted by name.
 
     Example:
         >>> read_methods()["fedprox"].partition(";")[0]
         "The average of the clients' models by their numbers of examples"
-
     """
+    # Parses the sources, because an import of the methods takes seconds.
     trees = [ast.parse(path.read_text()) for path in (Path(__file__).parents[1] / "algorithms").rglob("*.py")]
     statements = [statement for tree in trees for statement in tree.body]
     classes = {statement.name: statement for statement in statements if isinstance(statement, ast.ClassDef)}
@@ -72,7 +69,7 @@ def read_methods() -> dict[str, str]:
 
 
 def table_of_methods() -> str:
-    """Table of all methods and their target clients."""
+    """Table of all methods and target clients."""
     methods = read_methods()
     width = max(map(len, methods))
     lines = [f"{'METHOD':{width}}  FOR"]
@@ -81,15 +78,15 @@ def table_of_methods() -> str:
 
 
 def describe_method(name: str) -> str:
-    """Describes a method: purpose, costs, options with defaults, and options of the method's callbacks.
+    """Describes a method: purpose, costs, options with defaults, and options for the method's callbacks.
 
     The costs are the points "Sends", "Keeps", "Costs" and "For" in the docstring.
 
     Args:
-        name: Name of the method, or path of a class.
+        name: Method name, or import path of a class.
 
     Raises:
-        ValueError: If no such method exists.
+        ValueError: If the method does not exist.
 
     Example:
         >>> print(describe_method("fedprox"))
@@ -101,7 +98,6 @@ def describe_method(name: str) -> str:
             For: clients that differ and train long, and stragglers.
             mu=0.01, row_weighting='global'
         <BLANKLINE>
-
     """
     import lightning_fed.recipe  # noqa: F401 - registers all methods
     from lightning_fed.method import build_method, find_method, list_options
@@ -122,7 +118,7 @@ def describe_method(name: str) -> str:
 
 
 def costs_of(text: str) -> dict[str, str]:
-    r"""Points "Sends", "Keeps", "Costs" and "For" in the docstring of a method.
+    r"""Reads the points "Sends", "Keeps", "Costs" and "For" in a method's docstring.
 
     Args:
         text: The docstring.
@@ -130,7 +126,6 @@ def costs_of(text: str) -> dict[str, str]:
     Example:
         >>> costs_of("An average.\n\n- Sends: 1 model down,\n  1 up.\n- Keeps: nothing.")
         {'Sends': '1 model down, 1 up.', 'Keeps': 'nothing.'}
-
     """
     points = re.findall(r"^- (Sends|Keeps|Costs|For): (.*(?:\n  .*)*)", text, re.MULTILINE)
     return {name: " ".join(value.split()) for name, value in points}

@@ -1,4 +1,4 @@
-"""``lightning-fed nvflare``: an NVFLARE job of a recipe."""
+"""``lightning-fed nvflare``: write an NVFLARE job from a recipe."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ More: https://lightning-fed.github.io/lightning-fed/guides/nvflare/
 
 
 def run(args: Sequence[str]) -> None:
-    """The command.
+    """Runs the command.
 
     Args:
-        args: The command line after ``nvflare``.
-
+        args: Command line after ``nvflare``.
     """
     options = _parser().parse_args(args)
     from lightning_fed.cli.recipe_halves import write_halves  # imports torch

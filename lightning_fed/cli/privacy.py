@@ -1,4 +1,4 @@
-"""``lightning-fed privacy``: the budget of a recipe with differential privacy, before anything trains."""
+"""``lightning-fed privacy``: compute the privacy budget of a recipe, without training."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ _EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 def run(args: Sequence[str]) -> None:
-    """The command.
+    """Runs the command.
 
     Args:
-        args: The command line after ``privacy``.
+        args: Command line after ``privacy``.
 
     Raises:
-        OptionError: If the recipe has no differential privacy, or its budget cannot be kept.
-
+        OptionError: If the recipe has no differential privacy, or exceeds the budget.
     """
     mine, own = split_options(args)
     options = _parser().parse_args(mine)
@@ -48,14 +47,13 @@ def run(args: Sequence[str]) -> None:
 
 
 def _has_steps(recipe: Path) -> bool:
-    """Returns whether update steps can come from a recipe: by name, by a federation, or by a custom method."""
     trainer = (yaml.safe_load(recipe.read_text()) or {}).get("trainer") or {}
+    # Update steps come from `steps`, a federation object or a custom method.
     method = str(trainer.get("method", "")).partition(":")[0]
     return bool(trainer.get("steps") or trainer.get("federation") or "." in method)
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Parser of the command, for what stands before ``--``."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed privacy",
         usage="lightning-fed privacy RECIPE [--audit] [--figure FILE] [-- options of fit]",
@@ -69,15 +67,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
-    """The tables of the command, in Markdown.
+    """Tables of the command, in Markdown.
 
     Args:
         recipe: The recipe.
-        has_audit: Whether its rule is audited, too.
+        has_audit: Whether to audit the aggregation rule, too.
 
     Raises:
-        OptionError: If it has no differential privacy, or its budget cannot be kept.
-
+        OptionError: If the recipe has no differential privacy, or exceeds the budget.
     """
     from lightning_fed.privacy.accounting import calibrate
     from lightning_fed.privacy.audit import audit_mean
@@ -116,15 +113,14 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
 
 
 def draw_epsilon(recipe: Recipe, path: Path) -> None:
-    """Draws epsilon over the rounds, beside those of half the noise and of twice as much.
+    """Draws epsilon over the rounds, for the planned noise, half the noise and twice the noise.
 
     Args:
         recipe: The recipe.
-        path: The picture's file.
+        path: Picture file.
 
     Raises:
-        OptionError: If it has no differential privacy, its budget cannot be kept, or matplotlib is not installed.
-
+        OptionError: If the recipe has no differential privacy or exceeds the budget, or matplotlib is missing.
     """
     from lightning_fed.callbacks.pictures import has_matplotlib
 
@@ -149,7 +145,7 @@ def draw_epsilon(recipe: Recipe, path: Path) -> None:
 
 
 def _plan(recipe: Recipe) -> tuple[CentralDP, Budget, int]:
-    """The recipe's differential privacy, its budget, and the number of rounds."""
+    """Returns the recipe's differential privacy, budget and number of rounds."""
     from lightning_fed.backends.wire.data import read_data
     from lightning_fed.privacy.central import CentralDP
 

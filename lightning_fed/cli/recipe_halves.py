@@ -1,4 +1,4 @@
-"""Halves of a recipe's federation, for machines apart: their objects, and the files of an app that builds them."""
+"""Server half and client half of a recipe: objects for both halves, and files of an app."""
 
 from __future__ import annotations
 
@@ -42,17 +42,16 @@ _NOT_ON_SERVER = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Contents of a recipe, for the two halves of a federation.
+    """Contents of a recipe for server half and client half.
 
     Args:
         federation: The federation.
         model: The LightningModule.
         data: The datamodule.
-        server_trainer: Arguments of the server's ``L.Trainer``.
-        client_trainer: Arguments of the clients' ``L.Trainer``: those that concern training.
-        server_callbacks: The recipe's callbacks.
-        client_callbacks: The callbacks that take part in a visit.
-
+        server_trainer: Arguments for the server's ``L.Trainer``.
+        client_trainer: Arguments for the clients' ``L.Trainer``, limited to training.
+        server_callbacks: All callbacks.
+        client_callbacks: Callbacks with a part in visits.
     """
 
     federation: Federation
@@ -65,20 +64,19 @@ class Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recipe:
-    """Builds the objects of a recipe (a YAML file as ``lightning-fed fit`` takes it).
+    """Builds a recipe's objects.
 
     Args:
-        path: The recipe.
-        args: Options that change it, as on the command line.
+        path: The recipe, a YAML file for ``lightning-fed fit``.
+        args: Options from the command line, with precedence over the recipe.
 
     Raises:
-        OptionError: If it does not give the number of rounds.
-
+        OptionError: If the number of rounds is missing.
     """
     from lightning_fed.recipe import FederatedCLI
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # Flower's processes have arguments too
+        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # `sys.argv` belongs to Flower's processes
         cli = FederatedCLI(["--config", os.fspath(path), *args], run=False)
     trainer: Any = cli.trainer
     given = {name: value for name, value in cli.config_init["trainer"].items() if value is not None}
@@ -101,7 +99,7 @@ def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recip
 
 
 def _clients_of(recipe: Recipe) -> Sequence[Client]:
-    """The recipe's clients; empty, with a warning, where only its data say who they are, and cannot be read."""
+    """The recipe's clients; empty with a warning, if the data are necessary and missing."""
     data = recipe.data
     numbered = getattr(recipe.federation.partition, "num_clients", None)
     if numbered is not None:
@@ -120,16 +118,15 @@ def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], netwo
     """Writes the files of an app.
 
     Args:
-        folder: Where to; made if it does not exist.
-        recipe: The recipe that it is for, which is copied beside the file of the server half.
-        templates: Path of every file in the app, to its template in the network's folder in `backends`.
-        network: That folder.
+        folder: Target folder.
+        recipe: The recipe; copied into the app.
+        templates: File path in the app to template name.
+        network: Folder in ``backends`` with the templates.
 
     Raises:
-        FileExistsError: If there is an app already.
-        FileNotFoundError: If there is no such recipe.
-        OptionError: If the folder's name cannot be that of a package.
-
+        FileExistsError: If the folder already has an app.
+        FileNotFoundError: If the recipe is missing.
+        OptionError: If the folder's name is not a valid package name.
     """
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     module = name.replace("-", "_")

@@ -1,4 +1,4 @@
-"""``lightning-fed recipes``: the recipes that come with the package."""
+"""``lightning-fed recipes``: list or print the package's recipes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from lightning_fed.argument_checks import check_option
 
 
 def run(args: Sequence[str]) -> None:
-    """The command.
+    """Runs the command.
 
     Args:
-        args: The command line after ``recipes``.
-
+        args: Command line after ``recipes``.
     """
     parser = _parser()
     options = parser.parse_args(args)
@@ -32,7 +31,6 @@ def run(args: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Parser of the command."""
     parser = argparse.ArgumentParser(
         prog="lightning-fed recipes",
         description="List the ready recipes, or print one: lightning-fed recipes shapes_deeplab > my_recipe.yaml",
@@ -42,20 +40,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def split_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """A command's own arguments, and those after ``--``, which are for ``fit``."""
+    """Splits a command line at ``--``: arguments for the command, and arguments for ``fit``."""
     end = args.index("--") if "--" in args else len(args)
     return args[:end], args[end + 1 :]
 
 
 def absent_recipe(args: Sequence[str]) -> str | None:
-    """A hint for a command line that names a ready recipe by a file that is not there; ``None`` for others.
-
-    The guides name the ready recipes by their files in the repository, which an installed package has elsewhere.
+    """Returns a hint, if the command line names a missing file with the name of a packaged recipe, or ``None``.
 
     Args:
-        args: The command line after the program's name.
-
+        args: Command line after the program name.
     """
+    # Guides name recipes by paths in the repository. An installed package has another folder.
     for argument in args:
         path = Path(argument.rpartition("=")[2])
         if path.suffix == ".yaml" and not path.exists() and (recipe_folder() / path.name).is_file():
@@ -67,18 +63,17 @@ def absent_recipe(args: Sequence[str]) -> str | None:
 
 
 def recipe_folder() -> Path:
-    """Folder of the ready recipes: inside an installed package, beside it in a clone of the repository."""
+    """Folder with the packaged recipes: inside an installed package, next to the package in a clone."""
     package = Path(__file__).parents[1]
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parent / "recipes"
 
 
 def title_of(recipe: Path) -> str:
-    """The first sentence of the comment at the top of a recipe.
+    """First sentence in a recipe's initial comment.
 
     Args:
         recipe: The YAML file.
-
     """
     comment = []
     for line in recipe.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""The same training with several methods: one recipe, the same clients, rounds and initial weights, and a table."""
+"""Method comparison in one recipe, with equal clients, rounds and initial weights."""
 
 from lightning_fed.compare.method_options import CENTRAL as CENTRAL
 from lightning_fed.compare.method_options import MethodChoice as MethodChoice

@@ -1,4 +1,4 @@
-"""Training on the pooled data of all clients, the yardstick of a comparison."""
+"""Centralised training on all clients' data: the baseline of a comparison."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ from lightning_fed.recipe import FederatedCLI
 
 
 def check_central(cli: FederatedCLI) -> None:
-    """Checks that a recipe says how many examples its rounds have.
+    """Checks a recipe for settings that centralised training needs: the number of rounds and local epochs.
 
     Raises:
-        MisconfigurationException: If it does not.
-
+        MisconfigurationException: If a setting is missing.
     """
     trainer: Any = cli.trainer
     if trainer.federation.schedule.local_steps is not None:
@@ -45,15 +44,14 @@ def check_central(cli: FederatedCLI) -> None:
 
 
 def central_trainer(cli: FederatedCLI) -> L.Trainer:
-    """A plain Trainer whose epochs are as long as the recipe's rounds, without stragglers.
+    """Builds a plain Trainer with one epoch per round of the recipe, without stragglers.
 
-    An epoch has as many batches of the pooled data as the clients of a round have examples for in all their local
-    epochs: passes and parts of passes. So schedulers, validation, callbacks and ``max_epochs`` count what they count in
-    a federation.
+    The number of batches in an epoch matches a round: the clients' examples times ``local_epochs``. An epoch may
+    contain several passes over the pooled data, or part of a pass. Schedulers, validation, callbacks and ``max_epochs``
+    therefore count in the same units as in a federation.
 
     Args:
         cli: Model, data and Trainer of the recipe.
-
     """
     federated: Any = cli.trainer
     federation: Federation = federated.federation
@@ -66,26 +64,26 @@ def central_trainer(cli: FederatedCLI) -> L.Trainer:
         callbacks=[_PooledRounds(federation), _ClientMeans(), *others],
         logger=False,
         enable_progress_bar=False,
-        reload_dataloaders_every_n_epochs=1,  # rounds of unlike lengths
+        reload_dataloaders_every_n_epochs=1,  # rounds have different lengths
         **{name: given[name] for name in known},
     )
 
 
 def _passes(loader: Any, datamodule: Any, federation: Federation) -> Fraction:
-    """Passes over the pooled data that a round's clients make together."""
+    """Number of passes over the pooled data per round, as a fraction."""
     if isinstance(datamodule, FederatedDataModule):
         num_clients = len(datamodule.population().clients)
     else:
-        assert federation.partition is not None  # the comparison has checked it
+        assert federation.partition is not None  # see `plan._check_method`
         num_clients = len(split_training_data(loader, federation.partition, federation.schedule.seed).clients)
     return Fraction(federation.schedule.local_epochs * federation.schedule.cohort_size(num_clients), num_clients)
 
 
 class _Rounds:
-    """A loader whose epochs are rounds: one after another they are stretches of the loader's passes.
+    """A loader with one epoch per round: consecutive parts of passes over the wrapped loader.
 
-    Random numbers depend on the round and the pass alone, so that a run that is resumed draws the same. Lightning asks
-    for one iterator more than it uses, or not: nothing happens before the first batch.
+    Random numbers depend only on the round and the pass, so a resumed run draws equal numbers. An iterator has no
+    effect before the first batch, because Lightning may create an unused iterator.
     """
 
     def __init__(self, loader: Any, passes: Fraction, trainer: L.Trainer, seed: int) -> None:
@@ -93,7 +91,7 @@ class _Rounds:
         self._length = _length_of(loader)
         self._per_round = max(passes * self._length, Fraction(1))
         self._stream: Iterator[Any] = iter(())
-        self._place = -1  # of the stream's next batch
+        self._place = -1  # position of the stream's next batch
 
     def __len__(self) -> int:
         return self._begin(self._trainer.current_epoch + 1) - self._begin(self._trainer.current_epoch)
@@ -122,7 +120,7 @@ class _Rounds:
 
 
 def _length_of(loader: Any) -> int:
-    with suppress(TypeError):  # data that come without a length
+    with suppress(TypeError):  # data without a length
         if length := len(loader):
             return length
     raise MisconfigurationException(
@@ -132,7 +130,7 @@ def _length_of(loader: Any) -> int:
 
 
 class _PooledRounds(Callback):
-    """The pooled data in stretches as long as rounds, and no gradients of frozen entries, while a fit lasts."""
+    """Replaces the training loader by :class:`_Rounds` and freezes frozen entries, for the duration of a fit."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
@@ -169,7 +167,7 @@ class _PooledRounds(Callback):
 
 
 class _ClientMeans(Callback):
-    """The one model on every client's validation and test data, under the names that a federation gives to it."""
+    """Evaluates the model on every client's data, and logs the means under the names of federated training."""
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:

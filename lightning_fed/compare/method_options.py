@@ -1,4 +1,4 @@
-"""Methods as the command ``compare`` names them: with options, or centralised training."""
+"""Methods in a comparison: a registered method with options, or centralised training."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from lightning_fed.callbacks.federation import Federation
 from lightning_fed.method import build_method, find_method, list_options, method_key, method_names, parse_method
 
 CENTRAL = "central"
-"""Name of training on the pooled data of all clients, without federation."""
+"""Name for centralised training on the pooled data of all clients."""
 
-_OF_THE_RECIPE = ("method", "partition", "availability.stragglers", "seed")  # the same for all methods
+_OF_THE_RECIPE = ("method", "partition", "availability.stragglers", "seed")  # equal for all methods
 _WITH_FIELDS = ("availability", "faults")
-_SHARED = ("seed", "local_epochs")  # a method that asks for them gets the recipe's
+_SHARED = ("seed", "local_epochs")  # a method with these options receives the recipe's values
 
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """A method with its options, as it was written.
+    """A method with options.
 
     Args:
-        label: The text: ``"fedprox:mu=0.1"``.
-        name: The method's name: ``"fedprox"``, or ``"central"``.
-        options: Its options, see :func:`~lightning_fed.method.build_method`, and arguments of ``Federation``; those of
-            its ``availability`` and ``faults`` by ``"availability.partial_work"``, for example.
-
+        label: Text from the command line, such as ``"fedprox:mu=0.1"``.
+        name: Method name: ``"fedprox"``, or ``"central"``.
+        options: Options for :func:`~lightning_fed.method.build_method` and arguments for ``Federation``. Nested
+            arguments have dots: ``"availability.partial_work"``.
     """
 
     label: str
@@ -37,18 +36,17 @@ class MethodChoice:
 
     @classmethod
     def parse(cls, text: str) -> MethodChoice:
-        """A method as it is written on the command line: ``name[:option=value[:option=value...]]``.
+        """Parses ``name[:option=value[:option=value...]]``.
 
         Raises:
-            ValueError: If the method or an option is unknown, or an option's value is missing or wrong.
+            ValueError: If the method or an option is unknown, or a value is missing or invalid.
 
         Example:
             >>> MethodChoice.parse("fedbn:clients_per_round=5").options
             {'clients_per_round': 5}
-
         """
         name, options = parse_method(text)
-        name = name if "." in name else name.lower()  # the path of a class is as it is written
+        name = name if "." in name else name.lower()  # an import path is case-sensitive
         if method_key(name) not in method_choices() and "." not in name:
             check_option("method", name, method_choices())
         if name == CENTRAL and options:
@@ -59,14 +57,13 @@ class MethodChoice:
         return choice
 
     def federation(self, recipe: Federation) -> Federation:
-        """The recipe's federation with this method in it; for ``"central"`` the recipe's own.
+        """Returns the recipe's federation with this method; for ``"central"`` the unchanged federation.
 
-        A method that has a seed or divides the ``local_epochs``, as FedRep does, gets those of the recipe's federation,
-        unless an option says otherwise.
+        A method with an option ``seed`` or ``local_epochs`` (FedRep) receives the recipe's value, unless ``options``
+        has a value.
 
         Raises:
-            ValueError: If the method does not go with the recipe.
-
+            ValueError: If the method does not fit the recipe.
         """
         if self.name == CENTRAL:
             return recipe
@@ -74,9 +71,9 @@ class MethodChoice:
         return self._build(recipe, {name: getattr(recipe.schedule, name) for name in _SHARED if name in options})
 
     def _build(self, recipe: Federation, shared: Mapping[str, Any]) -> Federation:
-        """The recipe's federation with this method, which gets ``shared`` for options that it was not given."""
+        """Returns the recipe's federation with this method. ``shared`` has defaults for the method's options."""
         own = list_options(find_method(self.name))
-        if "local_epochs" in own:  # the method divides them, or adds to them: what a visit has is the method's to say
+        if "local_epochs" in own:  # the method decides about a visit's epochs
             recipe = recipe.replace(local_epochs=1)
         parts = {name: getattr(recipe.options, name) for name in _WITH_FIELDS}
         known = [f"{name}.{entry.name}" for name, part in parts.items() for entry in fields(part)]
@@ -95,5 +92,5 @@ class MethodChoice:
 
 
 def method_choices() -> list[str]:
-    """Names of all that can be compared."""
+    """Names of all methods, including ``"central"``."""
     return [CENTRAL, *method_names()]

@@ -1,7 +1,8 @@
-"""Clients that were never seen: how soon a global model serves them when they train it on their own data.
+"""New clients: number of local epochs until a global model converges on an unseen client's data.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
-figure 4. The paper counts the epochs until the accuracy converges; the criterion here is ours.
+figure 4. The paper counts the epochs until the accuracy converges, without a definition of convergence. The criterion
+in :func:`epochs_to_converge` is our choice.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ def train_newcomers(
     seed: int = 0,
     **trainer_options: Any,
 ) -> dict[Client, list[float]]:
-    """Trains a copy of the global model on every client's own data, and evaluates it after each epoch.
+    """Trains a copy of the global model on each client's data, with an evaluation after each epoch.
 
-    Each client starts from the module as it is, and trains on a plain ``L.Trainer``; afterwards the module is as it
-    was. Where it fuses features (:class:`~lightning_fed.callbacks.FeatureFusion`), they are fused with those of the
-    module as it is, throughout.
+    Each client starts from the module's current weights, on a plain ``L.Trainer``. The function restores the module's
+    weights afterwards. A module with :class:`~lightning_fed.callbacks.FeatureFusion` fuses features with the initial
+    weights.
 
     Args:
         module: The global model.
-        clients: Client to its training and validation loader.
-        max_epochs: Local epochs.
+        clients: Client to training loader and validation loader.
+        max_epochs: Number of local epochs.
         monitor: Name of the logged metric.
-        seed: Seed of the training.
-        trainer_options: Further arguments of ``L.Trainer``.
+        seed: Seed for the training.
+        trainer_options: Further arguments for ``L.Trainer``.
 
     Returns:
-        Client to the metric before training and after each epoch, ``max_epochs + 1`` values.
+        Client to metric values: before training and after each epoch, ``max_epochs + 1`` values.
 
     Raises:
         ValueError: If ``max_epochs`` is below 1, or the metric is not logged.
@@ -64,7 +65,6 @@ def train_newcomers(
         >>> curves = train_newcomers(task, {"ann": (loader, loader)}, max_epochs=2, accelerator="cpu")
         >>> len(curves["ann"]), curves["ann"][-1]
         (3, 1.0)
-
     """
     check_count("max_epochs", max_epochs)
     start, fusion = copy_state(module.state_dict()), find_fusion(module)
@@ -89,23 +89,22 @@ def train_newcomers(
 
 
 def epochs_to_converge(values: Sequence[float], tolerance: float = 0.005, mode: Literal["max", "min"] = "max") -> int:
-    """The first epoch whose value is as good as the best, but for a tolerance.
+    """First epoch with a value close to the best value.
 
     Args:
-        values: The metric before training, and after each epoch.
-        tolerance: What may be missing: 0.005 is half a point of accuracy.
-        mode: Whether more is better or less.
+        values: Metric before training and after each epoch.
+        tolerance: Allowed difference to the best value; 0.005 is half a percentage point of accuracy.
+        mode: ``"max"`` if larger values are better, ``"min"`` if smaller values are better.
 
     Returns:
-        The number of the epoch; 0 if the model needs no training.
+        Index of the epoch; 0 if the model needs no training.
 
     Raises:
-        ValueError: If there are no values.
+        ValueError: If ``values`` is empty.
 
     Example:
         >>> epochs_to_converge([0.2, 0.8, 0.9, 0.903, 0.89])
         2
-
     """
     check_option("mode", mode, ("max", "min"))
     if not values:
@@ -115,7 +114,7 @@ def epochs_to_converge(values: Sequence[float], tolerance: float = 0.005, mode: 
 
 
 class _Curve(L.Callback):
-    """The metric after every validation."""
+    """Records the metric after every validation."""
 
     def __init__(self, monitor: str) -> None:
         self.values: list[float] = []

@@ -47,7 +47,6 @@ class Plan:
 
     Raises:
         ValueError: If methods or seeds are empty or have duplicates, or a number is out of range.
-
     """
 
     recipe: Path
@@ -84,7 +83,6 @@ class Progress:
 
     Args:
         stream: Output stream for the lines; ``None`` for the standard output.
-
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -97,7 +95,7 @@ class Progress:
         self._write(text)
 
     def update(self, text: str) -> None:
-        """Writes the line again, on a terminal."""
+        """Rewrites the line, on a terminal."""
         if self._stream.isatty():
             self._write(f"\r\x1b[K{self._begin}: {text}")
 
@@ -131,7 +129,6 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
     Raises:
         MisconfigurationException: If a method does not fit the recipe, a folder holds a run from another recipe or with
             another treatment of BatchNorm, or the metric is not logged.
-
     """
     progress = progress or Progress()
     runs, target, treatment = _prepare(plan)
@@ -169,8 +166,8 @@ def load_results(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _decision_of(folders: Iterable[Path]) -> str:
-    """Decision for ``batch_norm="auto"`` in the finished runs; empty for no decision yet."""
     for path in (folder / "result.json" for folder in folders):
+        # empty without a decision, and for centralised training
         decision: str = json.loads(path.read_text()).get("batch_norm_decision", "") if path.exists() else ""
         if decision:
             return decision
@@ -178,7 +175,7 @@ def _decision_of(folders: Iterable[Path]) -> str:
 
 
 def _run(plan: Plan, run: Run, folder: Path, monitor: str, progress: Progress, decision: str) -> list[dict[str, float]]:
-    """Trains a run and saves its result; returns its rounds."""
+    """Trains a run, saves the result, and returns the rounds."""
 
     def show(number: int, count: int, values: Mapping[str, float]) -> None:
         progress.update(f"round {number}/{count}, {_value_of(values, monitor)}")
@@ -259,7 +256,7 @@ def _metric(plan: Plan, trainer: Any) -> tuple[str, str]:
 
 
 def _identity(plan: Plan, run: Run) -> dict[str, Any]:
-    """Identity of a run, without seed and stragglers."""
+    # Seed and stragglers are part of the folder's name.
     return {"recipe": plan.recipe.read_text(), "overrides": list(plan.overrides), "method": run.method.label}
 
 

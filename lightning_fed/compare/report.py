@@ -1,4 +1,4 @@
-"""The tables and the picture of a comparison."""
+"""Tables and curves of a comparison."""
 
 from __future__ import annotations
 
@@ -19,23 +19,27 @@ from lightning_fed.compare.method_options import CENTRAL
 
 _log = logging.getLogger(__name__)
 
-_OF_CLIENTS = ("client/", "fedmargin/lpm/", "fedmargin/apm/", "fedmargin/attention/")  # what single clients have
+_OF_CLIENTS = (
+    "client/",
+    "fedmargin/lpm/",
+    "fedmargin/apm/",
+    "fedmargin/attention/",
+)  # values per client
 
 
 @dataclass
 class Cell:
-    """One method under one fraction of stragglers: a number per seed.
+    """Results for one method and one fraction of stragglers, with one number per seed.
 
     Args:
-        score: The metric in the last rounds.
-        loss: Training loss in the last round, where it is logged as ``train_loss``.
-        rounds_to_target: First round (from 1) that reaches the target; ``None`` for a seed that never does. Only of
+        score: Metric in the last rounds.
+        loss: Training loss in the last round, if logged as ``train_loss``.
+        rounds_to_target: First round (from 1) at or above the target; ``None`` if no round reaches the target. Only for
             seeds with a centralised run.
-        megabytes: Sent up and down in all rounds.
-        seconds: For training and aggregation in all rounds, by the clock.
-        cpu_seconds: Of the process, likewise; without what a GPU does.
-        test: The metric on the test data.
-
+        megabytes: Megabytes sent in both directions, over all rounds.
+        seconds: Wall-clock seconds for training and aggregation, over all rounds.
+        cpu_seconds: CPU seconds for training and aggregation, over all rounds; excludes GPU work.
+        test: Metric on the test data.
     """
 
     score: list[float] = field(default_factory=list)
@@ -50,13 +54,13 @@ class Cell:
 def summarize(
     results: Sequence[Mapping[str, Any]], target: float = 0.8, last: int = 1
 ) -> dict[tuple[str, float | None], Cell]:
-    """The numbers of the table, by method and fraction of stragglers (``None`` for centralised training).
+    """Results by method and fraction of stragglers (``None`` for centralised training).
 
     Args:
-        results: Those of :func:`~lightning_fed.compare.run_comparison`.
-        target: Share of the centralised score that is to be reached (``#R@80%``). The centralised run of the same seed
-            counts. Where less is better, it is the centralised score divided by this share.
-        last: Rounds at the end over which the score is the mean.
+        results: Results from :func:`~lightning_fed.compare.run_comparison`.
+        target: Target as a fraction of the centralised score for the same seed (``#R@80%``). With mode ``"min"``, the
+            target is the centralised score divided by this fraction.
+        last: Number of final rounds in the mean score.
 
     Example:
         >>> rounds = [{"val_acc": score, "seconds": 2.0, "cpu_seconds": 1.0} for score in (0.5, 0.75)]
@@ -66,7 +70,6 @@ def summarize(
         ... )
         >>> cells["fedavg", 0.5].score, cells["fedavg", 0.5].rounds_to_target
         ([0.75], [2])
-
     """
     central = {run["seed"]: _score(run, last) for run in results if run["method"] == CENTRAL}
     cells: dict[tuple[str, float | None], Cell] = {}
@@ -90,14 +93,13 @@ def write_report(results: Sequence[Mapping[str, Any]], folder: Path, target: flo
     """Writes ``rounds.csv``, ``summary.csv``, ``summary.md`` and ``curves.png`` (with matplotlib) into a folder.
 
     Args:
-        results: Those of :func:`~lightning_fed.compare.run_comparison`, at least one.
+        results: Results from :func:`~lightning_fed.compare.run_comparison`, at least one.
         folder: The folder.
         target: See :func:`summarize`.
         last: See :func:`summarize`.
 
     Returns:
-        The table and what it says of itself, in Markdown.
-
+        The table with notes, in Markdown.
     """
     write_text_atomically(folder / "rounds.csv", _rounds(results))
     write_text_atomically(folder / "summary.csv", _summary(results, target, last))
@@ -111,13 +113,12 @@ def write_report(results: Sequence[Mapping[str, Any]], folder: Path, target: flo
 
 
 def markdown(results: Sequence[Mapping[str, Any]], target: float = 0.8, last: int = 1) -> str:
-    """The table and what it says of itself.
+    """Table with notes, in Markdown.
 
     Args:
-        results: Those of :func:`~lightning_fed.compare.run_comparison`, at least one.
+        results: Results from :func:`~lightning_fed.compare.run_comparison`, at least one.
         target: See :func:`summarize`.
         last: See :func:`summarize`.
-
     """
     cells, parts, monitor = summarize(results, target, last), _parts(results), results[0]["monitor"]
     has_test = any(cell.test for cell in cells.values())
@@ -154,24 +155,23 @@ def markdown(results: Sequence[Mapping[str, Any]], target: float = 0.8, last: in
 
 
 def paired_interval(ours: Sequence[float], theirs: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
-    """Mean difference of two methods over the same seeds, and the ends of its confidence interval (Student's t).
+    """Mean difference between two methods over the same seeds, with Student's t confidence interval.
 
     Args:
-        ours: A score for each seed.
-        theirs: The other method's, in the same order.
-        level: Level of the interval.
+        ours: Score for each seed.
+        theirs: The other method's scores, in the same order.
+        level: Confidence level.
 
     Returns:
-        Mean, lower end, upper end; all NaN where a score is not finite.
+        Mean, lower end, upper end; NaN for non-finite scores.
 
     Raises:
-        ValueError: If there are fewer than two seeds, or not as many scores of both.
+        ValueError: If the scores have different lengths, or fewer than two seeds.
 
     Example:
         >>> mean, low, high = paired_interval([0.75, 0.5, 1.0], [0.5, 0.5, 0.5])
         >>> round(mean, 3), round(low, 3), round(high, 3)
         (0.25, -0.371, 0.871)
-
     """
     differences = [one - other for one, other in zip(ours, theirs, strict=True)]
     mean = statistics.fmean(differences)
@@ -185,17 +185,16 @@ def paired_interval(ours: Sequence[float], theirs: Sequence[float], level: float
 
 
 def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, last: int = 1) -> None:
-    """Draws the curves: the mean over seeds, and their range as a band; a panel for every fraction of stragglers.
+    """Draws one panel per fraction of stragglers: mean over the seeds as a curve, range over the seeds as a band.
 
     Args:
-        results: Those of :func:`~lightning_fed.compare.run_comparison`.
+        results: Results from :func:`~lightning_fed.compare.run_comparison`.
         path: The PNG file.
         target: See :func:`summarize`.
         last: See :func:`summarize`.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
-
     """
     from matplotlib.figure import Figure  # the extra `demo`
 
@@ -208,9 +207,9 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
         for number, method in enumerate(methods):
             runs = [run for run in results if run["method"] == method and run["stragglers"] == part]
             curves = [[values.get(monitor, math.nan) for values in run["rounds"]] for run in runs]
-            columns = list(zip(*curves, strict=False))  # as many rounds as all seeds have
+            columns = list(zip(*curves, strict=False))  # rounds completed by all seeds
             rounds = range(1, len(columns) + 1)
-            style = "-" if number < 10 else "--"  # there are ten colours
+            style = "-" if number < 10 else "--"  # matplotlib cycles through ten colours
             (line,) = axes.plot(rounds, [statistics.fmean(values) for values in columns], style, label=method)
             lows, highs = [min(values) for values in columns], [max(values) for values in columns]
             axes.fill_between(rounds, lows, highs, alpha=0.15, color=line.get_color(), linewidth=0)
@@ -223,13 +222,13 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
         axes.grid(alpha=0.3)
     panels[0].set_ylabel(monitor)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize="small", loc="outside lower center", ncols=2)  # below: it takes no width
+    figure.legend(handles, labels, fontsize="small", loc="outside lower center", ncols=2)  # saves width
     figure.savefig(path, dpi=100)
 
 
 def _rounds(results: Sequence[Mapping[str, Any]]) -> str:
-    """Every round of every run; what single clients have is left out."""
     logged = {name for run in results for values in run["rounds"] for name in values}
+    # Excludes values of single clients: the table would have thousands of columns.
     names = sorted(name for name in logged if not name.startswith(_OF_CLIENTS))
     rows = [
         [run["method"], run["stragglers"], run["seed"], number, *(values.get(name) for name in names)]
@@ -275,7 +274,7 @@ def _note(results: Sequence[Mapping[str, Any]], target: float, last: int) -> str
 
 
 def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
-    """Sentences about every method's difference to the first one over the seeds; none with one method."""
+    """Sentences on every method's difference to the first method."""
     methods = list(dict.fromkeys(run["method"] for run in results if run["method"] != CENTRAL))
     if len(methods) < 2:
         return []
@@ -301,7 +300,6 @@ def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
 
 
 def _parts(results: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Fractions of stragglers."""
     return sorted({run["stragglers"] for run in results if run["stragglers"] is not None}) or [0.0]
 
 
@@ -323,15 +321,15 @@ def _first_round(run: Mapping[str, Any], target: float, central: float) -> int |
 
 
 def _mean_std(numbers: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean and sample standard deviation; ``None`` where they do not exist."""
     mean = statistics.fmean(numbers) if numbers else None
     if len(numbers) < 2:
         return mean, None
+    # sample standard deviation
     return mean, statistics.stdev(numbers) if all(map(math.isfinite, numbers)) else math.nan
 
 
 def _over_parts(by_seed: Sequence[Mapping[tuple[str, float | None], Cell]], method: str, name: str) -> list[float]:
-    """A method's mean over the fractions of stragglers, for every seed."""
+    """Means over the fractions of stragglers, one per seed."""
     numbers = [
         [number for key, cell in cells.items() if key[0] == method for number in getattr(cell, name)]
         for cells in by_seed
@@ -340,7 +338,7 @@ def _over_parts(by_seed: Sequence[Mapping[tuple[str, float | None], Cell]], meth
 
 
 def _shown(numbers: Sequence[float], digits: int, is_fixed: bool = False) -> str:
-    """Mean and standard deviation; not that of what is the same for all seeds, but for less than is shown."""
+    """Formats mean and standard deviation. With ``is_fixed``, a standard deviation below the last digit is omitted."""
     mean, std = _mean_std(numbers)
     if mean is None:
         return ""
@@ -350,11 +348,11 @@ def _shown(numbers: Sequence[float], digits: int, is_fixed: bool = False) -> str
 
 
 def _number(value: float, digits: int) -> str:
-    return f"{value:.1e}" if abs(value) >= 1e6 else f"{value:.{digits}f}"  # the loss of what diverges
+    return f"{value:.1e}" if abs(value) >= 1e6 else f"{value:.{digits}f}"  # losses of diverged runs
 
 
 def _shown_rounds(*parts: Sequence[int | None]) -> str:
-    """Of one fraction of stragglers over its seeds; of several over their means."""
+    """Formats the number of rounds to the target: over seeds, or for several fractions over the means."""
     reached = [[number for number in part if number is not None] for part in parts]
     count, total = sum(map(len, reached)), sum(map(len, parts))
     if total and not count:

@@ -1,4 +1,4 @@
-"""One run of a comparison: the recipe with another method in it, or trained centrally."""
+"""One run of a comparison: a recipe with another method, or centralised training."""
 
 from __future__ import annotations
 
@@ -25,22 +25,21 @@ from lightning_fed.recipe import FederatedCLI
 from lightning_fed.rule import ClusteredAggregator
 
 CHECKPOINT = "last.ckpt"
-"""Name of a run's checkpoint after its last complete round."""
+"""File name of a run's checkpoint after the last complete round."""
 
 OnRound: TypeAlias = Callable[[int, int, dict[str, float]], None]
 
-_NOT_KEPT = (Checkpoint, ModelSummary, ProgressBar, SaveConfigCallback)  # callbacks of a recipe
+_NOT_KEPT = (Checkpoint, ModelSummary, ProgressBar, SaveConfigCallback)  # dropped from a recipe's callbacks
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training of a comparison.
+    """A run of a comparison.
 
     Args:
         method: The method.
-        seed: Seed of the split, the rounds and the initial weights.
-        stragglers: Fraction of stragglers; ``None`` for centralised training, which has none.
-
+        seed: Seed for the split, the rounds and the initial weights.
+        stragglers: Fraction of stragglers; ``None`` for centralised training.
     """
 
     method: MethodChoice
@@ -53,21 +52,20 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name of its folder: ``fedprox_mu=0.1_0.5_0`` for seed 0."""
+        """Folder name: ``fedprox_mu=0.1_0.5_0`` for seed 0."""
         label = "".join(sign if sign.isalnum() or sign in "=.-" else "_" for sign in self.method.label)
         stragglers = "" if self.stragglers is None else f"_{self.stragglers:g}"
         return f"{label}{stragglers}_{self.seed}"
 
 
 class RoundCurve(Callback):
-    """Every logged number of every round, with the seconds of its training; survives a resume.
+    """Records every round's logged values and training time. Checkpoints include the record.
 
     Args:
-        on_round: Called after each round with its number, from 1, and its values.
+        on_round: Called after each round with the round's number (from 1) and values.
 
     Attributes:
-        rounds: One dictionary per round. ``seconds`` and ``cpu_seconds`` are those of training and aggregation.
-
+        rounds: One dictionary per round. ``seconds`` and ``cpu_seconds`` cover training and aggregation.
     """
 
     def __init__(self, on_round: Callable[[int, dict[str, float]], None]) -> None:
@@ -81,11 +79,11 @@ class RoundCurve(Callback):
         self._begin = (time.perf_counter(), time.process_time())
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stops the clocks: validation is not counted."""
+        """Stops the clocks: the time excludes validation."""
         self._stop()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Notes the round."""
+        """Records the round."""
         self._stop()
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.rounds.append(values | {"seconds": self._seconds[0], "cpu_seconds": self._seconds[1]})
@@ -93,11 +91,11 @@ class RoundCurve(Callback):
         self._on_round(len(self.rounds), self.rounds[-1])
 
     def state_dict(self) -> dict[str, Any]:
-        """The rounds so far."""
+        """Rounds so far, and the current round's seconds."""
         return {"rounds": [dict(values) for values in self.rounds], "seconds": list(self._seconds)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on after them."""
+        """Restores the rounds."""
         self.rounds = [dict(values) for values in state_dict["rounds"]]
         self._seconds = list(state_dict["seconds"])
 
@@ -111,19 +109,18 @@ class RoundCurve(Callback):
 def train(
     cli: FederatedCLI, run: Run, folder: Path, logs: Path, on_round: OnRound, decision: str = ""
 ) -> dict[str, Any]:
-    """Trains a run, from its last complete round on if it was interrupted.
+    """Trains a run. An interrupted run resumes after the last complete round.
 
     Args:
         cli: Model, data and Trainer of the recipe, built with the run's seed.
         run: The run.
-        folder: Folder of the checkpoint ``last.ckpt``, which every round writes.
-        logs: Folder of TensorBoard's logs.
-        on_round: Called after each round with its number, from 1, how many there are, and its values.
-        decision: Decision of ``batch_norm="auto"`` in an earlier run of the comparison; empty for no decision yet.
+        folder: Folder for ``last.ckpt``, written after every round.
+        logs: Folder for TensorBoard logs.
+        on_round: Called after each round with the round's number (from 1), the number of rounds, and the values.
+        decision: Decision for ``batch_norm="auto"`` from an earlier run of the comparison; empty without a decision.
 
     Returns:
-        The run, its ``rounds`` and its ``batch_norm_decision``, as JSON can hold them.
-
+        The run, ``rounds`` and ``batch_norm_decision``, as JSON-compatible values.
     """
     trainer = _make_trainer(cli, run)
     federation = federation_of(trainer)
@@ -152,13 +149,12 @@ def train(
 
 
 def evaluate(cli: FederatedCLI, run: Run, folder: Path) -> dict[str, float]:
-    """Evaluates a finished run on the test data; client by client as well, where they are given for every client.
+    """Evaluates a finished run on the test data, also by client if every client has test data.
 
     Args:
         cli: Model, data and Trainer of the recipe, built with the run's seed.
         run: The run.
-        folder: The folder of its checkpoint.
-
+        folder: Folder with the checkpoint.
     """
     trainer = _make_trainer(cli, run)
     trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path=folder / CHECKPOINT, verbose=False)
@@ -167,7 +163,7 @@ def evaluate(cli: FederatedCLI, run: Run, folder: Path) -> dict[str, float]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences what Lightning logs of every run, and lightning_fed but for its warnings."""
+    """Silences Lightning's logs and all warnings from Lightning, and limits this package's log to warnings."""
     quiet_levels = {
         "lightning.pytorch": logging.ERROR,
         "lightning.fabric": logging.ERROR,
@@ -187,7 +183,6 @@ def quiet() -> Iterator[None]:
 
 
 def _make_trainer(cli: FederatedCLI, run: Run) -> Any:
-    """Builds the Trainer of a run."""
     trainer: Any = cli.trainer
     if run.stragglers is None:
         trainer = central_trainer(cli)
