@@ -24,8 +24,6 @@ ELSEWHERE = {
     "benchmarks/results/performance.md": (),
     "benchmarks/results/method_costs.md": (),
     "docs/performance.md": (),
-    "docs/dev/design/backends.md": ("5.2", "2.6", "1.7"),
-    "docs/dev/design/rounds.md": ("0.35", "0.36"),
     "docs/guides/baselines.md": ("0.1",),
     "docs/guides/segmentation.md": (),
     "docs/guides/merging.md": (),
@@ -41,7 +39,7 @@ ELSEWHERE = {
     "docs/guides/speed.md": ("2.7",),
     "benchmarks/results/projects.md": ("2.7", "4.46"),
     "benchmarks/results/sites.md": ("0.024",),
-    "docs/dev/testing.md": ("2.11", "3.14", "3.15", "4.39", "9.2", "4.48"),
+    "docs/dev/testing.md": ("3.14",),
 }
 PAIR = re.compile(r"(\d+\.\d+) ± (\d+\.\d+)")
 LINK = re.compile(r"\]\(([\w./-]+\.md)")
