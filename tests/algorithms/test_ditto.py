@@ -1,4 +1,4 @@
-"""Ditto: its global model is the rule's, a client's own is that of a plain loop, and who is evaluated with which."""
+"""Ditto: global models equal plain FedAvg, personal models equal a plain loop, and evaluation uses personal models."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def cross_entropy(net, batch):
 
 
 def own_model(trainer, client):
-    """What a client keeps, by the names of the net."""
+    """A client's personal model, keyed by the names of the network."""
     kept = trainer.federation.store.get(client) or {}
     prefix = "memory:model:net."
     return {name.removeprefix(prefix): value for name, value in kept.items() if name.startswith(prefix)}
@@ -38,7 +38,7 @@ def own_model(trainer, client):
     ),
 )
 def test_a_fit_against_a_plain_loop(lam, personal_epochs, optimizer, federated_trainer):
-    """BatchNorm, dropout, three of five in a round: bit for bit."""
+    """With BatchNorm and dropout, three of five clients per round."""
     clients, recorder = models.vectors(SIZES), Recorder()
     visits = Visits(clients, rounds=3, cohort_size=3, seed=4, epochs=2)
     history, own = ditto_reference(models.norm_mlp(), visits, cross_entropy, optimizer, lam, personal_epochs or 2)
@@ -77,7 +77,7 @@ OPTIONS = [
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_its_global_model_is_fedavgs(options, either_trainer):
-    """Whatever is kept at home or steps per batch: weights, messages, and what clients keep beside their own model."""
+    """Compares weights, message sizes and the remaining client state."""
     runs = []
     for method, epochs in (("fedavg", {"local_epochs": 2}), (Ditto(0.1, local_epochs=2, personal_epochs=1), {})):
         recorder, module = Recorder(), models.Module(models.norm_mlp(), models.momentum, per_step)
@@ -125,7 +125,7 @@ WHO = [{"a": 40}, SIZES]
     quick([(make, sizes) for make in MAKES for sizes in WHO], [(MAKES[0], WHO[1]), (MAKES[1], WHO[0])]),
 )
 def test_rates_that_change_with_the_rounds(make, sizes, federated_trainer):
-    """They are set at a round's last batch, before the last client's models change back."""
+    """The last batch of a round steps the schedulers before the personal models are swapped back."""
     runs = []
     for method, epochs in (("fedavg", {"local_epochs": 1}), (Ditto(0.1), {})):
         module, rates = make(), Rates()
@@ -142,7 +142,7 @@ RULES = ["scaffold", "fednova", "feddyn:alpha=0.1", "fedprox:mu=1.0", "feddane:m
 
 @pytest.mark.parametrize("rule", quick(RULES, ["scaffold", "fedprox:mu=1.0"]))
 def test_corrections_of_the_rule_are_not_of_the_clients_own_models(rule, federated_trainer):
-    """The global model is the rule's, bit for bit; in the first round clients' own are those with FedAvg."""
+    """Global models equal the rule's bit for bit; personal models after round 0 equal Ditto's with FedAvg."""
     states, own = [], []
     for method in (rule, Ditto(0.1, aggregator=build_method(rule))):
         module = models.Module(models.mlp(), models.momentum)
@@ -158,7 +158,7 @@ def test_corrections_of_the_rule_are_not_of_the_clients_own_models(rule, federat
 
 
 class Rates(FederatedCallback):
-    """Notes the rate with which each round begins."""
+    """Records the learning rate at the start of every round."""
 
     def __init__(self):
         self.at_start = []
@@ -168,7 +168,7 @@ class Rates(FederatedCallback):
 
 
 def test_clients_are_evaluated_with_their_own_models(federated_trainer):
-    """Before the first visit with the global one; `client_state` has what is evaluated."""
+    """Before the first visit a client is evaluated with the global model."""
     held_out = models.vectors({name: 20 + size for name, size in SIZES.items()})
     module = models.Module(models.norm_mlp(), models.momentum)
     trainer = federated_trainer(max_rounds=1, clients_per_round=3, method=Ditto(0.0, 1, 3), seed=1)
@@ -189,7 +189,7 @@ def test_clients_are_evaluated_with_their_own_models(federated_trainer):
 
 
 def test_clients_are_evaluated_from_a_checkpoint(federated_trainer, tmp_path):
-    """By a Trainer that has not trained, and as after the fit."""
+    """A new Trainer that only evaluates reports the same models as the fit."""
     held_out = models.vectors({name: 20 + size for name, size in SIZES.items()})
     data = FederatedDataModule(models.as_datasets(models.vectors(SIZES)), models.as_datasets(held_out))
     trainer = federated_trainer(max_rounds=2, clients_per_round=3, method="ditto", seed=1)
@@ -204,7 +204,7 @@ def test_clients_are_evaluated_from_a_checkpoint(federated_trainer, tmp_path):
 
 
 def test_clients_go_on_from_a_checkpoint(federated_trainer, tmp_path):
-    """Broken off while a client's own model trains: weights, own models, and what is logged."""
+    """Interrupts the training of a personal model; compares weights, personal models and logs."""
 
     class Break(FederatedCallback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
@@ -225,7 +225,7 @@ def test_clients_go_on_from_a_checkpoint(federated_trainer, tmp_path):
     expected, models_before = run(whole)
     with pytest.raises(KeyError, match="broken"):
         run(parts[0], Break())
-    torch.load(broken, weights_only=True)  # tensors and primitives only
+    torch.load(broken, weights_only=True)  # only tensors and primitives
     resumed, models_after = run(parts[1], ckpt_path=broken)
     assert_same(expected, resumed)
     for client, model in models_before.items():
@@ -237,7 +237,7 @@ def test_clients_go_on_from_a_checkpoint(federated_trainer, tmp_path):
 
 
 class SpoilsOwn(FederatedCallback):
-    """One client's own model, or what it sends in that client's place, becomes NaN in round 1."""
+    """Fills the personal model of one client, or the update of this client, with NaN in round 1."""
 
     def __init__(self, own):
         self.own = own
@@ -254,7 +254,7 @@ class SpoilsOwn(FederatedCallback):
 
 
 def test_a_clients_own_model_that_is_not_finite(federated_trainer, caplog):
-    """Its client is left out as one whose update is not: the same models, and it goes on from its last good visit."""
+    """The client is excluded as for a non-finite update, and resumes from the personal model of the last good visit."""
     runs = []
     for own in (True, False):
         models_of_b, module, recorder = [], models.Module(models.mlp(), models.momentum), Recorder()
@@ -280,7 +280,7 @@ def test_a_clients_own_model_that_is_not_finite(federated_trainer, caplog):
 
 
 def test_two_optimizers_by_hand(federated_trainer):
-    """A GAN: its global model is FedAvg's, and every client has a GAN of its own."""
+    """A GAN with manual optimization: the global GAN equals FedAvg's, and every client has a personal GAN."""
     states = []
     for method, epochs in (("fedavg", 2), (Ditto(0.1, 2), None)):
         module = models.TwoOptimizers()

@@ -1,7 +1,6 @@
-"""Complex numbers and activation checkpointing change no method.
+"""Complex parameters and activation checkpointing do not change the result of any method.
 
-The reference is the same network with pairs of real numbers, in a plain layer. Server, rules and steps see the same
-numbers, so the results agree to the last bits.
+The reference is the same network with pairs of real numbers and without checkpointing. Results agree to rounding.
 """
 
 import lightning as L
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 class Spectrum(nn.Module):
-    """A product with complex weights: one complex parameter, or pairs of real numbers."""
+    """Multiplies by complex weights, stored as one complex parameter or as pairs of real numbers."""
 
     def __init__(self, is_complex):
         super().__init__()

@@ -1,4 +1,4 @@
-"""FedALA: its weights and models against a plain loop, and who is evaluated with which."""
+"""FedALA: element weights and models equal a plain loop; evaluation uses the mixed models."""
 
 import math
 
@@ -40,7 +40,7 @@ def kept(trainer, client, prefix):
     ],
 )
 def test_a_fit_against_a_plain_loop(num_layers, share, eta, mixed, federated_trainer):
-    """Three of five in a round: global models, clients' own, and their weights, some of which have left 1."""
+    """Three of five clients per round; compares global models, client models and element weights different from 1."""
     clients, recorder = models.vectors(SIZES), Recorder()
     visits = Visits(clients, rounds=4, cohort_size=3, seed=4, batch_size=16, epochs=2)
 
@@ -71,7 +71,7 @@ def test_a_fit_against_a_plain_loop(num_layers, share, eta, mixed, federated_tra
 
 
 def test_first_visits_are_fedavg(federated_trainer):
-    """Dropout and BatchNorm, bit for bit; nothing more travels, and clients keep their models."""
+    """With dropout and BatchNorm, bit for bit; messages have the same size."""
     states = []
     for method in ("fedavg", "fedala"):
         recorder, module = Recorder(), models.Module(models.norm_mlp(), models.momentum)
@@ -86,7 +86,7 @@ def test_first_visits_are_fedavg(federated_trainer):
 
 
 def test_training_draws_the_same_random_numbers(federated_trainer):
-    """With weights that do not learn it is FedAvg, with dropout, though its passes come between."""
+    """With frozen element weights FedALA equals FedAvg with dropout, despite the additional passes."""
     states = []
     for method in ("fedavg", FedALA(eta=1e-30)):
         module = models.Module(models.norm_mlp(), models.momentum)
@@ -94,7 +94,7 @@ def test_training_draws_the_same_random_numbers(federated_trainer):
             module, models.as_datasets(models.vectors(SIZES))
         )
         states.append(state_of(module))
-    for name, value in states[0].items():  # last + (global - last) * 1 is the global model but for rounding
+    for name, value in states[0].items():  # last + (global - last) * 1 equals the global model up to rounding
         assert torch.allclose(states[1][name].double(), value.double(), rtol=1e-3, atol=1e-4), name
 
 
@@ -160,7 +160,7 @@ def test_modules_it_cannot_work_with(federated_trainer):
 
 
 class Tiny(models.Quadratic):
-    """A loss whose gradients are 0 in float16, unless it is scaled."""
+    """Without loss scaling the gradients underflow to zero in float16."""
 
     def __init__(self, dtype):
         super().__init__(lr=0.0)
@@ -171,7 +171,7 @@ class Tiny(models.Quadratic):
 
 
 class Moves(FederatedCallback):
-    """Clients' models part, whatever trains them."""
+    """Moves the models of the clients apart, independently of the optimizer."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         module.w.data.add_(1.0 if trainer.federation.current_client == "a" else -1.0)
@@ -179,7 +179,7 @@ class Moves(FederatedCallback):
 
 @pytest.mark.parametrize(("scale", "learns"), [(2.0**27, True), (1.0, False), (2.0**60, False)])
 def test_a_loss_scale_is_that_of_the_weights_too(scale, learns, federated_trainer):
-    """The weights are those of float32; where gradients overflow, or are too small for float16, they do not learn."""
+    """Element weights equal float32 training; overflowing or underflowing gradients leave the weights at 1."""
     weights = []
     for dtype in (torch.float16, torch.float32):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6, backoff_factor=1 - 1e-9)

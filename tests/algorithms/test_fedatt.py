@@ -1,4 +1,4 @@
-"""FedAtt on the numbers of its paper's equations, in any order and in parts, and in a fit."""
+"""FedAtt: the paper's equations by hand, in any message order, in parts, and in a fit."""
 
 import copy
 import itertools
@@ -54,11 +54,11 @@ def test_the_weights_are_a_softmax_of_the_distances():
     mean = SoftmaxMean()
     for value, score in ((0.0, 1.0), (1.0, 2.0)):
         mean.add({"w": torch.tensor(value)}, {"w": torch.tensor(score)})
-    assert mean.mean()["w"].item() == pytest.approx(0.7310586, abs=1e-7)  # the weight of the second
+    assert mean.mean()["w"].item() == pytest.approx(0.7310586, abs=1e-7)  # weight of the second client
 
 
 def test_the_example_in_a_fit(federated_trainer):
-    """Two quadratics: one full step goes to the optimum of each client."""
+    """Two quadratics: one full step reaches each client's optimum."""
     clients = {"a": (torch.tensor([[0.0]]),), "b": (torch.full((3, 1), 3.0),)}
     module = models.Quadratic(size=1)
     module.w.data.fill_(1.0)
@@ -81,7 +81,7 @@ def test_against_a_plain_implementation(step_size):
 
 @pytest.mark.parametrize("net", [models.mlp, models.cnn])
 def test_a_fit_against_a_plain_loop(net, federated_trainer):
-    """Unequal clients, three of five in a round, BatchNorm in one of the nets."""
+    """Unequal clients, three of five per round, one network with BatchNorm."""
     clients = models.vectors() if net is models.mlp else models.images()
 
     def combine(start, states, sizes):
@@ -102,14 +102,16 @@ def test_a_fit_against_a_plain_loop(net, federated_trainer):
 
 
 def test_running_statistics_stay_possible():
-    """A step beyond the clients' variances would end below zero."""
+    """A step beyond the clients' variances would give a negative variance."""
     start = {"norm.running_var": torch.tensor([1.0]), "norm.running_mean": torch.tensor([0.0])}
     received = [ClientUpdate(index, 1, {**start, "norm.running_var": torch.tensor([0.01])}) for index in range(2)]
     assert aggregated(FedAtt(step_size=1.5), received, start)["norm.running_var"].item() == pytest.approx(0.01)
 
 
 def test_identical_clients():
-    """They are the aggregate with a step of 1; with another, one of them alone has the same effect."""
+    """With step size 1 the aggregate equals the common model; with another step size the number of clients is
+    irrelevant.
+    """
     for count in (1, 2, 7):
         received = [ClientUpdate(index, index + 1, net_state(5)) for index in range(count)]
         assert_same(net_state(5), aggregated(FedAtt(step_size=1.0), received))

@@ -1,4 +1,4 @@
-"""FedAvg and FairAvg on the numbers of specs/baselines.md, whole and in parts."""
+"""FedAvg and FairAvg: the numbers of specs/baselines.md, in one part and in several parts."""
 
 import itertools
 
@@ -88,7 +88,7 @@ def test_broadcasts():
     rule.start(RoundInfo(3), state)
     first, second = rule.broadcast(Request("a")), rule.broadcast(Request("b"))
     assert first.round == 3
-    first.state["w"] = torch.zeros(2)  # what a callback does to one client's message
+    first.state["w"] = torch.zeros(2)  # as a callback may change a single message
     assert torch.equal(second.state["w"], torch.ones(2))
     assert torch.equal(state["w"], torch.ones(2))
 

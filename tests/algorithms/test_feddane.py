@@ -1,4 +1,4 @@
-"""FedDANE: on the numbers of its paper, against a plain loop, and what its gradients leave untouched."""
+"""FedDANE: the paper's numbers, a plain loop, and state unaffected by the gradient pass."""
 
 import itertools
 
@@ -30,7 +30,7 @@ def cross_entropy(net, batch):
 
 
 class Keep(FederatedCallback):
-    """Keeps what the correction knows when a visit starts."""
+    """Records the corrections and extras at the start of every visit."""
 
     def __init__(self):
         self.corrections = []
@@ -43,7 +43,7 @@ class Keep(FederatedCallback):
         self.extras.append(dict(broadcast.extras))
 
 
-# --- the equation -----------------------------------------------------------------------------------------------------
+# --- Equation ---------------------------------------------------------------------------------------------------------
 
 
 def test_messages_are_averaged_by_sizes():
@@ -52,7 +52,9 @@ def test_messages_are_averaged_by_sizes():
 
 
 def test_the_example_of_the_paper(federated_trainer):
-    """Optima 0 and 3, equal weights, from 1: g = -0.5; with rate 0.1 and mu = 1 the second goes to 1.05 and 1.09."""
+    """Optima 0 and 3, equal weights, start at 1: g = -0.5; with lr=0.1 and mu=1 the second client moves to 1.05 and
+    1.09.
+    """
     values = []
 
     class Steps(FederatedCallback):
@@ -80,7 +82,7 @@ def test_gradients_are_weighted_by_examples(federated_trainer):
 
 @pytest.mark.parametrize(("batch_size", "mu"), quick(itertools.product([8, 32], [0.0, 0.3]), [(8, 0.3), (32, 0.0)]))
 def test_a_fit_against_a_plain_loop(mu, batch_size, federated_trainer):
-    """Unequal clients with a short last batch, momentum, two samples of three of five."""
+    """Unequal clients with a short last batch, momentum, and two samples of three clients."""
     clients, recorder = models.vectors(SIZES), Recorder()
     history = feddane_reference(
         models.mlp(), clients, cross_entropy, models.momentum, mu, rounds=2, cohort_size=3, seed=4,
@@ -98,7 +100,7 @@ def test_a_fit_against_a_plain_loop(mu, batch_size, federated_trainer):
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_clients_that_are_alike_need_no_correction(count, federated_trainer):
-    """Without a proximal term it is FedAvg, exactly."""
+    """Without a proximal term FedDANE equals FedAvg."""
     data, states = models.vectors({"x": 19})["x"], []
     for aggregator in ("fedavg", "feddane"):
         module = models.Module(models.norm_mlp(), models.momentum)
@@ -113,7 +115,7 @@ def test_clients_that_are_alike_need_no_correction(count, federated_trainer):
 
 
 def test_the_samples_are_drawn_apart():
-    """By seed and round alone; as large; without clients that drop out of the round."""
+    """The second sample depends only on seed and round, has the same size and skips unavailable clients."""
     clients = [f"client-{index}" for index in range(30)]
     schedule = Schedule(7, clients_per_round=10)
     draws = [schedule.second_draw(number, clients) for number in range(20)]
@@ -121,7 +123,7 @@ def test_the_samples_are_drawn_apart():
     assert draws == [second_draw_reference(7, number, clients, 10) for number in range(20)]
     assert all(draw != cohort for draw, cohort in zip(draws, cohorts, strict=True))
     common = sum(len(set(draw) & set(cohort)) for draw, cohort in zip(draws, cohorts, strict=True)) / 20
-    assert common == pytest.approx(10 / 3, abs=1.2)  # as of independent draws
+    assert common == pytest.approx(10 / 3, abs=1.2)  # expected overlap of independent samples
     assert (
         Schedule(7, clients_per_round=10, availability=Availability(stragglers=0.5)).second_draw(3, clients) == draws[3]
     )
@@ -131,11 +133,11 @@ def test_the_samples_are_drawn_apart():
     assert len(Schedule(0, clients_per_round=3).second_draw(0, range(10**9))) == 3
 
 
-# --- what travels -----------------------------------------------------------------------------------------------------
+# --- Messages ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_byte_is_counted(federated_trainer):
-    """The model and a gradient per parameter, both ways, for two samples of three; statistics have no gradient."""
+    """Model and gradients travel both ways for two samples of three clients; running statistics have no gradient."""
     recorder, module = Recorder(), models.Module(models.norm_mlp())
     trainer = federated_trainer(
         max_rounds=2, clients_per_round=3, method="feddane", batch_norm="average", callbacks=[recorder]
@@ -149,7 +151,7 @@ def test_every_byte_is_counted(federated_trainer):
 
 
 def test_only_shared_parameters_are_corrected(federated_trainer):
-    """A tied language model whose mixing layer stays with its client and whose bias is frozen."""
+    """A tied language model with a personal mixing layer and a frozen bias."""
     keep = Keep()
     trainer = federated_trainer(
         max_rounds=2, method=FedDANE(), personal=["net.mix.*"], frozen=["net.output.bias"], callbacks=[keep]
@@ -160,7 +162,7 @@ def test_only_shared_parameters_are_corrected(federated_trainer):
 
 
 def test_gradients_are_of_each_clients_own_model(federated_trainer):
-    """Personal parts play their part in the second round's gradients: those of a client differ with its own part."""
+    """Each client computes the second round's gradient with its personal parameters."""
 
     class Product(models.Quadratic):
         def __init__(self):
@@ -187,11 +189,11 @@ def test_gradients_are_of_each_clients_own_model(federated_trainer):
     assert recorder.round(1)[0].start["scale"].item() != recorder.round(1)[1].start["scale"].item()
 
 
-# --- what is left untouched -------------------------------------------------------------------------------------------
+# --- Unaffected state -------------------------------------------------------------------------------------------------
 
 
 class Uncorrected(FederatedCallback):
-    """Lets the gradients be computed and then forgets them."""
+    """Drops the corrections after the gradients have been computed."""
 
     def on_client_start(self, trainer, module, client, broadcast):
         correction = next(callback for callback in trainer.callbacks if isinstance(callback, GradientCorrection))
@@ -203,7 +205,7 @@ counts = []
 
 
 class Noisy(Dataset):
-    """Adds random numbers of the global generator to its examples, as augmentation does."""
+    """Adds random numbers from the global generator, as data augmentation does."""
 
     def __init__(self, tensors):
         self.tensors = tensors
@@ -220,7 +222,7 @@ KINDS = ["datasets", "workers", "loaders", "loaders with generators", "steps"]
 
 @pytest.mark.parametrize("kind", quick(KINDS, KINDS[1::2]))
 def test_training_draws_the_same_random_numbers(kind, federated_trainer):
-    """Dropout, BatchNorm, augmentation: once the corrections are taken away it is FedAvg bit for bit, and its log."""
+    """Dropout, BatchNorm and augmentation: without corrections, weights and logs equal FedAvg bit for bit."""
     runs, counts[:] = [], []
     for aggregator in ("fedavg", "feddane"):
         clients = {name: Noisy(tensors) for name, tensors in models.vectors(SIZES).items()}
@@ -254,7 +256,7 @@ def test_training_draws_the_same_random_numbers(kind, federated_trainer):
 
 
 def test_the_gradient_is_of_all_the_data_without_dropout(federated_trainer):
-    """Whatever the number of local steps, and the same twice."""
+    """Independent of the number of local steps, and reproducible."""
     clients, keeps = models.vectors(SIZES), []
     for steps in (1, 2):
         keeps.append(Keep())
@@ -271,7 +273,7 @@ def test_the_gradient_is_of_all_the_data_without_dropout(federated_trainer):
 
 
 def test_a_round_starts_with_the_global_model(federated_trainer):
-    """Whatever the sample had at home: for callbacks that look at it afterwards."""
+    """Callbacks see the global model even if sampled clients have personal parameters."""
     watch, clients = Watch(), models.as_datasets(models.vectors(SIZES))
     trainer = federated_trainer(max_rounds=2, method="feddane", personal=["net.head.*"], callbacks=[watch])
     trainer.fit(models.Module(models.BaseAndHead(), models.momentum), clients)
@@ -294,7 +296,7 @@ def test_nothing_is_held_after_a_fit(federated_trainer):
     assert held_bytes(correction) == 0
 
 
-# --- faults -----------------------------------------------------------------------------------------------------------
+# --- Failures ---------------------------------------------------------------------------------------------------------
 
 
 class Lost(Dataset):
@@ -306,7 +308,7 @@ class Lost(Dataset):
 
 
 def test_clients_that_cannot_answer_are_left_out(federated_trainer, caplog):
-    """Of the sample by a warning, of the cohort by name; the others' mean is the correction."""
+    """A sampled client is dropped with a warning, a cohort client by name; remaining clients define the correction."""
     vectors = models.vectors({"a": 20, "b": 31})
     nan = tuple(tensor.clone() for tensor in vectors["a"])
     nan[0].fill_(float("nan"))
@@ -325,7 +327,7 @@ def test_clients_that_cannot_answer_are_left_out(federated_trainer, caplog):
 
 
 def test_a_cohort_whose_own_gradients_fail(federated_trainer):
-    """It trains, but cannot compare: the data break on the second pass of the round."""
+    """Training succeeds, but the data break in the second pass of the round."""
 
     class Once(Dataset):
         def __init__(self, tensors):
@@ -349,7 +351,7 @@ def test_a_cohort_whose_own_gradients_fail(federated_trainer):
 
 
 def test_a_client_with_a_single_example(federated_trainer):
-    """BatchNorm cannot train on it, and so gives no gradient; the reason is that of any other method."""
+    """BatchNorm cannot train on a single example; the recorded reason equals FedAvg's."""
     failed = []
     for aggregator in ("fedavg", "feddane"):
         trainer = federated_trainer(max_rounds=1, method=aggregator)
@@ -361,10 +363,10 @@ def test_a_client_with_a_single_example(federated_trainer):
 
 
 def test_nothing_comes_of_a_round_without_any_gradient(federated_trainer):
-    """Its clients are left out by name, rather than trained as by another rule; the next round goes on."""
+    """All clients in the round fail by name; the next round trains again."""
 
     class Late(Dataset):
-        """Breaks in the first pass over it."""
+        """Raises in the first pass over the data."""
 
         def __init__(self, tensors):
             self.tensors, self.broken = tensors, False
@@ -394,14 +396,14 @@ def test_nothing_comes_of_a_round_without_any_gradient(federated_trainer):
 
 @pytest.mark.parametrize("index", ["in the gradient of", "in the visit of"])
 def test_what_fails_in_the_module_for_all_clients_ends_the_fit(index, federated_trainer):
-    """In the sample's pass, and in the cohort's."""
+    """In the sample's pass and in the cohort's pass."""
 
     class Unready(models.Module):
         passes = 0
 
         def training_step(self, batch, batch_idx):
             if not self.training:
-                self.passes += 1  # taken back after every pass
+                self.passes += 1  # reset after every pass
                 if index == "in the gradient of" or keep.asked:
                     raise ZeroDivisionError
             return super().training_step(batch, batch_idx)
@@ -423,7 +425,7 @@ def test_what_fails_in_the_module_for_all_clients_ends_the_fit(index, federated_
 
 
 def test_recurrent_layers(federated_trainer):
-    """In training mode, for cuDNN differentiates in no other, but without their dropout: the gradient is exact."""
+    """cuDNN differentiates recurrent layers only in training mode; dropout is off, so the gradient is exact."""
 
     class Watched(models.Module):
         def training_step(self, batch, batch_idx):
@@ -442,7 +444,7 @@ def test_recurrent_layers(federated_trainer):
 
 
 class Following(models.Module):
-    """Its step writes a buffer, a parameter that does not train, and an attribute."""
+    """The training step writes to a buffer, to a frozen parameter and to an attribute."""
 
     def __init__(self):
         super().__init__(models.norm_mlp(), models.momentum)
@@ -459,7 +461,7 @@ class Following(models.Module):
 
 
 def test_what_a_step_writes_is_taken_back(federated_trainer):
-    """Without the corrections it is FedAvg, bit for bit."""
+    """Without corrections FedDANE equals FedAvg bit for bit."""
     states, counts[:] = [], []
     for aggregator, callbacks in (("fedavg", []), ("feddane", [Uncorrected()])):
         module = Following()
@@ -484,7 +486,7 @@ def test_strengths_that_cannot_be(mu):
 
 
 def test_resuming(federated_trainer, tmp_path):
-    """Broken off inside a visit; weights and what is logged."""
+    """Interrupted during a visit; compares weights and logs."""
 
     class Break(FederatedCallback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
@@ -505,7 +507,7 @@ def test_resuming(federated_trainer, tmp_path):
     expected = run(whole)
     with pytest.raises(KeyError, match="broken"):
         run(parts[0], Break())
-    torch.load(broken, weights_only=True)  # tensors and primitives only
+    torch.load(broken, weights_only=True)  # only tensors and primitives
     resumed = run(parts[1], ckpt_path=broken)
     assert_same(expected, resumed)
     for name in ("train_loss", "fed/update_norm", "comm/total_up_bytes", "comm/total_down_bytes"):

@@ -1,4 +1,4 @@
-"""FedDyn: a plain loop, messages, and the optimum that it finds."""
+"""FedDyn: a plain loop, messages, and convergence to the federation's optimum."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def cross_entropy(net, batch):
 
 @pytest.mark.parametrize("optimizer", [models.sgd, models.momentum, models.adam])
 def test_a_fit_against_a_plain_loop(optimizer, either_trainer):
-    """Unequal clients, three of five in a round."""
+    """Unequal clients, three of five per round."""
     clients, recorder = models.vectors({"ann": 33, "bob": 20, "cid": 40, "dan": 7, "eve": 16}), Recorder()
     visits = Visits(clients, rounds=4, cohort_size=3, seed=4, batch_size=16, epochs=2)
     history = feddyn_reference(models.mlp(), visits, cross_entropy, optimizer, alpha=0.1)
@@ -40,7 +40,7 @@ def test_a_fit_against_a_plain_loop(optimizer, either_trainer):
 
 
 def test_its_fixed_point_is_the_optimum_of_the_federation(federated_trainer):
-    """Quadratics of other curvature, which FedAvg with many local steps does not solve: 1/2 a (w - x)^2."""
+    """Quadratics a/2 (w - x)^2 with unequal curvature: FedAvg with many local steps misses the optimum."""
 
     class Curved(models.Quadratic):
         def training_step(self, batch, batch_idx):
@@ -62,7 +62,7 @@ def test_its_fixed_point_is_the_optimum_of_the_federation(federated_trainer):
 
 
 def test_what_travels_and_what_stays(federated_trainer):
-    """The model alone, in every round; the client's regulariser is of the trained parameters that travel."""
+    """Only the model is sent; a client stores a regulariser for the shared trained parameters."""
     recorder, module = Recorder(), models.Module(models.BaseAndHead(), models.momentum)
     trainer = federated_trainer(
         max_rounds=2, method="feddyn", personal=["net.head.*"], batch_norm="average", callbacks=[recorder]
@@ -78,7 +78,7 @@ def test_what_travels_and_what_stays(federated_trainer):
 
 
 def test_messages_alone():
-    """Buffers are averaged; a client counts by its share of all, not of the round."""
+    """Buffers are averaged; a client weighs by the share in the population, not in the cohort."""
     rule, x, h = FedDyn(alpha=0.5), torch.zeros(4), torch.zeros(4)
     generator = torch.Generator().manual_seed(0)
     for round in range(3):

@@ -34,7 +34,7 @@ def cross_entropy(net, batch):
 
 
 class Lengths(FederatedCallback):
-    """Records the number of batches and the lengths in each message."""
+    """Records the number of batches and the normalising lengths of each message."""
 
     def __init__(self):
         self.sent = []
@@ -54,7 +54,8 @@ def rate(**options):
         (rate(), 0.0, lambda steps: step_length_reference(steps)),
         (rate(momentum=0.9, weight_decay=1e-3), 0.0, lambda steps: step_length_reference(steps, momentum=0.9)),
         (rate(), 2.0, lambda steps: step_length_reference(steps, rate=0.05, mu=2.0)),
-        # v_k = 0.9 v + g, step g + 0.9 v: the coefficient of g_k is 1 + 0.9 + ... over the steps left, and one more.
+        # v_k = 0.9 v + g, step g + 0.9 v: the coefficient of g_k is 1 + 0.9 + ... over the remaining steps, plus one
+        # term.
         (
             rate(momentum=0.9, nesterov=True),
             0.0,
@@ -76,7 +77,7 @@ def test_lengths_are_the_papers(optimizer, mu, expected, federated_trainer):
 
 
 def test_lengths_are_the_response_to_gradients_of_one(federated_trainer):
-    """Rate and momentum per optimizer, a schedule by step, dampening: equal to plain SGD on gradients of one."""
+    """Learning rate and momentum per optimizer, a step schedule, dampening: equal to plain SGD on unit gradients."""
 
     def make(parameters):
         first, *others = list(parameters)
@@ -109,7 +110,7 @@ def test_lengths_are_the_response_to_gradients_of_one(federated_trainer):
     ("options", "mu"), [({}, 0.0), ({"momentum": 0.9}, 0.0), ({}, 1.0)], ids=["sgd", "momentum", "proximal"]
 )
 def test_a_fit_against_a_plain_loop(options, mu, either_trainer):
-    """Unequal clients, three of five in a round."""
+    """Unequal clients, three of five per round."""
     clients, recorder = models.vectors(SIZES), Recorder()
     visits = Visits(clients, rounds=3, cohort_size=3, seed=4, batch_size=16, epochs=2)
     history = fednova_reference(
@@ -127,7 +128,7 @@ def test_a_fit_against_a_plain_loop(options, mu, either_trainer):
 
 @pytest.mark.parametrize("mu", [0.0, 0.5])
 def test_with_equal_steps_it_is_fedavg(mu, federated_trainer):
-    """Clients with other sizes, BatchNorm, momentum: bit for bit."""
+    """Clients with unequal sizes, BatchNorm, momentum: bit for bit."""
     states = []
     for method in (f"fedprox:mu={mu}", f"fednova:mu={mu}"):
         module = models.Module(models.norm_mlp(), models.momentum)
@@ -147,7 +148,7 @@ def test_with_unequal_steps_it_is_not(federated_trainer):
 
 
 def test_a_users_proximal_term_counts(federated_trainer):
-    """The method's term and a term in the Trainer give equal lengths."""
+    """The method's term and a callback in the Trainer give equal lengths."""
     sent = []
     for method, callbacks in ((FedNova(0.5), []), (FedNova(), [ProximalTerm(0.5)])):
         lengths = Lengths()
@@ -219,7 +220,7 @@ def test_other_optimizers_are_refused(module, federated_trainer):
 
 
 def test_momentum_that_clients_keep_is_refused(federated_trainer):
-    """The change would include gradients from earlier visits, but the length counts only this visit's."""
+    """The update would include gradients of earlier visits, but the length only counts the current visit."""
     trainer = federated_trainer(max_rounds=1, method="fednova", optimizer_state="keep")
     with pytest.raises(MisconfigurationException, match="momentum brings the gradients of earlier visits"):
         trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(models.vectors(SIZES)))
@@ -251,7 +252,7 @@ def test_strengths_that_cannot_be(mu):
 
 
 def moved_by(lengths, sizes=None, step=-0.005):
-    """Server and new weight after a round; each client moves the weight from 0 by `step`."""
+    """Server and new weight after one round; each client moves the weight from 0 by `step`."""
     server = Server(chain_of(FedNova()))
     server.start_round(RoundInfo(0, [*range(len(lengths))], frozenset("w")), {"w": torch.zeros(1)})
     for client, length in enumerate(lengths):
@@ -267,7 +268,7 @@ def moved_by(lengths, sizes=None, step=-0.005):
 @pytest.mark.parametrize("claimed", [1e-9, 1e-3, 1e6, 1e300, 5e-324])
 @pytest.mark.parametrize("place", [0, 2, 4])
 def test_a_length_far_from_the_median_excludes_the_client(claimed, place):
-    """A length of 1e-9 once turned five steps of 0.005 into one of 800,000. Now other clients decide, bit for bit."""
+    """Without the check a length of 1e-9 turned five steps of 0.005 into a step of 800,000."""
     honest = [1.0, 1.0, 2.0, 2.0]
     server, value = moved_by([*honest[:place], claimed, *honest[place:]])
     assert set(server.report.failed) == {place}
@@ -276,7 +277,7 @@ def test_a_length_far_from_the_median_excludes_the_client(claimed, place):
 
 
 def test_lengths_of_small_clients_are_good():
-    """500 times fewer examples make 500 times fewer steps: equal work per example."""
+    """500 times fewer examples give 500 times fewer steps: the work per example is equal."""
     server, _ = moved_by([1.0, 500.0, 500.0, 600.0], sizes=[1, 500, 500, 600])
     assert server.report.failed == {}
 

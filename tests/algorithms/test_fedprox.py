@@ -1,4 +1,4 @@
-"""FedProx as a method: an average by sizes that brings the proximal term."""
+"""FedProx as a method: an average by sizes with a proximal term."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_messages_are_averaged_by_sizes():
 
 
 def test_it_brings_its_term_unless_there_is_one(federated_trainer):
-    """One's own callback counts, as it may have another strength."""
+    """A callback passed by the user replaces the method's callback and may have another strength."""
     from lightning_fed.callbacks import ProximalTerm
 
     clients = models.as_datasets(models.vectors({"a": 9, "b": 5}))
@@ -41,7 +41,7 @@ def test_strengths_that_cannot_be(mu):
 
 
 def test_the_same_clients_straggle_for_every_method(federated_trainer):
-    """As many batches of the same clients, and none of them is dropped."""
+    """Stragglers train equally many batches, and no straggler is dropped."""
     seen, clients = [], models.as_datasets(models.vectors(dict.fromkeys("abcdef", 16)))
     for rule in ("fedavg", FedProx(mu=0.3), "fedatt", FeSEM(num_centers=2), FedDANE(mu=0.1), "fedmargin", "fairavg"):
         recorder = Recorder()
@@ -58,7 +58,7 @@ def test_the_same_clients_straggle_for_every_method(federated_trainer):
 
 
 def test_without_pull_it_is_fedavg_bit_for_bit(federated_trainer):
-    """BatchNorm, momentum, stragglers, clipping, unequal clients."""
+    """With BatchNorm, momentum, stragglers, clipping and unequal clients."""
     states = []
     for aggregator in ("fedavg", FedProx(mu=0.0)):
         module = models.Module(models.norm_mlp(), models.momentum)

@@ -1,4 +1,4 @@
-"""FedRep: heads at home that train before the body; FedPer's and FedRep's automatic heads."""
+"""FedRep: personal heads train before the body; automatic heads of FedPer and FedRep."""
 
 import itertools
 
@@ -37,7 +37,6 @@ def is_head(name):
 
 
 def fit(federated_trainer, module=None, clients=None, rounds=3, callbacks=(), head="*head*", trainer=(), **options):
-    """A federation with FedRep on small data; trainer and module."""
     module = models.Module(models.BaseAndHead(), models.momentum) if module is None else module
     options = {"head_epochs": 2, "body_epochs": 1, "batch_norm": "average", **options}
     method = FedRep(head, options.pop("head_epochs"), options.pop("body_epochs"))
@@ -46,7 +45,7 @@ def fit(federated_trainer, module=None, clients=None, rounds=3, callbacks=(), he
     return made, module
 
 
-# --- the method -------------------------------------------------------------------------------------------------------
+# --- Method -----------------------------------------------------------------------------------------------------------
 
 
 EPOCHS = [(2, 1), (1, 3), (2, 0)]
@@ -60,7 +59,7 @@ EPOCHS = [(2, 1), (1, 3), (2, 0)]
     ),
 )
 def test_a_fit_against_a_plain_loop(head_epochs, body_epochs, optimizer, federated_trainer):
-    """Unequal clients, three of five in a round, BatchNorm in the body, momentum and weight decay: bit for bit."""
+    """Unequal clients, three of five per round, BatchNorm in the body, momentum and weight decay: bit for bit."""
     clients, recorder = models.vectors(SIZES), Recorder()
     history = fedrep_reference(
         models.BaseAndHead(), is_head, clients, cross_entropy, optimizer, head_epochs, body_epochs, rounds=3,
@@ -82,7 +81,7 @@ def test_a_fit_against_a_plain_loop(head_epochs, body_epochs, optimizer, federat
 
 
 class Phases(FederatedCallback):
-    """Notes what moves in every batch: the head, the body or both; between rounds both may."""
+    """Records for every batch whether the head, the body or both are trainable."""
 
     def __init__(self):
         self.visits = []
@@ -99,7 +98,7 @@ class Phases(FederatedCallback):
     def on_train_epoch_end(self, trainer, module):
         assert all(parameter.requires_grad for parameter in module.parameters())
 
-    def on_client_end(self, trainer, module, client, update):  # before the last batch's end, when it is another model
+    def on_client_end(self, trainer, module, client, update):  # before the end of the last batch replaces the model
         self._note(module)
 
     def on_train_batch_end(self, trainer, module, *args):
@@ -115,7 +114,7 @@ class Phases(FederatedCallback):
 
 @pytest.mark.parametrize(("body_epochs", "expected"), [(1, "HHHHHHBBB"), (0, "HHHHHH")])
 def test_head_epochs_come_first(body_epochs, expected, federated_trainer):
-    """Three batches an epoch: two epochs of the head, one of the body or none."""
+    """Three batches per epoch: two head epochs, then one body epoch or none."""
     phases, clients = Phases(), models.vectors({"a": 70, "b": 96})
     fit(federated_trainer, clients=clients, rounds=2, callbacks=[phases], body_epochs=body_epochs)
     assert phases.visits == [expected] * 4
@@ -123,7 +122,7 @@ def test_head_epochs_come_first(body_epochs, expected, federated_trainer):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_the_order_of_the_callbacks_does_not_matter(before, plain_trainer):
-    """On a plain Trainer it may stand before the federation too."""
+    """In a plain Trainer the callback may precede the federation."""
     clients = models.as_datasets(models.vectors(SIZES))
     federation = Federation(personal=["*head*"], local_epochs=3, batch_norm="average", clients_per_round=3, seed=4)
     callbacks = [HeadThenBody(2), federation] if before else [federation, HeadThenBody(2)]
@@ -137,7 +136,7 @@ def test_the_order_of_the_callbacks_does_not_matter(before, plain_trainer):
 
 
 def test_stragglers_keep_the_order(federated_trainer):
-    """Those that get through head epochs only send the body as it came; all of them count."""
+    """Stragglers without body epochs send an unchanged body and still count."""
     clients, recorder, phases = models.vectors({"a": 60, "b": 64, "c": 50, "d": 40}), Recorder(), Phases()
     schedule = Schedule(4, local_epochs=6, availability=Availability(stragglers=0.5))
     work = {
@@ -180,7 +179,7 @@ def test_straggling_is_that_of_other_methods(federated_trainer):
 
 
 def test_frozen_parameters_stay_frozen(federated_trainer):
-    """What has no gradient from the start gets none; what was frozen for a phase only trains again."""
+    """Frozen parameters stay frozen; parameters frozen during one phase become trainable again."""
     module = models.Module(models.BaseAndHead(), models.sgd)
     module.net.base[0].bias.requires_grad_(False)
     bias = module.net.base[0].bias.clone()
@@ -231,7 +230,7 @@ def test_a_client_whose_data_break_does_not_disturb_the_next(federated_trainer):
 
 
 class Manual(models.Module):
-    """Optimizes by hand, with gradients that are zeros and not absent."""
+    """Manual optimization with zero gradients instead of `None`."""
 
     def __init__(self):
         super().__init__(models.BaseAndHead(), models.momentum)
@@ -256,7 +255,7 @@ def test_manual_optimization(federated_trainer):
 
 
 def test_resuming(federated_trainer, tmp_path):
-    """Broken off in the second phase of a visit."""
+    """Interrupted in the second phase of a visit."""
 
     class Break(FederatedCallback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
@@ -278,7 +277,7 @@ def test_resuming(federated_trainer, tmp_path):
     expected, heads = run(whole)
     with pytest.raises(KeyError, match="broken"):
         run(parts[0], Break())
-    torch.load(broken, weights_only=True)  # tensors and primitives only
+    torch.load(broken, weights_only=True)  # only tensors and primitives
     module, resumed = run(parts[1], ckpt_path=broken)
     assert_same(state_of(expected), state_of(module))
     for client, head in heads.items():
@@ -290,7 +289,7 @@ def test_resuming(federated_trainer, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the second fit saves no checkpoints
 def test_the_last_head_epochs_are_one_more_round(federated_trainer, tmp_path):
-    """As the docstring says: every client's head on the final body, which stays as it is."""
+    """The recipe in the docstring: train every head on the final body, without changing the body."""
     clients = models.as_datasets(models.vectors(SIZES))
     saver = ModelCheckpoint(tmp_path, save_last=True)
     first = federated_trainer(
@@ -317,7 +316,7 @@ def test_the_last_head_epochs_are_one_more_round(federated_trainer, tmp_path):
             assert torch.equal(visit.start["net.head.weight"], heads[visit.client]["net.head.weight"])
 
 
-# --- what cannot work -------------------------------------------------------------------------------------------------
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -358,11 +357,11 @@ def test_federations_that_it_cannot_work_in(options, message, federated_trainer)
         trainer.fit(models.Module(models.BaseAndHead()), models.as_datasets(models.vectors(SIZES)))
 
 
-# --- the automatic head -----------------------------------------------------------------------------------------------
+# --- Automatic head ---------------------------------------------------------------------------------------------------
 
 
 class Wrapped(L.LightningModule):
-    """A model inside a module, as users have it, beside other parts with parameters."""
+    """A model inside a module, next to other parts with parameters."""
 
     def __init__(self, model):
         super().__init__()
@@ -398,7 +397,7 @@ HEADS = {
         {"model.segmentation_head.0"},
     ),
 }
-SAME_HEADS = {"vgg9", "timm resnet", "unet", "segmentation task"}  # which are found as others are
+SAME_HEADS = {"vgg9", "timm resnet", "unet", "segmentation task"}  # found by the same rule for both methods
 
 
 @pytest.mark.parametrize(
@@ -409,7 +408,7 @@ SAME_HEADS = {"vgg9", "timm resnet", "unet", "segmentation task"}  # which are f
     ),
 )
 def test_automatic_heads(name, method):
-    """The layer that makes the logits, with its weight and bias."""
+    """The layer that computes the logits, with weight and bias."""
     from lightning_fed.model.entries import entry_policies
 
     make, expected = HEADS[name]
@@ -436,7 +435,7 @@ def test_models_without_a_head(federated_trainer):
 
 
 def test_heads_that_are_named(federated_trainer):
-    """A pattern, a type, several, a function."""
+    """By a pattern, a type, a list and a function."""
     for head in ("net.head.*", nn.BatchNorm1d, ["net.head.weight", "net.head.bias"], lambda module: ["net.head.bias"]):
         trainer = federated_trainer(max_rounds=1, method=FedPer(head))
         trainer.fit(models.Module(models.BaseAndHead()), models.as_datasets(models.vectors({"a": 9, "b": 8})))

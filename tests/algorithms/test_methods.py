@@ -1,4 +1,4 @@
-"""A table of methods with every treatment of a model: no client is left out, and both doors give the same bits."""
+"""All methods with every treatment of a model: no client fails, and both entry points give the same bits."""
 
 import itertools
 
@@ -60,7 +60,7 @@ ASK_FOR_THE_LOSS = ("qffl", "fedala")
 
 @pytest.mark.parametrize("method", METHODS)
 def test_clients_that_hold_some_rows_are_refused(method, federated_trainer):
-    """What a client keeps of other rows would not fit those of its next visit."""
+    """Client state for other rows would not fit the rows of the next visit."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 12))
     task = ClassificationTask(net, num_classes=12, head="sampled_softmax", lr=0.05)
@@ -73,7 +73,7 @@ def test_clients_that_hold_some_rows_are_refused(method, federated_trainer):
     ("method", "row"),
     quick(
         itertools.product(METHODS, ROWS),
-        [  # three rows of every method
+        [  # three rows for every method
             (method, row)
             for number, method in enumerate(METHODS)
             for place, row in enumerate(ROWS)
@@ -82,7 +82,7 @@ def test_clients_that_hold_some_rows_are_refused(method, federated_trainer):
     ),
 )
 def test_table(method, row, federated_trainer, plain_trainer):
-    """Two rounds; the second is the first in which clients meet what they have kept."""
+    """In the second of two rounds clients use the state stored in the first."""
     make, options = ROWS[row]
     if row == "by hand" and method in ASK_FOR_THE_LOSS:
         with pytest.raises(MisconfigurationException, match="automatic optimization"):
@@ -100,7 +100,8 @@ def test_table(method, row, federated_trainer, plain_trainer):
     runs = []
     number = list(METHODS).index(method)
     doors = ("trainer", "callback")
-    for door in doors if number == 0 else doors[number % 2 :][:1]:  # the first method tells that they are one
+    # the first method shows that both entry points agree
+    for door in doors if number == 0 else doors[number % 2 :][:1]:
         recorder, module = Recorder(), make()
         federation = Federation(METHODS[method], **of_federation)
         if door == "trainer":
@@ -125,7 +126,7 @@ def test_table(method, row, federated_trainer, plain_trainer):
 
 @pytest.mark.parametrize("method", [*METHODS, "fedavg"])
 def test_weights_do_not_grow_with_the_rounds(method, federated_trainer):
-    """All clients in every round: their weights have the same sum in each."""
+    """All clients join every round, so the weights have a constant sum."""
 
     class Totals(FederatedCallback):
         def on_server_aggregate(self, trainer, module, state):
@@ -133,7 +134,7 @@ def test_weights_do_not_grow_with_the_rounds(method, federated_trainer):
             totals.append((rule.running.total, rule.running.count))
 
     totals = []
-    rule = "qffl:q=0" if method == "qffl" else METHODS.get(method, method)  # else the losses weigh too
+    rule = "qffl:q=0" if method == "qffl" else METHODS.get(method, method)  # with q > 0 the losses change the weights
     trainer = federated_trainer(max_rounds=4, method=rule, callbacks=[Totals()])
     trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(models.vectors(SIZES)))
     equal = method in ("scaffold", "feddyn")
@@ -149,7 +150,7 @@ class Broken(FederatedCallback):
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("method", ["scaffold", "feddyn:alpha=0.1"])
 def test_a_fit_that_breaks_off_leaves_nothing_of_a_visit(method, size, federated_trainer):
-    """The tensors of a visit are as large as the model; a callback may be kept for another fit."""
+    """Tensors of a visit are as large as the model, and a callback may be reused for another fit."""
     trainer = federated_trainer(max_rounds=2, method=method, visits=Vectorized(size), callbacks=[Broken()])
     with pytest.raises(RuntimeError, match="in the middle"):
         trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(SIZES)))
@@ -158,5 +159,5 @@ def test_a_fit_that_breaks_off_leaves_nothing_of_a_visit(method, size, federated
 
 
 def kept(value):
-    """Whether a container holds anything; a number or the like is not one."""
+    """Whether a container is non-empty; numbers are not containers."""
     return hasattr(value, "__len__") and len(value) > 0

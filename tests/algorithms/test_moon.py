@@ -1,4 +1,4 @@
-"""MOON: its gradient against a loss in the training step, where it is FedAvg, and what it leaves untouched."""
+"""MOON: gradients equal a loss in the training step; equality with FedAvg; messages and client state."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def cross_entropy(net, batch):
 
 
 class Seen(models.BaseAndHead):
-    """Keeps the features of its last pass, for the reference."""
+    """Stores the features of the last forward pass for the reference."""
 
     def forward(self, inputs):
         self.seen = self.base(inputs)
@@ -37,7 +37,7 @@ def base_features(net, inputs):
 
 
 class SeenMaps(nn.Module):
-    """Convolutions whose features are pooled before the classifier."""
+    """Convolutions with pooled features before the classifier."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ def pooled_features(net, inputs):
 
 
 class SeenTokens(nn.Module):
-    """A linear layer of tokens, of shape (N, tokens, channels), which are averaged before the classifier."""
+    """A linear layer on tokens of shape (N, tokens, channels), averaged before the classifier."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ def averaged_tokens(net, inputs):
     ids=["a base", "maps", "tokens"],
 )
 def test_a_fit_against_a_plain_loop(net, features, data, layer, either_trainer):
-    """Three of five in a round, BatchNorm in the base, momentum; the term matters from a client's second visit on."""
+    """Three of five clients per round, BatchNorm, momentum; the term is non-zero from a client's second visit."""
     clients, recorder = data(SIZES), Recorder()
     visits = Visits(clients, rounds=4, cohort_size=3, seed=4, batch_size=16, epochs=2)
     history = moon_reference(net(), features, visits, cross_entropy, models.momentum, mu=5.0)
@@ -106,7 +106,7 @@ def test_a_fit_against_a_plain_loop(net, features, data, layer, either_trainer):
 
 @pytest.mark.parametrize("options", [{"mu": 0.0}, {}], ids=["without strength", "first visits"])
 def test_it_is_fedavg(options, federated_trainer):
-    """Where there is no term: dropout and BatchNorm, bit for bit."""
+    """Without a term, with dropout and BatchNorm: bit for bit."""
     states = []
     for method in ("fedavg", MOON(**options)):
         module = models.Module(models.norm_mlp(), models.momentum)
@@ -119,7 +119,7 @@ def test_it_is_fedavg(options, federated_trainer):
 
 
 class Halves(models.Module):
-    """Optimizes by hand, each half of a batch by a step of its own."""
+    """Manual optimization with one step per half batch."""
 
     def __init__(self, net):
         super().__init__(net, models.sgd)
@@ -133,7 +133,7 @@ class Halves(models.Module):
 
 
 def test_by_hand_and_accumulated(federated_trainer):
-    """By hand it is the same; with batches accumulated in pairs the term counts half, as the loss does."""
+    """Manual optimization gives equal weights; with accumulation in pairs the term is halved, as the loss is."""
     clients, states = models.as_datasets(models.vectors({"a": 32, "b": 64})), []
     for module, options in (
         (models.Module(models.BaseAndHead(), models.sgd), {}),
@@ -152,7 +152,7 @@ def test_by_hand_and_accumulated(federated_trainer):
 
 
 def test_what_stays_and_what_travels(federated_trainer):
-    """A client keeps what it has sent of the network; nothing more travels."""
+    """A client stores the sent network; messages only contain the model."""
     recorder, module = Recorder(), models.Module(models.BaseAndHead(), models.momentum)
     trainer = federated_trainer(
         max_rounds=2, method="moon", personal=["net.head.*"], batch_norm="average", callbacks=[recorder]
@@ -162,7 +162,7 @@ def test_what_stays_and_what_travels(federated_trainer):
     assert recorder.down_bytes == recorder.up_bytes == [model, model]
     for visit in recorder.round(1):
         kept = trainer.federation.store.get(visit.client)
-        # The network is the base alone, which is called by its name.
+        # The network is only the base, with the name of the base.
         prefix = "memory:previous:"
         last = {f"net.base.{name.removeprefix(prefix)}": kept[name] for name in kept if name.startswith(prefix)}
         assert_same(visit.update, last)
@@ -183,7 +183,7 @@ def test_the_loss():
 
 @pytest.mark.slow
 def test_segmentation_models(federated_trainer):
-    """The encoder's last map; with a term, and so other than FedAvg."""
+    """On the last feature map of the encoder; the result differs from FedAvg."""
     states = []
     for method in ("fedavg", MOON(10.0)):
         module = models.Module(models.unet(), models.sgd)
@@ -216,7 +216,7 @@ def test_nothing_is_left_on_the_module(federated_trainer):
 
 
 def test_going_on(federated_trainer, tmp_path):
-    """Broken off inside a visit with a term."""
+    """Interrupted during a visit with a contrastive term."""
 
     class Break(FederatedCallback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):

@@ -1,4 +1,4 @@
-"""The proximal term: on the numbers of its paper, against plain loops, and with everything that changes gradients."""
+"""The proximal term: the paper's numbers, plain loops, and interaction with everything that changes gradients."""
 
 import copy
 
@@ -30,12 +30,12 @@ def quadratic(lr=0.1, start=1.0):
 
 
 def at(value, count=1):
-    """A client whose optimum is a value."""
+    """A client with this optimum."""
     return torch.utils.data.TensorDataset(torch.full((count, 1), value))
 
 
 class Steps(FederatedCallback):
-    """Notes a parameter after every batch."""
+    """Records a parameter after every batch."""
 
     def __init__(self, name="w"):
         self.name = name
@@ -45,12 +45,12 @@ class Steps(FederatedCallback):
         self.values.append(dict(module.named_parameters())[self.name].flatten()[0].item())
 
 
-# --- the equation -----------------------------------------------------------------------------------------------------
+# --- Equation ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("aggregator", [FedProx(mu=1.0), "fedavg", "fairavg"])
 def test_the_example_of_the_paper(aggregator, federated_trainer):
-    """F = (w - 3)^2 / 2, rate 0.1, mu = 1, from 1: 1.2, 1.36; the callback by itself works with any rule."""
+    """F = (w - 3)^2 / 2, lr=0.1, mu=1, start at 1: 1.2, 1.36. The callback also works without FedProx."""
     steps, module = Steps(), quadratic()
     callbacks = [steps] if isinstance(aggregator, FedProx) else [steps, ProximalTerm(1.0)]
     federated_trainer(max_rounds=1, local_steps=2, method=aggregator, callbacks=callbacks).fit(module, {"a": at(3.0)})
@@ -59,7 +59,7 @@ def test_the_example_of_the_paper(aggregator, federated_trainer):
 
 
 def test_the_pull_is_towards_what_this_client_was_sent(federated_trainer):
-    """A callback of the server sends one of them another start."""
+    """A server callback sends a shifted start to one client."""
 
     class Shift(FederatedCallback):
         def on_server_send(self, trainer, module, client, broadcast):
@@ -73,7 +73,7 @@ def test_the_pull_is_towards_what_this_client_was_sent(federated_trainer):
 
 
 class Words(nn.Module):
-    """Means of embeddings, whose gradients are sparse."""
+    """Means of embeddings, with sparse gradients."""
 
     def __init__(self, sparse):
         super().__init__()
@@ -86,7 +86,7 @@ class Words(nn.Module):
 
 @pytest.mark.parametrize("aggregator", [FedProx(mu=2.0), FedDANE(mu=0.5)])
 def test_sparse_gradients(aggregator, federated_trainer):
-    """As dense ones; rows that no client has touched stay as they were."""
+    """Results equal dense gradients; rows not used by any client do not change."""
     clients = {
         name: torch.utils.data.TensorDataset(tokens, targets[:, -1])
         for name, (tokens, targets) in models.sentences({"a": 30, "b": 41}).items()
@@ -103,7 +103,7 @@ def test_sparse_gradients(aggregator, federated_trainer):
 
 
 def test_sparse_adam(federated_trainer):
-    """An optimizer that takes nothing but sparse gradients is given sparse ones."""
+    """`SparseAdam` only accepts sparse gradients."""
 
     def adam(parameters):
         return torch.optim.SparseAdam(list(parameters), lr=0.1)
@@ -129,7 +129,7 @@ def test_sparse_adam(federated_trainer):
     ("net", "data", "clip"), [(models.mlp, models.vectors, None), (models.cnn, models.images, 0.5)]
 )
 def test_a_fit_against_a_plain_loop(net, data, clip, federated_trainer):
-    """Unequal clients, momentum, BatchNorm in one net, clipping after the term, three of five in a round."""
+    """Unequal clients, momentum, BatchNorm in one network, clipping after the term, three of five per round."""
     clients, recorder = data(), Recorder()
     history = fedprox_reference(
         net(), clients, cross_entropy, models.momentum, mu=0.5, rounds=3, cohort_size=3, seed=4, epochs=3, clip=clip
@@ -145,7 +145,7 @@ def test_a_fit_against_a_plain_loop(net, data, clip, federated_trainer):
 
 
 def test_with_another_rule_against_a_plain_loop(federated_trainer):
-    """FedAtt of clients with a proximal term."""
+    """FedAtt with a proximal term."""
     clients, recorder = models.vectors(), Recorder()
     history = fedprox_reference(
         models.mlp(), clients, cross_entropy, models.momentum, mu=0.2, rounds=2, cohort_size=5, seed=0, epochs=2,
@@ -170,11 +170,11 @@ def test_without_pull_nothing_is_changed(seconds, federated_trainer):
     assert_same(*states)
 
 
-# --- where it is added ------------------------------------------------------------------------------------------------
+# --- Position in the step ---------------------------------------------------------------------------------------------
 
 
 def test_once_per_optimizer_step(federated_trainer):
-    """Two batches are accumulated: gradients -2, then -1.8 (without mu), -1.8 + 0.2 (with it)."""
+    """Accumulates two batches: gradients -2, then -1.8 without mu or -1.8 + 0.2 with mu."""
     steps = Steps()
     trainer = federated_trainer(
         max_rounds=1, local_steps=4, accumulate_grad_batches=2, callbacks=[steps, ProximalTerm(1.0)]
@@ -184,7 +184,7 @@ def test_once_per_optimizer_step(federated_trainer):
 
 
 def test_before_clipping(federated_trainer):
-    """The second step's gradient is -1.6 with the term, and clipped to 0.5."""
+    """The second gradient is -1.6 with the term, clipped to 0.5."""
     steps = Steps()
     trainer = federated_trainer(
         max_rounds=1, local_steps=2, gradient_clip_val=1.7, gradient_clip_algorithm="value",
@@ -196,7 +196,7 @@ def test_before_clipping(federated_trainer):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_after_unscaling(fused, federated_trainer):
-    """The loss scale of mixed precision does not scale the term; a fused optimizer unscales by itself."""
+    """Loss scaling does not scale the term; a fused optimizer unscales internally."""
 
     class Scaled(models.Quadratic):
         def configure_optimizers(self):
@@ -222,7 +222,7 @@ def test_precisions(precision, federated_trainer):
 
 
 class Two(L.LightningModule):
-    """Two independent quadratics, each with an optimizer of its own, stepped by hand; one of them twice."""
+    """Two independent quadratics with separate optimizers and manual steps; one optimizer may step twice."""
 
     def __init__(self):
         super().__init__()
@@ -243,11 +243,11 @@ class Two(L.LightningModule):
 
 
 def test_manual_optimization_with_several_optimizers(federated_trainer):
-    """Each step pulls the parameters of its own optimizer."""
+    """Each step only pulls the parameters of the stepping optimizer."""
     module = Two()
     federated_trainer(max_rounds=1, local_steps=1, callbacks=[ProximalTerm(1.0)]).fit(module, {"a": at(3.0)})
     assert module.w.item() == pytest.approx(1.36)
-    assert module.v.item() == pytest.approx(1.4)  # one step with rate 0.2
+    assert module.v.item() == pytest.approx(1.4)  # one step with learning rate 0.2
     assert module.unused.item() == 1.0
     module = Two()
     federated_trainer(max_rounds=1, local_steps=2, callbacks=[ProximalTerm(1.0)]).fit(module, {"a": at(3.0)})
@@ -255,7 +255,7 @@ def test_manual_optimization_with_several_optimizers(federated_trainer):
 
 
 def test_what_stays_at_home_is_not_pulled(federated_trainer):
-    """Personal parameters go their own way, whatever the strength; frozen ones do not move."""
+    """For any strength, personal parameters train freely and frozen parameters do not move."""
 
     class Three(models.Quadratic):
         def __init__(self):
@@ -292,11 +292,11 @@ def test_the_logged_loss_is_without_the_term(federated_trainer):
     assert trainer.callback_metrics["train_loss"].item() == pytest.approx((0.5 * 2**2 + 0.5 * 1.8**2) / 2)
 
 
-# --- what it holds ----------------------------------------------------------------------------------------------------
+# --- Memory -----------------------------------------------------------------------------------------------------------
 
 
 def test_it_holds_the_broadcast_and_no_copy(federated_trainer):
-    """And nothing when the visit is over, however it ended."""
+    """After a visit the term holds no tensors, even if the visit raised."""
     term = ProximalTerm(1.0)
     held = []
 

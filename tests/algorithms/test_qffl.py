@@ -1,4 +1,4 @@
-"""q-FedAvg: a plain loop, where it is FedAvg, messages, and clients that cannot say their loss."""
+"""q-FedAvg: a plain loop, equality with FedAvg, messages, and clients without a loss."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def cross_entropy(net, batch):
 
 @pytest.mark.parametrize(("q", "lipschitz"), [(1.0, None), (0.5, None), (3.0, 2.0)])
 def test_a_fit_against_a_plain_loop(q, lipschitz, either_trainer):
-    """Unequal clients, three of five in a round, dropout and BatchNorm, momentum."""
+    """Unequal clients, three of five per round, dropout, BatchNorm, momentum."""
     clients, recorder = models.vectors(), Recorder()
     visits = Visits(clients, rounds=3, cohort_size=3, seed=4, epochs=2)
     history = qffl_reference(
@@ -46,7 +46,7 @@ def test_a_fit_against_a_plain_loop(q, lipschitz, either_trainer):
 
 
 def test_with_q_0_it_is_fedavg(federated_trainer):
-    """Dropout, BatchNorm, unequal clients: bit for bit, but for two numbers that travel."""
+    """With dropout, BatchNorm and unequal clients: bit for bit; two more numbers are sent."""
     runs = []
     for method in ("fedavg", "qffl:q=0"):
         recorder, module = Recorder(), models.Module(models.norm_mlp(), models.momentum)
@@ -60,7 +60,7 @@ def test_with_q_0_it_is_fedavg(federated_trainer):
 
 
 def test_the_larger_q_the_more_alike_are_the_losses(federated_trainer):
-    """Two clients that want opposite things, one with nine times the examples."""
+    """Two clients with opposite optima; one client has nine times the examples."""
     clients = {"a": TensorDataset(torch.zeros(90, 1)), "b": TensorDataset(torch.ones(10, 1))}
     ends = {}
     for q in (0.0, 1.0, 5.0):
@@ -69,7 +69,7 @@ def test_the_larger_q_the_more_alike_are_the_losses(federated_trainer):
         trainer = federated_trainer(max_rounds=40, method=QFFL(q))
         trainer.fit(module, datamodule=FederatedDataModule(clients, batch_size=100))
         ends[q] = module.w.item()
-    # The optimum of sum p_k F_k^(q+1): 0.9 w^(2q+1) = 0.1 (1 - w)^(2q+1).
+    # Optimum of sum p_k F_k^(q+1): 0.9 w^(2q+1) = 0.1 (1 - w)^(2q+1).
     for q, end in ends.items():
         ratio = 9 ** (1 / (2 * q + 1))
         assert end == pytest.approx(1 / (1 + ratio), abs=0.02), q
@@ -98,7 +98,7 @@ def test_bad_updates(extras, reason):
 
 
 class Lost(Dataset):
-    """Breaks after some examples."""
+    """Raises after some examples."""
 
     def __init__(self, tensors, served=0):
         self.tensors, self.served = tensors, served
@@ -114,7 +114,7 @@ class Lost(Dataset):
 
 
 def test_clients_without_a_loss_are_left_out(federated_trainer):
-    """One whose data are gone in the pass, and one of a single example with BatchNorm, which cannot train either."""
+    """One client loses the data during the loss pass; another has a single example, so BatchNorm fails."""
     vectors = models.vectors({"a": 20, "b": 31, "c": 1})
     clients = models.as_datasets(vectors) | {"b": Lost(vectors["b"], 31 + 16)}
     trainer = federated_trainer(max_rounds=1, method="qffl")
@@ -157,7 +157,7 @@ def test_options_that_cannot_be(make, message):
 
 
 def round_of(numbers, q=2.0):
-    """Server after a round of clients with losses and Lipschitz constants, each of whom moves the weight to 1."""
+    """Server after a round of clients with these losses and Lipschitz constants; each client moves the weight to 1."""
     server = Server(chain_of(QFFL(q)))
     server.start_round(RoundInfo(0, [*range(len(numbers))], frozenset("w")), {"w": torch.zeros(1)})
     for client, (loss, lipschitz) in enumerate(numbers):
@@ -174,7 +174,7 @@ HONEST = [(1.0, 10.0), (0.5, 10.0), (2.0, 10.0)]
 
 @pytest.mark.parametrize("numbers", [(1e6, 10.0), (1e30, 10.0), (1.0, 1e9), (1.0, 1e-6)])
 def test_numbers_far_from_the_median_exclude_the_client(numbers):
-    """A large loss would be the only one that counts; a large constant would hold all others back."""
+    """A huge loss would dominate the average; a huge constant would stop the model."""
     server, value = round_of([*HONEST, numbers])
     assert set(server.report.failed) == {3}
     assert "far from the round's median" in server.report.failed[3]
@@ -182,7 +182,7 @@ def test_numbers_far_from_the_median_exclude_the_client(numbers):
 
 
 def test_a_loss_that_overflows_excludes_the_client_alone():
-    """`1e300 ** 2.0` is an `OverflowError` in Python, and once counted as a fault of the server's."""
+    """`1e300 ** 2.0` raises `OverflowError` in Python, which must not count as a server error."""
     extras = {"qffl:loss": torch.tensor(1e300, dtype=torch.float64), "qffl:lipschitz": torch.tensor(10.0).double()}
     server = Server(chain_of(QFFL(2.0)))
     server.start_round(RoundInfo(0, "ab", frozenset("w")), {"w": torch.zeros(1)})
@@ -196,7 +196,7 @@ def test_a_loss_that_overflows_excludes_the_client_alone():
 
 @pytest.mark.parametrize("q", [0.1, 0.5, 2.0])
 def test_a_loss_of_0_does_not_hold_the_others_back(q):
-    """With q < 1 the slope at 0 is steep: at 0.5 it would be 5e4, and the model would stand still."""
+    """For q < 1 the slope at 0 is steep: 5e4 at q = 0.5 would stop the model."""
     _, without = round_of(HONEST, q)
     server, value = round_of([*HONEST, (0.0, 10.0)], q)
     assert server.report.failed == {}

@@ -1,4 +1,4 @@
-"""SCAFFOLD: on numbers, against plain loops, and what is left untouched."""
+"""SCAFFOLD: closed forms, plain loops, messages, and numerical edge cases."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def cross_entropy(net, batch):
 
 
 def close(expected, state, rtol=1e-4, atol=1e-5):
-    """Up to the order of sums in float32."""
+    """Tolerates a different order of sums in float32."""
     for name, value in expected.items():
         assert torch.allclose(state[f"net.{name}"], value, rtol=rtol, atol=atol), name
 
@@ -47,7 +47,7 @@ RATES = [(models.sgd, 0.1), (models.sgd, None), (models.momentum, None), (models
     ),
 )
 def test_a_fit_against_a_plain_loop(optimizer, rate, weighting, either_trainer):
-    """Unequal clients, three of five in a round; with plain SGD the mean gradient is the paper's option II."""
+    """Unequal clients, three of five per round; with plain SGD the mean gradient is option II of the paper."""
     clients, recorder = models.vectors(SIZES), Recorder()
     visits = Visits(clients, rounds=3, cohort_size=3, seed=4, batch_size=16, epochs=2)
     history, control = scaffold_reference(
@@ -75,7 +75,7 @@ class NoControls(FederatedCallback):
 
 
 def test_without_controls_it_is_averaging(federated_trainer):
-    """BatchNorm, dropout, momentum: bit for bit."""
+    """With BatchNorm, dropout and momentum: bit for bit."""
     states = []
     options = {"max_rounds": 3, "clients_per_round": 3, "steps": [UniformWeights()]}
     for method, callbacks in (("fedavg", []), ("scaffold", [NoControls()])):
@@ -87,7 +87,7 @@ def test_without_controls_it_is_averaging(federated_trainer):
 
 
 def test_what_travels(federated_trainer):
-    """A vector of the trained parameters up from the first round on, and down from the second; none of what stays."""
+    """Control variates of trained shared parameters: up from the first round, down from the second."""
     recorder, module = Recorder(), models.Module(models.BaseAndHead(), models.momentum)
     trainer = federated_trainer(
         max_rounds=3, method="scaffold", personal=["net.head.*"], batch_norm="average", callbacks=[recorder]
@@ -104,7 +104,7 @@ def test_what_travels(federated_trainer):
 
 
 def test_two_optimizers_by_hand(federated_trainer):
-    """The step of each is corrected by what its own steps have seen; the mean of the changes is the server's."""
+    """Each optimizer is corrected by the gradients of this optimizer; the server averages the changes."""
 
     class Sent(FederatedCallback):
         def on_server_receive(self, trainer, module, update):
@@ -123,7 +123,7 @@ def test_two_optimizers_by_hand(federated_trainer):
 
 
 def test_a_step_of_the_server(federated_trainer):
-    """The paper's global step size is that of an optimizer on the server: half a step is half way."""
+    """The paper's global step size equals a server optimizer: a rate of 0.5 moves half way."""
     recorders = []
     for steps in ([], [ServerOptimizer("SGD", lr=0.5)]):
         recorders.append(Recorder())
@@ -152,7 +152,7 @@ def test_bad_updates(extras, reason):
 
 
 def test_weights_are_those_of_averaging():
-    """Messages are averaged alike, in every round; the control variate moves by the share of the clients."""
+    """Messages are averaged equally; the control variate moves by the share of the clients."""
     rule, fair, generator = SCAFFOLD(), chain_of("fairavg"), torch.Generator().manual_seed(0)
     state, control = {"w": torch.zeros(5)}, torch.zeros(5)
     for round in range(3):
@@ -171,13 +171,13 @@ def test_weights_are_those_of_averaging():
 
 
 def overflowing():
-    """Mixed precision whose first step in every visit overflows, and is left out."""
+    """Mixed precision with an overflow, hence a skipped step, at the start of every visit."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-100)
     return [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
 
 
 def test_steps_that_are_left_out_do_not_count(federated_trainer):
-    """From 0 to 3 at a rate of 0.1: gradients of -3 and -2.7 after the step that overflows."""
+    """From 0 to 3 with lr=0.1: gradients -3 and -2.7 after the skipped step."""
     clients = {"a": TensorDataset(torch.full((1, 1), 3.0))}
     trainer = federated_trainer(max_rounds=1, local_steps=3, method="scaffold", plugins=overflowing())
     trainer.fit(models.Quadratic(size=1, lr=0.1), clients)
@@ -186,7 +186,7 @@ def test_steps_that_are_left_out_do_not_count(federated_trainer):
 
 
 def test_controls_of_a_model_of_16_bits(federated_trainer):
-    """Bit for bit the float32 means of its gradients, of which bf16 would keep 8 bits, and what they correct."""
+    """Controls equal the float32 means of the gradients bit for bit; bf16 would only keep 8 bits."""
     data = {name: torch.randn(6, 3, generator=torch.Generator().manual_seed(seed)) for seed, name in enumerate("ab")}
     recorder = Recorder()
     trainer = federated_trainer(
