@@ -1,4 +1,4 @@
-"""The server's spread-out step: on which layer, with which classes and learning rate, and that nothing else changes."""
+"""The spread-out step on the server: layer, classes and learning rate; other entries do not change."""
 
 import math
 
@@ -38,7 +38,7 @@ def still(parameters):
 
 
 class TwoRates(models.Module):
-    """The head, whose name comes last, has a learning rate of its own."""
+    """The head comes last in name order and has a separate learning rate."""
 
     def configure_optimizers(self):
         body, head = self.net[0].parameters(), self.net[2].parameters()
@@ -51,7 +51,7 @@ def wide_head():
 
 
 def some_classes():
-    """Clients with a few classes each; nobody has the last two."""
+    """Clients with a few classes each; no client has the last two classes."""
     generator = torch.Generator().manual_seed(5)
     own = {"ann": [0, 3], "bob": [1, 3, 4], "cid": [5], "dan": [2, 6]}
     return {
@@ -61,7 +61,7 @@ def some_classes():
 
 
 def fit(federated_trainer, module, clients, step, rounds=1, others=(), **options):
-    """What the aggregator made of every round, what the step made of that, and the visits."""
+    """States before and after the step in every round, and the Trainer."""
     before, after = Recorder(), Recorder()
     options = {"batch_norm": "average", **options}
     trainer = federated_trainer(max_rounds=rounds, callbacks=[*others, before, step, after], **options)
@@ -70,7 +70,7 @@ def fit(federated_trainer, module, clients, step, rounds=1, others=(), **options
 
 
 def stepped(weight, rate, function, normalize=True):
-    """The weight after a step against the gradient of a function of plain numbers, with rows as long as before."""
+    """Expected weight: gradients by finite differences in plain Python, rows rescaled to the old length."""
     rows = weight.double().flatten(1).tolist()
     steps = gradient_reference(function, rows)
     new = [[value - rate * slope for value, slope in zip(*pair, strict=True)] for pair in zip(rows, steps, strict=True)]
@@ -91,12 +91,11 @@ def assert_stepped(before, after, rate, function, name=HEAD, normalize=True):
     assert after[name].dtype == before[name].dtype
 
 
-# --- the step ---------------------------------------------------------------------------------------------------------
+# --- Step -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("aggregator", ["fedavg", "fedmargin", "fedavgm"])
 def test_the_nearest_classes(aggregator, federated_trainer):
-    """Clients that hold the whole layer: all classes take part."""
     module = models.Module(models.mlp())
     before, after, _ = fit(
         federated_trainer, module, models.vectors(), SpreadOut(k=1, strength=2.0), rounds=2, method=aggregator
@@ -126,7 +125,7 @@ def test_margins(federated_trainer):
     ],
 )
 def test_the_learning_rate(module, lr, rates, federated_trainer):
-    """That of the layer at the start of the round's visits, or one's own."""
+    """The layer's learning rate at the start of the round, unless `lr` is given."""
     before, after, _ = fit(federated_trainer, module(), models.vectors(), SpreadOut(strength=2.0, lr=lr), rounds=2)
     for number, (old, new) in enumerate(zip(before.aggregates, after.aggregates, strict=True)):
         rate = before.round(number)[0].learning_rates[0][-1] if rates is None else rates[number]
@@ -155,11 +154,11 @@ def test_the_servers_momentum_does_not_see_it(federated_trainer):
     assert not torch.equal(states[0][HEAD], states[1][HEAD])
 
 
-# --- lengths ---------------------------------------------------------------------------------------------------------
+# --- Lengths ----------------------------------------------------------------------------------------------------------
 
 
 def test_lengths_stay_what_they_were(federated_trainer):
-    """Round after round, where the clients do not train: directions move, and rows without a gradient do not at all."""
+    """Without client training, directions change; rows without a gradient do not change."""
     module = models.Module(wide_head(), still)
     start = state_of(module)[HEAD]
     clients = {name: data for name, data in some_classes().items() if name in ("ann", "cid")}  # classes 0, 3 and 5
@@ -177,7 +176,7 @@ def test_lengths_stay_what_they_were(federated_trainer):
 
 
 def test_lengths_that_are_free_grow(federated_trainer):
-    """Every step is at a right angle to the rows."""
+    """Every step is orthogonal to the rows."""
     before, after, _ = fit(
         federated_trainer, models.Module(models.mlp()), models.vectors(), SpreadOut(k=1, strength=2.0, normalize=False)
     )
@@ -197,11 +196,11 @@ def test_a_row_of_zeros_stays(lr, federated_trainer):
     assert not weight[1].any()
 
 
-# --- the classes ------------------------------------------------------------------------------------------------------
+# --- Classes ----------------------------------------------------------------------------------------------------------
 
 
 class Broken(FederatedCallback):
-    """A client whose answer is not finite."""
+    """Sends a non-finite update."""
 
     def on_client_end(self, trainer, module, client, update):
         if client == "ann":
@@ -210,7 +209,7 @@ class Broken(FederatedCallback):
 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_classes_of_the_rounds_clients(breaks, federated_trainer):
-    """Two of four clients in a round, with the rows of their own classes; one that is left out has none."""
+    """Two of four clients per round hold the rows of their classes; a failed client contributes no classes."""
     clients = some_classes()
     before, after, _ = fit(
         federated_trainer, models.Module(wide_head()), clients, SpreadOut(k=2, strength=2.0), rounds=4,
@@ -226,7 +225,7 @@ def test_classes_of_the_rounds_clients(breaks, federated_trainer):
 
 
 def test_a_drawn_comparison(federated_trainer, monkeypatch):
-    """It depends on the seed and the round, and on nothing else."""
+    """The comparison only depends on seed and round."""
     seen = []
 
     def noting(weight, classes, k, comparison):
@@ -252,11 +251,11 @@ def test_a_drawn_comparison(federated_trainer, monkeypatch):
     assert seen[-1] is None
 
 
-# --- the layer --------------------------------------------------------------------------------------------------------
+# --- Layer ------------------------------------------------------------------------------------------------------------
 
 
 class Images(nn.Module):
-    """A classifier whose logits a convolution makes."""
+    """A classifier with a convolution as last layer."""
 
     def __init__(self):
         super().__init__()
@@ -295,7 +294,7 @@ def test_half_precision(federated_trainer):
     assert torch.equal(new[HEAD], expected)  # rounded once
 
 
-# --- with the rest ----------------------------------------------------------------------------------------------------
+# --- Interaction with other parts -------------------------------------------------------------------------------------
 
 
 def test_the_order_of_the_clients_does_not_matter(federated_trainer):
@@ -310,7 +309,7 @@ def test_the_order_of_the_clients_does_not_matter(federated_trainer):
 
 
 def test_a_resumed_fit_ends_as_one_without_break(federated_trainer, tmp_path):
-    """With momentum on the server, broken off inside a round."""
+    """With server momentum, interrupted during a round."""
 
     class Break(FederatedCallback):
         def on_client_start(self, trainer, module, client, broadcast):
@@ -332,7 +331,7 @@ def test_a_resumed_fit_ends_as_one_without_break(federated_trainer, tmp_path):
     assert_same(whole, run("broken", ckpt_path=checkpoint))
 
 
-# --- what cannot be ---------------------------------------------------------------------------------------------------
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -375,7 +374,7 @@ class NoLayers(nn.Module):
     ],
 )
 def test_layers_that_cannot_be(net, options, personal, message, federated_trainer):
-    """Nothing has trained then."""
+    """The fit ends before training."""
     module = models.Module(net())
     start = state_of(module)
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""The spread-out regulariser: on its paper's equations, against plain sums, its gradients, and in bounded memory."""
+"""The spread-out regulariser: the paper's equations, plain sums, gradients and bounded memory."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_margins_against_a_plain_sum(margin):
 @pytest.mark.parametrize("k", [1, 3, 100])
 @pytest.mark.parametrize("classes", [[0, 1, 2, 3, 4, 5, 6], [5, 2], [4], []])
 def test_nearest_classes_against_a_plain_sum(classes, k, comparison):
-    """Also where the class itself is the only one to compare with, and where there are fewer than k."""
+    """Includes a class without other classes for comparison, and fewer than k other classes."""
     weight = vectors()
     given = None if comparison is None else torch.tensor(comparison)
     value = spreadout_top_k(weight, torch.tensor(classes, dtype=torch.int64), k, given)
@@ -43,7 +43,7 @@ def test_nearest_classes_against_a_plain_sum(classes, k, comparison):
 @pytest.mark.parametrize("elements", [1, 10, 1 << 22])
 @pytest.mark.parametrize("variant", ["margin", "top_k"])
 def test_gradients_against_differences(variant, elements, monkeypatch):
-    """Through the normalisation, of both ends of a distance, in any number of pieces."""
+    """Through the normalisation, for both classes of a distance, in any number of chunks."""
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", elements)
     weight = vectors(5).requires_grad_()
     if variant == "margin":
@@ -53,7 +53,7 @@ def test_gradients_against_differences(variant, elements, monkeypatch):
         spreadout_top_k(weight, torch.tensor([1, 4]), 2, torch.tensor([0, 1, 3, 4])).backward()
         expected = gradient_reference(lambda rows: spreadout_top_k_reference(rows, [1, 4], 2, [0, 1, 3, 4]),
                                       weight.tolist())  # fmt: skip
-        assert not weight.grad[2].any()  # neither of the classes, nor compared with
+        assert not weight.grad[2].any()  # neither a class nor a comparison
     assert weight.grad.abs().max() > 0.01
     for ours, theirs in zip(weight.grad.tolist(), expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-7)
@@ -61,7 +61,7 @@ def test_gradients_against_differences(variant, elements, monkeypatch):
 
 @pytest.mark.parametrize("variant", ["margin", "top_k"])
 def test_lengths_do_not_matter(variant):
-    """Nor does a step along a vector: gradients are at right angles to it."""
+    """Scaling a vector does not change the value, so gradients are orthogonal to the vectors."""
     weight = vectors().requires_grad_()
 
     def value(rows):
@@ -84,14 +84,15 @@ def test_a_step_takes_near_classes_apart(variant):
 
 @pytest.mark.parametrize("variant", ["margin", "top_k"])
 def test_vectors_of_zeros_have_moderate_gradients(variant):
-    """A head that starts at zero: its distance to all others is 1, and a step gives it a direction."""
+    """A zero vector has distance 1 to all others, and the step gives the vector a direction."""
     weight = torch.tensor([[0.0, 0.0], [3.0, 4.0]], requires_grad=True)
     value = spreadout_margin(weight, 1.5) if variant == "margin" else spreadout_top_k(weight, torch.arange(2), 1)
     assert value.item() == pytest.approx(0.5 if variant == "margin" else -2.0)
-    assert spreadout_top_k(weight, torch.arange(2), 5).item() == pytest.approx(-2.0)  # it is no neighbour of itself
+    # a vector is not a neighbour of itself
+    assert spreadout_top_k(weight, torch.arange(2), 5).item() == pytest.approx(-2.0)
     value.backward()
     assert weight.grad.abs().max() < 10
-    assert (weight.grad[0] / weight.grad[0].norm()).tolist() == pytest.approx([0.6, 0.8])  # away from the other
+    assert (weight.grad[0] / weight.grad[0].norm()).tolist() == pytest.approx([0.6, 0.8])  # away from the other vector
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -106,7 +107,7 @@ def test_half_precision_is_computed_in_float32(dtype):
 
 
 def test_memory_is_that_of_pieces(monkeypatch):
-    """Of 3000 x 3000 similarities never more than a piece, and the graph keeps none."""
+    """The full matrix of 3000 x 3000 similarities is never allocated, and the graph stores no chunk."""
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 30_000)
     largest, kept = [], []
 

@@ -12,7 +12,7 @@ from lightning_fed.algorithms.fedfusion.equations import (
 )
 from tests.references_fusion import fuse_reference
 
-SHAPES = {  # features: shape, and what is said of the axis of the channels
+SHAPES = {  # features: shape, and options for the channel axis
     "vectors": ((5, 6), None, 1),
     "tokens": ((5, 3, 6), None, 2),
     "sequences": ((5, 6, 3), 1, 1),
@@ -33,7 +33,7 @@ def fuse(kind, local, reference, weight, bias=None, axis=None):
 
 
 def weights(kind, channels=6, **options):
-    """The operator's weights, and a bias."""
+    """The operator's weights, and a bias for "conv"."""
     shape = {"conv": (channels, 2 * channels), "multi": (channels,), "single": ()}[kind]
     return [draw(shape, **options), *([draw((channels,), **options)] if kind == "conv" else [])]
 
@@ -48,7 +48,7 @@ def test_numbers_of_conv_have_the_global_features_first():
     local, reference = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]])
     weight = torch.tensor([[1.0, 0.0, 0.5, 0.0], [0.0, 2.0, 0.0, -1.0]])
     assert fuse_conv(local, reference, weight).tolist() == [[3.5, -4.0]]
-    assert fuse_conv(reference, local, weight).tolist() == [[2.5, 5.0]]  # the authors' program
+    assert fuse_conv(reference, local, weight).tolist() == [[2.5, 5.0]]  # result of the authors' program
 
 
 @pytest.mark.parametrize("kind", ["conv", "multi", "single"])
@@ -99,7 +99,7 @@ def test_smooth_weight_starts_from_zero():
         value = smooth_weight(torch.tensor(mean), value, ema=0.9)
         values.append(value.item())
     assert values == pytest.approx([0.02, 0.048, 0.0532])
-    weighted = torch.tensor((1 * 0.0 + 3 * 0.4) / 4)  # clients of 1 and 3 examples
+    weighted = torch.tensor((1 * 0.0 + 3 * 0.4) / 4)  # clients with 1 and 3 examples
     assert smooth_weight(weighted, torch.zeros(()), ema=0.9).item() == pytest.approx(0.03)
 
 

@@ -1,4 +1,4 @@
-"""Ends of the feature extractors of real models."""
+"""Automatic choice of the feature extractor in real models."""
 
 import lightning as L
 import pytest
@@ -35,7 +35,7 @@ class Flat(L.LightningModule):
 
 
 class Tokens(nn.Module):
-    """A transformer, whose encoder is not what the data go into."""
+    """A transformer; the inputs do not enter at the encoder."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Tokens(nn.Module):
         return self.head(self.encoder(self.embedding(tokens))).mean(1)
 
 
-FOUND = {  # a model: its network and layer, the shapes of the features of 64 x 64 images
+FOUND = {  # a model: network and layer, shapes of the features for 64 x 64 images
     "mcmahan_cnn": (lambda: build_network("mcmahan_cnn", 10), "model.features", "", "output", [64]),
     "mlp": (lambda: build_network("mlp", 10), "model.features", "", "output", [64]),
     "timm resnet": (lambda: timm.create_model("resnet10t"), "model", "global_pool", "input", [512]),
@@ -111,7 +111,7 @@ def test_layers_of_a_lightning_module_are_in_the_module_itself():
 
 
 class Judged(L.LightningModule):
-    """A metric with a network of its own, which comes before the model."""
+    """A metric with an internal network, defined before the model."""
 
     def __init__(self):
         super().__init__()
@@ -125,15 +125,16 @@ class Distance(torchmetrics.Metric):
         self.inner = models.BaseAndHead()
 
     def update(self):
-        """Sees nothing."""
+        pass
 
     def compute(self):
-        """Says nothing."""
+        pass
 
 
 def test_networks_of_metrics_are_not_the_model():
     assert find_extractor(Judged()) == ("model", FeatureLayer("7", "input"))
-    assert find_extractor(Judged(), "distance.inner.base").path == "distance.inner.base"  # unless they are named
+    # unless the extractor is named
+    assert find_extractor(Judged(), "distance.inner.base").path == "distance.inner.base"
 
 
 @pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "crossvit_tiny_240"])
@@ -179,7 +180,7 @@ def test_a_model_without_layers():
 def test_features_are_named_and_replaced():
     features = {"out": torch.zeros(1), "aux": [torch.ones(1), (torch.arange(2), torch.ones(1))], "size": 3}
     named = dict(named_features(features))
-    assert list(named) == ["out", "aux_0", "aux_1_1"]  # whole numbers are no features
+    assert list(named) == ["out", "aux_0", "aux_1_1"]  # integer tensors are not features
     changed = replace_features(features, {"aux_1_1": torch.full((1,), 7.0)})
     assert changed["aux"][1][1].item() == 7
     assert isinstance(changed["aux"][1], tuple)
@@ -188,12 +189,12 @@ def test_features_are_named_and_replaced():
     assert features["aux"][1][1].item() == 1
 
 
-# --- the frozen copy --------------------------------------------------------------------------------------------------
+# --- Frozen copy ------------------------------------------------------------------------------------------------------
 
 
 def test_frozen_features_are_those_of_the_network():
     net = models.cnn()
-    net(torch.randn(20, 1, 8, 8))  # running statistics
+    net(torch.randn(20, 1, 8, 8))  # changes the running statistics
     inputs = torch.randn(5, 1, 8, 8)
     for layer, last in ((FeatureLayer("4"), 5), (FeatureLayer("7", "input"), 7), (FeatureLayer(""), 10)):
         extractor = FrozenExtractor(net.train(), layer)
@@ -215,7 +216,7 @@ def test_a_frozen_copy_that_follows_its_network_in_an_evaluation_can_be_written_
 
 
 class Attentive(nn.Module):
-    """Attention, whose projection is used without being called; and a layer that is not run at all."""
+    """Attention uses the weight of a projection without calling the layer; another layer never runs."""
 
     def __init__(self):
         super().__init__()
@@ -247,7 +248,7 @@ def test_frozen_copy_lets_go_of_what_is_behind_the_features():
 
 
 class Uncalled(nn.Module):
-    """Layers and parameters in lists, a part of which a method is called, and a part whose layers are called."""
+    """Layers and parameters in lists, a submodule used through a method, and a submodule used through its layers."""
 
     def __init__(self):
         super().__init__()

@@ -42,7 +42,7 @@ DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 
 
 class References(FederatedCallback):
-    """Notes the frozen extractor at the ends of visits, and what the network is fused with when it is looked at."""
+    """Records the frozen extractor at the end of visits, and the fused network's outputs during evaluation."""
 
     def __init__(self):
         self.after, self.outputs = [], []
@@ -60,7 +60,7 @@ def make(operator="conv", **options):
 
 
 def fit(federated_trainer, callback, module=None, clients=None, val=None, rounds=2, callbacks=(), **options):
-    """A fit on small images; the module."""
+    """Fits small images; returns the module."""
     module = models.Module(Net(), models.momentum) if module is None else module
     clients = models.images(FEW) if clients is None else clients
     trainer = federated_trainer(
@@ -71,7 +71,7 @@ def fit(federated_trainer, callback, module=None, clients=None, val=None, rounds
     return module
 
 
-# --- the method -------------------------------------------------------------------------------------------------------
+# --- Method -----------------------------------------------------------------------------------------------------------
 
 
 REFERENCES = quick(
@@ -82,8 +82,9 @@ REFERENCES = quick(
 
 @pytest.mark.parametrize(("operator", "eval_reference"), REFERENCES)
 def test_a_fit_against_a_plain_loop(operator, eval_reference, federated_trainer):
-    """Unequal clients, three of five in a round, BatchNorm, dropout and momentum, in double precision: the global
-    models, the frozen extractors, and what evaluation sees.
+    """Unequal clients, three of five per round, BatchNorm, dropout and momentum, in double precision.
+
+    Compares global models, frozen extractors and evaluation outputs.
     """
     sizes = {"ann": 33, "bob": 16, "cid": 40, "dan": 7, "eve": 21}
     clients = {name: (images.double(), labels) for name, (images, labels) in models.images(sizes).items()}
@@ -114,7 +115,7 @@ def test_a_fit_against_a_plain_loop(operator, eval_reference, federated_trainer)
 
 
 def test_no_operator_is_federated_averaging(federated_trainer):
-    """BatchNorm recalibrated, dropout, Adam: bit for bit, and so are what validation says and what is logged."""
+    """BatchNorm recalibration, dropout and Adam: weights, validation and logs are equal bit for bit."""
     results = []
     for callbacks in ([], [make("none")]):
         module, logger = models.Module(Net(), models.adam), MemoryLogger()
@@ -129,7 +130,7 @@ def test_no_operator_is_federated_averaging(federated_trainer):
 
 
 def test_what_travels_grows_by_the_operator_alone(federated_trainer):
-    """And by nothing, where the operator is none or stays at home."""
+    """The "none" operator and a personal operator add no bytes."""
     sent, logged = {}, {}
     cases = {"plain": 0, "conv": 2 * 4 * 4 + 4, "multi": 4, "single": 1, "none": 0, "at home": 0}
     for case in cases:
@@ -144,13 +145,13 @@ def test_what_travels_grows_by_the_operator_alone(federated_trainer):
                 assert sum(getattr(fused, message)[name].numel() for name in extra) == numbers
                 assert all(name.startswith("feature_fusion.") for name in extra)
             assert fused.extras == plain.extras
-        # Three clients; recalibration sends the model down once more.
+        # Three clients; recalibration sends the model down a second time.
         assert logged[case]["comm/up_bytes"] - logged["plain"]["comm/up_bytes"] == 3 * 4 * numbers
         assert logged[case]["comm/down_bytes"] - logged["plain"]["comm/down_bytes"] == 2 * 3 * 4 * numbers
 
 
 class Looks(FederatedCallback):
-    """Checks of the frozen extractor in every batch."""
+    """Checks the frozen extractor in every batch."""
 
     def __init__(self):
         self.seen = 0
@@ -182,7 +183,7 @@ def test_the_frozen_extractor_is_what_was_sent(federated_trainer):
 
 @pytest.mark.parametrize(("operator", "ema"), [("multi", 0.9), ("single", 0.5), ("multi", 0.0), ("conv", 0.5)])
 def test_weights_are_smoothed_before_evaluation_and_download_and_logged(operator, ema, federated_trainer):
-    """By hand, from the clients' updates. Convolutions are not smoothed."""
+    """The expected values come from the clients' updates. Convolutions are not smoothed."""
     recorder, logger, smoothed = Recorder(), MemoryLogger(), []
     options = {"rounds": 3, "local_epochs": 2, "logger": logger}
     module = fit(federated_trainer, make(operator, ema=ema), callbacks=[recorder], **options)
@@ -212,7 +213,7 @@ def test_weights_are_smoothed_before_evaluation_and_download_and_logged(operator
     assert before.abs().max() > 0
 
 
-# --- rounds that come to nothing, checkpoints -------------------------------------------------------------------------
+# --- Failed rounds, checkpoints ---------------------------------------------------------------------------------------
 
 
 def probe_of(module, inputs=None):
@@ -236,7 +237,7 @@ def data(batch_size=8):
 def test_a_checkpoint_is_evaluated_as_its_model_was(
     operator, eval_reference, federated_trainer, plain_trainer, tmp_path
 ):
-    """In a new process' objects, through both kinds of Trainer; and the fitted module itself, without the callback."""
+    """With new objects, in both kinds of Trainer, and for the fitted module without the callback."""
     logger, callback = MemoryLogger(), make(operator, eval_reference=eval_reference)
     saved = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
     module = models.Module(Net(), models.momentum)
@@ -263,8 +264,6 @@ def test_a_checkpoint_is_evaluated_as_its_model_was(
 
 
 class Stop(L.Callback):
-    """Breaks a fit off."""
-
     def __init__(self, hook, batch=-1, round=1):
         setattr(self, hook, self.stop)
         self.batch, self.round, self.count = batch, round, 0
@@ -287,7 +286,7 @@ BREAKS = [("on_train_batch_end", 3), ("on_validation_start", 0)]
     ),
 )
 def test_a_fit_that_is_resumed_is_the_same(operator, hook, batch, federated_trainer, tmp_path):
-    """Broken off inside a visit, after it has been saved there, or after the aggregation; bit for bit."""
+    """Interrupted in a visit, in a saved visit, or after aggregation: bit for bit."""
 
     def run(folder, rounds=3, callbacks=(), ckpt_path=None):
         torch.manual_seed(0)
@@ -312,8 +311,10 @@ def test_a_fit_that_is_resumed_is_the_same(operator, hook, batch, federated_trai
 
 
 def test_a_round_that_comes_to_nothing_leaves_the_last_global_model(federated_trainer, monkeypatch):
-    """With the extractor that belongs to it: broken off in a visit, or after the aggregation, while statistics are
-    measured; without a good update; with an aggregate that is not used.
+    """The frozen extractor belongs to the restored model.
+
+    Cases: interrupted in a visit; interrupted after aggregation during recalibration; no valid update; refused
+    aggregate.
     """
 
     class SpoiledUpdate(FederatedCallback):
@@ -354,7 +355,7 @@ def test_a_round_that_comes_to_nothing_leaves_the_last_global_model(federated_tr
 
 
 def test_a_fit_without_fusion_is_not_resumed_with_it(federated_trainer, tmp_path):
-    """Its weights can be taken, in a new fit or to validate; its optimizers cannot."""
+    """Weights can be loaded for a new fit or for validation; optimizer states cannot."""
     trainer = federated_trainer(max_rounds=1)
     module = models.Module(Net(), models.momentum)
     trainer.fit(module, datamodule=data())
@@ -375,7 +376,7 @@ def test_a_fit_without_fusion_is_not_resumed_with_it(federated_trainer, tmp_path
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_convolution_that_nobody_has_trained_is_told_of(federated_trainer, plain_trainer, tmp_path):
-    """A module without fusion is evaluated; no warning if it makes no difference, nor in a fit."""
+    """Evaluating a module without fusion warns, unless the operator has no effect; fits do not warn."""
     plain, fused = federated_trainer(max_rounds=1), federated_trainer(max_rounds=1, callbacks=[make("conv")])
     for name, trainer in (("plain", plain), ("fused", fused)):
         trainer.fit(models.Module(Net(), models.momentum), datamodule=data())
@@ -415,7 +416,7 @@ def test_before_the_first_round_both_references_are_one(federated_trainer):
     assert torch.equal(outputs["previous"], outputs["current"])
 
 
-# --- together with others ---------------------------------------------------------------------------------------------
+# --- Combinations -----------------------------------------------------------------------------------------------------
 
 TOGETHER = {
     "fedmargin": {"method": "fedmargin"},
@@ -438,7 +439,7 @@ TOGETHER = {
 }
 
 
-# Rows that have another of their kind, or a test of their own here.
+# Rows with an equivalent row or a separate test in this file.
 OTHERS = {
     "fedprox",
     "fedatt",
@@ -461,7 +462,7 @@ OTHERS = {
 )
 @pytest.mark.filterwarnings("ignore:Adding .* is deprecated")
 def test_together_with_everything_else(name, operator, federated_trainer):
-    """The loss falls, the operator moves where it may, the frozen extractor is the client's start."""
+    """The loss falls, operators with trainable weights move, and the frozen extractor equals the client's start."""
     options = TOGETHER[name]
 
     class Start(FederatedCallback):
@@ -487,7 +488,7 @@ def test_together_with_everything_else(name, operator, federated_trainer):
     if operator == "multi" and not {"frozen", "personal"} & options.keys():
         assert moved.any()
     if options.get("personal") == ["feature_fusion.*"]:
-        assert operator == "conv" or not moved.any()  # the server's
+        assert operator == "conv" or not moved.any()  # weight on the server
         kept = [trainer.federation.store.get(client)[WEIGHT] for client in ("ann", "bob")]
         assert not torch.equal(*kept)
 
@@ -496,9 +497,7 @@ def test_together_with_everything_else(name, operator, federated_trainer):
     "options", [{"operator": "single", "ema": 0}, {"operator": "single", "channels": 4}, {"operator": "none"}]
 )
 def test_together_with_few_classes_of_many(options, federated_trainer):
-    """Clients hold some rows of the head, which is behind the features: the frozen extractor has none of it, also where
-    channels are said.
-    """
+    """Clients hold some rows of the head behind the features; the frozen extractor has no head rows."""
     net = Net()
     net.classifier[1] = torch.nn.Linear(36, 40)
     task = ClassificationTask(net, num_classes=40, head="sampled_softmax", lr=0.1)
@@ -580,7 +579,7 @@ def test_personal_batch_norm_has_the_clients_own_statistics_in_both_extractors(f
 
 
 class Evaluated(models.Module):
-    """Notes the model and its reference whenever it is evaluated."""
+    """Records model and reference at every evaluation."""
 
     def __init__(self, net, *arguments):
         super().__init__(net, *arguments)
@@ -594,7 +593,7 @@ class Evaluated(models.Module):
 
 
 class Noted:
-    """State that a pass beside the fit does not take back."""
+    """State that a separate pass does not restore."""
 
     def __init__(self):
         self.seen = []
@@ -602,7 +601,7 @@ class Noted:
 
 @pytest.mark.parametrize("kind", ["personal BatchNorm", "a personal layer"])
 def test_clients_are_evaluated_with_their_own_entries_in_both_extractors(kind, federated_trainer):
-    """The shared ones are those of the model before; the global model, afterwards, has none of theirs."""
+    """The reference extractor combines the previous broadcast with the client's entries, never kept in the final model."""
     options, personal = {
         "personal BatchNorm": ({"batch_norm": "personal"}, "1."),
         "a personal layer": ({"personal": ["net.features.0.*"], "batch_norm": "average"}, "0."),
@@ -621,7 +620,7 @@ def test_clients_are_evaluated_with_their_own_entries_in_both_extractors(kind, f
         assert [size for size, _, _ in of_clients] == [5, 6]
         for (_, now, reference), visit in zip(of_clients, visits, strict=True):
             for name, value in reference.items():
-                if name.startswith(personal):  # the client's, as it left them
+                if name.startswith(personal):  # the client's values from the last visit
                     assert torch.equal(value, now[name])
                     assert torch.equal(value, visit.end[f"net.features.{name}"])
                 else:
@@ -636,7 +635,7 @@ def test_clients_are_evaluated_with_their_own_entries_in_both_extractors(kind, f
 
 @pytest.mark.parametrize("eval_reference", ["previous", "current"])
 def test_statistics_are_measured_beside_what_evaluates(eval_reference, federated_trainer):
-    """BatchNorm behind the features is recalibrated for the extractor that the new model is evaluated with."""
+    """BatchNorm behind the features is recalibrated with the extractor used for evaluation."""
 
     class Measured(FederatedCallback):
         def __init__(self):
@@ -673,12 +672,12 @@ def test_one_of_several_models_is_evaluated_with_its_own_extractor(federated_tra
 
 
 def test_gradients_beforehand_are_those_of_a_visit(federated_trainer):
-    """FedDANE with one client corrects nothing: its gradient is everybody's. Only if both have the same reference."""
+    """With one client FedDANE has no correction, provided that gradient pass and visit use the same reference."""
     results = []
     for aggregator in ("feddane", "fedavg"):
         torch.manual_seed(0)
         net = Net()
-        net.features[3].p = 0.0  # both differentiate the same function
+        net.features[3].p = 0.0  # both passes differentiate the same function
         results.append(
             state_of(
                 fit(
@@ -690,7 +689,7 @@ def test_gradients_beforehand_are_those_of_a_visit(federated_trainer):
     assert_same(*results)
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
+# --- Models -----------------------------------------------------------------------------------------------------------
 
 
 def test_deeplab_with_its_encoder_fused(federated_trainer, tmp_path):
@@ -758,7 +757,7 @@ def test_a_model_with_a_fused_extractor_of_its_own(federated_trainer):
 
 
 class Named(models.Module):
-    """A module that names what it trains."""
+    """`configure_optimizers` names the trained parameters."""
 
     def configure_optimizers(self):
         optimizer = self.make_optimizer(self.net.parameters())
@@ -788,11 +787,11 @@ def test_a_net_that_is_compiled(federated_trainer):
     torch.testing.assert_close(*results)
 
 
-# --- the module after the fit -----------------------------------------------------------------------------------------
+# --- Module after the fit ---------------------------------------------------------------------------------------------
 
 
 def test_fits_one_after_another(federated_trainer, plain_trainer, tmp_path):
-    """Fusion is put in once; another fit starts from the model's own extractor; what came out is of use."""
+    """Fusion is inserted once; a second fit starts from the model's extractor; the fitted module can be used."""
     module = fit(federated_trainer, make("conv"))
     fusion = find_fusion(module)
     assert fusion.is_referring
@@ -833,7 +832,7 @@ def test_another_fusion_is_refused(federated_trainer):
 
 
 class Late(models.Module):
-    """Builds its net when it is too late."""
+    """Builds the network too late."""
 
     def __init__(self):
         super().__init__(None)
@@ -843,7 +842,7 @@ class Late(models.Module):
 
 
 class Aside(models.Module):
-    """Does not run its net."""
+    """The training step does not run the network."""
 
     def training_step(self, batch, batch_idx):
         features = batch[0]
@@ -892,11 +891,11 @@ def test_options_that_cannot_be(options, message):
         FeatureFusion(**options)
 
 
-# --- the cache --------------------------------------------------------------------------------------------------------
+# --- Cache ------------------------------------------------------------------------------------------------------------
 
 
 class Flipped(Dataset):
-    """Images that are shifted at random whenever they are asked for."""
+    """Images with a random shift at every access."""
 
     def __init__(self, images, labels):
         self.images, self.labels = images, labels
@@ -909,7 +908,7 @@ class Flipped(Dataset):
 
 
 class Passes(FederatedCallback):
-    """Counts the images that the frozen extractor is asked for in every visit."""
+    """Counts the images passed to the frozen extractor in every visit."""
 
     def __init__(self):
         self.counts = []
@@ -941,7 +940,7 @@ def test_cached_features_give_the_same_fit(federated_trainer):
 
 
 def test_augmented_images_are_never_taken_for_others(federated_trainer):
-    """No sample is found again: that is said once, no more is kept, and the fit is the one without the cache."""
+    """Without a cache hit the cache warns once and stops storing; weights and logs equal a fit without cache."""
     results = []
     for cached in (False, True):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""FedFusion's operators as layers, and models that fuse their features."""
+"""FedFusion's operators as layers, and models with fused features."""
 
 import copy
 import io
@@ -37,7 +37,7 @@ OPERATORS = ["conv", "multi", "single"]
 
 
 class Net(nn.Module):
-    """The paper's split: features that are maps, BatchNorm and dropout among them, and a classifier."""
+    """The paper's split: feature maps with BatchNorm and dropout, then a classifier."""
 
     def __init__(self, channels=4):
         super().__init__()
@@ -66,13 +66,13 @@ def images(count=6, size=8, channels=1):
 
 @torch.no_grad()
 def disturb(module):
-    """Moves all parameters and buffers of a model, so that it is not the one that was sent."""
+    """Changes all floating-point parameters and buffers."""
     for value in (*module.parameters(), *module.buffers()):
         if value.is_floating_point():
             value.add_(0.1 * torch.rand_like(value))
 
 
-# --- operators --------------------------------------------------------------------------------------------------------
+# --- Operators --------------------------------------------------------------------------------------------------------
 
 
 def test_operators_have_so_many_numbers_of_their_own():
@@ -110,7 +110,7 @@ def test_operators_that_cannot_be(make, message):
         make()
 
 
-# --- a fused extractor ------------------------------------------------------------------------------------------------
+# --- Fused extractor --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", OPERATORS)
@@ -149,7 +149,7 @@ def test_outputs_and_gradients_against_the_reference(kind):
 
 @pytest.mark.parametrize("kind", ["multi", "single"])
 def test_weights_of_zero_are_the_plain_model(kind):
-    """Loss and all gradients; and the weights' own gradient is the sum that the paper's chain rule gives."""
+    """Equal loss and gradients; the gradient of the operator equals the sum from the paper's chain rule."""
     plain, task = Net(), Task(Net())
     fusion = fuse(task, kind)
     inputs, targets = images(), torch.randint(3, (6,))
@@ -174,7 +174,7 @@ def test_weights_of_zero_are_the_plain_model(kind):
     expected = difference.sum() if kind == "single" else difference.sum((0, 2, 3))
     torch.testing.assert_close(weight.grad, expected)
     assert expected.abs().max() > 0
-    fusion.refer()  # E_g = E_l: nothing moves at the first step of a visit
+    fusion.refer()  # E_g = E_l: no gradient in the first step of a visit
     weight.grad = None
     F.cross_entropy(task.eval()(inputs), targets).backward()
     assert not weight.grad.any()
@@ -221,7 +221,7 @@ def test_references_are_taken_from_networks_and_states():
     plain = net(inputs)
     assert not torch.equal(reference(inputs), plain)
     extractor = FusedExtractor(net, "single")
-    extractor.feature_fusion.operators["0"].weight.data.fill_(1)  # the global features alone
+    extractor.feature_fusion.operators["0"].weight.data.fill_(1)  # only the global features
     for source in (reference, reference.state_dict()):
         extractor.refer(source)
         assert torch.equal(extractor(inputs), reference(inputs))
@@ -239,9 +239,9 @@ def checkpointed():
     return model
 
 
-# --- fusion in a model ------------------------------------------------------------------------------------------------
+# --- Fusion in models -------------------------------------------------------------------------------------------------
 
-PLACES = {  # a model and what is said of it; the inputs; channels of each level
+PLACES = {  # a model and its options; inputs; channels of each level
     "features": (Net, {}, images(), {"0": 4}),
     "a layer inside": (Net, {"at": "model.features.1"}, images(), {"0": 4}),
     "vectors": (models.mlp, {"at": "model.1"}, torch.randn(6, 6), {"0": 8}),
@@ -278,9 +278,7 @@ PLACES = {  # a model and what is said of it; the inputs; channels of each level
 
 @pytest.mark.parametrize(("make", "options", "inputs", "channels"), PLACES.values(), ids=PLACES)
 def test_fusion_in_any_model(make, options, inputs, channels):
-    """At every place: the plain model where nothing is to be fused, and with "single" and 1 the model that was sent,
-    as far as its features go.
-    """
+    """Zero weights give the plain model; "single" with weight 1 gives the features of the received model."""
     task = Task(make()).eval()
     reference = copy.deepcopy(task)
     disturb(reference)
@@ -296,7 +294,7 @@ def test_fusion_in_any_model(make, options, inputs, channels):
         operator.weight.data.fill_(1)
     assert not torch.equal(task(inputs), plain)
     if "levels" not in options:
-        # What follows the features is the same in both when the sent model gets it.
+        # Layers behind the features are equal once the received model has the same weights.
         behind = {name: value for name, value in task.model.state_dict().items() if not is_extractor(name, fusion)}
         reference.model.load_state_dict(behind, strict=False)
         torch.testing.assert_close(task(inputs), reference(inputs), rtol=1e-4, atol=1e-4)
@@ -309,7 +307,7 @@ def test_fusion_in_any_model(make, options, inputs, channels):
     torch.testing.assert_close(task(inputs), plain, rtol=1e-3, atol=1e-4)
 
 
-FAMILIES = [  # of the encoders of smp, one each
+FAMILIES = [  # one encoder from each family in smp
     "resnet18", "timm-resnest14d", "timm-res2net50_26w_4s", "timm-regnetx_002", "timm-gernet_s", "se_resnet50",
     "timm-skresnet18", "densenet121", "inceptionresnetv2", "inceptionv4", "efficientnet-b0", "timm-efficientnet-b0",
     "mobilenet_v2", "timm-mobilenetv3_small_075", "dpn68", "vgg11_bn", "xception", "mit_b0", "mobileone_s0",
@@ -335,7 +333,7 @@ def test_fusion_in_every_encoder_of_smp(name):
 
 
 def is_extractor(name, fusion):
-    """True if an entry of the network is one of the extractor."""
+    """Whether an entry of the network belongs to the extractor."""
     prefixes = {"model.features": "features.", "model.encoder": "encoder."}
     return name in fusion.frozen.entries or any(
         name == f"{prefix}{entry}" for prefix in prefixes.values() for entry in fusion.frozen.entries
@@ -418,7 +416,7 @@ def test_no_fusion_is_the_plain_model_without_a_second_pass():
     assert torch.equal(*results)
     assert not ran
     assert list(task.state_dict()) == list(Task().state_dict())
-    assert not list(fusion.frozen.network.parameters())  # no copy of the network is made
+    assert not list(fusion.frozen.network.parameters())  # the network is not copied
 
 
 def test_channels_can_be_said_where_the_network_cannot_be_run():
@@ -443,7 +441,7 @@ def test_channels_can_be_said_where_the_network_cannot_be_run():
     task.example_input_array = ({"x": torch.randn(3, 4)},)
     assert fuse(task, "multi", at="model.features", network="model").operators["0"].weight.shape == (6,)
     unwrap(task)
-    task.example_input_array = {"inputs": {"x": torch.randn(3, 4)}}  # Lightning calls it with names
+    task.example_input_array = {"inputs": {"x": torch.randn(3, 4)}}  # Lightning passes keyword arguments
     assert fuse(task, "multi", at="model.features", network="model").operators["0"].weight.shape == (6,)
     with pytest.raises(ValueError, match="Expected `channels` of 1 levels, but got"):
         FusionLayer(nn.Linear(2, 3), FeatureLayer(""), channels=[3, 3], levels=[0])
@@ -494,7 +492,7 @@ def test_models_that_cannot_be_fused():
         find_fusion(both)
 
 
-# --- states, copies, other devices and types --------------------------------------------------------------------------
+# --- States, copies, devices and dtypes -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [*OPERATORS, "none"])
@@ -535,9 +533,9 @@ def test_fusion_is_taken_out_of_models_and_states(kind):
     plain.load_state_dict(plain_state(state))
     assert torch.equal(plain(inputs), expected)
     plain.load_state_dict(task.state_dict())
-    fusion.refer()  # the hooks are gone
+    fusion.refer()  # the hooks are removed
     assert torch.equal(task(inputs), expected)
-    with pytest.raises(RuntimeError, match="Missing key"):  # so is the forgiveness
+    with pytest.raises(RuntimeError, match="Missing key"):  # missing keys are errors again
         task.load_state_dict({})
 
 
@@ -597,7 +595,7 @@ def test_a_convolution_over_levels_stays():
         unwrap(task)
     assert find_fusion(task) is not None
     task = Task(models.unet())
-    fuse(task, "conv", levels=[-1])  # what follows gets a list all the same
+    fuse(task, "conv", levels=[-1])  # the following layer still receives a list
     with pytest.raises(ValueError, match="one tensor of features"):
         unwrap(task)
 
@@ -611,7 +609,7 @@ def test_a_convolution_behind_a_layer_of_several_inputs_stays():
         def forward(self, inputs):
             return self.head(self.mix(inputs, inputs))
 
-    for channels in ("infer", 5):  # as it was found out, and as it was seen
+    for channels in ("infer", 5):  # inferred lazily, and given
         task = Task(Masked())
         task.example_input_array = torch.randn(2, 4)
         fuse(task, "conv", at="model.mix", network="model", channels=channels)
@@ -678,7 +676,7 @@ def test_autocast(precision):
 
 @pytest.mark.parametrize("when", quick(["before", "after", "in place", "after a run"], ["before", "after"]))
 def test_models_that_are_compiled(when):
-    """Compiled code knows the fusion, and every reference that comes."""
+    """Compiled code uses the fusion and every new reference."""
     inputs, task, second = images(), Task().eval(), Net()
     disturb(second)
     plain = copy.deepcopy(task)
@@ -706,7 +704,7 @@ def test_models_that_are_compiled(when):
     result.sum().backward()
 
 
-# --- the cache --------------------------------------------------------------------------------------------------------
+# --- Cache ------------------------------------------------------------------------------------------------------------
 
 
 def test_cached_features_are_those_that_are_computed():
@@ -745,6 +743,6 @@ def test_the_cache_computes_what_it_does_not_know():
     assert torch.equal(result["1"], samples[[5, 1, 4, 0, 5]].sum(1))
     cache.is_filling = False
     changed = samples + 1
-    assert torch.equal(cache.get(changed, compute)["0"], 2 * changed)  # other content, other features
+    assert torch.equal(cache.get(changed, compute)["0"], 2 * changed)  # other content gives other features
     cache.get(changed, compute)
     assert cache.misses == 4 + 3 + 6 + 6

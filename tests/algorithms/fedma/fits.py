@@ -1,4 +1,4 @@
-"""Small networks, clients and recording callbacks that the tests of FedMA share."""
+"""Small networks, clients and recording callbacks shared by the tests of FedMA."""
 
 import itertools
 
@@ -60,7 +60,7 @@ def momentum(parameters):
 
 
 class Visitors(FederatedCallback):
-    """Notes who trains in every round, and what they start from."""
+    """Records clients and start models of every round."""
 
     def __init__(self):
         self.rounds, self.widths = {}, {}
@@ -82,7 +82,7 @@ def norm_net():
 
 
 class Reader(nn.Module):
-    """Reads a sequence: an embedding, an LSTM, the last step."""
+    """Sequence classifier: an embedding, an LSTM, the last step."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ def texts(client, count=24):
 
 
 class Residual(nn.Module):
-    """Two stages with blocks whose sums tie their channels, normalised over the batch, a depthwise convolution."""
+    """Two residual stages with tied channels, BatchNorm and a depthwise convolution."""
 
     def __init__(self):
         super().__init__()

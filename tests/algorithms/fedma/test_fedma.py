@@ -1,4 +1,4 @@
-"""FedMA: the protocol against a plain one, identities, PFNM, what the rule does with its messages."""
+"""FedMA: a plain reference of the protocol, identities, PFNM, and aggregation by messages."""
 
 import copy
 import itertools
@@ -25,14 +25,14 @@ from tests.references_fedma import fedma_pass
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 
-# --- the protocol -----------------------------------------------------------------------------------------------------
+# --- Protocol ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("mode", "last", "prior"), [("grow", "class", 0), ("grow", "size", 0), ("none", "class", 0), ("grow", "size", 1)]
 )
 def test_a_pass_is_that_of_the_reference(either_trainer, mode, last, prior):
-    """Widths, neurons, biases and the output layer, after training in between."""
+    """Compares widths, neurons, biases and the output layer, with training between stages."""
     clients_data = parts()
     rule = FedMA(mode, last_layer=last, score="published", gamma=7.0, max_width=None, prior_weight=prior, seed=5)
     module, logger = models.Module(mlp(), momentum), MemoryLogger()
@@ -58,7 +58,7 @@ def test_a_pass_is_that_of_the_reference(either_trainer, mode, last, prior):
     assert float(trainer.callback_metrics["fedma/growth"]) == sizes[0] / sizes[1]
     assert logged(logger, "fedma/net.0/width") == [len(layers_after[0][1])]
     (agreement,) = logged(logger, "fedma/net.0/agreement")
-    assert (agreement < 0.5) if prior else (0.5 < agreement < 1.0)  # a prior makes the means shorter
+    assert (agreement < 0.5) if prior else (0.5 < agreement < 1.0)  # a prior shortens the means
     for (weight, bias), (weight_, bias_) in zip(layers_after, expected, strict=True):
         torch.testing.assert_close(weight, weight_, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(bias, bias_, rtol=1e-4, atol=1e-6)
@@ -66,7 +66,7 @@ def test_a_pass_is_that_of_the_reference(either_trainer, mode, last, prior):
 
 
 def test_the_next_pass_starts_from_each_clients_own_neurons(federated_trainer):
-    """At the clients' widths, in the clients' order."""
+    """Clients keep width and neuron order."""
     clients_data, seen = parts(), {}
     rule = FedMA("grow", score="published", gamma=7.0, max_width=None)
 
@@ -103,7 +103,7 @@ def test_the_next_pass_starts_from_each_clients_own_neurons(federated_trainer):
 
 
 def test_matched_layers_stay(federated_trainer):
-    """To the last bit, in all later visits, with weight decay and momentum; afterwards everything trains again."""
+    """Bit for bit in later visits, despite weight decay and momentum; afterwards all layers train again."""
     seen = {}
 
     class Watch(FederatedCallback):
@@ -127,12 +127,12 @@ def test_matched_layers_stay(federated_trainer):
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
-# --- identities -------------------------------------------------------------------------------------------------------
+# --- Identities -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["grow", "permute", "none"])
 def test_one_client_is_freezing_layer_after_layer(either_trainer, mode):
-    """Plain training that freezes one layer more in every epoch, bit for bit; nothing grows."""
+    """Equals plain training that freezes one more layer per epoch, bit for bit; no layer grows."""
     inputs, targets = examples(0, 12)
     module = models.Module(mlp(), models.momentum)
     fit(
@@ -157,7 +157,7 @@ def test_one_client_is_freezing_layer_after_layer(either_trainer, mode):
 
 @pytest.mark.parametrize("mode", ["grow", "permute"])
 def test_identical_clients_are_one_client(federated_trainer, mode):
-    """The width stays, and so does the model, up to the rounding of a mean."""
+    """The width is constant; models agree up to the rounding of a mean."""
     part = examples(0, 12)
     alone, many = models.Module(mlp(), momentum), models.Module(mlp(), momentum)
     fit(federated_trainer(max_rounds=3, method=FedMA(mode), local_epochs=2), alone, data_of({"a": part}))
@@ -171,7 +171,7 @@ def test_identical_clients_are_one_client(federated_trainer, mode):
 
 
 def test_without_matching_in_one_exchange_it_is_federated_averaging(federated_trainer):
-    """Bit for bit, over several rounds."""
+    """Bit for bit over several rounds."""
     states = []
     for rule in (FedAvg(), FedMA("none", stages=1, last_layer="size")):
         module = models.Module(mlp(), momentum)
@@ -181,7 +181,7 @@ def test_without_matching_in_one_exchange_it_is_federated_averaging(federated_tr
 
 
 def test_permuting_that_finds_the_identity_is_averaging(federated_trainer):
-    """Clients that start alike and have moved little are averaged as they are."""
+    """Clients with the same start that have moved little keep their order."""
     states = []
     for mode in ("permute", "none"):
         module = models.Module(mlp(), lambda parameters: torch.optim.SGD(parameters, lr=0.01))
@@ -191,7 +191,7 @@ def test_permuting_that_finds_the_identity_is_averaging(federated_trainer):
 
 
 def match_by_messages(rule, states, groups, stages, sizes=None):
-    """One pass by messages alone, without training: what clients have is aligned by the messages."""
+    """One pass by messages without training; clients align layers by the received messages."""
     clients = {f"c{index}": state for index, state in enumerate(states)}
     start = states[0]
     rule.prepare(groups, stages, start)
@@ -218,7 +218,7 @@ def match_by_messages(rule, states, groups, stages, sizes=None):
 
 @pytest.mark.parametrize("mode", ["grow", "permute"])
 def test_clients_that_differ_in_the_order_of_neurons_are_one_network(mode):
-    """Of convolutions, a flattened map and BatchNorm."""
+    """Includes convolutions, a flattened map and BatchNorm."""
     torch.manual_seed(3)
     net = nn.Sequential(
         nn.Conv2d(1, 5, 3),
@@ -245,14 +245,13 @@ def test_clients_that_differ_in_the_order_of_neurons_are_one_network(mode):
     torch.testing.assert_close(net(images), expected, rtol=1e-4, atol=1e-5)
     plain = {name: torch.stack([s[name].double() for s in states]).mean(0).to(v) for name, v in merged.items()}
     net.load_state_dict(plain)
-    assert float((net(images) - expected).detach().abs().max()) > 0.05  # the average of networks in different orders
+    assert float((net(images) - expected).detach().abs().max()) > 0.05  # the average of unaligned networks
 
 
-# --- the rule ---------------------------------------------------------------------------------------------------------
+# --- Rule -------------------------------------------------------------------------------------------------------------
 
 
 def test_merged_rules_are_one():
-    """Updates that two processes received are those of one."""
     net = mlp()
     groups = PermutationGroups.of(net, torch.zeros(2, 4))
     stages = [
@@ -282,7 +281,7 @@ def test_merged_rules_are_one():
 
 @pytest.mark.parametrize("steps", [[], [UniformWeights()]])
 def test_pfnm_is_one_exchange(federated_trainer, steps):
-    """All layers of the clients' updates matched at once, from the last to the first, owners weighted or all alike."""
+    """Matches all layers at once from last to first, with or without weighting by owners."""
     logger, module, watch = MemoryLogger(), models.Module(mlp(), momentum), Recorder()
     rule = PFNM(last_layer="size", seed=4)
     trainer = federated_trainer(max_rounds=1, method=rule, logger=logger, callbacks=[watch], steps=steps)

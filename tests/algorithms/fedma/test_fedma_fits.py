@@ -1,4 +1,4 @@
-"""FedMA in a fit: breaks, checkpoints, other widths in later fits, errors."""
+"""FedMA in a fit: interruptions, checkpoints, other widths in later fits, errors."""
 
 import itertools
 
@@ -21,7 +21,7 @@ from tests.recorders import assert_same, state_of
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 
-# --- breaks, checkpoints ----------------------------------------------------------------------------------------------
+# --- Interruptions and checkpoints ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
     quick(itertools.product([1, 3, 4], ["memory", "folder"]), [(4, "folder")]),
 )
 def test_resumed_in_a_pass_it_ends_with_the_same_model(federated_trainer, tmp_path, round, store):
-    """Between stages, and in a pass after the model has grown: in a new module of the original widths."""
+    """Between stages, and after the model has grown; the resumed module starts with the original widths."""
 
     def make(name, *callbacks):
         return federated_trainer(
@@ -38,7 +38,7 @@ def test_resumed_in_a_pass_it_ends_with_the_same_model(federated_trainer, tmp_pa
             callbacks=list(callbacks),
             enable_checkpointing=bool(callbacks),
             store=None if store == "memory" else tmp_path / name,
-            clients_per_round=2,  # so that some are new in a pass, and others have forgotten theirs
+            clients_per_round=2,  # so that passes include new clients and clients without a stored model
         )
 
     whole = models.Module(norm_net(), momentum)
@@ -56,7 +56,7 @@ def test_resumed_in_a_pass_it_ends_with_the_same_model(federated_trainer, tmp_pa
 
 
 def test_validation_and_checkpoints_go_on_with_a_grown_model(federated_trainer, tmp_path):
-    """The same scores in the same process, from the checkpoint in a new module, and in prediction."""
+    """Equal scores in the same process, in a new module from the checkpoint, and in prediction."""
     clients_data = parts()
     validation = DataLoader(TensorDataset(*examples(9, 40)), 16)
     saver = ModelCheckpoint(tmp_path, save_last=True)
@@ -75,7 +75,7 @@ def test_validation_and_checkpoints_go_on_with_a_grown_model(federated_trainer, 
 
 @pytest.mark.parametrize("kind", ["fedma", "of another rule"])
 def test_a_checkpoint_with_other_classes_is_refused(federated_trainer, tmp_path, kind):
-    """Widths that FedMA cannot have grown to are those of another architecture, also with its checkpoints and fits."""
+    """FedMA cannot have grown to these widths, so the checkpoint has another architecture."""
     saver = ModelCheckpoint(tmp_path, save_last=True, save_on_train_epoch_end=True)
 
     def run(aggregator, rounds, widths, **arguments):
@@ -101,7 +101,7 @@ def test_a_checkpoint_with_other_classes_is_refused(federated_trainer, tmp_path,
         assert [module.net[index].out_features for index in (0, 4)] == [7, 3]
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- Errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_options_out_of_range(options, message):
 
 
 def test_what_cannot_be_in_a_fit(federated_trainer):
-    """Each error says what to do instead."""
+    """Each error names a remedy."""
 
     def run(rule=None, optimizer=momentum, **arguments):
         trainer = federated_trainer(max_rounds=2, method=rule or FedMA(), **arguments)
@@ -158,7 +158,7 @@ def test_what_cannot_be_in_a_fit(federated_trainer):
 
 @pytest.mark.parametrize("options", [{"mode": "permute"}, {"mode": "none"}, {"stages": 1, "max_width": None}])
 def test_lbfgs_trains_where_nothing_grows_in_a_pass(federated_trainer, options):
-    """In one exchange layers grow too, but clients train at their own widths: the optimizer's vectors fit them."""
+    """With one exchange layers grow too, but clients train at constant widths, as LBFGS requires."""
     module = models.Module(mlp(), lambda parameters: torch.optim.LBFGS(parameters, lr=0.05, max_iter=3))
     rule = FedMA(score="published", gamma=7.0, **options)
     trainer = federated_trainer(max_rounds=3, method=rule)
@@ -170,7 +170,7 @@ def test_lbfgs_trains_where_nothing_grows_in_a_pass(federated_trainer, options):
 
 
 def test_groups_of_the_users_grow_with_a_model_that_is_resumed(federated_trainer, tmp_path):
-    """They are given at a client's widths, whatever the checkpoint's are."""
+    """Groups are given at client widths, independent of the widths in the checkpoint."""
     saver = ModelCheckpoint(tmp_path, save_last=True, save_on_train_epoch_end=True)
     state = models.Module(mlp()).state_dict()
     axes = {("net.0.weight", 0): "out", ("net.0.bias", 0): "vec", ("net.2.weight", 1): "in"}
@@ -193,7 +193,7 @@ def test_groups_of_the_users_grow_with_a_model_that_is_resumed(federated_trainer
 
 
 def test_the_stages_of_a_pass_that_goes_on_cannot_change(federated_trainer, tmp_path):
-    """A Trainer continues with the same model only, and a checkpoint with the same stages only."""
+    """A Trainer only continues with the same model, a checkpoint only with the same stages."""
     saver = ModelCheckpoint(tmp_path, save_last=True, save_on_train_epoch_end=True)
 
     def run(rule, rounds, **arguments):
@@ -244,7 +244,7 @@ def test_rounds_of_which_nothing_comes_are_named(federated_trainer, caplog, roun
 
 
 def test_counts_that_cannot_be_leave_the_client_out(federated_trainer, caplog):
-    """Also the first that come: what is right, the server knows."""
+    """The server knows the correct counts, so even the first message can be refused."""
     received = []
     breaks = [
         lambda counts: counts - 1000,
@@ -270,7 +270,7 @@ def test_counts_that_cannot_be_leave_the_client_out(federated_trainer, caplog):
 
 
 def test_targets_without_classes_are_averaged_by_size(federated_trainer):
-    """A regression: no counts, no failure."""
+    """A regression has no class counts, and no client fails."""
     clients_data = {c: (part[0], part[0][:, :3].clone()) for c, part in parts().items()}
     states = []
     for last in ("class", "size"):

@@ -1,4 +1,4 @@
-"""FedMA and what networks are made of: BatchNorm, recurrent and residual ones, what cannot be followed."""
+"""FedMA with BatchNorm, recurrent and residual networks, and networks that cannot be traced."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 def test_statistics_of_a_matched_stage_are_measured_and_kept(federated_trainer):
-    """Later layers train with them in evaluation mode; those of the complete model are measured once more."""
+    """Later stages train with the statistics in evaluation mode; the complete model is measured again."""
     clients_data, seen, modes = parts(), {}, {}
 
     class Watch(FederatedCallback):
@@ -38,7 +38,7 @@ def test_statistics_of_a_matched_stage_are_measured_and_kept(federated_trainer):
             state = seen[round, client]
             net = norm_net()
             net.load_state_dict({name.removeprefix("net."): value for name, value in state.items()})
-            hidden = net[:layer].eval()(inputs)  # what goes into the layer, with earlier statistics as they are
+            hidden = net[:layer].eval()(inputs)  # input of the layer, computed with the earlier statistics
             torch.testing.assert_close(state[f"net.{layer}.running_mean"], hidden.mean(0), rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(state[f"net.{layer}.running_var"], hidden.var(0), rtol=1e-4, atol=1e-5)
     net = module.net.eval()
@@ -48,7 +48,7 @@ def test_statistics_of_a_matched_stage_are_measured_and_kept(federated_trainer):
 
 
 def test_statistics_that_the_user_holds_stay(federated_trainer):
-    """Those of layers in evaluation mode."""
+    """Layers in evaluation mode keep their statistics."""
 
     class Held(models.Module):
         def on_train_epoch_start(self):
@@ -81,12 +81,12 @@ def test_statistics_of_instance_norm_stay_when_they_are_matched(federated_traine
     fit(federated_trainer(max_rounds=3, method=FedMA("none"), callbacks=[Watch()]), module, data_of(clients_data))
     assert not torch.equal(seen[0, "c0"], seen[0, "c1"])
     later = [seen[round, client] for round in (1, 2) for client in clients_data]
-    # torch 2.6 takes their mean over the batch's copies in evaluation too, which rounds. The clients' differ by 7e-5.
+    # torch 2.6 averages the copies of the batch in evaluation too, with rounding. The clients' means differ by 7e-5.
     torch.testing.assert_close(later, [net[1].running_mean] * 4, rtol=0, atol=1e-7)
 
 
 def test_a_stage_that_comes_to_nothing_is_not_measured(federated_trainer, caplog, monkeypatch):
-    """Its mean is infinite; the clients have gone on. A new pass begins."""
+    """The infinite mean fails the round after the clients have advanced, so a new pass starts."""
     rule, faults = FedMA("permute"), iter([None, "entry 'net.3.weight' has NaN or infinite values"])
     monkeypatch.setattr("lightning_fed.algorithms.fedma.aggregator.find_non_finite", lambda state: next(faults, None))
     trainer = federated_trainer(max_rounds=5, method=rule)
@@ -96,14 +96,14 @@ def test_a_stage_that_comes_to_nothing_is_not_measured(federated_trainer, caplog
     assert trainer.callback_metrics["fed/clients"] == 3
 
 
-# --- other networks ---------------------------------------------------------------------------------------------------
+# --- Other networks ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gamma", quick([7.0, 1e-3], [7.0]))
 def test_a_recurrent_network_grows(federated_trainer, gamma):
-    """The hidden units' rows in all gates and their columns go along: an LSTM with more units that runs, and learns.
+    """Rows in all gates and columns grow together: an LSTM with more units that still learns.
 
-    With the gamma of the authors' program for LSTMs it has the clients' units.
+    With the gamma from the authors' LSTM program the number of units does not change.
     """
     clients_data = {f"c{c}": texts(c) for c in range(3)}
     module = models.Module(Reader(), lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.5))
@@ -120,10 +120,10 @@ def test_a_recurrent_network_grows(federated_trainer, gamma):
 
 @pytest.mark.parametrize(("mode", "stages"), quick([("grow", "auto"), ("permute", 2)], [("grow", "auto")]))
 def test_a_residual_network_with_batch_norm(federated_trainer, mode, stages):
-    """From models that each client drew for itself, whose plain average is at chance.
+    """Each client draws a separate initialisation, so a plain average is at chance.
 
-    With all layers in one stage nothing is trained after the merge, and either may be ahead: over eight seeds matched
-    models had 0.12 to 0.82, averaged ones 0.19 to 0.65.
+    With all layers in one stage the merged model is not trained, and either mode may win: over eight seeds matched
+    models scored 0.12 to 0.82, averaged models 0.19 to 0.65.
     """
     clients_data = {f"c{c}": pictures(c) for c in range(3)}
     scores = {}
@@ -144,7 +144,7 @@ def test_a_residual_network_with_batch_norm(federated_trainer, mode, stages):
 
 @pytest.mark.slow
 def test_deeplab_grows_and_goes_on(federated_trainer):
-    """Thirteen stages, or four; widths of depthwise layers, of the pyramid and of the decoder."""
+    """Thirteen or four stages; grows depthwise layers, the pyramid and the decoder."""
     import segmentation_models_pytorch as smp
 
     torch.manual_seed(0)
@@ -163,7 +163,7 @@ def test_deeplab_grows_and_goes_on(federated_trainer):
 
 
 class NoForward(models.Module):
-    """Its operations cannot be read off: there is nothing to call."""
+    """Cannot be traced, because `forward` raises."""
 
     def forward(self, inputs):
         raise NotImplementedError
@@ -180,7 +180,7 @@ def test_a_module_that_cannot_be_followed_is_refused_where_it_would_only_be_aver
 
 
 def test_a_stage_in_which_nothing_trains_goes_with_the_one_before(federated_trainer):
-    """A head that is kept as it is: the last exchange is that of the layer before it."""
+    """With a frozen head the last exchange covers the preceding layer."""
     net = mlp()
     net[4].requires_grad_(False)
     module, rule = models.Module(net, momentum), FedMA(score="published", gamma=7.0, max_width=None)
@@ -193,7 +193,7 @@ def test_a_stage_in_which_nothing_trains_goes_with_the_one_before(federated_trai
 
 @pytest.mark.parametrize("how", ["personal", "pinned"])
 def test_rows_of_a_hidden_layer_are_not_those_of_classes(federated_trainer, how):
-    """No row is a class's if the head is personal; the head's rows are if the layers before it are pinned."""
+    """`last_layer="class"` only changes the head, and nothing if the head is personal."""
     states = []
     for last in ("class", "size"):
         module = models.Module(mlp(), momentum)
@@ -208,7 +208,7 @@ def test_rows_of_a_hidden_layer_are_not_those_of_classes(federated_trainer, how)
 
 
 def test_a_parametrized_output_layer(federated_trainer):
-    """Its entries are not all parameters: it is averaged by classes all the same, and stays one with its norm."""
+    """Parametrized entries are not all parameters: the layer is averaged by classes and keeps its norm."""
     updates = {}
 
     class Watch(FederatedCallback):

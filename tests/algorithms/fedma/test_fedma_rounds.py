@@ -1,4 +1,4 @@
-"""FedMA's rounds: what travels, who takes part, what is in the way of a pass."""
+"""FedMA's rounds: messages, participants, and passes that cannot continue."""
 
 import itertools
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 class Forget(L.Callback):
-    """Takes what client c2 has away, before a round."""
+    """Deletes the state of client c2 before a round."""
 
     def __init__(self, round):
         self.round = round
@@ -44,11 +44,11 @@ class Forget(L.Callback):
             trainer.federation.store.restore(self.round, store)
 
 
-# --- what travels -----------------------------------------------------------------------------------------------------
+# --- Messages ---------------------------------------------------------------------------------------------------------
 
 
 def test_bytes_of_a_pass(federated_trainer):
-    """Every layer goes up once; down goes the model, then each matched layer with the positions of the neurons."""
+    """Every layer is sent up once; down go the model, then each matched layer with neuron positions."""
     logger, clients_data = MemoryLogger(), parts()
     rule = FedMA("permute")
     trainer = federated_trainer(max_rounds=6, method=rule, logger=logger)
@@ -56,14 +56,14 @@ def test_bytes_of_a_pass(federated_trainer):
     layer = [4 * (a * b + b) for a, b in itertools.pairwise(WIDTHS)]
     up = logged(logger, "comm/up_bytes")
     down = logged(logger, "comm/down_bytes")
-    counts = 8 * CLASSES  # of the classes, with the output layer
-    step = 2 * 8  # the pass and the stage: those that the client must have, and those that it has
+    counts = 8 * CLASSES  # class counts, with the output layer
+    step = 2 * 8  # pass and stage, both required and stored
     sent = [layer[0], layer[1] + step, layer[2] + counts + step]
     assert up == [3 * size for size in (*sent, sent[0] + step, *sent[1:])]
     assignments = [8 * (width + 1) for width in WIDTHS[1:3]]
     middle = [3 * (layer[0] + assignments[0] + 2 * step), 3 * (layer[1] + assignments[1] + 2 * step)]
     first = 3 * (sum(layer) + step)
-    again = 3 * (layer[2] + 2 * step)  # it has all the rest
+    again = 3 * (layer[2] + 2 * step)  # the client has all other layers
     assert down == [first, *middle, again, *middle]
 
 
@@ -72,7 +72,7 @@ def test_bytes_of_a_pass(federated_trainer):
     quick([("permute", mlp), ("grow", mlp), ("grow", norm_net)], [("permute", mlp), ("grow", norm_net)]),
 )
 def test_a_client_without_its_model_is_sent_its_own_neurons_of_the_global_one(federated_trainer, mode, net):
-    """At the start of a pass: that costs bytes, and changes nothing else. It is what the client says that counts."""
+    """At the start of a pass this costs bytes and changes nothing else; the client's request decides."""
     layer = [4 * (a * b + b) for a, b in itertools.pairwise(WIDTHS)]
     states, down, starts = [], [], {}
 
@@ -83,8 +83,8 @@ def test_a_client_without_its_model_is_sent_its_own_neurons_of_the_global_one(fe
 
     for lost in (False, True):
         logger, report = MemoryLogger(), CommunicationReport()
-        # With this score layers grow by half. With the default one rounding decides whether they grow at all, and the
-        # bytes of a message depend on that.
+        # With this score layers grow by half. With the default score, rounding decides about growth and thus about the
+        # bytes.
         rule = FedMA(mode, score="published", gamma=7.0, max_width=None)
         callbacks = [report, Watch(), *([Forget(3)] if lost else [])]
         trainer = federated_trainer(max_rounds=6, method=rule, logger=logger, callbacks=callbacks)
@@ -92,8 +92,8 @@ def test_a_client_without_its_model_is_sent_its_own_neurons_of_the_global_one(fe
         fit(trainer, module, data_of(parts()))
         states.append(state_of(module))
         down.append(logged(logger, "comm/down_bytes"))
-        if net is mlp:  # those that measure statistics are not in the report
-            requests = [0, 48, 48, 32 if lost else 48, 48, 48]  # the step that a client has reached
+        if net is mlp:  # measuring statistics is not in the report
+            requests = [0, 48, 48, 32 if lost else 48, 48, 48]  # the stage reached by the client
             for name, field, more in (("down", "down_bytes", [0] * 6), ("up", "up_bytes", requests)):
                 counted = [sum(getattr(row, field) for row in report.rows if row.round == round) for round in range(6)]
                 assert [a + b for a, b in zip(counted, more, strict=True)] == logged(logger, f"comm/{name}_bytes")
@@ -110,14 +110,14 @@ def test_a_client_without_its_model_is_sent_its_own_neurons_of_the_global_one(fe
             layer[0] + layer[1] - 16,
             0,
             0,
-        ]  # a message that builds on nothing need not say on what
+        ]  # a message without a base need not name a base
     else:  # the statistics were sent in both cases
         numbers = 4 * 6 + 6 + 2 * 6 + 6 * 5 + 5 + 2 * 5
         assert more == [0, 0, 0, 4 * numbers + 2 * 8 - 16, 0, 0]  # and the numbers of batches
 
 
 def test_a_model_is_in_a_checkpoint_once(federated_trainer):
-    """The last complete pass does not hold it a second time; one that goes on holds what is matched so far."""
+    """The last complete pass is not stored twice; an unfinished pass stores the matched layers."""
 
     class Held(L.Callback):
         def on_train_epoch_end(self, trainer, pl_module):
@@ -132,7 +132,7 @@ def test_a_model_is_in_a_checkpoint_once(federated_trainer):
 
 
 class Watch(FederatedCallback):
-    """Notes the models that clients start a pass from."""
+    """Records the models at the start of a pass."""
 
     def __init__(self):
         self.states = []
@@ -142,7 +142,7 @@ class Watch(FederatedCallback):
 
 
 def test_independent_clients_are_sent_nothing_at_the_start(federated_trainer):
-    """Each draws its own numbers, the same in every fit; other clients that train before it make no difference."""
+    """Each client draws its initialisation, equal in every fit and independent of other clients."""
     watch = Watch()
     for _ in range(2):
         logger = MemoryLogger()
@@ -160,7 +160,7 @@ def test_independent_clients_are_sent_nothing_at_the_start(federated_trainer):
 
 
 def test_independent_clients_draw_from_the_modules_own_initialisation(federated_trainer):
-    """Whatever that is: every tensor has the values that it had, the zeros in their places; what is frozen stays."""
+    """Any initialisation: the same values as the module, zeros in place, frozen entries unchanged."""
 
     class Net(nn.Module):
         def __init__(self):
@@ -187,15 +187,15 @@ def test_independent_clients_draw_from_the_modules_own_initialisation(federated_
         assert torch.equal(drawn.flatten().sort().values, value.flatten().sort().values)
         assert torch.equal(drawn == 0, value == 0)
         assert torch.equal(drawn, value) == (name in {"shift", "scale"} or name.endswith("bias"))
-        if value.ndim == 2:  # as of unrelated draws: what two have in common is within three standard deviations of 0
+        if value.ndim == 2:  # independent draws: the common part is within three standard deviations of 0
             assert abs(float((drawn * value).sum() / value.square().sum())) < 3 / value.count_nonzero() ** 0.5
 
 
-# --- who takes part ---------------------------------------------------------------------------------------------------
+# --- Participants -----------------------------------------------------------------------------------------------------
 
 
 def test_a_pass_has_the_same_clients_and_the_next_one_others(federated_trainer):
-    """Those that are new start from the neurons that most clients have, at the clients' widths."""
+    """New clients start from the most common neurons, at client widths."""
     watch = Visitors()
     rule = FedMA("grow", score="published", gamma=7.0, max_width=None)
     module = models.Module(mlp(), momentum)
@@ -213,7 +213,7 @@ def test_a_pass_has_the_same_clients_and_the_next_one_others(federated_trainer):
     quick(itertools.product(["memory", "folder"], [[], ["net.4.bias"]]), [("memory", []), ("folder", ["net.4.bias"])]),
 )
 def test_only_clients_of_the_last_pass_keep_a_model(federated_trainer, tmp_path, store, personal):
-    """With more and more clients that have been there; also where one was left out, or a pass came to nothing."""
+    """The number of stored models stays constant, even with failed clients or a failed pass."""
 
     class Broken(FederatedCallback):
         def on_client_end(self, trainer, module, client, update):
@@ -234,16 +234,16 @@ def test_only_clients_of_the_last_pass_keep_a_model(federated_trainer, tmp_path,
     kept = {client: federation.store.get(client) or {} for client in many(12)}
     visited = set(itertools.chain(*watch.rounds.values()))
     assert {client for client, state in kept.items() if "memory:fedma:step" in state} == set(watch.rounds[12])
-    assert counting.pop(6) < set(watch.rounds[6])  # too few: nothing is kept of this round
+    assert counting.pop(6) < set(watch.rounds[6])  # too few clients: nothing is stored in this round
     settled = set().union(*counting.values())
     assert {client for client, state in kept.items() if "net.4.bias" in state} == (settled if personal else set())
     assert len(visited) > len(settled) > 6
-    assert watch.rounds[6][0] not in {*watch.rounds[7], *watch.rounds[10]}  # its update was good
+    assert watch.rounds[6][0] not in {*watch.rounds[7], *watch.rounds[10]}  # with a valid update
     assert all(len(state) <= len(personal) for client, state in kept.items() if client not in watch.rounds[12])
 
 
 def test_a_client_that_fails_is_left_out_for_the_rest_of_the_pass(federated_trainer, caplog):
-    """And is back in the next one, which it starts like a newcomer."""
+    """In the next pass the client starts as a new client."""
     watch = Visitors()
 
     class Broken(FederatedCallback):
@@ -284,7 +284,7 @@ def test_a_new_pass_begins_where_nothing_came_of_a_round(federated_trainer, capl
 
 @pytest.mark.parametrize(("broken", "min_clients"), quick(itertools.product([3, 4, 5], [1, 3]), [(4, 1), (5, 3)]))
 def test_a_pass_after_one_that_came_to_nothing_starts_from_the_last_model(federated_trainer, broken, min_clients):
-    """Also where clients have begun to change theirs: from their own neurons of the global one, at their widths."""
+    """Even after clients have moved, they restart from their neurons in the global model, at client widths."""
     seen = {}
 
     class Broken(FederatedCallback):

@@ -1,6 +1,7 @@
-"""ClassPrototypes in a plain Trainer with two processes, in a program of its own.
+"""Runs ClassPrototypes in a plain Trainer with two processes.
 
-They are forked, which is quick; a fork of a program whose OpenMP threads have worked would wait for them for good.
+Forking the processes is fast. A separate program is needed because a fork after OpenMP has started threads
+would hang.
 """
 
 import sys
@@ -17,14 +18,14 @@ from tests.conftest import QUIET
 
 
 class Silent(models.Module):
-    """Logs nothing: every process would log its own."""
+    """Logs nothing, because every process would log separately."""
 
     def training_step(self, batch, batch_idx):
         return self.loss(self(batch[0]), batch[1])
 
 
 class Note(L.Callback):
-    """Writes what a process has trained on, measured and logged."""
+    """Writes the examples, prototypes and logs of a process."""
 
     def __init__(self, prototypes, path):
         self.prototypes, self.path, self.batches = prototypes, path, []

@@ -1,4 +1,4 @@
-"""The heat map of attention: every client's colour in every round, with and without axes."""
+"""Heat map of attention: every client's colour in every round, with and without axes."""
 
 import math
 
@@ -20,20 +20,20 @@ from tests.algorithms.fedmargin.test_prototype_plots import Notes, clients, exam
 from tests.callbacks.test_segmentation_images import GREY, logged
 from tests.conftest import QUIET
 
-# Most fits here only train, with modules that could validate.
+# Most fits only train, but the modules define a validation step.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 TAG = AttentionMap.tag
 
 
 def table(attention):
-    """Rows of clients, columns of rounds, from what every round gave."""
+    """Clients as rows and rounds as columns."""
     names = sorted({name for row in attention for name in row})
     return names, np.array([[row.get(name, math.nan) for row in attention] for name in names])
 
 
 def cells(values):
-    """Colours of matplotlib, shape (rows, columns, 3), grey where there is no value."""
+    """Colours from matplotlib, shape (rows, columns, 3), grey for missing values."""
     painted = (255 * colormaps["viridis"](values / np.nanmax(values))[..., :3]).round()
     painted[np.isnan(values)] = GREY
     return painted
@@ -49,7 +49,7 @@ def test_rows_are_clients_and_columns_rounds():
 
 @pytest.fixture
 def run(tmp_path):
-    """Five rounds of two clients each; the last picture and what FedMargin gave whom."""
+    """Five rounds with two clients each; returns the pictures and FedMargin's attention."""
 
     def make(*callbacks, clients_per_round=2):
         notes, logger = Notes(), TensorBoardLogger(tmp_path)
@@ -62,7 +62,7 @@ def run(tmp_path):
 
 
 def test_the_bare_map(run, monkeypatch):
-    """Without matplotlib every cell is 16 by 16 pixels."""
+    """Without matplotlib every cell has 16 by 16 pixels."""
     monkeypatch.setattr(pictures, "find_spec", lambda name: None)
     drawn, attention = run()
     for number, picture in zip((0, 2, 4), drawn, strict=True):
@@ -71,17 +71,17 @@ def test_the_bare_map(run, monkeypatch):
         assert picture.shape == expected.shape
         assert np.abs(picture - expected).max() <= 10  # our colours are within 7 of matplotlib's
         assert (picture == np.array(GREY)[:, None, None]).all(0).any() == np.isnan(values).any()
-    assert np.isnan(values).sum() == 5  # of three clients one is missing in every round
+    assert np.isnan(values).sum() == 5  # each round lacks one of three clients
 
 
 def test_the_map_with_axes(run):
-    """The cells lie in a regular grid, first round on the left, first client on top, with a scale beside them."""
+    """A regular grid, first round left, first client on top, with a colour scale."""
     drawn, attention = run()
     names, values = table(attention)
     assert names == ["a", "b", "c"]
     picture = drawn[-1]
     expected = cells(values)
-    # the frame of the map: the longest lines that are nearly black
+    # the frame: the longest nearly black lines
     is_black = (picture < 60).all(0)
     rows, columns = (np.nonzero(is_black.sum(axis) > 0.5 * is_black.sum(axis).max())[0] for axis in (1, 0))
     top, bottom, left = rows.min(), rows.max(), columns.min()
@@ -100,7 +100,7 @@ def test_the_map_with_axes(run):
 
 @pytest.mark.slow
 def test_labels(monkeypatch, tmp_path):
-    """Every client by its name where there is room, else every so many; rounds are whole numbers."""
+    """Every client's name if the labels fit, otherwise every n-th; rounds are integers."""
     given = []
     set_yticks = Axes.set_yticks
     monkeypatch.setattr(
@@ -117,7 +117,7 @@ def test_labels(monkeypatch, tmp_path):
 
 
 def test_who_is_left_out_is_grey(run, monkeypatch):
-    """A client whose update is not good, and a round that comes to nothing."""
+    """A client with an invalid update, and a failed round."""
     monkeypatch.setattr(pictures, "find_spec", lambda name: None)
 
     class Spoil(FederatedCallback):
@@ -135,7 +135,7 @@ def test_who_is_left_out_is_grey(run, monkeypatch):
 
 
 def test_the_same_trainer_goes_on_with_its_map(tmp_path):
-    """`max_epochs` raised after the fit: the rounds before are still there. Another fit starts anew."""
+    """Raising `max_epochs` after the fit keeps earlier rounds. A new fit starts an empty map."""
     callback, logger = AttentionMap(1), TensorBoardLogger(tmp_path)
     data = {name: DataLoader(part, 8) for name, part in clients().items()}
     trainer = FederatedTrainer(**{**QUIET, "logger": logger}, method=FedMargin(), max_rounds=2, callbacks=[callback])
@@ -157,7 +157,7 @@ def test_the_state_is_a_copy(tmp_path):
     resumed.load_state_dict(state)
     state["attention"][0].clear()
     assert len(callback.state_dict()["attention"][0]) == len(resumed.state_dict()["attention"][0]) == 3
-    assert state["last_epoch"] is None  # without TensorBoard nothing is drawn, but the rounds are kept
+    assert state["last_epoch"] is None  # without TensorBoard no picture is drawn, but the rounds are recorded
 
 
 def test_it_needs_fedmargin(tmp_path):

@@ -1,4 +1,4 @@
-"""Class prototypes of clients and of epochs: against plain loops, and without a trace in the training."""
+"""Class prototypes by client and by epoch equal plain loops and leave training unchanged."""
 
 import copy
 import itertools
@@ -31,7 +31,7 @@ from tests.references_margin import (
     reduce_reference,
 )
 
-# Most fits here only train, with modules that could validate.
+# Most fits only train, but the modules define a validation step.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 SEED = 5
@@ -39,7 +39,7 @@ LPM = "prototypes:lpm:semantic:mean"
 
 
 class Mail(Recorder):
-    """Notes the extras and the numbers of every update as well."""
+    """Also records extras and metrics of every update."""
 
     def on_server_receive(self, trainer, module, update):
         super().on_server_receive(trainer, module, update)
@@ -48,7 +48,7 @@ class Mail(Recorder):
 
 
 def unpacked(extras):
-    """Class to mean, and class to count."""
+    """Means by class, and counts by class."""
     classes = extras["prototypes:classes"].tolist()
     means = dict(zip(classes, extras["prototypes:means"].double().numpy(), strict=True))
     return means, dict(zip(classes, extras["prototypes:counts"].tolist(), strict=True))
@@ -65,22 +65,21 @@ def margin_of(after, before, kind="semantic", reduction="mean", counts=None, fal
 
 
 def loaded(net, state):
-    """The net with a module's state, in evaluation mode."""
     net.load_state_dict({name.removeprefix("net."): value for name, value in state.items() if name.startswith("net.")})
     return net.eval()
 
 
 @torch.no_grad()
 def measured(features, inputs, targets, ignored=255, excluded=()):
-    """Prototypes and counts of all of a client's data, from one forward pass of the layers in `features`."""
+    """Prototypes and counts over a client's data, from one forward pass through `features`."""
     return prototypes_reference(features(inputs), targets, ignored, excluded)
 
 
-# --- exact passes -----------------------------------------------------------------------------------------------------
+# --- Exact passes -----------------------------------------------------------------------------------------------------
 
 
 def voids(sizes, scale=1):
-    """Scenes in which a part is void, and classes that some clients do not have."""
+    """Scenes with void pixels; some clients lack some classes."""
     clients = {}
     for index, (name, (inputs, targets)) in enumerate(models.scenes(sizes).items()):
         targets[:, 20:, :] = 255
@@ -123,7 +122,7 @@ NETS = {
 
 @pytest.mark.parametrize("name", quick(NETS, ["mlp", "batch norm and dropout", "cnn"]))
 def test_exact_prototypes(name, federated_trainer):
-    """Those of the downloaded weights and of the trained ones, over all of the client's data, void pixels left out."""
+    """Before and after training, over all of a client's data, without void pixels."""
     build, data, features = NETS[name]
     clients, mail = data(), Mail()
     rounds = 1 if features is encoder else 2
@@ -146,13 +145,13 @@ def test_exact_prototypes(name, federated_trainer):
         assert visit.metrics["lpm"] == visit.extras[LPM].item()
         known.add(frozenset(counts))
     if features is encoder:
-        assert len(known) > 1  # classes that a client does not have
+        assert len(known) > 1  # classes missing at the client
     logged = mail.logged[0]["clients/lpm"]
     assert logged == pytest.approx(sum(visit.metrics["lpm"] for visit in mail.round(0)) / len(clients))
 
 
 def test_what_travels(federated_trainer):
-    """The classes there are, with a mean and a number for each, and one margin."""
+    """The present classes with mean and count each, and one margin."""
     clients, mail = voids({"ann": 2, "bob": 2}), Mail()
     module = models.Module(models.unet(), loss=ignoring)
     width, models_down, models_up, extra = module.net.encoder.out_channels[-1], 0, 0, 0
@@ -171,11 +170,11 @@ def test_what_travels(federated_trainer):
     assert mail.logged[0]["comm/down_bytes"] == models_down
 
 
-# --- no trace in the training -----------------------------------------------------------------------------------------
+# --- Unchanged training -----------------------------------------------------------------------------------------------
 
 
 class Augmented(Dataset):
-    """Noise and flips from all three global generators, as augmentations draw it."""
+    """Noise and flips from all three global generators."""
 
     def __init__(self, inputs, targets):
         self.inputs, self.targets = inputs, targets
@@ -189,7 +188,7 @@ class Augmented(Dataset):
 
 
 class Scored(models.Module):
-    """Logs a loss and a metric in training; its step keeps a running centre, a teacher, and weights of length 1."""
+    """Logs a loss and a metric; the step updates a running centre, a teacher, and normalised weights."""
 
     def __init__(self):
         super().__init__(models.norm_mlp(), models.momentum)
@@ -233,7 +232,7 @@ def loaders(workers=0, has_generator=True, **options):
 
 
 class Pooled(L.LightningDataModule):
-    """The clients' data in one loader, which a partition takes apart again."""
+    """The clients' data in one loader, split by a partition."""
 
     def __init__(self, workers):
         super().__init__()
@@ -269,10 +268,7 @@ ALL_DOORS = [(source, "callback") for source in SOURCES] + [("data sets", "train
     ),
 )
 def test_the_training_is_the_same(source, passes, door, federated_trainer, plain_trainer):
-    """Dropout, BatchNorm, shuffling, augmentation, workers, logged values, what a step writes: as without the callback.
-
-    Bit for bit.
-    """
+    """Dropout, BatchNorm, shuffling, augmentation, workers, logs and buffers: bit for bit as without the callback."""
     runs = []
     for callbacks in ([], [ClassPrototypes(passes=passes)]):
         recorder, module, data = Recorder(), Scored(), SOURCES[source]()
@@ -297,7 +293,7 @@ def test_the_training_is_the_same(source, passes, door, federated_trainer, plain
         }
 
 
-# --- online passes ----------------------------------------------------------------------------------------------------
+# --- Online passes ----------------------------------------------------------------------------------------------------
 
 
 POSITIONS = ["before the federation", "after it"]
@@ -309,7 +305,7 @@ WORK = [{"local_epochs": 1}, {"local_epochs": 3}, {"local_steps": 5}, {"local_st
     quick(itertools.product(WORK, POSITIONS), [(work, POSITIONS[place % 2]) for place, work in enumerate(WORK)]),
 )
 def test_online_prototypes(work, position, plain_trainer):
-    """The features of the first and of the last batches of a visit, as a plain loop that trains on them sees them."""
+    """Features of the first and last batches of a visit, as seen by a plain training loop."""
     clients, mail, prototypes = models.vectors(SIZES), Mail(), ClassPrototypes(passes="online")
     federation = Federation(seed=SEED, **work)
     callbacks = [prototypes, federation] if position == "before the federation" else [federation, prototypes]
@@ -357,7 +353,7 @@ def together(batches):
 
 
 def test_online_takes_the_first_forward_pass_of_a_batch(federated_trainer):
-    """An optimizer that runs the model several times per batch, and a step that runs it twice."""
+    """For an optimizer with several forward passes per batch, and for a step with two forward passes."""
 
     class Twice(models.Module):
         def training_step(self, batch, batch_idx):
@@ -381,7 +377,7 @@ def test_online_takes_the_first_forward_pass_of_a_batch(federated_trainer):
             assert visit.extras[LPM].item() == pytest.approx(margin_of(after, first), rel=1e-4)
 
 
-# --- a plain Trainer --------------------------------------------------------------------------------------------------
+# --- Plain Trainer ----------------------------------------------------------------------------------------------------
 
 
 def plain_fit(make, prototypes, loader, epochs=2, val=True, **options):
@@ -401,7 +397,7 @@ IN_A_PLAIN_TRAINER = list(itertools.product((0, 1), (True, False), ("exact", "on
     quick(IN_A_PLAIN_TRAINER, [(0, True, "exact"), (0, False, "online"), (1, True, "online")]),
 )
 def test_a_plain_trainer_trains_the_same(passes, has_generator, workers, plain_trainer):
-    """With shuffling, augmentation and validation in between; the margins are logged per epoch."""
+    """With shuffling, augmentation and validation; margins are logged per epoch."""
     runs = []
     for callbacks in ([], [ClassPrototypes(passes=passes)]):
         logger = MemoryLogger()
@@ -417,7 +413,7 @@ def test_a_plain_trainer_trains_the_same(passes, has_generator, workers, plain_t
 
 
 class Epochs(L.Callback):
-    """Copies of the module at both ends of every epoch."""
+    """Copies the module at the start and end of every epoch."""
 
     def __init__(self):
         self.starts, self.ends, self.logged = [], [], []
@@ -442,7 +438,7 @@ def test_exact_margins_of_an_epoch(plain_trainer):
 
 
 def test_online_margins_of_an_epoch(plain_trainer):
-    """Of its first and second half; the batch in the middle is in neither, and validation is in none."""
+    """From the first and second half of an epoch, without the middle batch and without validation."""
     tensors = models.vectors({"x": 40})["x"]
     module, epochs = models.Module(models.mlp(), models.sgd), Epochs()
     trainer = plain_trainer(
@@ -466,14 +462,14 @@ def test_online_margins_of_an_epoch(plain_trainer):
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("passes", ["exact", "online"])
 def test_an_epoch_that_is_resumed_in_its_middle(passes, plain_trainer, tmp_path):
-    """Its start was not seen: nothing is logged of it, and the next one is measured as ever."""
+    """The start of the epoch is missing, so no margin is logged; the next epoch is measured."""
 
     class Save(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if batch_idx == 1:
                 trainer.save_checkpoint(tmp_path / "middle.ckpt")
 
-    prototypes = ClassPrototypes(passes=passes)  # the one that measured the first fit
+    prototypes = ClassPrototypes(passes=passes)  # the callback of the first fit
     loader = DataLoader(TensorDataset(*models.vectors()["bob"]), 8)
     plain_trainer(max_epochs=1, callbacks=[prototypes, Save()]).fit(models.Module(models.mlp()), loader)
     logger = MemoryLogger()
@@ -484,7 +480,7 @@ def test_an_epoch_that_is_resumed_in_its_middle(passes, plain_trainer, tmp_path)
 
 
 def test_both_ends_of_an_epoch_see_the_same_examples(plain_trainer):
-    """A rate of 0 moves nothing, whatever the loader draws and however little of it is looked at."""
+    """With a learning rate of 0 the margin is 0 for any sampling and any number of batches."""
     module = models.Module(models.mlp(), lambda parameters: torch.optim.SGD(parameters, lr=0.0))
     loader = DataLoader(Augmented(*models.vectors()["ann"]), 8, shuffle=True)
     trainer = plain_trainer(max_epochs=2, callbacks=[ClassPrototypes(max_batches=2)], limit_train_batches=5)
@@ -527,11 +523,11 @@ def test_persistent_workers_of_a_plain_trainer(plain_trainer):
     assert trainer.callback_metrics["prototypes/lpm"] > 0
 
 
-# --- options ----------------------------------------------------------------------------------------------------------
+# --- Options ----------------------------------------------------------------------------------------------------------
 
 
 def sent(make, prototypes, module, clients, **options):
-    """The extras of the first round by client, and the models that its visits ended with."""
+    """Extras of the first round and final models, by client."""
     mail = Mail()
     trainer = make(max_rounds=1, callbacks=[prototypes, mail], seed=SEED, batch_norm="average", **options)
     data = clients if isinstance(clients, L.LightningDataModule) else FederatedDataModule(clients, batch_size=8)
@@ -562,7 +558,7 @@ def test_left_out_classes(federated_trainer):
     ),
 )
 def test_precision(precision, passes, federated_trainer):
-    """Prototypes are float32, of the features as the Trainer's precision makes them."""
+    """Prototypes are float32 means of features in the Trainer's precision."""
     clients = models.vectors(TWO)
     expected = sent(
         federated_trainer, ClassPrototypes(passes=passes), models.Module(models.mlp()), models.as_datasets(clients)
@@ -578,7 +574,7 @@ def test_precision(precision, passes, federated_trainer):
 
 
 def test_void_labels(federated_trainer):
-    """A number other than 255; then 255 is an error."""
+    """With another `ignore_index`, 255 is an error."""
 
     def void(clients, label):
         return models.as_datasets(
@@ -601,7 +597,7 @@ def test_void_labels(federated_trainer):
 
 
 def test_a_client_without_any_of_the_classes(federated_trainer):
-    """It sends no prototypes, and has no margin."""
+    """No prototypes and no margin are sent."""
     clients = models.vectors(TWO)
     clients["b"] = clients["b"][0], torch.full_like(clients["b"][1], 2)
     visits = sent(
@@ -616,7 +612,7 @@ def test_a_client_without_any_of_the_classes(federated_trainer):
 
 
 def test_few_batches(federated_trainer):
-    """The same ones before and after: a rate of 0 moves nothing."""
+    """The same batches before and after: with a learning rate of 0 the margin is 0."""
     clients = models.as_datasets(models.vectors(TWO))
     frozen = models.Module(models.mlp(), lambda parameters: torch.optim.SGD(parameters, lr=0.0))
     visits = sent(federated_trainer, ClassPrototypes(max_batches=2), frozen, clients)
@@ -665,7 +661,7 @@ def test_where_the_labels_are(key, target, federated_trainer):
 
 @pytest.mark.parametrize("target", [2, None])
 def test_labels_at_another_place_of_a_tuple(target, federated_trainer):
-    """The loss shows the labels."""
+    """The loss shows the position of the labels."""
 
     class Last(models.Module):
         def training_step(self, batch, batch_idx):
@@ -689,7 +685,7 @@ def dice(outputs, targets):
 
 @pytest.mark.parametrize("passes", ["exact", "online"])
 def test_masks_of_floats_with_a_channel(passes, federated_trainer):
-    """Binary segmentation: one logit, masks (N, 1, H, W) of 0.0 and 1.0."""
+    """Binary segmentation: one logit, masks (N, 1, H, W) with values 0.0 and 1.0."""
 
     def net():
         torch.manual_seed(0)
@@ -711,7 +707,7 @@ def test_masks_of_floats_with_a_channel(passes, federated_trainer):
 
 
 def test_labels_with_a_channel(federated_trainer):
-    """(N, 1) labels of vectors."""
+    """(N, 1) labels for vectors."""
 
     def loss(outputs, targets):
         return F.cross_entropy(outputs, targets[:, 0])
@@ -727,7 +723,7 @@ def test_labels_with_a_channel(federated_trainer):
 
 
 def test_a_convolution_by_its_name(federated_trainer):
-    """One label for a whole map: the mean over its positions."""
+    """One label per map: the mean over all positions."""
     clients = models.images(TWO)
     prototypes = ClassPrototypes(layer="net.4", num_classes=3)
     visits = sent(federated_trainer, prototypes, models.Module(models.cnn()), models.as_datasets(clients))
@@ -738,7 +734,7 @@ def test_a_convolution_by_its_name(federated_trainer):
 
 
 def test_sequences(federated_trainer):
-    """A class for every token."""
+    """One class per token."""
     clients = models.sentences(TWO)
     visits = sent(federated_trainer, ClassPrototypes(), models.Module(models.Tied()), models.as_datasets(clients))
     for client, visit in visits.items():
@@ -772,7 +768,7 @@ def test_kinds_of_margins(margin, reduction, federated_trainer):
 
 
 def test_a_single_class_is_compared_with_those_that_the_server_sends(federated_trainer):
-    """With a margin that needs another class: from the second round on, for the server knows none before."""
+    """For margins between classes, from the second round: in round 0 the server has no prototypes."""
     clients = {"a": models.vectors(TWO)["a"], "b": models.vectors(TWO)["b"]}
     clients["b"] = clients["b"][0], torch.zeros_like(clients["b"][1])
     mail, sending = Mail(), Sending()
@@ -791,7 +787,7 @@ def test_a_single_class_is_compared_with_those_that_the_server_sends(federated_t
 
 
 class Sending(FederatedCallback):
-    """A server that has aggregate prototypes."""
+    """A server with aggregate prototypes."""
 
     def on_server_send(self, trainer, module, client, broadcast):
         if broadcast.round:
@@ -800,7 +796,7 @@ class Sending(FederatedCallback):
             broadcast.extras["prototypes:counts"] = torch.tensor([3])
 
 
-# --- against what the client kept -------------------------------------------------------------------------------------
+# --- Comparison with stored prototypes --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -808,7 +804,7 @@ class Sending(FederatedCallback):
     quick(itertools.product(["memory", "folder"], ["exact", "online"]), [("memory", "exact"), ("folder", "online")]),
 )
 def test_margins_against_the_last_visit(store, passes, federated_trainer, tmp_path):
-    """The prototypes a client sends are those it is compared with when it comes again; nothing in its first visit."""
+    """A client compares with the prototypes sent in its previous visit; a first visit has no margin."""
     clients, mail = models.vectors(SIZES), Mail()
     prototypes = ClassPrototypes(lpm_before="last_local", passes=passes)
     trainer = federated_trainer(
@@ -844,7 +840,7 @@ def test_what_a_client_kept_is_of_its_last_good_visit(federated_trainer):
     assert third.extras[LPM].item() == pytest.approx(expected, rel=1e-4)
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- Failures ---------------------------------------------------------------------------------------------------------
 
 
 class Fragile(TensorDataset):
@@ -860,7 +856,7 @@ class Fragile(TensorDataset):
 
 
 class Break(FederatedCallback):
-    """Breaks a data set in the hooks named, or mends it."""
+    """Breaks a data set in the named hooks, and repairs the data set in others."""
 
     def __init__(self, data, broken, hooks):
         self.data, self.broken, self.hooks = data, broken, hooks
@@ -876,7 +872,7 @@ class Break(FederatedCallback):
 
 @pytest.mark.parametrize("hooks", [("start",), ("end",), ("start", "end")])
 def test_data_that_fail_beside_the_training(hooks, federated_trainer, caplog):
-    """The client sends no prototypes, by name; its update counts."""
+    """The client sends no prototypes, with a warning; the update counts."""
     clients = models.vectors({"a": 24, "b": 24, "c": 24})
     data = models.as_datasets(clients)
     data["b"] = Fragile(*clients["b"])
@@ -904,7 +900,7 @@ def test_persistent_workers_of_a_clients_loader(federated_trainer, caplog):
         caplog.text
     )
     assert "persistent" in caplog.text
-    clients["dan"]._iterator = None  # noqa: SLF001 - a worker that garbage collection ends is waited for, five seconds
+    clients["dan"]._iterator = None  # noqa: SLF001 - garbage collection would wait five seconds for the worker
 
 
 def test_what_fails_in_the_module_ends_the_fit(federated_trainer):
@@ -918,12 +914,12 @@ def test_what_fails_in_the_module_ends_the_fit(federated_trainer):
     with pytest.raises(ZeroDivisionError) as caught:
         sent(federated_trainer, ClassPrototypes(), module, models.as_datasets(models.vectors(TWO)))
     assert any("all 2 clients failed by this error" in note for note in caught.value.__notes__)
-    assert not module.net[2]._forward_hooks  # noqa: SLF001 - nothing is left on the model
+    assert not module.net[2]._forward_hooks  # noqa: SLF001 - the hooks are removed
     assert module.training
 
 
 def test_a_client_that_fails_leaves_nothing_for_the_next_one(federated_trainer):
-    """BatchNorm refuses its single example before there are features."""
+    """BatchNorm refuses the single example before features exist."""
     clients = models.as_datasets(models.vectors({"a": 1, "b": 24}))
     mail = Mail()
     trainer = federated_trainer(
@@ -947,7 +943,7 @@ def test_features_that_are_not_used(federated_trainer):
 
 
 def test_manual_optimization(federated_trainer):
-    """The validation step runs instead; without a validation step, an error names the remedy."""
+    """The validation step replaces the training step; without a validation step, an error names the remedy."""
 
     class Bare(models.TwoOptimizers):
         validation_step = L.LightningModule.validation_step
@@ -1004,7 +1000,7 @@ def test_options_that_do_not_fit_the_model(options, message, federated_trainer, 
 
 
 def test_the_number_of_classes(federated_trainer):
-    """The number comes from the logits in the loss, or from an argument."""
+    """From the logits in the loss, or from an argument."""
     data = models.as_datasets(models.vectors(TWO))
     with pytest.raises(ValueError, match=r"`labels` to be in 0 to 1"):
         sent(federated_trainer, ClassPrototypes(num_classes=2), models.Module(models.mlp()), data)
@@ -1016,7 +1012,7 @@ def test_the_number_of_classes(federated_trainer):
         sent(federated_trainer, ClassPrototypes(layer="w"), models.Quadratic(6), data)
 
 
-# --- compiled models --------------------------------------------------------------------------------------------------
+# --- Compiled models --------------------------------------------------------------------------------------------------
 
 
 def compiled(optimizer=models.momentum):
@@ -1038,7 +1034,7 @@ def nothing_compiled():
     ),
 )
 def test_compiled_models(passes, is_ready, federated_trainer):
-    """As the model that is not compiled; online passes cannot see what was compiled before the fit, and say so."""
+    """Equal to the uncompiled model; online passes on a model compiled before the fit raise an error."""
     if passes == "exact" and not hasattr(torch.compiler, "set_stance"):
         pytest.skip("torch 2.6 brings what puts compiled code aside")
     clients = models.as_datasets(models.vectors(TWO))
@@ -1062,11 +1058,11 @@ def test_compiled_models(passes, is_ready, federated_trainer):
         assert_same(expected[client].extras, visit.extras)
 
 
-# --- one callback, several fits ---------------------------------------------------------------------------------------
+# --- Repeated fits ----------------------------------------------------------------------------------------------------
 
 
 def test_repeated_fits(federated_trainer, plain_trainer):
-    """One callback for several Trainers: nothing is left from one fit to the next."""
+    """No state remains from one fit to the next."""
     prototypes = ClassPrototypes(passes="online")
     clients = models.as_datasets(models.vectors(TWO))
     results = []

@@ -1,4 +1,4 @@
-"""FedMargin on messages alone, by the numbers of specs/fedmargin.md, section 8; and whole fits against plain loops."""
+"""FedMargin by messages, with the numbers of specs/fedmargin.md, section 8; and complete fits against plain loops."""
 
 import copy
 import io
@@ -37,12 +37,12 @@ from tests.recorders import MemoryLogger, Recorder, assert_same, bytes_of, state
 from tests.references import average_reference
 from tests.references_margin import AFTER, BEFORE, COUNTS, PREVIOUS, SIZES, WEIGHTS, fedmargin_reference
 
-# Most fits here only train, with modules that could validate.
+# Most fits only train, but the modules define a validation step.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 SEED = 5
 FEW = {"ann": 33, "bob": 20, "cid": 40, "dan": 7, "eve": 16}
-ALL = {0: (0, 0), 1: (3, 0), 2: (0, 3)}  # the aggregate, completed by the class that is new
+ALL = {0: (0, 0), 1: (3, 0), 2: (0, 3)}  # the aggregate, completed with the new class
 
 
 def close(values, expected):
@@ -52,7 +52,7 @@ def close(values, expected):
 
 
 def prototypes(vectors, counts=None, size=3):
-    """From dictionaries of class to vector and to number."""
+    """From dictionaries of vectors and counts by class."""
     width = len(next(iter(vectors.values())))
     means, numbers = torch.zeros(size, width), torch.zeros(size, dtype=torch.int64)
     for name, vector in vectors.items():
@@ -61,7 +61,7 @@ def prototypes(vectors, counts=None, size=3):
 
 
 def message(client, state, before, after, counts=None, num_samples=10, margin="semantic", reduction="mean", scale=1):
-    """A client's update, with prototypes and the margin as they travel."""
+    """A client's update with prototypes and margin."""
     after, before = prototypes(after, counts), prototypes(before)
     after, before = (Prototypes(scale * one.means, one.counts) for one in (after, before))
     lpm = local_prototype_margin(
@@ -74,7 +74,6 @@ def message(client, state, before, after, counts=None, num_samples=10, margin="s
 
 
 def example(margin="semantic", scale=1, order=(0, 1, 2)):
-    """The three clients' updates."""
     return [
         message(
             f"k{index + 1}", {"w": torch.tensor(WEIGHTS[index])}, BEFORE[index], AFTER[index], COUNTS[index],
@@ -85,7 +84,7 @@ def example(margin="semantic", scale=1, order=(0, 1, 2)):
 
 
 def started(rule, state=None, scale=1):
-    """The rule before the example's round."""
+    """The rule before the round of the example."""
     previous = prototypes(PREVIOUS, size=2)
     rule.load_state_dict({"means": scale * previous.means, "counts": previous.counts})
     rule.start(RoundInfo(3), state or {"w": torch.tensor(0.0)})
@@ -99,7 +98,7 @@ def aggregated(rule, updates, **options):
     return rule.aggregate()
 
 
-# --- the example ------------------------------------------------------------------------------------------------------
+# --- Example ----------------------------------------------------------------------------------------------------------
 
 STANDARD = {"attention": "softmax"}
 EXAMPLES = [  # options, attention, new weight
@@ -178,7 +177,7 @@ def test_options_of_the_aggregate_prototypes(options, expected):
     close(rule.prototypes.means, expected)
 
 
-# --- properties -------------------------------------------------------------------------------------------------------
+# --- Properties -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"combine": "product"}, {"size_weighting": True}, STANDARD])
@@ -219,7 +218,7 @@ COMBINATIONS = ["mean", "product", "lpm", "apm"]
     ),
 )
 def test_clients_that_move_alike_are_fairavg(combine, attention, count):
-    """To the last bit, whatever their models are, also in float64; and FedAvg, where sizes weigh."""
+    """Bit for bit for any models, also in float64; with size weighting the result equals FedAvg."""
     sizes = [10, 30, 7, 8, 9, 100, 1][:count]
     for size_weighting, expected, dtype in ((False, "fairavg", torch.float64), (True, "fedavg", torch.float32)):
         rule = FedMargin(combine=combine, attention=attention, size_weighting=size_weighting)
@@ -229,13 +228,13 @@ def test_clients_that_move_alike_are_fairavg(combine, attention, count):
         ]
         start = received[0].state
         average = one_round(chain_of(expected), 0, start, received)
-        average["steps"] = one_round(chain_of("fedavg"), 0, start, received)["steps"]  # of the largest client
+        average["steps"] = one_round(chain_of("fedavg"), 0, start, received)["steps"]  # from the largest client
         assert_same(average, aggregated(rule, received, state=start))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_copies_of_one_client_are_that_client(dtype):
-    """Also where their margins differ."""
+    """Even with different margins."""
     state = states(1, dtype)[0]
     received = [
         message(index, dict(state), {0: (0, 0)}, {0: (0.1 * index, 0.3)}, None, 1 + index) for index in range(5)
@@ -287,7 +286,7 @@ def test_clients_without_prototypes_count_like_the_mean_of_the_others():
 
 
 def test_the_others_prototypes_do_not_notice_them():
-    """The weights by client, where one that sends none comes first, and one that has no class."""
+    """A client without prototypes and a client without classes do not change the other weights."""
     rule, more = (FedMargin(proto_weighting="num_samples") for _ in range(2))
     aggregated(rule, example())
     empty = pack_prototypes(Prototypes(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)))
@@ -320,7 +319,7 @@ def test_margins_keep_their_precision():
     assert rule.last.attention == pytest.approx([1 / 8, 7 / 8], rel=1e-14)
 
 
-# --- a cohort's life --------------------------------------------------------------------------------------------------
+# --- Cohorts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cut", range(4))
@@ -337,7 +336,7 @@ def test_parts_received_apart_and_merged_are_the_whole(cut):
 
 @pytest.mark.parametrize("server_lr", [0.5, 1.0, 1.5])
 def test_the_step_of_the_server(server_lr):
-    """From the global model towards the weighted mean; whole numbers and running statistics are what FedAvg makes."""
+    """From the global model towards the weighted mean; integers and running statistics equal FedAvg."""
     names = ("w", "bn.running_var")
     received = [
         ClientUpdate(
@@ -365,7 +364,7 @@ def test_a_cohort_of_one():
 
 
 def test_classes_that_appear_later():
-    """The aggregate grows; what was known stays."""
+    """The aggregate grows, and known prototypes do not change."""
     rule = FedMargin(proto_memory="cumulative")
     known = []
     for number, after in enumerate(({1: (1, 1)}, {0: (2, 0)}, {4: (0, 8), 1: (3, 3)})):
@@ -408,7 +407,7 @@ def test_state_dict_goes_through_a_checkpoint():
 
 @pytest.mark.parametrize("margin", ["semantic", "gain", "hypothesis", "relative"])
 def test_broadcasts(margin):
-    """A client that has one class is sent the aggregate, if the margin needs another class."""
+    """A client with a single class receives the aggregate if the margin needs another class."""
     rule = started(FedMargin(margin=margin))
     first, second = rule.broadcast(Request("a")), rule.broadcast(Request("b"))
     assert first.round == 3
@@ -427,7 +426,7 @@ def test_margins_measured_in_another_way():
         rule.receive(example()[0])
 
 
-BAD = {  # what is sent instead, and what is said of it
+BAD = {  # change to the message, and reason
     "class": ({"prototypes:classes": torch.tensor([-1, 1])}, "of class -1"),
     "twice": ({"prototypes:classes": torch.tensor([1, 1])}, "a class twice"),
     "fractions": (
@@ -453,7 +452,7 @@ BAD = {  # what is sent instead, and what is said of it
 @pytest.mark.parametrize("known", ["from before", "from the round"])
 @pytest.mark.parametrize("name", BAD)
 def test_prototypes_that_cannot_be_used(name, known):
-    """They are refused when they come, and what came before and after is aggregated without them."""
+    """Refused on arrival; earlier and later messages are aggregated as without the bad message."""
     changes, reason = BAD[name]
     rule, without = (started(FedMargin()) if known == "from before" else FedMargin() for _ in range(2))
     bad = ClientUpdate("bad", 10, {"w": torch.tensor(9.0)}, pack_prototypes(prototypes({0: (1, 1), 1: (2, 2)})))
@@ -474,7 +473,7 @@ def test_prototypes_that_cannot_be_used(name, known):
 @pytest.mark.parametrize("steps", [[], [ServerOptimizer("SGD", lr=1.0)]])
 @pytest.mark.parametrize("first", ["k1", "k2"])
 def test_whose_prototypes_have_other_features_is_left_out_by_name(first, steps):
-    """Also if they come first, and in the first round: the others' round is what it is without that client."""
+    """The result equals a round without the client, even if the bad message is the first in the first round."""
     rule, without, state = FedMargin(), FedMargin(), {"w": torch.tensor(0.0)}
     server = Server(Chain(rule, steps))
     updates = sorted(example(), key=lambda update: update.client != first)
@@ -511,7 +510,7 @@ def test_left_out_clients_are_not_counted():
 
 
 def test_classes_that_are_none():
-    """No row of the aggregate is made for a class out of range, if the number of classes is known."""
+    """With a known number of classes, the aggregate gets no row for a class out of range."""
     for wrong in (3, 10**12):
         rule = started(FedMargin())
         rule.num_classes = 3
@@ -526,7 +525,7 @@ def test_classes_that_are_none():
 
 
 def test_a_client_alone_locks_nobody_out(caplog):
-    """Alone in its round nothing tells that its prototypes are wrong; the next round starts anew, and says so."""
+    """A single client in a round cannot be compared; the next round resets the prototypes with a warning."""
     server, state = Server(Chain(FedMargin())), {"w": torch.tensor(0.0)}
     for round, widths in enumerate([[3], [2, 2], [5, 2], [4, 4, 2]]):
         server.start_round(RoundInfo(round), state)
@@ -547,7 +546,7 @@ def test_a_client_alone_locks_nobody_out(caplog):
 
 
 class Tampers(FederatedCallback):
-    """One client's prototypes are changed in the first round."""
+    """Changes one client's prototypes in the first round."""
 
     def __init__(self, client, change):
         self.client, self.change = client, change
@@ -579,7 +578,7 @@ def another_class(extras):
     ),
 )
 def test_a_fit_goes_on_without_one_client(change, who, margin, federated_trainer):
-    """Whoever it is, and however many there are in a round."""
+    """For any client and any cohort size."""
     data, failed, is_alone = models.vectors(FEW), [], who == "one"
     per_round = 1 if is_alone else 1.0
     first = Federation("fedavg", clients_per_round=per_round).schedule.cohort(0, list(data)).visits[0].client
@@ -597,7 +596,7 @@ def test_a_fit_goes_on_without_one_client(change, who, margin, federated_trainer
 
 
 def test_the_first_prototypes_may_have_any_features():
-    """Also where clients without any class came before."""
+    """Even after clients without any class."""
     rule = FedMargin()
     rule.start(RoundInfo(0), {"w": torch.tensor(0.0)})
     empty = Prototypes(torch.zeros(3, 7), torch.zeros(3, dtype=torch.int64))
@@ -610,7 +609,7 @@ def test_the_first_prototypes_may_have_any_features():
 
 @pytest.mark.parametrize("kind", ["fedmargin", "with momentum", "last_local"])
 def test_resuming_with_another_layer(kind, federated_trainer, tmp_path):
-    """It is refused before anything trains, where prototypes of earlier rounds are compared with."""
+    """Refused before training if earlier prototypes are needed for comparison."""
 
     def fit(rounds, layer, kind, path=None):
         prototypes = ClassPrototypes(
@@ -662,7 +661,7 @@ def test_by_name():
     assert (needed.margin, needed.class_reduction) == ("gain", "sum")
 
 
-# --- whole fits -------------------------------------------------------------------------------------------------------
+# --- Fits -------------------------------------------------------------------------------------------------------------
 
 
 def cross_entropy(net, batch):
@@ -708,7 +707,7 @@ def test_fits_are_the_reference(cohort, door, federated_trainer, plain_trainer):
 
 @pytest.mark.slow
 def test_a_segmentation_model(federated_trainer):
-    """The aggregate is the mean of the updates by the attention that is logged."""
+    """The aggregate is the mean of the updates, weighted by the logged attention."""
     clients = models.scenes({"ann": 5, "bob": 4, "cid": 3})
     recorder, module = Recorder(), models.Module(models.unet(), models.momentum)
     trainer = federated_trainer(
@@ -726,7 +725,7 @@ def test_a_segmentation_model(federated_trainer):
 
 
 def test_clients_that_cannot_be_measured(federated_trainer, caplog):
-    """Their updates count, with the mean of the others' attention."""
+    """Their updates count with the mean attention of the other clients."""
 
     class Fails(TensorDataset):
         is_broken = False
@@ -784,7 +783,7 @@ def test_options_that_contradict_those_of_the_callback(federated_trainer):
 
 
 def test_one_client_with_another_margin_is_left_out():
-    """On other machines: it ends nobody's fit."""
+    """A remote client with another margin only excludes this client."""
     server = Server(Chain(FedMargin(margin="semantic")))
     server.start_round(RoundInfo(0), {"w": torch.tensor(WEIGHTS[0])})
     for update in example():
@@ -812,7 +811,7 @@ def claim(client, value, lpm, vectors=AFTER[1]):
     ],
 )
 def test_a_claim_that_cannot_be_is_left_out(bad, reason):
-    """Of four clients, one that claimed a margin of 1e30 had 0.69 of the attention."""
+    """Without the check, one of four clients with a claimed margin of 1e30 had 0.69 of the attention."""
     aggregates = []
     for is_there in (False, True):
         rule = FedMargin()
@@ -830,7 +829,7 @@ def test_a_claim_that_cannot_be_is_left_out(bad, reason):
 
 @pytest.mark.parametrize("margin", ["hypothesis", "relative", "gain"])
 def test_margins_with_signs_are_compared_with_the_prototypes_lengths(margin):
-    """On Synthetic the median client's margin was 0.03 in some rounds, and clients with 3 were left out as false."""
+    """On Synthetic the median margin was 0.03 in some rounds, and honest clients with a margin of 3 were excluded."""
     packed = pack_prototypes(prototypes({0: (3.0, 4.0), 1: (0.0, 1.0)}))
     margins = {"a": 0.001, "b": -0.001, "c": 0.002, "wide": 4.9, "false": 501.0}
     extras = {client: packed | {lpm_key(margin, "mean"): torch.tensor(value)} for client, value in margins.items()}
@@ -855,7 +854,7 @@ def test_margins_of_two_clients_are_not_compared():
 
 
 def test_what_travels_is_counted(federated_trainer):
-    """With a margin that needs other classes, the aggregate goes down from the second round on."""
+    """For margins between classes the aggregate is sent down from the second round."""
     recorder = Recorder()
     trainer = federated_trainer(max_rounds=2, method=FedMargin(margin="hypothesis"), callbacks=[recorder])
     trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(FEW)))
@@ -878,7 +877,7 @@ def test_many_clients_are_not_logged_by_name(federated_trainer):
 
 
 def test_a_round_that_comes_to_nothing_is_not_remembered(federated_trainer):
-    """Too few good updates: the global model and the aggregate prototypes stay as they were."""
+    """With too few valid updates, global model and aggregate prototypes do not change."""
 
     class Nonsense(FederatedCallback):
         def on_client_end(self, trainer, module, client, update):

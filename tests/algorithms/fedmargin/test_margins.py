@@ -1,4 +1,4 @@
-"""Margins of class prototypes, and attention by them."""
+"""Margins between class prototypes, and attention from margins."""
 
 import itertools
 import math
@@ -50,7 +50,7 @@ def example_margins(margin="semantic", **options):
 
 
 def mean_weight(attention):
-    """The clients' scalar weights under that attention."""
+    """Attention-weighted mean of the clients' scalar weights."""
     mean = WeightedMean()
     for weight, share in zip(references.WEIGHTS, attention.tolist(), strict=True):
         mean.add({"w": torch.tensor(weight, dtype=torch.float64)}, share, 1)
@@ -62,7 +62,7 @@ def close(result, expected, atol=1e-5):
     torch.testing.assert_close(result.double(), expected, atol=atol, rtol=0, equal_nan=True)
 
 
-# --- the example of three clients -------------------------------------------------------------------------------------
+# --- Example with three clients ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -125,7 +125,7 @@ def test_mean_margins_of_the_example():
     close(aggregate_mean_margin(updated, "nearest"), 1.366665)
 
 
-# --- against the reference --------------------------------------------------------------------------------------------
+# --- Reference --------------------------------------------------------------------------------------------------------
 
 
 def moved(means, seed):
@@ -145,7 +145,7 @@ def test_client_margins_against_the_reference(seed, margin, reduction):
     options = {"num_classes": 5, "garbage": torch.nan}
     for client, (after, count) in enumerate(zip(means, counts, strict=True)):
         before = moved(after, seed)
-        reference = moved(means[(client + 1) % 4], seed)  # lacks classes that the client has
+        reference = moved(means[(client + 1) % 4], seed)  # lacks classes of the client
         query, earlier, aggregate = (
             prototypes(after, count, **options),
             *(prototypes(m, **options) for m in (before, reference)),
@@ -224,11 +224,11 @@ def test_combination_against_the_reference(local, aggregate, combine, sizes):
     assert result.sum().item() == pytest.approx(1)
 
 
-# --- properties -------------------------------------------------------------------------------------------------------
+# --- Properties -------------------------------------------------------------------------------------------------------
 
 
 def random_round(seed=0, scale=1.0, count=6):
-    """Clients of 4 classes after and before their training, and the aggregate before the round."""
+    """Clients with 4 classes after and before training, and the previous aggregate."""
     means, counts = random_clients(seed, count)
     scaled = [{c: [scale * x for x in m] for c, m in client.items()} for client in means]
     earlier = [{c: [scale * x for x in m] for c, m in moved(client, seed).items()} for client in means]
@@ -288,7 +288,7 @@ COUNTS = [1, 2, 3, 10, 49]
     ),
 )
 def test_equal_clients_count_the_same_exactly(count, margin, kind, combine):
-    """FairAvg, to the last bit; also where the margin is missing or not positive."""
+    """Equals FairAvg bit for bit, even with a missing or non-positive margin."""
     after, before, previous = random_round(1)
     for client in (0, 1):  # the second has one class
         rounds = [after[client]] * count, [before[client]] * count, previous
@@ -307,7 +307,6 @@ def test_a_missing_margin_among_equals_counts_the_same_exactly(count, kind):
 
 @pytest.mark.parametrize("sizes", [[600, 17, 3, 41], [5, 1, 1], [9, 7, 3, 2, 2, 8]])
 def test_equal_attention_times_sizes_are_the_shares_of_the_examples(sizes):
-    """Exactly."""
     uniform = margin_attention(torch.full((len(sizes),), 0.3))
     for combine in COMBINATIONS:
         result = combine_attention(uniform, uniform, combine, num_samples=sizes)
@@ -342,7 +341,7 @@ def test_a_client_that_moved_more_gets_more():
 @pytest.mark.parametrize("margin", MARGINS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_class_that_a_client_lacks_changes_nothing_for_it(margin, reduction):
-    """LPM: whatever the rows of that class hold; APM: whether or not the aggregate knows it, but as a competitor."""
+    """LPM ignores the class, even with NaN; for APM the class is only a competitor, here a distant one."""
     query, earlier = prototypes({0: (1, 2), 2: (3, 1)}), prototypes({0: (0, 1), 2: (2, 2)})
     more = prototypes({0: (0, 1), 1: (9, 9), 2: (2, 2)})
     options = {"margin": margin, "class_reduction": reduction}
@@ -394,7 +393,7 @@ def test_prototypes_that_coincide():
 
 
 def test_semantic_is_the_distance_to_the_plane_between():
-    """The margin's namesake: a point on the plane halfway has the same distance to both."""
+    """A point on the plane half way has the same distance to both prototypes."""
     p, q = torch.tensor([1.0, 2.0, -1.0]), torch.tensor([4.0, -2.0, 3.0])
     spm = class_margins(prototypes({0: p.tolist()}), prototypes({0: q.tolist()}))[0]
     foot = p + spm * (q - p) / (q - p).norm()
@@ -410,7 +409,7 @@ def test_close_prototypes_far_from_zero():
 
 def test_half_precision():
     query, earlier = (prototypes(m, dtype=torch.float16) for m in ({0: (300, 400)}, {0: (0, 0)}))
-    assert local_prototype_margin(query, earlier).item() == 250  # 300 squared is above the largest float16
+    assert local_prototype_margin(query, earlier).item() == 250  # 300 squared exceeds the float16 range
     assert local_prototype_margin(query, earlier).dtype == torch.float64
     assert margin_attention(torch.tensor([60000.0, 60000.0], dtype=torch.float16)).tolist() == [0.5, 0.5]
 
@@ -425,7 +424,7 @@ def test_inputs_are_left_as_they_are():
     assert query.means.tolist() == [[1, 2], [3, 4], [0, 0]]
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- Errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_unknown_options():

@@ -1,4 +1,4 @@
-"""Principal axes, against the eigenvectors of the covariance matrix."""
+"""Principal axes against the eigenvectors of the covariance matrix."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_where_there_is_no_spread_there_is_no_axis():
 
 
 def test_turning_finds_a_turn_again():
-    """The same points, turned by a known rotation and mirrored: turned back, every point is where it was."""
+    """The same points after a known rotation and reflection: alignment restores every point."""
     values = points(9, 6)
     view = principal_axes(values)
     angle = torch.tensor(2.5, dtype=torch.float64)
@@ -55,7 +55,7 @@ def test_turning_finds_a_turn_again():
 
 
 def test_turning_is_the_best_turn():
-    """No angle, mirrored or not, brings the axes of another plane nearer."""
+    """No other angle, with or without reflection, brings the axes closer."""
     view, reference = principal_axes(points(seed=0)), principal_axes(points(seed=3))
     turned = view.turned_to(reference)
     torch.testing.assert_close(turned.axes @ turned.axes.T, torch.eye(2, dtype=torch.float64))

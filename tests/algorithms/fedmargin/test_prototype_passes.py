@@ -1,4 +1,4 @@
-"""The passes that measure prototypes: the end, excluded batches, and several processes."""
+"""The passes that measure prototypes: early stop, skipped batches, and several processes."""
 
 import pytest
 import torch
@@ -25,11 +25,11 @@ from tests.references_margin import prototypes_reference
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 
-# --- where a step ends ------------------------------------------------------------------------------------------------
+# --- End of a step ----------------------------------------------------------------------------------------------------
 
 
 class Counted(nn.Module):
-    """A layer that counts its calls by mode."""
+    """A layer that counts calls by mode."""
 
     def __init__(self, layer):
         super().__init__()
@@ -45,7 +45,7 @@ calls = {True: 0, False: 0}
 
 @pytest.mark.parametrize("manual", [False, True])
 def test_what_comes_after_the_features_is_not_run(manual, federated_trainer):
-    """Neither the layers behind the features, nor the loss, nor the error handling of the step."""
+    """Later layers, the loss and the error handling of the step do not run."""
 
     class Careful(models.ManualModule if manual else models.Module):
         def careful(self, step, batch):
@@ -80,7 +80,7 @@ def test_what_comes_after_the_features_is_not_run(manual, federated_trainer):
 
 
 def test_all_examples_are_measured(federated_trainer):
-    """Also those of a trailing batch that training leaves out."""
+    """Includes a trailing batch dropped in training."""
     clients = models.vectors({"a": 46, "b": 15})
     data = FederatedDataModule(models.as_datasets(clients), batch_size=8, drop_last=True)
     visits = sent(federated_trainer, ClassPrototypes(), models.Module(models.mlp()), data)
@@ -89,18 +89,18 @@ def test_all_examples_are_measured(federated_trainer):
         assert sum(unpacked(visit.extras)[1].values()) == len(clients[client][0])
 
 
-# --- batches that are left out ----------------------------------------------------------------------------------------
+# --- Skipped batches --------------------------------------------------------------------------------------------------
 
 
 class Picky(models.Module):
-    """Its step returns nothing for batches that begin with class 0."""
+    """The step returns `None` for batches starting with class 0."""
 
     def training_step(self, batch, batch_idx):
         return None if batch[1][0] == 0 else super().training_step(batch, batch_idx)
 
 
 class PickyByHand(models.ManualModule):
-    """Its step does nothing with such batches."""
+    """The step ignores batches starting with class 0."""
 
     def training_step(self, batch, batch_idx):
         if batch[1][0] == 0:
@@ -119,7 +119,7 @@ BATCHES = {  # the first class of every batch
 
 
 def in_batches(firsts):
-    """Data of batches of 8 whose first example has the class given."""
+    """Batches of 8; `firsts` gives the class of each first example."""
     generator = torch.Generator().manual_seed(3)
     inputs, targets = torch.randn(8 * len(firsts), 6, generator=generator), torch.arange(8 * len(firsts)) % 3
     targets[::8] = torch.tensor(firsts)
@@ -130,7 +130,7 @@ def in_batches(firsts):
 @pytest.mark.parametrize("passes", ["exact", "online"])
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches_that_a_step_leaves_out(name, passes, plain_trainer):
-    """They are in neither part; the parts are what they are without them."""
+    """Skipped batches are in neither part and do not move the other batches."""
     tensors = in_batches(BATCHES[name])
     module = Picky(models.mlp(), lambda parameters: torch.optim.SGD(parameters, lr=0.0))
     prototypes = ClassPrototypes(passes=passes)
@@ -155,7 +155,7 @@ def test_batches_that_a_step_leaves_out(name, passes, plain_trainer):
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("passes", ["exact", "online"])
 def test_a_client_whose_batches_are_all_left_out(passes, federated_trainer):
-    """A client without a loss is excluded. The layer has no fault."""
+    """A client without a loss is excluded, and the layer is not blamed."""
     clients = models.vectors(TWO)
     clients["b"] = clients["b"][0], torch.zeros_like(clients["b"][1])
     visits = sent(federated_trainer, ClassPrototypes(passes=passes), Picky(models.mlp()), models.as_datasets(clients))
@@ -164,7 +164,7 @@ def test_a_client_whose_batches_are_all_left_out(passes, federated_trainer):
 
 
 def test_online_passes_with_manual_optimization(federated_trainer):
-    """Batches without a call of the named layer are left out, unless no batch calls the layer."""
+    """Batches that do not call the named layer are skipped, unless no batch calls the layer."""
     named = {"num_classes": 3, "target": 1, "passes": "online"}
     data = FederatedDataModule(models.as_datasets({"a": in_batches([1, 1, 2, 0])}), batch_size=8, shuffle=False)
     visits = sent(federated_trainer, ClassPrototypes("net.1", **named), PickyByHand(models.mlp()), data)
@@ -182,7 +182,7 @@ def test_online_passes_with_manual_optimization(federated_trainer):
 
 
 def test_a_layer_that_some_batches_run(federated_trainer):
-    """Exact passes take these; where training is watched, a batch that is trained without them is an error."""
+    """Exact passes use the batches with the layer; for online passes a training batch without the layer is an error."""
 
     class Two(models.Module):
         def __init__(self):
@@ -205,14 +205,14 @@ def test_a_layer_that_some_batches_run(federated_trainer):
                 sent(federated_trainer, prototypes, Two(), module)
 
 
-# --- visits of a single batch -----------------------------------------------------------------------------------------
+# --- Visits with a single batch ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("options", "said"), [({}, 1), ({"passes": "exact"}, 0), ({"lpm_before": "last_local"}, 0)])
 def test_online_passes_of_a_single_batch_say_that_they_have_no_margin(options, said, federated_trainer, caplog):
-    """Once, for the first such client; long visits and exact passes have one."""
+    """The warning names the first such client once per fit; long visits and exact passes have a margin."""
     prototypes = ClassPrototypes(**{"passes": "online", **options})
-    for _ in range(2):  # each fit says it
+    for _ in range(2):  # each fit warns
         caplog.clear()
         data = FederatedDataModule(models.as_datasets(models.vectors({"a": 40, "b": 5, "c": 7})), batch_size=8)
         trainer = federated_trainer(max_rounds=2, callbacks=[prototypes])
@@ -221,7 +221,7 @@ def test_online_passes_of_a_single_batch_say_that_they_have_no_margin(options, s
         assert caplog.text.count("trains on a single batch") == said
 
 
-# --- a plain Trainer --------------------------------------------------------------------------------------------------
+# --- Plain Trainer ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,7 @@ def two_processes(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("passes", ["exact", "online"])
 def test_two_processes(passes, two_processes):
-    """The prototypes are those of all the data, in both processes; so is what is logged."""
+    """Prototypes and logs in both processes cover all data."""
     first, second = (torch.load(two_processes / f"{passes}-{rank}.pt", weights_only=True) for rank in range(2))
     assert first["logged"] == second["logged"]
     for first_value, second_value in zip(first["prototypes"], second["prototypes"], strict=True):
@@ -256,7 +256,7 @@ def test_two_processes(passes, two_processes):
 
 @pytest.mark.parametrize("kind", [dict, list])
 def test_several_training_loaders(kind, plain_trainer):
-    """Exact passes know no way through them; online passes see what training sees."""
+    """Exact passes refuse several loaders; online passes see the training batches."""
 
     class Both(models.Module):
         def training_step(self, batch, batch_idx):

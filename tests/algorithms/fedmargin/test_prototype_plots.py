@@ -1,4 +1,4 @@
-"""Prototypes in a plane: every class's colour at the place that numpy and scipy find, in the event file."""
+"""Prototype plots: every class's colour at the position computed by numpy and scipy, in the event file."""
 
 import csv
 import io
@@ -24,18 +24,18 @@ from tests.callbacks.test_segmentation_images import logged
 from tests.conftest import QUIET
 from tests.recorders import assert_same
 
-# Most fits here only train, with modules that could validate.
+# Most fits only train, but the modules define a validation step.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 COLORS = [(200, 10, 10), (10, 160, 10), (10, 10, 220), (250, 160, 0), (160, 0, 250)]
 TAG = PrototypePlots.tag
 
 
-# --- the same again, without the package ------------------------------------------------------------------------------
+# --- Reference without the package ------------------------------------------------------------------------------------
 
 
 def plane(means, before=None):
-    """Centre and axes of the covariance's eigenvectors, turned to those of another plane."""
+    """Centre and leading eigenvectors of the covariance, aligned with another plane."""
     values, vectors = np.linalg.eigh(np.cov(means.T))
     axes = vectors[:, ::-1].T[:2] * (values[::-1][:2, None] > 1e-9)
     largest = [axis[np.abs(axis).argmax()] for axis in axes]
@@ -46,7 +46,7 @@ def plane(means, before=None):
 
 
 def planes(history):
-    """The plane of every picture, from the means of each."""
+    """The plane of every picture."""
     views = []
     for _, means in history:
         views.append(plane(means, views[-1] if views else None))
@@ -54,7 +54,7 @@ def planes(history):
 
 
 def assert_drawn(picture, classes, means, seen_from, colors=COLORS):
-    """The middles of the classes' colours are their points but for one scale and a shift; no other class is there."""
+    """Colour centres equal the projected points up to scale and shift; no other class is drawn."""
     middles, points = [], (means - seen_from[0]) @ seen_from[1].T
     for label, color in enumerate(colors):
         rows, columns = np.nonzero((picture == np.array(color)[:, None, None]).all(0))
@@ -70,7 +70,7 @@ def assert_drawn(picture, classes, means, seen_from, colors=COLORS):
     assert np.abs(unknowns @ solution - np.array(middles).T.reshape(-1)).max() < 1
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
+# --- Runs -------------------------------------------------------------------------------------------------------------
 
 
 def net(classes=5):
@@ -89,7 +89,7 @@ def clients():
 
 
 class Notes(FederatedCallback):
-    """The prototypes of every round: classes and means; and what FedMargin gave whom."""
+    """Records the prototypes and FedMargin's attention of every round."""
 
     def __init__(self):
         self.history, self.attention = [], []
@@ -106,7 +106,7 @@ class Stop(Exception):
 
 
 class StopAt(L.Callback):
-    """Breaks a fit off at a batch of a round."""
+    """Interrupts a fit at a batch of a round."""
 
     def __init__(self, round, batch):
         self.at = round, batch
@@ -117,7 +117,7 @@ class StopAt(L.Callback):
 
 
 def federate(callbacks, logger, rounds, data=None, ckpt_path=None, **options):
-    """A federation with FedMargin, unless told otherwise; returns the module."""
+    """Fits a federation, by default with FedMargin; returns the module."""
     arguments = {**QUIET, "logger": logger, "method": FedMargin(proto_memory="cumulative"), "seed": 3, **options}
     trainer = FederatedTrainer(**arguments, max_rounds=rounds, callbacks=callbacks)
     module = models.Module(net(), models.momentum)
@@ -128,7 +128,7 @@ def federate(callbacks, logger, rounds, data=None, ckpt_path=None, **options):
 
 
 def train(callbacks, logger, epochs, module=None, data=None, **options):
-    """A plain Trainer."""
+    """Fits in a plain Trainer; returns the module."""
     torch.manual_seed(1)
     module = module or models.Module(net())
     trainer = L.Trainer(**{**QUIET, "logger": logger, **options}, max_epochs=epochs, callbacks=callbacks)
@@ -136,11 +136,11 @@ def train(callbacks, logger, epochs, module=None, data=None, **options):
     return module
 
 
-# --- what is drawn ----------------------------------------------------------------------------------------------------
+# --- Pictures ---------------------------------------------------------------------------------------------------------
 
 
 def test_pictures_of_a_federation(tmp_path):
-    """FedMargin's aggregate prototypes, each at its place in every second round; and in the projector."""
+    """FedMargin's aggregate prototypes in every second round, and in the projector."""
     notes, logger = Notes(), TensorBoardLogger(tmp_path)
     names = [f"class {index}" for index in range(5)]
     federate([PrototypePlots(2, names, COLORS, projector=True), notes], logger, 3)
@@ -150,7 +150,7 @@ def test_pictures_of_a_federation(tmp_path):
     for (_, picture), (classes, means), seen_from in zip(pictures, history, views, strict=True):
         assert classes == [0, 1, 2, 3, 4]
         assert_drawn(picture, classes, means, seen_from)
-    with pytest.raises(AssertionError):  # another round's plane can be told apart
+    with pytest.raises(AssertionError):  # the plane of another round differs
         assert_drawn(pictures[1][1], *history[1], views[0])
     folder = tmp_path / "lightning_logs" / "version_0"
     config = (folder / "projector_config.pbtxt").read_text()
@@ -164,7 +164,7 @@ def test_pictures_of_a_federation(tmp_path):
 
 @pytest.mark.slow
 def test_a_class_that_appears_later(tmp_path):
-    """One client in a round, two classes or three each."""
+    """One client per round, with two or three classes each."""
     data = {"a": examples([0, 1], 1), "b": examples([1, 2, 4], 2), "c": examples([0, 3], 3)}
     notes, logger = Notes(), TensorBoardLogger(tmp_path)
     plots = PrototypePlots(1, class_colors=COLORS)
@@ -178,14 +178,14 @@ def test_a_class_that_appears_later(tmp_path):
 
 
 def test_pictures_of_an_aggregator_without_prototypes(tmp_path):
-    """With FedAvg they are the clients' means of the round, weighted by counts: those of all their data in one."""
+    """With FedAvg the plots show the count-weighted means over the clients of the round."""
     logger, sent = TensorBoardLogger(tmp_path), []
 
     class Mail(FederatedCallback):
         def on_server_receive(self, trainer, module, update):
             sent[-1].append({name: value.clone() for name, value in update.extras.items()})
             if (trainer.current_epoch, update.client) == (1, "c"):
-                update.num_samples = 0  # not good: left out
+                update.num_samples = 0  # invalid, hence excluded
 
         def on_server_round_start(self, trainer, module):
             sent.append([])
@@ -207,7 +207,7 @@ def test_pictures_of_an_aggregator_without_prototypes(tmp_path):
 
 
 def test_prototypes_that_cannot_be_drawn(tmp_path, caplog):
-    """Those of the clients are missing in the picture, and the fit goes on as without the callback."""
+    """The picture omits these clients, and the fit continues as without the callback."""
 
     class Tampers(FederatedCallback):
         def on_client_end(self, trainer, module, client, update):
@@ -225,7 +225,7 @@ def test_prototypes_that_cannot_be_drawn(tmp_path, caplog):
 
 
 class Inputs(models.Module):
-    """Features that are the inputs themselves."""
+    """The features are the inputs."""
 
     def __init__(self):
         super().__init__(nn.Linear(6, 5))
@@ -237,7 +237,7 @@ def class_means(data):
 
 
 def test_pictures_of_a_plain_trainer(tmp_path):
-    """The prototypes at the epoch's end; of features that stay as they are, so are all pictures."""
+    """Prototypes at the end of the epoch; constant features give constant pictures."""
     data, logger = examples([0, 1, 2, 3, 4], 7), TensorBoardLogger(tmp_path)
     train([ClassPrototypes(), PrototypePlots(2, class_colors=COLORS)], logger, 3, Inputs(), data)
     pictures = logged(logger, TAG)
@@ -246,8 +246,8 @@ def test_pictures_of_a_plain_trainer(tmp_path):
     for _, picture in pictures:
         assert_drawn(picture, [0, 1, 2, 3, 4], means, plane(means))
     assert np.array_equal(pictures[0][1][:, 100:], pictures[1][1][:, 100:])
-    assert not np.array_equal(pictures[0][1][:, :100], pictures[1][1][:, :100])  # the title's epoch
-    assert not list(tmp_path.rglob("*.tsv"))  # the projector gets nothing unless asked
+    assert not np.array_equal(pictures[0][1][:, :100], pictures[1][1][:, :100])  # the epoch in the title
+    assert not list(tmp_path.rglob("*.tsv"))  # the projector is off by default
 
 
 @pytest.mark.slow
@@ -268,7 +268,7 @@ def test_the_title_says_what_share_of_the_spread_is_seen(tmp_path, monkeypatch):
 
 
 def test_a_single_class_is_not_drawn(tmp_path):
-    """The first picture comes with the second class, whatever `every_n_epochs` is."""
+    """The first picture appears with the second class, for any `every_n_epochs`."""
     data = {name: examples([2] if name in "abc" else [2, 3], seed) for seed, name in enumerate("abcd")}
     notes, logger = Notes(), TensorBoardLogger(tmp_path)
     federate([PrototypePlots(100, class_colors=COLORS), notes], logger, 6, data, clients_per_round=1, seed=5)
@@ -281,7 +281,7 @@ def test_a_single_class_is_not_drawn(tmp_path):
 
 
 def test_classes_without_a_name_or_a_colour(tmp_path):
-    """Those that are not given are the palette's and the class's index."""
+    """Missing names and colours default to the class index and the palette."""
     logger = TensorBoardLogger(tmp_path)
     plots = PrototypePlots(class_names=["sky", "sea"], class_colors=COLORS[:2], projector=True)
     data = examples([0, 1, 2, 3, 4], 7)
@@ -292,7 +292,7 @@ def test_classes_without_a_name_or_a_colour(tmp_path):
     assert (tmp_path / "lightning_logs/version_0/00000/prototypes/metadata.tsv").read_text() == "sky\nsea\n2\n3\n4\n"
 
 
-# --- nothing else is touched ------------------------------------------------------------------------------------------
+# --- Unchanged training -----------------------------------------------------------------------------------------------
 
 
 def looking():
@@ -300,7 +300,7 @@ def looking():
 
 
 def test_a_federation_ends_as_one_without(tmp_path, caplog):
-    """Every TensorBoard gets pictures, and other loggers one line."""
+    """Every TensorBoard logger gets pictures, and each other logger causes one log line."""
     ends, boards = [], [TensorBoardLogger(tmp_path, name=name) for name in "ab"]
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         for callbacks, loggers in (([], False), (looking(), [*boards, CSVLogger(tmp_path)])):
@@ -330,7 +330,7 @@ def test_a_plain_fit_ends_as_one_without(tmp_path):
 
 @pytest.mark.slow
 def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(tmp_path):
-    """Broken off inside a round and resumed: the same pictures of prototypes and of attention, to the last pixel."""
+    """Interrupted during a round: pictures of prototypes and attention are equal in every pixel."""
 
     def run(name, folder, stop=(), ckpt_path=None):
         logger = TensorBoardLogger(tmp_path, name=name)
@@ -390,7 +390,7 @@ def test_without_tensorboard_nothing_is_drawn(tmp_path, monkeypatch, caplog):
     assert len([record for record in caplog.records if "no images" in record.message]) == 2
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_refusals(tmp_path):
@@ -420,7 +420,7 @@ def test_matplotlib_is_asked_for_by_the_name_of_the_extra(tmp_path, monkeypatch)
 
 
 def test_the_other_door_draws_the_same(tmp_path):
-    """`Federation` on an `L.Trainer`, with the plots before it in the list."""
+    """`Federation` in an `L.Trainer`, with the plots first in the list."""
     notes, logger = Notes(), TensorBoardLogger(tmp_path)
 
     class Data(L.LightningDataModule):

@@ -1,4 +1,4 @@
-"""Class prototypes: of a client, of a round, of all rounds."""
+"""Class prototypes of a client, a round, and several rounds."""
 
 import itertools
 
@@ -20,7 +20,7 @@ WEIGHTINGS = ["class_count", "num_samples", "uniform"]
 
 
 def prototypes(means, counts=None, num_classes=3, dtype=torch.float64, garbage=0.0):
-    """Of dictionaries; rows of absent classes hold ``garbage``, which nothing may look at."""
+    """From dictionaries; rows of absent classes hold ``garbage``, which must not matter."""
     width = len(next(iter(means.values())))
     rows = torch.full((num_classes, width), garbage, dtype=dtype)
     numbers = torch.zeros(num_classes, dtype=torch.int64)
@@ -36,7 +36,7 @@ def assert_prototypes(result, expected, atol=1e-12):
 
 
 def random_clients(seed, count=4, num_classes=5, width=3):
-    """Means and counts as dictionaries; every client lacks classes, one has a single class, one class nobody has."""
+    """Means and counts by class; every client lacks classes, one has a single class, one class has no client."""
     generator = torch.Generator().manual_seed(seed)
     means, counts = [], []
     for client in range(count):
@@ -46,7 +46,7 @@ def random_clients(seed, count=4, num_classes=5, width=3):
     return means, counts
 
 
-# --- sums over batches ------------------------------------------------------------------------------------------------
+# --- Sums over batches ------------------------------------------------------------------------------------------------
 
 
 def random_batch(shape, label_size, seed=0, num_classes=4):
@@ -139,7 +139,7 @@ def test_an_ignored_negative_label():
 
 @pytest.mark.parametrize(("num_classes", "counted"), [(255, 1), (256, 2), (300, 2)])
 def test_a_void_label_that_is_a_class(num_classes, counted):
-    """By default 255 is void where there is no such class."""
+    """By default 255 is void unless a class 255 exists."""
     _, counts = class_sums(torch.ones(2, 1), torch.tensor([254, 255]), num_classes)
     assert counts.sum() == counted
 
@@ -182,7 +182,7 @@ def test_means_are_float32():
     assert result.means.dtype == torch.float32
 
 
-# --- over clients -----------------------------------------------------------------------------------------------------
+# --- Over clients -----------------------------------------------------------------------------------------------------
 
 
 def example(dtype=torch.float64):
@@ -226,7 +226,7 @@ def test_the_aggregate_of_equal_clients_is_that_client(weighting):
 
 
 def test_clients_without_examples():
-    """Weights of 0 for all who have a class: it is absent."""
+    """If all clients with a class have weight 0, the class is absent."""
     clients = [prototypes({0: (1,)}, num_classes=2), prototypes({0: (2,), 1: (5,)}, num_classes=2)]
     result = aggregate_prototypes(clients, "num_samples", [4, 0])
     assert result.means.tolist() == [[1.0], [0.0]]
@@ -248,7 +248,7 @@ def test_what_cannot_be_aggregated():
             aggregate_prototypes([client], "num_samples", sizes)
 
 
-# --- over rounds ------------------------------------------------------------------------------------------------------
+# --- Over rounds ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(3))

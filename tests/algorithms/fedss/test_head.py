@@ -1,4 +1,4 @@
-"""The last layer of very many classes: its logits, and what it gives while it holds some of them."""
+"""The sampled-softmax head: logits, and losses while holding some classes."""
 
 import copy
 import io
@@ -26,13 +26,13 @@ def held(classes=CLASSES, positives=POSITIVES, **options):
 
 
 def put_rows(head, classes):
-    """Rows that a client is sent."""
+    """Replaces the parameters with the rows for these classes."""
     for parameter in head.parameters():
         parameter.data = parameter.data[classes].clone()
 
 
 def holding(kind="cosine", classes=CLASSES, positives=POSITIVES, **options):
-    """A head that holds some classes, the same head without, in float64."""
+    """A head with some classes, and the same head with all classes, in float64."""
     full = SampledSoftmaxHead(D, N, **KINDS[kind]).double()
     head = copy.deepcopy(full)
     put_rows(head, torch.tensor(classes))
@@ -48,7 +48,7 @@ def batch(positives=POSITIVES, ignored=1):
 
 
 def expected_losses(full, features, labels, positives, negatives, **options):
-    """By the reference, from the weights of all classes; 0 where an example has no class."""
+    """Losses by the reference from the weights of all classes; 0 for ignored examples."""
     scale, bias = full.scale if full.normalize else None, None if full.bias is None else full.bias.tolist()
     losses = []
     for feature, t in zip(features.tolist(), labels.tolist(), strict=True):
@@ -57,7 +57,7 @@ def expected_losses(full, features, labels, positives, negatives, **options):
     return torch.tensor(losses, dtype=torch.float64)
 
 
-# --- on its own -------------------------------------------------------------------------------------------------------
+# --- Outside a visit --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -115,13 +115,13 @@ def test_loss_of_all_classes_is_the_full_softmax(reduction):
     assert head.loss(features.reshape(1, BATCH, D), target.reshape(1, BATCH), "none").shape == (1, BATCH)
 
 
-# --- in a visit -------------------------------------------------------------------------------------------------------
+# --- In a visit -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_cross_entropy_is_the_clients_loss(kind, objective):
-    """Training with a user's `training_step`, unchanged."""
+    """With an unchanged `training_step`."""
     head, full = holding(kind, objective=objective)
     features, labels = batch()
     target = head.begin_batch(labels)
@@ -133,7 +133,7 @@ def test_cross_entropy_is_the_clients_loss(kind, objective):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_equations(kind, objective):
-    """Of ln(1 + sum exp(o'_j - o'_t)), in the whole model's parameters."""
+    """Gradients of ln(1 + sum exp(o'_j - o'_t)) in the parameters of the full model."""
     head, full = holding(kind, objective=objective)
     features, labels = batch()
     features.requires_grad_()
@@ -199,7 +199,7 @@ def test_a_single_class_alone_teaches_nothing():
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_may_have_fewer_negatives(kind, objective):
-    """Then it is as if the client held these classes only."""
+    """Equals a client that only holds these classes."""
     head, full = holding(kind, objective=objective)
     features, labels = batch()
     fewer = [0, 2, 3, 5, 9]
@@ -216,7 +216,7 @@ def test_a_batch_may_have_fewer_negatives(kind, objective):
     assert not gradient[[CLASSES.index(4), CLASSES.index(11)]].any()
     assert gradient[[CLASSES.index(c) for c in POSITIVES]].any(1).all()
 
-    target = head.begin_batch(labels)  # the next batch has all again
+    target = head.begin_batch(labels)  # the next batch uses all negatives again
     assert torch.equal(target, torch.tensor([CLASSES.index(c) if c >= 0 else c for c in labels.tolist()]))
     assert head(features).shape == (BATCH, len(CLASSES))
 
@@ -225,7 +225,7 @@ def test_evaluation_gives_plain_logits():
     head, full = holding(objective="negonly")
     features, labels = batch()
     head.begin_batch(labels, torch.tensor([CLASSES.index(c) for c in POSITIVES]))
-    # Products of other shapes: a processor may add up their terms in another order.
+    # Products have other shapes, so a processor may add terms in another order.
     torch.testing.assert_close(head.eval()(features), full(features)[:, CLASSES])
     assert head(features[:2]).shape == (2, len(CLASSES))
 
@@ -292,11 +292,11 @@ def test_examples_in_several_dimensions(objective):
     target = head.begin_batch(labels.reshape(1, BATCH))
     logits = head(features.reshape(1, BATCH, D))
     losses = F.cross_entropy(logits.transpose(1, 2), target, reduction="none")
-    torch.testing.assert_close(losses, flat.reshape(1, BATCH))  # other strides, and so another order of the terms
+    torch.testing.assert_close(losses, flat.reshape(1, BATCH))  # other strides, hence another order of the terms
 
 
 def test_a_visit_is_plain_training_of_the_rows():
-    """Three steps of SGD with momentum on the unchanged loss, against the same with functions only."""
+    """Three steps of SGD with momentum, against plain functions."""
     head, full = holding()
     rows = full.weight.detach()[CLASSES].clone().requires_grad_()
     is_positive = torch.tensor([c in POSITIVES for c in CLASSES])
@@ -314,13 +314,13 @@ def test_a_visit_is_plain_training_of_the_rows():
     assert not torch.equal(head.weight, full.weight[CLASSES])
 
 
-# --- precision --------------------------------------------------------------------------------------------------------
+# --- Precision --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype, kind):
-    """Cosines of half weights are computed in float32, and so are the losses of all logits."""
+    """Cosines of half-precision weights and losses are computed in float32."""
     head = SampledSoftmaxHead(64, 1000, **KINDS[kind])
     wide = copy.deepcopy(head.to(dtype)).double()
     put_rows(head, torch.arange(500))
@@ -361,7 +361,7 @@ def test_autocast(kind):
     assert head.weight.grad.dtype == torch.float32
 
 
-# --- the largest logits -----------------------------------------------------------------------------------------------
+# --- Largest logits ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 3, 11, 12, 100])
@@ -389,7 +389,7 @@ def test_topk_of_held_classes_are_classes_of_all(training):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes how many numbers the largest tensor has that anything makes."""
+    """Records the number of elements of the largest tensor created."""
 
     largest = 0
 
@@ -435,7 +435,7 @@ def test_sampled_classes_become_held_ones():
     assert head(torch.randn(4, D)).shape == (4, 53)
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- Errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_repr():
@@ -475,7 +475,7 @@ def begin(labels, columns=None, **options):
         (lambda: hold([2, 12], [True, True]), "`classes` to be from 0 to 11, but got 2 to 12"),
         (lambda: hold([2, 11], [True, True], objective="full"), "all 12 classes for the objective 'full', but got 2"),
         (lambda: begin([2, 7, 1]), r"`target` to be among the client's own classes, but got \[1, 7\]"),
-        (lambda: begin([2, 4]), r"among the client's own classes, but got \[4\]"),  # it is held as a negative
+        (lambda: begin([2, 4]), r"among the client's own classes, but got \[4\]"),  # held as a negative
         (lambda: begin([2, 99]), r"but got \[99\]"),
         (lambda: begin([2.0]), "`target` to be class numbers, but got torch.float32"),
         (lambda: begin([2], [1, 0]), "`columns` to be strictly increasing"),
@@ -530,7 +530,7 @@ def test_other_examples_than_the_batchs():
 
 
 def test_examples_whose_labels_do_not_matter():
-    """Two views of a batch, say."""
+    """For example, two views of a batch."""
     head, _ = holding()
     features, labels = batch()
     assert head(features).shape == (BATCH, 7)
@@ -538,11 +538,11 @@ def test_examples_whose_labels_do_not_matter():
     assert head(torch.cat([features, features])).shape == (2 * BATCH, 7)
 
 
-# --- margins ----------------------------------------------------------------------------------------------------------
+# --- Margins ----------------------------------------------------------------------------------------------------------
 
 
 def margin_losses(full, features, labels, negatives, **options):
-    """By the reference, from the cosines of all classes."""
+    """Losses by the reference from the cosines of all classes."""
     losses = []
     for feature, t in zip(features.tolist(), labels.tolist(), strict=True):
         cosines = dict(enumerate(references.logits_reference(feature, full.weight.tolist(), 1.0, None)))
@@ -555,7 +555,7 @@ def margin_losses(full, features, labels, negatives, **options):
 @pytest.mark.parametrize("margin", [{"margin": 0.5}, {"margin": 2.5}, {"margin": 0.35, "margin_of": "cosine"}])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_margins(margin, objective):
-    """2.5 is past the angle where ArcFace goes on with a line."""
+    """2.5 exceeds the angle at which ArcFace continues linearly."""
     full = SampledSoftmaxHead(D, N, scale=8.0, **margin).double()
     head = copy.deepcopy(full)
     put_rows(head, torch.tensor(CLASSES))

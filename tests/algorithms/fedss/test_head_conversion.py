@@ -1,4 +1,4 @@
-"""The last layer of very many classes in a model, in place of a linear one."""
+"""Replacing a model's linear head with the sampled-softmax head."""
 
 import copy
 
@@ -42,7 +42,7 @@ def test_the_head_is_found():
 
 
 def test_features_are_what_goes_into_the_head():
-    """Not into the layer that timm calls the classifier, which makes the embedding here."""
+    """The layer named classifier by timm computes the embedding here."""
     network = Network().eval()
     assert find_classifier(network) == "heads.0"
     assert (find_feature_layer(network).path, find_feature_layer(network).side) == ("heads.0", "input")
@@ -118,7 +118,7 @@ def test_what_cannot_be_converted():
 
 @pytest.mark.parametrize(("name", "margin", "kind"), [("ArcFaceLoss", 0.5, "angle"), ("CosFaceLoss", 0.35, "cosine")])
 def test_a_loss_of_pytorch_metric_learning_is_converted(name, margin, kind):
-    """One with its class's name, package and attributes; the step calls what replaces it as before."""
+    """A class with the same name, package and attributes; the step calls the replacement unchanged."""
     base = type(name, (nn.Module,), {"__module__": f"pytorch_metric_learning.losses.{name.lower()}"})
     loss = type("Own", (base,), {})()
     loss.W, loss.margin, loss.scale = nn.Parameter(torch.randn(D, N)), margin, 64

@@ -1,4 +1,4 @@
-"""The losses of clients that hold a few classes: the spec's numbers, the equations in loops, what must hold."""
+"""Losses of clients with a few classes: the numbers in the spec, loops over the equations, and properties."""
 
 import itertools
 import math
@@ -24,14 +24,14 @@ O = [2.0, 1.0, 0.0, -1.0, 0.5, 1.5]  # noqa: E741 - as in the spec
 
 
 def of_columns(classes, **options):
-    """Loss and its gradient of the spec's example, with the positives {0, 1}, target 0 and these classes held."""
+    """Loss and gradient of the spec's example, with positives {0, 1}, target 0 and these held classes."""
     logits = torch.tensor([[O[c] for c in classes]], dtype=torch.float64, requires_grad=True)
     is_positive = torch.tensor([c < 2 for c in classes])
     loss = sampled_softmax_loss(logits, torch.tensor([0]), is_positive, len(O), **options)
     return loss, torch.autograd.grad(loss, logits)[0][0]
 
 
-# --- the spec's numbers -----------------------------------------------------------------------------------------------
+# --- Numbers from the spec --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_all_classes_are_the_full_softmax():
 
 @pytest.mark.parametrize(("positives", "m"), [((0, 1), m) for m in (1, 2, 3, 4)] + [((3,), 2), ((0, 2, 4, 5), 1)])
 def test_the_partition_estimate_is_unbiased(positives, m):
-    """The mean over all subsets that can be drawn, which are equally likely."""
+    """The mean over all equally likely subsets."""
     candidates = [c for c in range(6) if c not in positives]
     correction = log_correction(len(positives), m, 6)
     estimates = []
@@ -74,11 +74,11 @@ def test_the_partition_estimate_is_unbiased(positives, m):
     assert math.fsum(estimates) / len(estimates) == pytest.approx(17.6056277093, abs=1e-9)
 
 
-# --- against the reference --------------------------------------------------------------------------------------------
+# --- Reference --------------------------------------------------------------------------------------------------------
 
 
 def random_client(seed, n=9, num_positives=3, m=4, batch=6):
-    """Held classes in order, which of them are positives, logits and target columns (one is ignored)."""
+    """Held classes in order, positives, negatives, logits and target columns (one is ignored)."""
     draw = np.random.default_rng(seed)
     positives = sorted(int(c) for c in draw.choice(n, num_positives, replace=False))
     negatives = references.negatives_reference(positives, n, m, draw)
@@ -90,7 +90,7 @@ def random_client(seed, n=9, num_positives=3, m=4, batch=6):
 
 
 def against(function, classes, positives, negatives, logits, target, n, **options):
-    """The reference's values of all examples that have a class; ``None`` for the others."""
+    """Reference values by example; ``None`` for ignored examples."""
     values = []
     for row, t in zip(logits.tolist(), target.tolist(), strict=True):
         o = dict(zip(classes, row, strict=True))
@@ -145,9 +145,9 @@ def test_the_order_of_columns_does_not_matter(objective):
 @pytest.mark.parametrize("objective", OBJECTIVES[:3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_computed_in_float32(dtype, objective):
-    """Summing 30,000 exponentials in half precision would lose most of them."""
+    """Summing 30,000 exponentials in half precision would lose most terms."""
     logits = (20 * torch.randn(4, 30_000)).to(dtype)
-    logits[0] *= 900  # up to 60,000: its exponential is no float32
+    logits[0] *= 900  # up to 60,000: the exponential overflows float32
     logits = logits.clamp(-6e4, 6e4).requires_grad_()
     is_positive = torch.arange(30_000) < 20
     target = torch.tensor([0, 1, 19, 7])
@@ -170,7 +170,7 @@ def test_target_types(dtype):
 
 
 def test_logits_of_a_batch_without_classes():
-    """No class is the row's own: its numbers stay, so that nothing becomes NaN."""
+    """Gradients are zero and never NaN."""
     logits = torch.randn(3, 2, requires_grad=True)
     target = torch.full((3,), -100)
     value = sampled_logits(logits, torch.tensor([True, True]), 0.0, target, objective="negonly")
@@ -179,13 +179,13 @@ def test_logits_of_a_batch_without_classes():
     assert torch.equal(torch.autograd.grad(loss, logits)[0], torch.zeros(3, 2))
 
 
-# --- gradient noise ---------------------------------------------------------------------------------------------------
+# --- Gradient noise ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", quick(["l2", "mean_abs"], ["l2"]))
 def test_gradient_noise_falls_with_the_number_of_negatives(norm):
-    """Figure 9 on a toy: the clients of a round hold the same batch, and draw their negatives apart."""
+    """Figure 9 on a toy: all clients of a round hold the same batch and draw negatives independently."""
     n, d, positives, clients, draws = 12, 4, torch.tensor([2, 5]), 2, 200
     generator = np.random.default_rng(0)
     weight = torch.randn(n, d, dtype=torch.float64)
@@ -224,7 +224,7 @@ def test_gradient_noise_is_of_all_entries_together():
     assert gradient_noise(iter(change), iter(reference), "mean_abs").item() == pytest.approx(5 / 3)
 
 
-# --- negatives --------------------------------------------------------------------------------------------------------
+# --- Negatives --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_negatives_against_the_reference(positives, n, m):
 
 
 def test_negatives_are_uniform():
-    """Every subset of 2 of the 5 others is as likely as any other."""
+    """All subsets with 2 of the 5 other classes are equally likely."""
     generator, draws = np.random.default_rng(0), 4000
     counts = Counter(tuple(sample_negatives(torch.tensor([1, 4]), 7, 2, generator).tolist()) for _ in range(draws))
     assert set(counts) == set(itertools.combinations([0, 2, 3, 5, 6], 2))
@@ -251,7 +251,7 @@ def test_negatives_are_uniform():
 
 
 def test_negatives_cost_what_is_drawn():
-    """With memory or time for every class this would not end."""
+    """Memory or time for every class would not suffice."""
     n = 2**50
     positives = torch.tensor([0, n // 2, n - 1])
     drawn = sample_negatives(positives, n, 1000, np.random.default_rng(0))
@@ -269,7 +269,7 @@ def test_negatives_are_the_generators():
         assert torch.equal(sample_negatives(torch.tensor([3], dtype=torch.int32), 1000, 10, second), drawn)
 
 
-# --- corrections and errors -------------------------------------------------------------------------------------------
+# --- Corrections and errors -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The presets for very many classes are what their parts make; FedAwS is positives and a step on the server."""
+"""Presets for very many classes equal the sum of the parts; FedAwS adds a server step to positives."""
 
 import inspect
 from functools import partial
@@ -27,7 +27,7 @@ def test_fedss_is_its_parts(federated_trainer):
 
 @pytest.mark.parametrize("preset", [partial(FedSS, num_negatives=5), FedAwS])
 def test_the_parts_arguments_are_the_presets(preset):
-    """All of them, under their names and with their defaults; what each gets is what was said."""
+    """The preset passes every argument, with the same name and default."""
     said = {
         "objective": "negonly", "resample": "batch", "head": "logits", "target": "label", "classes": {"a": [1]},
         "row_weighting": "per_row", "server_lr": 0.5, "server_momentum": 0.25,
@@ -55,7 +55,7 @@ def test_the_parts_arguments_are_the_presets(preset):
 
 
 def test_fedaws_spreads_the_rounds_classes(federated_trainer):
-    """One step on what positives alone made of the head, from the classes of the round's clients."""
+    """One step on the head trained with positives only, with the classes of the round's clients."""
     data = clients()
     plain, spread, recorder = models.Module(net(), plain_sgd), models.Module(net(), plain_sgd), Recorder()
     options = {"max_rounds": 1, "clients_per_round": 2, "seed": 0}

@@ -1,4 +1,4 @@
-"""Clients that hold a few classes of very many: against a round written out in plain PyTorch, and identities."""
+"""Clients with a few of very many classes: a round written in plain PyTorch, and identities."""
 
 import math
 
@@ -34,7 +34,7 @@ def net(bias=False, normalize=True):
 
 
 def clients(sizes=(12, 20, 7, 16), seed=0):
-    """Each has four classes or so; none has the last five."""
+    """About four classes per client; no client has the last five."""
     generator = torch.Generator().manual_seed(seed)
     data = {}
     for number, size in enumerate(sizes):
@@ -48,11 +48,11 @@ def plain_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.3)
 
 
-# --- a round, written out -------------------------------------------------------------------------------------------
+# --- Round in plain PyTorch -------------------------------------------------------------------------------------------
 
 
 def written_loss(objective, logits, target, positives, num_classes):
-    """Equations 2 and 5 to 8, example by example; columns are the held classes, of which the first are positives."""
+    """Equations 2 and 5 to 8 by example; columns are held classes, positives first."""
     negatives = logits.shape[1] - positives
     losses = []
     for row, label in zip(logits, target.tolist(), strict=True):
@@ -72,7 +72,7 @@ def written_round(state, visits, objective):
     total = sum(visit["size"] for visit in visits)
     new = {name: value.double().clone() for name, value in state.items()}
     for visit in visits:
-        # The held classes in another order than the package's: its own classes first.
+        # Uses another order of the held classes than the package: the client's classes first.
         order = [*visit["own"], *[row for row in visit["rows"] if row not in visit["own"]]]
         local = {name: value.double().clone().requires_grad_() for name, value in state.items()}
         local[WEIGHT] = state[WEIGHT][order].double().requires_grad_()
@@ -98,7 +98,7 @@ def written_round(state, visits, objective):
 
 
 class Notes(FederatedCallback):
-    """Messages to every visit, and its batches."""
+    """Records messages and batches of every visit."""
 
     def __init__(self, data):
         self.data, self.visits = data, []
@@ -124,7 +124,7 @@ def test_a_round_is_the_papers(objective, federated_trainer):
     )
     new = written_round(before, notes.visits, objective)
     for name, value in state_of(module).items():
-        # The change is above 1e-2; float32 against float64, after the steps of two epochs.
+        # The change exceeds 1e-2; the tolerance covers float32 versus float64 over two epochs.
         torch.testing.assert_close(value.double(), new[name], rtol=1e-4, atol=2e-5)
     for visit in notes.visits:
         assert len(visit["rows"]) == len(visit["own"]) + (0 if objective == "posonly" else 5)
@@ -134,7 +134,7 @@ def test_a_round_is_the_papers(objective, federated_trainer):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("optimizer", [plain_sgd, models.adam])
 def test_all_classes_are_the_full_softmax(optimizer, bias, federated_trainer):
-    """To the last bit: `fedss` with all classes drawn, `full`, and a federation that knows nothing of heads."""
+    """Bit for bit: `fedss` with all classes drawn, `full`, and a federation without a sampled head."""
     states = []
     for callbacks in ([SampledSoftmax(CLASSES)], [SampledSoftmax(3, "full")], []):
         module = models.Module(net(bias), optimizer)
@@ -161,7 +161,7 @@ def test_the_bytes_are_those_of_the_held_classes(bias, federated_trainer):
 
 
 def test_a_step_may_call_the_heads_loss(federated_trainer):
-    """The same as cross-entropy of the output, to the last bit."""
+    """Equals cross-entropy of the output, bit for bit."""
 
     class Own(models.Module):
         def training_step(self, batch, batch_idx):
@@ -176,7 +176,7 @@ def test_a_step_may_call_the_heads_loss(federated_trainer):
 
 
 class Draws(FederatedCallback):
-    """The classes that each client asked for."""
+    """Records the classes requested by each client."""
 
     def __init__(self):
         self.rows = {}
@@ -186,7 +186,7 @@ class Draws(FederatedCallback):
 
 
 def test_negatives_are_the_clients_own(federated_trainer):
-    """New in every round, the same at every run, and none of another client's business."""
+    """New in every round, reproducible, and independent of other clients."""
     data, draws = clients(), Draws()
     federated_trainer(max_rounds=3, callbacks=[SampledSoftmax(6), draws], seed=4).fit(
         models.Module(net(), plain_sgd), data
@@ -209,7 +209,7 @@ def test_negatives_are_the_clients_own(federated_trainer):
 
 
 def test_negatives_of_every_batch(federated_trainer):
-    """Each batch's softmax is over the client's own classes and as many others; all of them are asked for at once."""
+    """Each batch uses the client's classes and as many negatives; all rows are requested at once."""
     shapes, data, draws = [], clients(), Draws()
 
     class Own(models.Module):
@@ -250,7 +250,7 @@ def test_a_client_with_one_class_learns_nothing_among_its_own(federated_trainer)
 
 
 def test_training_does_not_notice_the_search_for_labels(federated_trainer):
-    """With classes that are given or looked for, dropout and the order of the data are the same."""
+    """Dropout and data order are the same for given classes and for searched classes."""
     data, asked = clients(), []
 
     def known(client):
@@ -269,7 +269,7 @@ def test_training_does_not_notice_the_search_for_labels(federated_trainer):
 
 
 class Counting(Dataset):
-    """Notes how often an example was read."""
+    """Counts how often an example was read."""
 
     def __init__(self, dataset):
         self.dataset, self.reads = dataset, 0
@@ -304,7 +304,7 @@ def test_data_that_raise_leave_the_client_out(federated_trainer):
     draws = Draws()
     trainer = federated_trainer(max_rounds=1, callbacks=[SampledSoftmax(5), draws])
     trainer.fit(module, FederatedDataModule(data, batch_size=2))
-    assert [client for _, client in draws.rows] == list(clients())  # it is sent nothing
+    assert [client for _, client in draws.rows] == list(clients())  # sent no message
     sent = [WIDTH * SIZE + WIDTH + WIDTH * len(rows) for rows in draws.rows.values()]
     assert trainer.callback_metrics["comm/down_bytes"] == 4 * sum(sent)
     assert trainer.callback_metrics["fed/failed"] == 1
@@ -317,7 +317,7 @@ def test_data_that_raise_leave_the_client_out(federated_trainer):
 
 
 def test_a_label_that_is_not_its_own_leaves_the_client_out(federated_trainer, caplog):
-    """The others' round is as without it."""
+    """The other clients' round equals a round without this client."""
     data = clients()
 
     def known(client):
@@ -347,7 +347,7 @@ def test_labels_that_the_head_does_not_have(labels, federated_trainer, caplog):
 
 
 def test_loaders_that_leave_examples_out(federated_trainer):
-    """A pass over them does not show all: their classes have to be given."""
+    """A pass over the loader does not show all examples, so classes must be given."""
     data = clients()
     loaders = {client: DataLoader(dataset, batch_size=5, drop_last=True) for client, dataset in data.items()}
     with pytest.raises(ValueError, match="The loader of client 'c0' may leave examples out of a pass"):
@@ -372,7 +372,7 @@ def test_clients_that_drop_a_last_batch_show_all_their_classes(federated_trainer
 
 
 def test_labels_that_are_not_in_the_batch(federated_trainer):
-    """A function that makes a tensor of its own cannot say which is to be exchanged: nothing is trained wrongly."""
+    """A function that creates a new tensor cannot mark the labels to replace, so the fit is refused."""
     data = {
         name: TensorDataset(inputs, labels[:, None])
         for name, (inputs, labels) in ((name, dataset.tensors) for name, dataset in clients().items())
@@ -502,7 +502,7 @@ def test_an_exception_gives_the_head_back(federated_trainer):
 
 
 def test_with_prototypes_and_a_proximal_term(federated_trainer):
-    """Prototypes have the classes' own numbers, wherever their callback stands; and all of it is the full softmax."""
+    """Prototypes use global class numbers, for any order of callbacks; together they equal the full softmax."""
     states = []
     for number, sampled in enumerate(([SampledSoftmax(CLASSES)], [SampledSoftmax(CLASSES)], [])):
         prototypes = [ClassPrototypes(layer="net.0", num_classes=CLASSES, ignore_index=None), ProximalTerm(0.1)]
@@ -526,7 +526,7 @@ def test_with_prototypes_and_a_proximal_term(federated_trainer):
 
 @pytest.mark.parametrize("kind", ["dictionary", "function"])
 def test_where_the_labels_are(kind, federated_trainer):
-    """In a dictionary, or where a function finds them; another integer tensor stays as it is."""
+    """In a dictionary, or found by a function; other integer tensors do not change."""
 
     class Named(Dataset):
         def __init__(self, dataset):
@@ -562,7 +562,7 @@ def test_clients_with_loaders(federated_trainer):
 
 
 def test_a_mobile_net_of_timm(federated_trainer):
-    """The paper's network, with GroupNorm: the head is its last layer."""
+    """The paper's network with GroupNorm: the head is the last layer."""
     torch.manual_seed(0)
     body = to_group_norm(timm.create_model("mobilenetv3_small_050", num_classes=0, in_chans=1))
     network = nn.Sequential(body, SampledSoftmaxHead(body.num_features, CLASSES))
@@ -616,7 +616,7 @@ def test_a_trainer_without_federation():
 
 
 def test_rows_that_few_hold(federated_trainer):
-    """`row_weighting` of the rule decides how far they move."""
+    """The rule's `row_weighting` decides how far rare rows move."""
     moved = {}
     for weighting in ("global", "per_row"):
         module = models.Module(net(), plain_sgd)

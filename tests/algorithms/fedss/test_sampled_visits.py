@@ -1,4 +1,4 @@
-"""A visit with a few classes is a plain Lightning fit of a model that has these only, whatever else is asked for."""
+"""A visit with a few classes equals a plain Lightning fit of a model with only these classes, for all options."""
 
 import copy
 import math
@@ -18,14 +18,14 @@ from tests.references import seed_reference, visit_seed_reference
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo looks at it
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo reads `grad`
 ]
 
 SEED, CLASSES, NEGATIVES = 5, 30, 6
 
 
 class FewClasses(nn.Module):
-    """Logits of a client's head in training: cosines, and more for the classes that were drawn."""
+    """Logits of a client's head in training: cosines, plus a correction for negatives."""
 
     def __init__(self, count, positives):
         super().__init__()
@@ -59,7 +59,7 @@ def per_step(optimizer):
 
 
 class Rows(FederatedCallback):
-    """Notes which rows every visit holds."""
+    """Records the rows held in every visit."""
 
     def __init__(self):
         self.held = []

@@ -1,4 +1,4 @@
-"""k-means against plain Python, and the law of its first centres."""
+"""k-means against plain Python, and the distribution of the first centres."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ def test_against_plain_python(seed, num_centers):
 
 
 def test_first_centres_are_drawn_by_squared_distance():
-    """The second of 0, 1 and 3 is 1 : 9, 1 : 4 and 9 : 4, after each of the three."""
+    """Weights for the second centre after 0, 1 or 3 are 1 : 9, 1 : 4 and 9 : 4."""
     points, counts = torch.tensor([[0.0], [1.0], [3.0]]), Counter()
     for seed in range(3000):
         _, first = k_means(points, 2, torch.ones(3), np.random.default_rng(seed), num_starts=1)
@@ -34,7 +34,7 @@ def test_first_centres_are_drawn_by_squared_distance():
 
 
 def test_the_best_of_several_starts():
-    """Five pairs: one start often puts two centres into a pair and one between two others."""
+    """Five pairs: a single start often puts two centres into one pair, and one centre between two pairs."""
     points = torch.cat([torch.tensor([4.0 * pair, 4.0 * pair + 1]) for pair in range(5)])[:, None]
     best_starts = Counter()
     for seed in range(40):
@@ -47,7 +47,7 @@ def test_the_best_of_several_starts():
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_embedded_points_are_as_far_from_one_another_as_states(count, monkeypatch):
-    """Also where the entries are cut into pieces; half precision and devices with a common shift do no harm."""
+    """Also across chunks; half precision and a common offset do not matter."""
     monkeypatch.setattr("lightning_fed.algorithms.fesem.clustering.CHUNK_ELEMENTS", 10)
     states = [{"a": torch.randn(3, 4) + 1000, "b": torch.randn(5).half(), "c": torch.randn(2)} for _ in range(count)]
     points = embed(states, ["a", "b"])

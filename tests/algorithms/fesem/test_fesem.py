@@ -1,4 +1,4 @@
-"""FeSEM: centres, assignments, who starts from where; by messages, in fits, and after a break."""
+"""FeSEM: centres, assignments and starting models; by messages, in fits, and after interruptions."""
 
 import copy
 import itertools
@@ -39,13 +39,13 @@ def net_state(seed, shift=0.0):
 
 
 def received(round, count=7, of=None):
-    """Updates whose clients are in two groups."""
+    """Updates from two groups of clients."""
     clients = range(count) if of is None else of
     return [ClientUpdate(c, 1 << c, net_state(10 * round + c, shift=3.0 * (c % 2))) for c in clients]
 
 
 def run(rule, rounds, start=None):
-    """Aggregates of several rounds of updates."""
+    """Aggregates after each round."""
     state, history = net_state(99) if start is None else start, []
     for number, updates in enumerate(rounds):
         rule.start(RoundInfo(number), state)
@@ -59,7 +59,7 @@ def run(rule, rounds, start=None):
 ROUNDS = [received(0), received(1, of=[0, 2, 3, 5]), received(2), received(3, of=[1, 2, 6])]
 
 
-# --- by messages ------------------------------------------------------------------------------------------------------
+# --- Messages ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_centers", [1, 2, 3])
@@ -96,7 +96,7 @@ def test_clients_of_two_kinds_end_around_two_centres(init, rounds):
 
 
 def test_an_example_by_hand():
-    """Centres 0 and 10: clients go to the nearest, and weigh by their examples; one centre is left without clients."""
+    """Centres 0 and 10: clients join the nearest centre and weigh by examples; one centre loses all clients."""
     rule = FeSEM(num_centers=2)
     rule.load_state_dict(
         {
@@ -110,9 +110,10 @@ def test_an_example_by_hand():
     assert [rule.broadcast(Request(client)).state["w"].item() for client in ("x", "y", "new")] == [0.0, 10.0, 2.0]
     rule.receive(ClientUpdate("x", 6, {"w": torch.tensor(6.0)}))
     rule.receive(ClientUpdate("new", 3, {"w": torch.tensor(9.0)}))
-    assert rule.aggregate()["w"].item() == pytest.approx((6 * 6 + 3 * 9) / 9)  # all are at the second now
+    # all clients are now at the second centre
+    assert rule.aggregate()["w"].item() == pytest.approx((6 * 6 + 3 * 9) / 9)
     assert [center["w"].item() for center in rule.centers] == [0.0, 7.0]
-    assert rule.assignments == {"x": 1, "y": 1, "new": 1}  # who was not there stays
+    assert rule.assignments == {"x": 1, "y": 1, "new": 1}  # an absent client keeps the assignment
     assert rule.sizes() == {1: 11}
     assert rule.metrics() == {"fesem/clients/0": 0, "fesem/clients/1": 3, "fesem/moved": 1}
 
@@ -134,7 +135,7 @@ def test_an_aggregate_is_the_mean_over_all_clients_that_were_ever_assigned():
 
 
 def test_what_is_compared():
-    """Statistics and counters never; the rest by name."""
+    """Never statistics or counters; other entries by name."""
     centers = [{"head.w": torch.tensor(0.0), "body.w": torch.tensor(9.0), "n.running_mean": torch.tensor(0.0)}]
     centers.append({"head.w": torch.tensor(5.0), "body.w": torch.tensor(0.0), "n.running_mean": torch.tensor(1e3)})
     update = {"head.w": torch.tensor(1.0), "body.w": torch.tensor(1.0), "n.running_mean": torch.tensor(0.0)}
@@ -193,7 +194,7 @@ def test_shards_merge_to_the_whole(init):
 
 
 def test_too_few_clients_for_the_centres(caplog):
-    """Federated averaging goes on until there are enough."""
+    """Plain averaging until enough clients have trained."""
     rule, rounds = FeSEM(3), [received(0, of=[0, 1]), received(1)]
     first, _ = run(rule, rounds)
     assert_same(average_reference([u.state for u in rounds[0]], [u.num_samples for u in rounds[0]]), first)
@@ -213,7 +214,7 @@ def test_random_first_centres_depend_on_the_seed():
 
 @pytest.mark.parametrize("init", ["k-means++", "random"])
 def test_its_state_is_tensors_and_primitives(init, tmp_path):
-    """After the first round, when clients may have no centre yet."""
+    """After round 0 some clients have no centre."""
     rule, again = FeSEM(2, init=init), FeSEM(2, init=init)
     run(rule, ROUNDS[:1])
     torch.save(rule.state_dict(), tmp_path / "state.pt")
@@ -243,7 +244,7 @@ def test_memory_does_not_grow_with_the_cohort(init):
         held[count] = rounds
     most = 3 * (4000 + 8000) + 4000 + 100
     assert max(*held[4][1:], *held[40][1:]) <= most
-    assert (held[40][0] > most) == (init == "k-means++")  # which needs all models of the first round
+    assert (held[40][0] > most) == (init == "k-means++")  # which needs all models from the first round
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_options_that_cannot_be(options, message):
         FeSEM(**options)
 
 
-# --- in fits ----------------------------------------------------------------------------------------------------------
+# --- Fits -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -270,7 +271,7 @@ def test_options_that_cannot_be(options, message):
     ),
 )
 def test_a_fit_against_a_plain_loop(num_centers, pattern, init, federated_trainer):
-    """Unequal clients, three of five in a round."""
+    """Unequal clients, three of five per round."""
     clients = models.vectors({"ann": 33, "bob": 20, "cid": 40, "dan": 7, "eve": 16})
     history = fesem_reference(
         models.mlp(), clients, cross_entropy, models.momentum, num_centers, rounds=4, cohort_size=3, seed=4, epochs=2,
@@ -296,7 +297,7 @@ def test_a_fit_against_a_plain_loop(num_centers, pattern, init, federated_traine
 
 @pytest.mark.parametrize("batch_norm", quick(["average", "recalibrate", "personal"], ["recalibrate", "personal"]))
 def test_one_centre_is_fedavg_in_a_fit(batch_norm, federated_trainer):
-    """Messages too, where BatchNorm's statistics are measured after the round."""
+    """Messages are equal too, also with recalibration after the round."""
     clients, runs = models.images({"ann": 12, "bob": 9, "cid": 15, "dan": 7}), []
     for aggregator in ("fedavg", FeSEM(1)):
         recorder, module = Recorder(), models.Module(models.cnn(), models.momentum)
@@ -314,7 +315,7 @@ def test_one_centre_is_fedavg_in_a_fit(batch_norm, federated_trainer):
 
 
 def opposed():
-    """Four clients, of which two have the labels of the others turned round."""
+    """Four clients; two have inverted labels."""
     generator = torch.Generator().manual_seed(1)
     rule = torch.randn(6, generator=generator)
     clients = {}
@@ -337,7 +338,7 @@ LONG = {"local_epochs": 3, "batch_size": 8}
 
 @pytest.mark.slow
 def test_clients_are_evaluated_with_their_own_centre(federated_trainer):
-    """Two models can serve all where no single one can; single clients' models are their centres."""
+    """Two models can serve all clients, one model cannot; a client's model is its centre."""
     single, _ = fit_opposed(federated_trainer, "fedavg", rounds=8, **LONG)
     trainer, _ = fit_opposed(federated_trainer, FeSEM(2), rounds=8, **LONG)
     federation = trainer.federation
@@ -354,7 +355,7 @@ def test_clients_are_evaluated_with_their_own_centre(federated_trainer):
 
 
 def test_centres_are_evaluated_on_the_validation_data(federated_trainer):
-    """The mean of the centres' metrics, weighted by the examples of their clients, in every round."""
+    """Mean of the centres' metrics weighted by their examples, in every round."""
     logger, history = MemoryLogger(), []
 
     class Look(Recorder):
@@ -378,7 +379,7 @@ def test_centres_are_evaluated_on_the_validation_data(federated_trainer):
         assert value == pytest.approx(total / 158, rel=1e-5)
     assert trainer.callback_metrics["fesem/val_loss"].item() == curve[-1][1]
     mean = average_reference([rule.centers[index] for index in rule.sizes()], list(rule.sizes().values()))
-    assert_same(mean, state_of(module))  # evaluation leaves the global model
+    assert_same(mean, state_of(module))  # evaluation does not change the global model
     assert sum(isinstance(callback, CenterEvaluation) for callback in trainer.callbacks) == 1
 
 
@@ -405,7 +406,7 @@ def test_centres_are_evaluated_where_lightning_validates(federated_trainer, capl
 
 
 class Stopping(EarlyStopping):
-    """Notes what it looks at."""
+    """Records the monitored values."""
 
     def __init__(self):
         super().__init__("fesem/val_loss", patience=100)
@@ -420,7 +421,7 @@ class Stopping(EarlyStopping):
 def test_callbacks_that_monitor_the_centres_see_this_validation(
     first, every, plain_trainer, federated_trainer, tmp_path
 ):
-    """Wherever they are among the callbacks."""
+    """For any order of callbacks."""
     logger, stopping = MemoryLogger(), Stopping()
     saving = ModelCheckpoint(tmp_path, "{epoch}", "fesem/val_loss", save_top_k=-1, save_on_train_epoch_end=False)
     options = {"logger": logger, "check_val_every_n_epoch": every, "enable_checkpointing": True}
@@ -444,7 +445,7 @@ def test_callbacks_that_monitor_the_centres_see_this_validation(
     quick(itertools.product(["validate", "test"], [True, False]), [("validate", True), ("test", False)]),
 )
 def test_centres_of_a_checkpoint_are_evaluated(stage, fresh, federated_trainer, tmp_path):
-    """On data of any kind, also with a Trainer that has not trained; the module keeps the global model."""
+    """For all kinds of data, also in an untrained Trainer; the module keeps the global model."""
     val = TensorDataset(torch.randn(30, 6), torch.arange(30) % 3)
     trainer, module = fit_opposed(federated_trainer, FeSEM(2), rounds=2)
     rule = trainer.federation.server.rule
@@ -467,7 +468,7 @@ def test_centres_of_a_checkpoint_are_evaluated(stage, fresh, federated_trainer, 
     assert trainer.callback_metrics[f"fesem/{name}"].item() == pytest.approx(expected, rel=1e-5)
     assert_same(state_of(module), torch.load(tmp_path / "two.ckpt", weights_only=True)["state_dict"])
     assert all(parameter.requires_grad for parameter in module.parameters())
-    cross_entropy(module.net, val.tensors).backward()  # no weight was made in inference mode
+    cross_entropy(module.net, val.tensors).backward()  # no weight was created in inference mode
 
 
 def test_nothing_is_evaluated_before_there_is_a_round(federated_trainer):
@@ -487,7 +488,7 @@ def test_bytes_are_those_of_one_model(federated_trainer):
 
 
 def test_statistics_of_batch_norm_are_measured_for_every_centre(federated_trainer):
-    """Each centre's are those of its own clients' data, through its own weights."""
+    """Each centre is measured with its weights on the assigned clients' data."""
     trainer, _ = fit_opposed(federated_trainer, FeSEM(2), rounds=3, net=models.norm_mlp, batch_norm="recalibrate")
     rule = trainer.federation.server.rule
     for index, center in enumerate(rule.centers):
@@ -502,7 +503,7 @@ def test_statistics_of_batch_norm_are_measured_for_every_centre(federated_traine
 
 @pytest.mark.slow
 def test_a_broken_off_run_ends_like_a_whole_one(federated_trainer, tmp_path):
-    """Inside a round, and after a checkpoint between rounds; centres, assignments and the log."""
+    """During a round, and after a checkpoint between rounds; compares centres, assignments and logs."""
 
     class Break(Recorder):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
@@ -521,7 +522,7 @@ def test_a_broken_off_run_ends_like_a_whole_one(federated_trainer, tmp_path):
     clients = models.as_datasets(opposed())
     again = models.Module(models.mlp(), models.momentum)
     trainer = federated_trainer(max_rounds=6, local_epochs=3, method=FeSEM(2), seed=0, **options(loggers[1]))
-    torch.load(broken, weights_only=True)  # tensors and primitives only
+    torch.load(broken, weights_only=True)  # only tensors and primitives
     data = FederatedDataModule(clients, val=clients, batch_size=8)
     trainer.fit(again, datamodule=data, ckpt_path=broken)
     assert_same(state_of(module), state_of(again))
@@ -535,14 +536,14 @@ def test_a_broken_off_run_ends_like_a_whole_one(federated_trainer, tmp_path):
 
 
 def test_a_fit_that_breaks_after_the_aggregation_takes_the_centres_back(federated_trainer):
-    """While statistics are measured the round is not over: who resumes trains it again."""
+    """The round is not over during recalibration, so a resumed fit trains the round again."""
 
     class Gone(BaseException):
         pass
 
     class Breaks(models.Module):
         def training_step(self, batch, batch_idx):
-            if len(seen) == 2 and not self.net[3].training:  # dropout: not the training pass
+            if len(seen) == 2 and not self.net[3].training:  # dropout is off: not the training pass
                 assert rule.assignments != seen[-1][1] or rule.centers[0] is not seen[-1][0][0]
                 raise Gone
             return super().training_step(batch, batch_idx)
@@ -573,7 +574,7 @@ def test_a_second_fit_starts_anew(federated_trainer):
 
 
 def test_failed_rounds_leave_the_centres(federated_trainer):
-    """All clients send nonsense in one round."""
+    """In one round all clients send invalid updates."""
 
     class Nonsense(Recorder):
         def on_client_end(self, trainer, module, client, update):

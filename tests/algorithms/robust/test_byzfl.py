@@ -1,7 +1,7 @@
-"""The robust rules against those of byzfl 0.0.11, where it is installed (``pip install lightning-fed[oracles]``).
+"""The robust rules against byzfl 0.0.11, if installed (``pip install lightning-fed[oracles]``).
 
-Where its definitions are others, the arguments say so: its Krum sums ``n - f - 1`` distances, which is ours for one
-malicious client less, and its geometric median makes three iterations from 0 unless it is told to make more.
+The arguments translate different definitions: byzfl's Krum sums ``n - f - 1`` distances, as ours does with one
+malicious client fewer, and byzfl's geometric median defaults to three iterations from 0.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""The robust rules against plain implementations, their laws, and what becomes of entries that are no steps."""
+"""Robust rules against plain implementations, laws, and entries other than parameters."""
 
 import copy
 import itertools
@@ -57,7 +57,7 @@ from tests.references_robust import (
     trimmed_mean_reference,
 )
 
-# The fit here only trains, with a module that could validate.
+# The fit only trains, but the module defines a validation step.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 SHAPES = {"conv.weight": (2, 3, 2), "conv.bias": (2,), "scale": ()}
@@ -66,7 +66,7 @@ TRUSTED = "server"
 
 
 def split(row):
-    """A vector as entries of a model."""
+    """Model entries from a vector."""
     sizes = [int(np.prod(shape)) for shape in SHAPES.values()]
     parts = torch.split(torch.as_tensor(row), sizes)
     return {name: part.reshape(shape).clone() for (name, shape), part in zip(SHAPES.items(), parts, strict=True)}
@@ -84,12 +84,12 @@ def matrix(size, seed=0, outliers=0):
 
 
 def in_order(size):
-    """Names of clients in the order in which the rules take them."""
+    """Client names in the rules' order."""
     return sorted([f"c{number}" for number in range(size)], key=client_key)
 
 
 def chain_of(rule, steps=()):
-    """The chain of a rule or method, with steps outside of the method's own; or a chain as it is."""
+    """Chain for a rule or method, with additional steps; an existing chain is returned."""
     if isinstance(rule, Chain):
         return rule
     method = build_method(rule)
@@ -97,13 +97,13 @@ def chain_of(rule, steps=()):
 
 
 def mixtures(before, f):
-    """Steps of the mixtures, of which the first to be applied is the outermost."""
+    """Mixture steps; the first applied is the outermost."""
     kinds = {"nnm": NearestNeighborMixing, "arc": AdaptiveClipping}
     return [kinds[name](f) for name in reversed(before)]
 
 
 def aggregated(rule, rows, start=None, round=0, trusted=None, clients=None, steps=()):
-    """The step that a rule makes of the clients' steps, in float64."""
+    """Aggregated step in float64."""
     start = np.zeros(WIDTH) if start is None else start
     clients = in_order(len(rows)) if clients is None else clients
     chain = chain_of(rule, steps)
@@ -134,7 +134,7 @@ RULES = {
     "norm clipping": (lambda f: NormClipping(3.0), lambda rows, f: norm_clipping_reference(rows, 3.0)),
     "norm clipping, any scale": (lambda f: NormClipping(), lambda rows, f: norm_clipping_reference(rows, None)),
 }
-# The sums of inner products that distances are made of, in float64, with steps of up to 50 in 15 coordinates.
+# Distances come from sums of inner products in float64, with steps up to 50 in 15 coordinates.
 CLOSE = {"rtol": 1e-7, "atol": 1e-7}
 
 
@@ -156,7 +156,7 @@ def test_against_a_plain_implementation(name, size, f, outliers):
 @pytest.mark.parametrize("size", [2, 5])
 def test_fltrust_against_a_plain_implementation(size):
     rows, trusted = matrix(size, 1), matrix(1, 2)[0]
-    rows[0] = -trusted  # of which nothing counts
+    rows[0] = -trusted  # without any weight
     result = aggregated(FLTrust(TRUSTED), rows, trusted=trusted)
     np.testing.assert_allclose(result, fltrust_reference(rows, trusted), **CLOSE)
     for nobody in (np.zeros((1, WIDTH)), -trusted[None]):
@@ -192,7 +192,7 @@ def test_by_default_a_mixture_expects_fewer_than_half_to_be_malicious():
 
 @pytest.mark.parametrize(("size", "bucket_size"), [(9, 3), (10, 3), (7, 1)])
 def test_bucketing(size, bucket_size):
-    """Groups are drawn from (seed, round): another round has others."""
+    """Groups are drawn from (seed, round), so rounds differ."""
     rows, results = matrix(size), []
     for seed, round in ((0, 0), (0, 1), (5, 0)):
         order = np.random.default_rng(np.random.SeedSequence([seed, round])).permutation(size)
@@ -216,7 +216,7 @@ def test_centered_clipping_begins_where_the_last_round_ended():
         rule = again
 
 
-# --- laws -------------------------------------------------------------------------------------------------------------
+# --- Laws -------------------------------------------------------------------------------------------------------------
 
 LAWS = {name: make for name, (make, _) in RULES.items()} | {
     "nnm, then bulyan": lambda f: Method(Bulyan(f), steps=[NearestNeighborMixing(f)]),
@@ -227,7 +227,7 @@ LAWS = {name: make for name, (make, _) in RULES.items()} | {
 
 @pytest.mark.parametrize("name", LAWS)
 def test_the_order_in_which_updates_come_does_not_matter(name):
-    """To the last bit: who is whom is what counts. Averaging behind a fixed bound keeps no update: to rounding."""
+    """Bit for bit. Averaging behind a fixed bound stores no update: equal to rounding."""
     rows, clients = matrix(11, 0, 2), in_order(11)
     expected = aggregated(LAWS[name](2), rows, clients=clients)
     for seed in range(3):
@@ -241,7 +241,7 @@ def test_the_order_in_which_updates_come_does_not_matter(name):
 
 @pytest.mark.parametrize("name", LAWS)
 def test_which_client_has_which_update_does_not_matter(name):
-    if name == "bucketing":  # whose groups are of clients
+    if name == "bucketing":  # groups depend on the clients
         return
     rows = matrix(11, 0, 2)
     expected = aggregated(LAWS[name](2), rows)
@@ -250,7 +250,7 @@ def test_which_client_has_which_update_does_not_matter(name):
         np.testing.assert_allclose(result, expected, **CLOSE)
 
 
-OF_LENGTHS = ("clipping", "arc")  # which know where the global model is
+OF_LENGTHS = ("clipping", "arc")  # rules that depend on the global model
 
 
 @pytest.mark.parametrize("name", [name for name in LAWS if not any(word in name for word in OF_LENGTHS)])
@@ -273,14 +273,14 @@ def test_without_malicious_clients_it_is_the_mean(rule, before, size):
 @pytest.mark.parametrize("before", [[], ["nnm"], ["arc"], ["arc", "nnm"]])
 @pytest.mark.parametrize("rule", [Median, TrimmedMean])
 def test_the_result_is_inside_the_range_of_the_honest(rule, before, value):
-    """Of their steps, and after clipping of the model itself, too; whatever the malicious send."""
+    """For any malicious steps, and after clipping too."""
     rows = matrix(9)
     rows[:4] = value * np.sign(matrix(4, 7))
     result = aggregated(rule(4), rows, steps=mixtures(before, 4))
     low, high = rows[4:].min(0), rows[4:].max(0)
     if before == []:
         assert ((low <= result) & (result <= high)).all()
-    else:  # a mixture of an honest client has malicious neighbours, which are as near as honest ones
+    else:  # malicious neighbours in the mixture of an honest client are as near as honest neighbours
         assert np.linalg.norm(result) < 10 * np.linalg.norm(rows[4:], axis=1).max()
 
 
@@ -294,19 +294,19 @@ def test_huge_updates_do_not_carry_the_result_away(name, value):
 
 
 def test_a_step_is_its_own_nearest():
-    """Also where a distance is lost to rounding."""
+    """Even if rounding hides a distance."""
     rows = torch.tensor([[1e9], [1e9 + 1e-3], [1e9 - 1e-3]]).double()
     assert torch.equal(nearest_neighbor_mixing(rows @ rows.T, 2), torch.eye(3).double())
 
 
 def test_few_iterations_where_a_client_is_far_away():
-    """From the mean, which it has carried off, each iteration would come back by a half."""
+    """The far client shifts the mean, and each iteration would only undo half of the shift."""
     rows = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1e30, 1e30]]).double()
     center = geometric_median_weights(rows @ rows.T, max_iterations=20) @ rows
     torch.testing.assert_close(center, geometric_median_weights(rows @ rows.T) @ rows, rtol=1e-3, atol=1e-3)
 
 
-# --- entries that are no steps ----------------------------------------------------------------------------------------
+# --- Entries other than parameters ------------------------------------------------------------------------------------
 
 
 def net_state(seed, dtype=torch.float32):
@@ -361,7 +361,7 @@ def test_identical_clients_are_one_of_them(name, dtype):
     chain.start(RoundInfo(0), net_state(0, dtype))
     for client in range(7):
         chain.receive(ClientUpdate(client, 1 + client, net_state(3, dtype)), net_state(0, dtype))
-    clipped = name.endswith("clipping")  # from where the model was, by a factor that rounds
+    clipped = name.endswith("clipping")  # scales the distance from the model, with rounding
     for key, value in chain.aggregate().items():
         expected = net_state(3, dtype)[key]
         assert value.dtype == expected.dtype
@@ -380,7 +380,7 @@ def test_numbers_of_examples_do_not_matter():
     assert (of([1] * 6) == of([10**15, 1, 2, 3, 4, 5])).all()
 
 
-# --- what a round needs -----------------------------------------------------------------------------------------------
+# --- Requirements of a round ------------------------------------------------------------------------------------------
 
 
 def finished(rule, rows, start=None, clients=None, steps=()):
@@ -406,7 +406,7 @@ def finished(rule, rows, start=None, clients=None, steps=()):
     ],
 )
 def test_too_few_updates(rule, size, needed, caplog):
-    """The model stays as it was, and so does what the rule remembers."""
+    """The model and the rule's state do not change."""
     state, report = finished(rule, matrix(size))
     assert state is None
     assert len(report.failed) == size
@@ -427,7 +427,7 @@ MAKES = [Krum, MultiKrum, TrimmedMean, Median, lambda f: FedAvgM(aggregator=Krum
     ),
 )
 def test_a_client_whose_update_is_refused_is_one_of_the_malicious(make, value, before):
-    """Ten clients of which three may be malicious, and two send what no rule can use: one is left among eight."""
+    """Ten clients with up to three malicious, two of them unusable: up to one malicious among eight."""
     rows = matrix(10)
     rows[3], rows[7] = value, value
     state, report = finished(make(3), rows, steps=mixtures(before, 3))
@@ -441,7 +441,7 @@ def test_a_client_whose_update_is_refused_is_one_of_the_malicious(make, value, b
 
 
 def aggregated_as_by_a_server(chain, info):
-    """The new state, and how many were left out on the way to it."""
+    """New state, and number of excluded clients."""
     while True:
         try:
             return chain.aggregate(), len(info.refused)
@@ -451,7 +451,7 @@ def aggregated_as_by_a_server(chain, info):
 
 @pytest.mark.parametrize("before", [[], ["nnm"]])
 def test_what_was_refused_in_one_round_says_nothing_of_the_next(before):
-    """Two of ten steps are too long to be compared: then all ten are there again, of which three may be malicious."""
+    """Two of ten steps are too long to compare; the next round again has ten clients with up to three malicious."""
     chain, start = chain_of(TrimmedMean(3), mixtures(before, 3)), split(np.zeros(WIDTH))
     too_long = matrix(10)
     too_long[[3, 7]] = 1e200
@@ -487,7 +487,7 @@ def test_a_client_that_does_not_answer_may_be_honest(caplog):
 def test_too_few_groups(caplog):
     state, report = finished(Krum(1), matrix(10), steps=[Bucketing(3)])
     assert state is None
-    assert report.failed.keys() == set(in_order(10))  # not one of a group alone
+    assert report.failed.keys() == set(in_order(10))  # not only the clients in one group
     assert "Krum with num_malicious=1 needs 5 good updates, and the round has 4 of them" in caplog.text
     assert finished(Krum(), matrix(10), steps=[Bucketing(3)])[0] is not None
 
@@ -498,7 +498,7 @@ def test_nobody_to_trust(caplog):
 
 
 def test_a_step_that_cannot_be_compared_leaves_its_client_out():
-    """The server refuses it before the rule does."""
+    """The server refuses the step before the rule does."""
     rows = matrix(6)
     rows[0] = 1e200
     clients = in_order(6)
@@ -523,7 +523,7 @@ def test_by_default_as_many_as_the_rule_stands():
         np.testing.assert_allclose(aggregated(rule(), rows[:1]), rows[0], **CLOSE)
 
 
-# --- who was left out -------------------------------------------------------------------------------------------------
+# --- Excluded clients -------------------------------------------------------------------------------------------------
 
 
 def test_who_did_not_count_is_logged():
@@ -557,7 +557,7 @@ def test_shares_by_coordinate():
 
 
 def shares_reference(chosen, mixing):
-    """Shares of the clients in one row of a mixture, and what is left out of each."""
+    """One row of a mixture, as excluded shares."""
     shares = mixing[chosen]
     return 1 - shares / shares.max()
 
@@ -568,7 +568,7 @@ def excluded(rule, size):
 
 @pytest.mark.parametrize("before", [["nnm"], ["arc"], ["arc", "nnm"], ["nnm", "nnm"]])
 def test_shares_after_mixtures(before):
-    """Krum takes one row: a client counts with what of its step is in it."""
+    """Krum selects one row: a client counts by the share of the step in this row."""
     rows, rule, references = matrix(9, 3, 2), Krum(2), {"nnm": nnm_reference, "arc": arc_reference}
     aggregated(rule, rows, steps=mixtures(before, 2))
     mixed, mixing = rows, np.eye(9)
@@ -593,7 +593,7 @@ def test_a_groups_share_goes_to_its_members(size, bucket_size):
     assert excluded(rule, size).tolist() == [float(client not in members) for client in range(size)]
     rule = TrimmedMean(0)
     aggregated(rule, rows, steps=[Bucketing(bucket_size)])
-    alone = [order[-1]] if size % bucket_size else range(size)  # a group of one counts as much as one of three
+    alone = [order[-1]] if size % bucket_size else range(size)  # a group of one counts as much as a group of three
     np.testing.assert_allclose(
         excluded(rule, size), [0.0 if client in alone else 2 / 3 for client in range(size)], atol=1e-12
     )
@@ -605,7 +605,7 @@ def test_many_clients_are_not_named():
     assert list(rule.metrics()) == ["fed/excluded"]
 
 
-# --- with other parts -------------------------------------------------------------------------------------------------
+# --- Combinations -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", [Krum, TrimmedMean, lambda f: CenteredClipping(2.0), lambda f: NormClipping(2.0)])
@@ -624,7 +624,7 @@ def test_after_it_an_optimizer_of_the_server(rule):
 
 
 def test_fltrust_in_a_fit(federated_trainer):
-    """The trusted client is in every round, and every round is what its messages make it."""
+    """The trusted client joins every round, and the messages define the result."""
     recorder = Recorder()
     trainer = federated_trainer(
         max_rounds=4, method=FLTrust("bob"), clients_per_round=2, local_epochs=2, seed=2,
@@ -644,7 +644,7 @@ def test_fltrust_in_a_fit(federated_trainer):
         trusted = steps.pop("bob")
         expected = fltrust_reference(np.array(list(steps.values())), trusted)
         moved = np.concatenate([(aggregate[name] - start[name]).double().flatten() for name in start])
-        np.testing.assert_allclose(moved, expected, atol=1e-6)  # of float32 entries
+        np.testing.assert_allclose(moved, expected, atol=1e-6)  # float32 entries
     assert sizes == {2, 3}
 
 
@@ -694,7 +694,7 @@ def test_rules_whose_steps_cannot_be_mixed(step):
 
 
 def test_a_group_counts_for_its_members_examples():
-    """Where a rule goes by them; each member's step counts the same inside its group."""
+    """For rules that weigh by examples; steps within a group weigh equally."""
     rows = matrix(5)
     chain, start = chain_of(FedAvg(), [Bucketing(2)]), split(np.zeros(WIDTH))
     chain.start(RoundInfo(0), start)
@@ -707,7 +707,7 @@ def test_a_group_counts_for_its_members_examples():
 
 
 def test_entries_that_are_no_steps_pass_a_mixture():
-    """They are the client's, or of a group the mean of its statistics and the value of most."""
+    """Client entries are kept; a group gets the mean statistics and the most frequent value."""
     states, start = [net_state(seed) for seed in range(1, 8)], net_state(0)
 
     def aggregate(*steps):
@@ -737,7 +737,7 @@ def test_entries_that_are_no_steps_pass_a_mixture():
 
 
 def test_a_long_step_of_small_floats_is_shortened():
-    """The difference of the largest numbers of float16 is none of them."""
+    """The difference of the largest float16 numbers overflows float16."""
     start = {"w": torch.tensor([-6e4, 1.0], dtype=torch.float16)}
     chain = chain_of(NormClipping(1.0))
     chain.start(RoundInfo(0), start)

@@ -1,4 +1,4 @@
-"""BatchNorm's statistics that clients measure with the new model, of which some may be lies."""
+"""BatchNorm statistics measured by clients with the new model, some of them false."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ LIAR = "dee"
 
 
 def report(data):
-    """What a client reports of the inputs of a layer, shape (positions, channels)."""
+    """Reported statistics for layer inputs of shape (positions, channels)."""
     return {
         "batch_norm:0:mean": torch.tensor(data.mean(0)).float(),
         "batch_norm:0:var": torch.tensor(data.var(0)).float(),
@@ -28,7 +28,7 @@ def report(data):
 
 
 def lie(kind, number):
-    """Statistics that pass the checks of one client's message."""
+    """False statistics that pass the checks on a single message."""
     value = {"huge": 1e17, "far": 50.0 * (-1) ** number, "small": 0.0}[kind]
     return {
         "batch_norm:0:mean": torch.full((3,), value),
@@ -70,7 +70,7 @@ def test_what_liars_report_stays_inside_the_honest_clients_range(kind, num_malic
 
 
 def test_without_liars_in_equal_parts_it_is_the_statistics_of_all_data():
-    """Where values are symmetric about their median, so that leaving out the outer ones changes nothing."""
+    """Values are symmetric about the median, so trimming does not change the mean."""
     generator = np.random.default_rng(0)
     base = generator.normal(size=(40, 3))
     base -= base.mean(0)
@@ -92,7 +92,7 @@ RULES = {
 @pytest.mark.parametrize("mode", ["recalibrate", "local"])
 @pytest.mark.parametrize("name", [*RULES, "fedavg"])
 def test_one_liar_in_a_fit(name, mode, federated_trainer, monkeypatch):
-    """The model's statistics are pooled without its own; with FedAvg they are its own."""
+    """The pooled statistics exclude the false report; with FedAvg the false report dominates."""
     measured = {}
     measure = batch_norm.client_statistics
 
