@@ -27,7 +27,7 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, diges
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.row_sums import is_increasing
 from lightning_fed.numerics.seeds import client_key, derive_seed
-from lightning_fed.rule import Aggregator, ClusteredAggregator, ResizingAggregator, RoundInfo
+from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.steps.bounds import refuse_rule
 from lightning_fed.steps.update_step import UpdateStep
 
@@ -50,7 +50,7 @@ class Compression(UpdateStep, ABC):
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses client-specific shapes, and steps that need exact values on the wire."""
-        refuse_rule(self, rule, ResizingAggregator)
+        refuse_rule(self, rule, "resizes")
         exact = next((step for step in steps if step.reveals != "update"), None)
         if exact is not None:
             raise OptionError(
@@ -287,8 +287,8 @@ class Downlink(UpdateStep):
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules without a single shared model, and later steps that change the model."""
-        refuse_rule(self, rule, ResizingAggregator)
-        refuse_rule(self, rule, ClusteredAggregator)
+        refuse_rule(self, rule, "resizes")
+        refuse_rule(self, rule, "has_clusters")
         for step in steps[[step is self for step in steps].index(True) + 1 :]:
             if type(step).on_aggregate is not UpdateStep.on_aggregate:
                 raise OptionError(f"Expected `Downlink` after `{type(step).__name__}`, which changes the new model.")

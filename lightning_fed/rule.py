@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -60,7 +60,54 @@ class RoundPlan:
     always: Sequence[Client] = ()
 
 
-class Aggregator(ABC):
+class RuleCapabilities:
+    """Optional parts of a rule: features read the declarations here, and a rule overrides the declarations it changes.
+
+    Attributes:
+        accepts_rows: An update may contain a few rows of an entry (:attr:`ClientUpdate.rows`). Such a rule implements
+            :meth:`held_rows`.
+        resizes: Shapes of entries change from client to client or from round to round. Such a rule implements
+            :meth:`expected`.
+        has_clusters: The rule keeps several models. Such a rule implements :meth:`model_of`.
+
+    """
+
+    accepts_rows: ClassVar[bool] = False
+    resizes: ClassVar[bool] = False
+    has_clusters: ClassVar[bool] = False
+
+    def held_rows(self) -> Mapping[str, Tensor]:
+        """Rows held by clients in the aggregated round, by entry: int64, shape ``(rows,)``.
+
+        An entry is missing if one client held the whole entry.
+        """
+        return {}
+
+    def plan(self, round: int) -> RoundPlan:
+        """Plans the clients of a round, before the server draws the cohort."""
+        return RoundPlan()
+
+    def expected(self, broadcast: Broadcast) -> State:
+        """Form of the answer to a message: names, shapes and dtypes; values do not matter."""
+        return broadcast.state
+
+    def model_of(self, client: Client) -> State | None:
+        """Shared entries of the client's model; ``None`` for the global model.
+
+        Clients with the same model get the same object. The server writes BatchNorm statistics into the tensors after a
+        round.
+        """
+        return None
+
+    def tolerated(self, count: int) -> int:
+        """Number of clients among ``count`` that may send arbitrary updates.
+
+        Pooled BatchNorm statistics exclude as many reports.
+        """
+        return 0
+
+
+class Aggregator(RuleCapabilities, ABC):
     """The server's part of a method: makes the broadcasts, receives the updates, makes the new global state.
 
     Between :meth:`start` and :meth:`aggregate` it is a monoid: updates stream in, in any order, and the part that
@@ -133,56 +180,5 @@ class Aggregator(ABC):
         """
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional, as `state_dict` is
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned."""
-
-
-class RowAggregator(Aggregator):
-    """A rule for updates of which some entries may be a few rows only (:attr:`ClientUpdate.rows`)."""
-
-    @abstractmethod
-    def held_rows(self) -> Mapping[str, Tensor]:
-        """Rows held by clients in the aggregated round, by entry: int64, shape ``(rows,)``.
-
-        An entry is missing if one client held the whole entry.
-        """
-
-
-class PlanningAggregator(Aggregator):
-    """A rule that has a say in which clients train, and for how long."""
-
-    @abstractmethod
-    def plan(self, round: int) -> RoundPlan:
-        """The rule's wishes for a round, before its cohort is drawn."""
-
-
-class ResizingAggregator(Aggregator):
-    """A rule under which shapes of entries change, from client to client or from round to round."""
-
-    @abstractmethod
-    def expected(self, broadcast: Broadcast) -> State:
-        """Form of the answer to a message: names, shapes and dtypes; values do not matter."""
-
-
-class ClusteredAggregator(Aggregator):
-    """A rule that keeps several models."""
-
-    @abstractmethod
-    def model_of(self, client: Client) -> State | None:
-        """The shared entries of the model that serves ``client``; ``None`` where that is the global one.
-
-        Clients that share a model get the same object. Statistics of BatchNorm are written into it after a round.
-        """
-
-
-def model_of(rule: Aggregator, client: Client) -> State | None:
-    """The shared entries of the model that serves a client; ``None`` where that is the global one."""
-    return rule.model_of(client) if isinstance(rule, ClusteredAggregator) else None
-
-
-class TolerantAggregator(Aggregator):
-    """A rule under which some clients may send anything."""
-
-    @abstractmethod
-    def tolerated(self, count: int) -> int:
-        """Number of such clients among ``count``; measured statistics of BatchNorm are pooled without as many."""

@@ -18,7 +18,7 @@ from lightning_fed.data.visit_costs import VisitCosts, balance_loads
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.method import Method
 from lightning_fed.process_group import ProcessGroup, pack, unpack
-from lightning_fed.rule import Aggregator, ResizingAggregator, RoundInfo
+from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.server.schedule import Schedule, Visit
 from lightning_fed.server.server import RoundReport
 from lightning_fed.steps import MaxMedianNorm
@@ -90,11 +90,7 @@ def updates(round):
 
 
 RULES = {
-    **{
-        name: rule
-        for name, rule in METHODS.items()
-        if issubclass(rule, Aggregator) and not issubclass(rule, ResizingAggregator)
-    },
+    **{name: rule for name, rule in METHODS.items() if issubclass(rule, Aggregator) and not rule.resizes},
     "fltrust": lambda: FLTrust(trusted="c1"),
     "krum, mixed": lambda: Method(Krum(), steps=[Bucketing(), NearestNeighborMixing(), AdaptiveClipping()]),
     "fesem, random": lambda: FeSEM(num_centers=2, init="random"),

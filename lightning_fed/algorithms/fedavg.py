@@ -10,12 +10,11 @@ from torch import Tensor
 
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.method import register
-from lightning_fed.rule import RowAggregator
 from lightning_fed.server.averaging import AveragingAggregator
 
 
 @register
-class FedAvg(AveragingAggregator, RowAggregator):
+class FedAvg(AveragingAggregator):
     r"""The average of the clients' models, weighted by their numbers of examples.
 
     .. math:: w_{t+1} = \sum_k \frac{n_k}{\sum_j n_j} w_k
@@ -46,6 +45,8 @@ class FedAvg(AveragingAggregator, RowAggregator):
         McMahan et al., AISTATS 2017, Algorithm 1.
 
     """
+
+    accepts_rows = True
 
     def weight(self, update: ClientUpdate) -> float:
         """The client's number of examples."""

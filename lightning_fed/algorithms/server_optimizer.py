@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_fed.messages import State
 from lightning_fed.numerics.chunks import chunk_steps
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.rule import Aggregator, ClusteredAggregator, ResizingAggregator, RowAggregator
+from lightning_fed.rule import Aggregator
 from lightning_fed.steps.bounds import refuse_rule, trained_entries
 from lightning_fed.steps.update_step import UpdateStep
 
@@ -78,14 +78,13 @@ class ServerOptimizer(UpdateStep):
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules that do not make one model of the same shapes in every round."""
-        refuse_rule(self, rule, ClusteredAggregator, ResizingAggregator)
+        refuse_rule(self, rule, "has_clusters", "resizes")
         self._rule = rule
 
     def on_aggregate(self, new: State, start: State) -> State:
         """The step."""
         memory: dict[str, dict[str, Any]] = {}
-        rule = self._rule if self.lazy_rows else None
-        held_rows = rule.held_rows() if isinstance(rule, RowAggregator) else {}
+        held_rows = self._rule.held_rows() if self._rule is not None and self.lazy_rows else {}
         for name in trained_entries(self.info, start):
             old = start[name]
             held = None

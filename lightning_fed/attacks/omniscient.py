@@ -16,7 +16,7 @@ from lightning_fed.attacks.attack import AttackStep, attacked_entries
 from lightning_fed.messages import Client, State
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.seeds import client_key
-from lightning_fed.rule import Aggregator, ClusteredAggregator, PlanningAggregator, ResizingAggregator, RoundInfo
+from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.steps.bounds import refuse_rows, refuse_rule
 from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
@@ -94,8 +94,8 @@ class OmniscientAttack(AttackStep, CollectingStep):
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules whose clients' steps are not from one global model."""
-        refuse_rule(self, rule, ClusteredAggregator, ResizingAggregator)
-        self._trusted = frozenset(rule.plan(0).always) if isinstance(rule, PlanningAggregator) else frozenset[Client]()
+        refuse_rule(self, rule, "has_clusters", "resizes")
+        self._trusted = frozenset(rule.plan(0).always)
 
     def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round; refuses entries of which the clients hold different rows."""

@@ -22,7 +22,6 @@ from lightning_fed.callbacks.federation import federation_of
 from lightning_fed.compare.central import central_trainer
 from lightning_fed.compare.method_options import MethodChoice
 from lightning_fed.recipe import FederatedCLI
-from lightning_fed.rule import ClusteredAggregator
 
 CHECKPOINT = "last.ckpt"
 """File name of a run's checkpoint after the last complete round."""
@@ -133,9 +132,7 @@ def train(
     last = folder / CHECKPOINT
     trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=last if last.exists() else None)
     has_own_models = federation is not None and (
-        federation.has_personal_entries
-        or federation.has_own_statistics
-        or isinstance(federation.server.rule, ClusteredAggregator)
+        federation.has_personal_entries or federation.has_own_statistics or federation.server.rule.has_clusters
     )
     return {
         "method": run.method.label,

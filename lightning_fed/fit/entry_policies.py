@@ -22,7 +22,7 @@ from lightning_fed.model.entries import (
     live_entries,
     parameter_entries,
 )
-from lightning_fed.rule import Aggregator, RowAggregator
+from lightning_fed.rule import Aggregator
 
 _log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ def check_sliced(
     sliced = [name for name, policy in policies.items() if policy == "sliced"]
     if not sliced:
         return
-    if not isinstance(rule, RowAggregator):
+    if not rule.accepts_rows:
         raise MisconfigurationException(
             f"Clients hold some rows of {sliced} only, and {type(rule).__name__} needs whole entries: use"
             " 'fedavg', for instance."

@@ -20,7 +20,6 @@ from lightning_fed.lightning.internals import IgnoredWarning
 from lightning_fed.lightning.trainer_progress import RoundProgress
 from lightning_fed.messages import Broadcast, Client, State
 from lightning_fed.model.entries import Policy, batch_norm_statistics, copy_state, live_entries
-from lightning_fed.rule import PlanningAggregator, RoundPlan
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Schedule, Visit
 
@@ -343,8 +342,7 @@ class FederatedFit:
 
     def draw_cohort(self, round: int) -> Cohort:
         """Draws the clients of a round, as the schedule and the rule have it."""
-        rule = self.server.rule
-        plan = rule.plan(round) if isinstance(rule, PlanningAggregator) else RoundPlan()
+        plan = self.server.rule.plan(round)
         draw = plan.drawn, plan.always
         cohort = self.schedule.cohort(round, self.population.clients, *draw)
         if plan.present is None:

@@ -38,7 +38,7 @@ from lightning_fed.model.batch_norm import find_bad_statistics, limit_counts, re
 from lightning_fed.model.batch_norm import pool_statistics as pool_statistics
 from lightning_fed.model.batches import BatchKey, find_inputs
 from lightning_fed.model.entries import BatchNorm, find_implausible, is_running_statistic
-from lightning_fed.rule import Aggregator, ResizingAggregator, TolerantAggregator, model_of
+from lightning_fed.rule import Aggregator
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Visit
 
@@ -160,8 +160,8 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
     also gives the client's own statistics.
 
     Layers in evaluation mode (a frozen backbone's) keep their statistics; if no client can measure, the averages
-    stay. Values that a robust rule would trim do not count (:class:`~lightning_fed.rule.TolerantAggregator`). A model
-    of a :class:`~lightning_fed.rule.ClusteredAggregator` is measured by its clients.
+    stay. Values that a robust rule would trim do not count (:meth:`Aggregator.tolerated
+    <lightning_fed.rule.RuleCapabilities.tolerated>`). The clients of a cluster measure the cluster's model.
 
     Args:
         fit: The fit, in a round; its module holds the new global model.
@@ -180,7 +180,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
     state = local.global_state()
 
     def send(visit: Visit) -> Broadcast:
-        served_state = model_of(server.rule, visit.client)
+        served_state = server.rule.model_of(visit.client)
         broadcast = Broadcast(visit.round, state if served_state is None else served_state)
         server.sent(visit.client, broadcast)
         return broadcast
@@ -205,7 +205,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
     if fault is None and fit.has_measured_statistics and fit.measure_remotely is None:
         reports = dict(measured)
         for client in (visit.client for visit in visits):
-            served_state = model_of(server.rule, client)
+            served_state = server.rule.model_of(client)
             statistics = own_statistics(reports.get(client, {}))  # empty if the client cannot measure
             local.keep_statistics(
                 client, server.report.round, statistics, state if served_state is None else served_state
@@ -254,13 +254,9 @@ def _group_by_model(
     """Models of clusters with the reports of their clients; first the global model (``None``) if a client has none."""
     groups: dict[int, tuple[State | None, list[State]]] = {}
     for client, report in measured:
-        model = model_of(rule, client)
+        model = rule.model_of(client)
         groups.setdefault(id(model), (model, []))[1].append(report)
     return sorted(groups.values(), key=lambda group: group[0] is not None)
-
-
-def _tolerated(rule: Aggregator, reports: Sequence[State]) -> int:
-    return rule.tolerated(len(reports)) if isinstance(rule, TolerantAggregator) else 0
 
 
 def _find_shift(
@@ -269,7 +265,7 @@ def _find_shift(
     """The layer with the largest shift between clients with the same model, and the shift."""
     groups = [reports for _, reports in _group_by_model(rule, measured)]
     by_layer = {
-        name: [shift_between(reports, name, _tolerated(rule, reports)) for reports in groups] for name in layers
+        name: [shift_between(reports, name, rule.tolerated(len(reports))) for reports in groups] for name in layers
     }
     shifts = {name: max(known) for name, found in by_layer.items() if (known := [x for x in found if x is not None])}
     largest = max(shifts, key=lambda name: shifts[name], default="")
@@ -283,7 +279,7 @@ def _record_shift(
     rule = fit.server.rule
     largest, shift = _find_shift(rule, measured, layers)
     if fit.batch_norm == "auto" and not fit.decision:
-        if shift is None and not isinstance(rule, ResizingAggregator):  # reports of other widths do not compare
+        if shift is None and not rule.resizes:  # reports of other widths do not compare
             measured = fit.collect_reports(measured)
             largest, shift = _find_shift(rule, measured, layers)
         decide_statistics(fit, largest, shift, len(measured))
@@ -609,7 +605,7 @@ def _write_statistics(
     rule: Aggregator,
 ) -> None:
     for name in layers:
-        pooled = pool_statistics(reports, name, _tolerated(rule, reports))
+        pooled = pool_statistics(reports, name, rule.tolerated(len(reports)))
         prefix = f"{name}." if name else ""
         if pooled is not None and f"{prefix}running_mean" in shared:
             entries[f"{prefix}running_mean"].copy_(pooled[0])

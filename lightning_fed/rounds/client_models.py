@@ -24,7 +24,6 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.rounds.batch_norm import load_own_model
 from lightning_fed.rounds.remote import RemoteSide
-from lightning_fed.rule import ResizingAggregator, model_of
 from lightning_fed.server.schedule import Visit
 
 _log = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ class ClientModels:
     def local(self, module: L.LightningModule) -> LocalModel:
         """The module as each client's model in turn; only valid while the module is the global model."""
         fit = self._fit
-        return LocalModel(module, fit.policies, fit.store, isinstance(fit.server.rule, ResizingAggregator))
+        return LocalModel(module, fit.policies, fit.store, fit.server.rule.resizes)
 
     @contextmanager
     def own_models(self, trainer: L.Trainer, module: L.LightningModule) -> Iterator[Callable[[Client], None]]:
@@ -283,7 +282,7 @@ class ClientModels:
 
     def _shared(self, client: Client, state: State) -> State:
         """Shared entries for a client; with most rules the global model's ``state``."""
-        served_state = model_of(self._fit.server.rule, client)
+        served_state = self._fit.server.rule.model_of(client)
         return state if served_state is None else served_state
 
     def _name_strangers(self, clients: Sequence[Client], has_personal: bool) -> None:

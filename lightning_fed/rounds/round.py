@@ -41,7 +41,7 @@ from lightning_fed.model.entries import (
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, measure_round, measured_layers, warn_of_batch_norm
 from lightning_fed.rounds.visit_driver import VisitPlan
 from lightning_fed.rounds.visit_flow import ClientVisit, ServerHalf
-from lightning_fed.rule import ResizingAggregator, RoundInfo
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.schedule import Cohort
 
 _log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Round:
             fit.module,
             fit.policies,
             fit.store,
-            isinstance(fit.server.rule, ResizingAggregator),
+            fit.server.rule.resizes,
             fit.initial_statistics,
         )
         self.optimizers = self._collect_optimizers()

@@ -12,7 +12,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lightning.internals import OverriddenMethod, callbacks_of
-from lightning_fed.rule import ResizingAggregator
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ class RoundAverages:
         self._callbacks = [callback for callback in callbacks_of(fit.trainer) if isinstance(callback, WEIGHT_AVERAGING)]
         for callback in self._callbacks:
             name = f"`{type(callback).__name__}`"
-            if isinstance(fit.server.rule, ResizingAggregator):
+            if fit.server.rule.resizes:
                 raise MisconfigurationException(
                     f"{name} does not work with {type(fit.server.rule).__name__}, which changes the shapes of"
                     " entries from round to round: train without it."

@@ -15,7 +15,7 @@ from lightning_fed.errors import BadUpdate, BadUpdates, describe, without_frames
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import distance, find_fault, find_implausible, find_non_finite, norm
 from lightning_fed.numerics.row_sums import find_bad_rows
-from lightning_fed.rule import ResizingAggregator, RoundInfo, RowAggregator
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.interface import RoundReport as RoundReport
 from lightning_fed.server.interface import ServerInterface as ServerInterface
 from lightning_fed.steps.bounds import trained_entries
@@ -206,7 +206,7 @@ class Server(ServerInterface):
         if fault is not None:
             raise BadUpdate(fault)
         names = [name for name in trained_entries(self._info, update.state) if not _is_integer(update.state[name])]
-        if isinstance(self.rule, ResizingAggregator):  # the client's model has a shape, and so a length, of its own
+        if self.rule.resizes:  # the client's model has a shape, and so a length, of its own
             length = float(norm(update.state[name] for name in names))
         else:
             length = distance(update.state, sent, names) or 0.0
@@ -224,7 +224,7 @@ class Server(ServerInterface):
 
     def _slice(self, broadcast: Broadcast, request: Request) -> None:
         """Replaces entries of a message by the rows that the client asked for."""
-        if not isinstance(self.rule, RowAggregator):
+        if not self.rule.accepts_rows:
             raise ValueError(
                 f"Expected a rule that can do with some rows of {sorted(request.rows)}, but"
                 f" {type(self.rule).__name__} needs whole entries: use 'fedavg', for instance."

@@ -14,7 +14,7 @@ from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.model.entries import distance, is_running_statistic
 from lightning_fed.numerics.precision import cast_back, to_float64
-from lightning_fed.rule import Aggregator, ResizingAggregator, RoundInfo
+from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
@@ -57,7 +57,7 @@ class MaxNorm(UpdateStep):
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules with client-specific shapes: local minus global is undefined."""
-        refuse_rule(self, rule, ResizingAggregator)
+        refuse_rule(self, rule, "resizes")
 
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
         """Clips the update."""
@@ -91,7 +91,7 @@ class MaxMedianNorm(CollectingStep):
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules with client-specific shapes: local minus global is undefined."""
-        refuse_rule(self, rule, ResizingAggregator)
+        refuse_rule(self, rule, "resizes")
 
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
         """Clips updates above the bound."""
@@ -139,19 +139,19 @@ def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
         )
 
 
-def refuse_rule(step: UpdateStep, rule: Aggregator, *kinds: type) -> None:
-    """Refuses aggregation rules without a single global model with fixed shapes.
+def refuse_rule(step: UpdateStep, rule: Aggregator, *capabilities: str) -> None:
+    """Refuses a rule for an update step that needs each client's difference to one global model.
 
     Args:
-        step: Update step based on the difference between local and global model.
-        rule: Aggregation rule.
-        kinds: Refused classes, such as rules with client-specific shapes or several models.
+        step: The update step.
+        rule: The rule.
+        capabilities: Attributes of :class:`~lightning_fed.rule.RuleCapabilities` that the update step does not support.
 
     Raises:
-        ValueError: If the rule is an instance of ``kinds``.
+        ValueError: If the rule declares an unsupported capability.
 
     """
-    if isinstance(rule, kinds):
+    if any(getattr(rule, name) for name in capabilities):
         raise OptionError(
             f"Expected no `{type(step).__name__}` with {type(rule).__name__}, whose clients do not all start from one"
             " model of the same shapes."

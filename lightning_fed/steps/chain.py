@@ -14,7 +14,7 @@ from lightning_utilities.core.overrides import is_overridden
 from lightning_fed.errors import BadUpdate, BadUpdates, ClientFault, OptionError
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.precision import cast_back
-from lightning_fed.rule import Aggregator, ResizingAggregator, RoundInfo
+from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.steps.update_step import CollectingStep, Held, UpdateStep
 from lightning_fed.steps.weights import counted_samples
 
@@ -109,7 +109,7 @@ class Chain:
 
     def form(self, broadcast: Broadcast) -> State:
         """Names, shapes and dtypes of the payload in response to a broadcast."""
-        form = self.rule.expected(broadcast) if isinstance(self.rule, ResizingAggregator) else broadcast.state
+        form = self.rule.expected(broadcast)
         for step in self.steps:
             form = step.form(form)
         return form

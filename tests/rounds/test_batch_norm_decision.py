@@ -15,7 +15,6 @@ from lightning_fed.algorithms import FedAvg, FedSS
 from lightning_fed.modules import SampledSoftmaxHead
 from lightning_fed.privacy import SecureSum
 from lightning_fed.rounds import batch_norm
-from lightning_fed.rule import ClusteredAggregator
 from lightning_fed.steps import UniformWeights
 from tests import models
 from tests.algorithms.fedma import fits
@@ -341,7 +340,9 @@ def test_the_treatment_of_a_method_replaces_the_default(federated_trainer, caplo
 def test_each_model_of_a_clustered_rule_is_compared_within_its_clients(is_far, decision, federated_trainer):
     """Two looks, one for each model; then a mixed cluster."""
 
-    class Clusters(FedAvg, ClusteredAggregator):
+    class Clusters(FedAvg):
+        has_clusters = True
+
         def aggregate(self):
             state = super().aggregate()
             self.models = [{name: value.clone() for name, value in state.items()} for _ in range(2)]

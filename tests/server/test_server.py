@@ -8,7 +8,7 @@ from lightning_fed.algorithms import FedAvg, FeSEM
 from lightning_fed.errors import BadUpdate
 from lightning_fed.messages import Broadcast, Request
 from lightning_fed.model.entries import norm
-from lightning_fed.rule import ResizingAggregator, RoundInfo
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import RoundReport, Server
 from lightning_fed.steps.chain import Chain
 
@@ -246,7 +246,9 @@ def test_a_client_is_sent_the_rows_that_it_asked_for():
 def test_a_rule_answers_what_a_client_says_of_itself():
     """And what it says is counted, whoever uses it."""
 
-    class Brief(FedAvg, ResizingAggregator):
+    class Brief(FedAvg):
+        resizes = True
+
         def broadcast(self, request):
             message = super().broadcast(request)
             return Broadcast(message.round, {n: v for n, v in message.state.items() if n not in request.extras})

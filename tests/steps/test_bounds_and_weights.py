@@ -11,7 +11,7 @@ from lightning_fed.algorithms import FedAvg, FedMA
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.method import build_method
 from lightning_fed.model.batch_norm import limit_counts
-from lightning_fed.rule import ResizingAggregator, RoundInfo
+from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import RoundReport, Server
 from lightning_fed.steps import MaxMedianNorm, MaxNorm, MaxSamples, UniformWeights
 from lightning_fed.steps.chain import Chain
@@ -204,11 +204,10 @@ BAD = {
 }
 
 
-class Resizing(FedAvg, ResizingAggregator):
-    """A rule whose clients' models may have shapes of their own."""
+class Resizing(FedAvg):
+    """A rule with models in different shapes."""
 
-    def expected(self, broadcast):
-        return broadcast.state
+    resizes = True
 
 
 @pytest.mark.parametrize("resizes", [False, True])

@@ -43,7 +43,6 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.model.entries import tensors_by_path
 from lightning_fed.model.features import FeatureLayer
 from lightning_fed.numerics.seeds import derive_seed
-from lightning_fed.rule import ClusteredAggregator
 from lightning_fed.server.schedule import default_seed
 
 _OPERATOR_STREAM = 1001  # of random numbers, apart from those of the schedule
@@ -425,8 +424,7 @@ class FeatureFusion(FederatedCallback):
 
     def _uses_previous(self, trainer: L.Trainer) -> bool:
         """True if the global model is evaluated with the extractor of the one before it; never with several models."""
-        rule = type(find_federation(trainer).server.rule)
-        return self.eval_reference == "previous" and not issubclass(rule, ClusteredAggregator)
+        return self.eval_reference == "previous" and not find_federation(trainer).server.rule.has_clusters
 
     def _reset_cache(self) -> None:
         self._caches = self.cache_global_features and self.operator != "none"

@@ -36,12 +36,12 @@ from lightning_fed.matching.stages import Stage, StageChoice, check_stages, find
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 from lightning_fed.model.entries import find_non_finite
 from lightning_fed.numerics.seeds import client_key
-from lightning_fed.rule import PlanningAggregator, ResizingAggregator, RoundInfo, RoundPlan
+from lightning_fed.rule import Aggregator, RoundInfo, RoundPlan
 
 _log = logging.getLogger(__name__)
 
 
-class FedMA(ResizingAggregator, PlanningAggregator):
+class FedMA(Aggregator):
     r"""Matched averaging, layer by layer, with training in between; one exchange is one round.
 
     A pass through a network of :math:`N` stages has :math:`N` rounds, all with the same clients. In the first they
@@ -126,6 +126,8 @@ class FedMA(ResizingAggregator, PlanningAggregator):
         :mod:`lightning_fed.matching.neuron_matching`.
 
     """
+
+    resizes = True
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, Sta
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.weighted_mean import WeightedMean
-from lightning_fed.rule import RoundInfo, RowAggregator
+from lightning_fed.rule import Aggregator, RoundInfo
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class MarginReport:
     amm: float = math.nan
 
 
-class FedMargin(RowAggregator):
+class FedMargin(Aggregator):
     r"""Weighted mean of the clients' models; the weights are attention by margins of class prototypes.
 
     The margin between two prototypes is half their distance. A client's local prototype margin (LPM) compares its
@@ -145,6 +145,8 @@ class FedMargin(RowAggregator):
         ({'w': tensor([2.5000])}, [0.75, 0.25])
 
     """
+
+    accepts_rows = True
 
     def __init__(
         self,

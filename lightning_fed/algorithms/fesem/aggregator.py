@@ -24,12 +24,12 @@ from lightning_fed.numerics.precision import to_float64
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.numerics.trees import move_beside
 from lightning_fed.numerics.weighted_mean import WeightedMean
-from lightning_fed.rule import ClusteredAggregator, RoundInfo
+from lightning_fed.rule import Aggregator, RoundInfo
 
 _log = logging.getLogger(__name__)
 
 
-class FeSEM(ClusteredAggregator):
+class FeSEM(Aggregator):
     r"""Federated stochastic expectation maximisation: clients are grouped by their weights around several centres.
 
     .. math:: r_k = \arg\min_g \lVert W_k - \tilde W^{(g)} \rVert^2, \qquad
@@ -88,6 +88,8 @@ class FeSEM(ClusteredAggregator):
         Xie et al., 2020, "FeSEM".
 
     """
+
+    has_clusters = True
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, Sta
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back
 from lightning_fed.numerics.seeds import client_key
-from lightning_fed.rule import RoundInfo, TolerantAggregator
+from lightning_fed.rule import Aggregator, RoundInfo
 
 _MAX_CLIENTS_BY_NAME = 20
 
@@ -45,7 +45,7 @@ def shares_of(update: ClientUpdate) -> dict[Client, float]:
     return update.shares if isinstance(update, MixedUpdate) else dict.fromkeys(update.clients, 1.0)
 
 
-class RobustAggregator(TolerantAggregator):
+class RobustAggregator(Aggregator):
     r"""Base class of rules that stand some clients who may send anything. A rule implements :meth:`combine`.
 
     A round's updates are kept until all are there: n clients' states. The clients' steps, all floating-point entries

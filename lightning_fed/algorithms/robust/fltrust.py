@@ -14,11 +14,11 @@ from lightning_fed.algorithms.robust.equations import trust_weights
 from lightning_fed.algorithms.robust.steps import Steps, step_between
 from lightning_fed.messages import Client, State
 from lightning_fed.method import register
-from lightning_fed.rule import PlanningAggregator, RoundPlan
+from lightning_fed.rule import RoundPlan
 
 
 @register
-class FLTrust(RobustAggregator, PlanningAggregator):
+class FLTrust(RobustAggregator):
     r"""The mean of the clients' steps by their agreement with a trusted client's, and all as long as that.
 
     .. math:: w_{t+1} = w_t + \frac{\sum_i t_i \frac{\lVert u_0 \rVert}{\lVert u_i \rVert} u_i}{\sum_i t_i}, \qquad

@@ -24,7 +24,7 @@ from lightning_fed.errors import BadUpdates, OptionError
 from lightning_fed.messages import Client, ClientUpdate, State
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import to_float64
-from lightning_fed.rule import Aggregator, ClusteredAggregator, PlanningAggregator, ResizingAggregator, RoundInfo
+from lightning_fed.rule import Aggregator, RoundInfo
 from lightning_fed.steps.bounds import refuse_rows, refuse_rule
 from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
@@ -53,8 +53,8 @@ class Mixture(CollectingStep):
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses a rule with trusted clients, whose steps would be mixed, or with models that have no steps."""
-        refuse_rule(self, rule, ClusteredAggregator, ResizingAggregator)
-        if isinstance(rule, PlanningAggregator) and rule.plan(0).always:
+        refuse_rule(self, rule, "has_clusters", "resizes")
+        if rule.plan(0).always:
             raise OptionError(f"Expected no `{type(self).__name__}` with {type(rule).__name__}, which trusts a client.")
 
     def start(self, info: RoundInfo, state: State) -> None:

@@ -21,7 +21,6 @@ from lightning_fed.lightning.internals import (
     loss_scaler,
 )
 from lightning_fed.model.entries import tensors_by_path
-from lightning_fed.rule import ResizingAggregator
 
 _MODULE_HOOKS = (
     *(*BATCH_HOOKS, "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
@@ -58,7 +57,7 @@ def check_vectorizable(fit: FederatedFit) -> None:
         "`optimizer_state='keep'` gives every client another count of steps": fit.options.optimizer_state == "keep",
         "`max_steps` counts the steps of one client after another": trainer.max_steps != -1,
         "`limit_train_batches` counts the batches of one client after another": trainer.limit_train_batches != 1.0,
-        f"{type(rule).__name__} gives clients models of other shapes": isinstance(rule, ResizingAggregator),
+        f"{type(rule).__name__} gives clients models of other shapes": rule.resizes,
         f"clients hold some rows of {sliced[:1]} only": bool(sliced),
     }
     for obstacle, is_there in obstacles.items():

@@ -41,7 +41,6 @@ from lightning_fed.lightning.internals import (
 )
 from lightning_fed.messages import Client, ClientUpdate
 from lightning_fed.rounds.client_models import Answers
-from lightning_fed.rule import ClusteredAggregator
 
 _log = logging.getLogger(__name__)
 
@@ -522,7 +521,7 @@ def _has_own_models(trainer: L.Trainer, federation: Federation) -> bool:
     """True if clients may be served by other models than the global one."""
     if federation.has_own_statistics or "personal" in federation.policies.values():
         return True
-    if isinstance(federation.server.rule, ClusteredAggregator):
+    if federation.server.rule.has_clusters:
         return True
     return any(getattr(callback, "has_own_models", False) for callback in federated_callbacks(trainer))
 
