@@ -24,8 +24,8 @@ from lightning_fed.callbacks.evaluation.data_pass import (
     limited_values,
     pooled_values,
 )
-from lightning_fed.callbacks.evaluation.metric_states import REASONS, StateRules, check_state, named_metrics
-from lightning_fed.callbacks.evaluation.report import EvaluationReport, metric_of
+from lightning_fed.callbacks.evaluation.metric_states import REASONS, StateRules, check_state, metric_of, named_metrics
+from lightning_fed.callbacks.evaluation.report import EvaluationReport
 from lightning_fed.callbacks.evaluation.results import ClientResults
 from lightning_fed.callbacks.evaluation.tables import client_table, row_name
 from lightning_fed.callbacks.federation import Federation, find_federation

@@ -23,22 +23,22 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_fed.callbacks.evaluation.metric_states import (
+    MetricStates,
     RunningValue,
     StateRules,
     as_nan,
     compute_measured,
+    compute_number,
     computing,
-    holds_states,
     is_updated,
-    join_states,
+    metric_of,
     named_metrics,
-    read_state,
+    state_key,
     support_of,
     tracing,
     updating,
-    write_state,
 )
-from lightning_fed.callbacks.evaluation.report import EvaluationReport, known_names, metric_of, state_key
+from lightning_fed.callbacks.evaluation.report import EvaluationReport, known_names
 from lightning_fed.callbacks.evaluation.results import monitored_name
 from lightning_fed.callbacks.unseen_data import measure_unseen
 from lightning_fed.data.federated import split_loaders
@@ -109,17 +109,17 @@ def evaluate_data(
 
     def read(place: int | None) -> None:
         """Records the metrics' states at one loader's end, or at the last end."""
-        keys = {id(metric): name for name, metric in metrics.items()}
-        for name, metric in logged.metrics.items():
-            if id(metric) in keys:
-                report.metrics[name] = state_key(keys[id(metric)], place)
-        wanted = {keys[id(metric)] for metric in logged.metrics.values() if id(metric) in keys}
-        for name in metrics if place is None else wanted:
+        names = {id(metric): name for name, metric in metrics.items()}
+        by_log = {name: names[id(metric)] for name, metric in logged.metrics.items() if id(metric) in names}
+        report.metrics |= {name: state_key(metric, place) for name, metric in by_log.items()}
+        sent = dict[str, Metric]()
+        for name in metrics if place is None else by_log.values():
             obstacle = rules.find_obstacle(name, metrics[name])
-            if obstacle is not None:
+            if obstacle is None:
+                sent[name] = metrics[name]
+            else:
                 report.stays[name] = obstacle
-            elif place is None or len(loaders) > 1:
-                report.states[state_key(name, place)] = read_state(metrics[name])
+        report.states |= MetricStates.of(sent, place)
 
     with ExitStack() as stack:
         stack.enter_context(isolated_pass(module, intercepted(take), is_reloaded=not keeps, is_alone=pool is None))
@@ -366,17 +366,11 @@ def _run_end(
         metrics = named_metrics(module)
         stack.enter_context(computing(metrics.values(), compute))
         at_end.results()
-        known |= {id(metric) for name, metric in metrics.items() if _load(metric, state_key(name), reports)}
-        for name, key in {name: key for report in reports for name, key in report.metrics.items()}.items():
-            metric = metrics.get(metric_of(key))
-            if metric is None or id(metric) not in known:
-                continue
-            if key == metric_of(key):
-                values |= _computed(name, metric)
-            elif holds_states(metric):  # one of several loaders
-                if _load(metric, key, reports):
-                    values |= _computed(name, metric)
-                _load(metric, metric_of(key), reports)
+        states = MetricStates.merge(metrics, [report.states for report in reports])
+        known |= {id(metric) for name, metric in metrics.items() if name in states}
+        keys = {name: key for report in reports for name, key in report.metrics.items()}
+        computed = states.compute(metrics, keys.values())
+        values |= {name: computed[key] for name, key in keys.items() if key in computed}
         if not is_muted or set(wanted) - values.keys():  # pictures, too, show all clients
             try:
                 getattr(module, f"on_{stage}_epoch_end")()
@@ -385,7 +379,7 @@ def _run_end(
             logged, at_end.metrics = at_end.metrics, {}
             values = at_end.results() | values
             for name, metric in logged.items():
-                values |= _computed(name, metric)
+                values |= compute_number(name, metric)
         if attributes is not None:
             attributes.update({name: getattr(module, name) for name in attributes})
     return values
@@ -406,19 +400,12 @@ def compute_states(
     """
     values: dict[Client, dict[str, float]] = {}
     with ExitStack() as stack:
-        take = intercepted(LoggedValues().take)
-        stack.enter_context(isolated_pass(module, take, is_reloaded=False, is_muted=True))
+        stack.enter_context(isolated_pass(module))
         metrics = named_metrics(module)
         stack.enter_context(computing(metrics.values(), compute_measured))
         for client, report in reports.items():
-            computed = values[client] = dict[str, float]()
-            known = [name for name, metric in metrics.items() if _load(metric, state_key(name), [report])]
-            for name in known:  # a metric can use other metrics, so all states come first
-                computed |= _computed(name, metrics[name])
-            for key in report.states.keys() - set(known):  # a single loader among several
-                metric = metrics[metric_of(key)]
-                if holds_states(metric) and _load(metric, key, [report]):
-                    computed |= _computed(key, metric)
+            computed = MetricStates.merge(metrics, [report.states]).compute(metrics, report.states)
+            values[client] = computed
             if report.stays:  # a metric can use a withheld metric
                 values[client] = {key: value for key, value in computed.items() if not math.isnan(value)}
     return values
@@ -430,27 +417,6 @@ def _compute_as_usual(metric: Metric, call: Callable[[], Any]) -> Any:
 
 def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:
     return as_nan(compute_measured(metric, call))
-
-
-def _load(metric: Metric, key: str, reports: Sequence[EvaluationReport]) -> bool:
-    """Loads the joint state of all reports with a state into a metric; returns whether a joint state exists."""
-    parts = [report.states[key] for report in reports if key in report.states]
-    try:
-        write_state(metric, join_states(metric, parts))
-    except Exception as error:  # incompatible states, such as lists of unlike shapes
-        _log.warning("The states of metric %r cannot be joined: %s.", metric_of(key), describe(error))
-        metric.reset()
-        return False
-    return bool(parts)
-
-
-def _computed(name: str, metric: Metric) -> dict[str, float]:
-    """A metric's value by name; empty if ``compute`` fails."""
-    try:
-        return {name: float(metric.compute())}
-    except Exception as error:
-        _log.debug("Metric %r cannot be computed from the clients' states: %r.", name, error)
-        return {}
 
 
 def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[LoggedValue]:

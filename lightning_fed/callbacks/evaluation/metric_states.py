@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,10 +40,12 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mea
 from torchmetrics.wrappers import Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from lightning_fed.errors import BadUpdate
+from lightning_fed.errors import BadUpdate, describe
 from lightning_fed.lightning.isolated_pass import find_metrics
 from lightning_fed.messages import State
 from lightning_fed.numerics.precision import at_least_float32
+
+_log = logging.getLogger(__name__)
 
 REASONS = (
     "it is withheld",
@@ -364,8 +367,99 @@ def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
     return {name: metrics[place] for place, name in sorted(enumerate(names), key=lambda item: "#" in item[1])}
 
 
-def read_state(metric: Metric) -> MetricState:
-    """A copy of a metric's state on the CPU."""
+class MetricStates(dict[str, MetricState]):
+    """States for a module's metrics, by :func:`state_key`.
+
+    Example:
+        >>> from torchmetrics import MeanMetric
+        >>> metric = MeanMetric()
+        >>> metric.update(torch.tensor([1.0, 2.0]))
+        >>> parts = [MetricStates.of({"loss": metric}), MetricStates.of({"loss": MeanMetric()})]
+        >>> MetricStates.merge({"loss": metric}, parts).compute({"loss": metric}, ["loss"])
+        {'loss': 1.5}
+
+    """
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, Metric], place: int | None = None) -> MetricStates:
+        """Copies the metrics' states to the CPU.
+
+        Args:
+            metrics: Metrics by name, from :func:`named_metrics`.
+            place: Position of the only loader behind the states; ``None`` for all loaders.
+
+        """
+        return cls({state_key(name, place): _read_state(metric) for name, metric in metrics.items()})
+
+    @classmethod
+    def merge(cls, metrics: Mapping[str, Metric], parts: Sequence[Mapping[str, MetricState]]) -> MetricStates:
+        """Joins several clients' states. A metric with incompatible states is skipped, and named in the log.
+
+        Args:
+            metrics: The module's metrics by name.
+            parts: The clients' states.
+
+        """
+        merged = cls()
+        for key in dict.fromkeys(key for part in parts for key in part if metric_of(key) in metrics):
+            try:
+                merged[key] = _join_states(metrics[metric_of(key)], (part[key] for part in parts if key in part))
+            except Exception as error:  # for example lists of unlike shapes
+                _log.warning("The states of metric %r cannot be joined: %s.", metric_of(key), describe(error))
+        return merged
+
+    def compute(self, metrics: Mapping[str, Metric], keys: Iterable[str]) -> dict[str, float]:
+        """Loads the states into the metrics, and computes values by key, without values that cannot be computed.
+
+        Args:
+            metrics: The module's metrics by name. Afterwards each metric has the state for all loaders.
+            keys: Keys for the values.
+
+        """
+        for name, metric in metrics.items():  # a metric can use other metrics, so all states come first
+            _write_state(metric, self.get(name))
+        values: dict[str, float] = {}
+        for key in keys:
+            name = metric_of(key)
+            if key in self and (key == name or holds_states(metrics[name])):
+                _write_state(metrics[name], self[key])
+                values |= compute_number(key, metrics[name])
+                _write_state(metrics[name], self.get(name))
+        return values
+
+
+def state_key(metric: str, place: int | None = None) -> str:
+    """Key for a metric's state: from all loaders, or from the loader at a position.
+
+    Example:
+        >>> state_key("val_iou"), state_key("val_iou", 1)
+        ('val_iou', '@1@val_iou')
+
+    """
+    return metric if place is None else f"@{place}@{metric}"
+
+
+def metric_of(key: str) -> str:
+    """The metric's name in a key from :func:`state_key`.
+
+    Example:
+        >>> metric_of("@1@recall@10"), metric_of("recall@10")
+        ('recall@10', 'recall@10')
+
+    """
+    return key.split("@", 2)[-1] if key.startswith("@") else key
+
+
+def compute_number(name: str, metric: Metric) -> dict[str, float]:
+    """A metric's value by name; empty if ``compute`` fails."""
+    try:
+        return {name: float(metric.compute())}
+    except Exception as error:
+        _log.debug("Metric %r cannot be computed from the clients' states: %r.", name, error)
+        return {}
+
+
+def _read_state(metric: Metric) -> MetricState:
     values = {}
     for name, value in metric.metric_state.items():
         if isinstance(value, list):
@@ -376,30 +470,19 @@ def read_state(metric: Metric) -> MetricState:
     return MetricState(values, metric._update_count)  # noqa: SLF001
 
 
-def write_state(metric: Metric, state: MetricState) -> None:
-    """Sets the states of a metric; a metric without states stays unchanged."""
+def _write_state(metric: Metric, state: MetricState | None) -> None:
     if not holds_states(metric):
         return
     metric.reset()
-    for name, value in state.values.items():
-        here = value.to(metric.device)
-        setattr(metric, name, [here] if isinstance(metric._defaults[name], list) else here)  # noqa: SLF001
-    metric._update_count, metric._computed = state.updates, None  # noqa: SLF001
+    if state is not None:
+        for name, value in state.values.items():
+            here = value.to(metric.device)
+            setattr(metric, name, [here] if isinstance(metric._defaults[name], list) else here)  # noqa: SLF001
+        metric._update_count, metric._computed = state.updates, None  # noqa: SLF001
 
 
-def join_states(metric: Metric, parts: Sequence[MetricState]) -> MetricState:
-    """Joins the states of several clients by the metric's own ``dist_reduce_fx``.
-
-    Sums are added; means are weighted by numbers of batches.
-
-    Args:
-        metric: The metric.
-        parts: The clients' states.
-
-    Raises:
-        ValueError: If states do not fit each other.
-
-    """
+def _join_states(metric: Metric, parts: Iterable[MetricState]) -> MetricState:
+    """Joins states by ``dist_reduce_fx``: sums are added, and means are weighted by numbers of batches."""
     parts = [part for part in parts if part.updates]
     updates = [part.updates for part in parts]
     joined = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_fed.callbacks.evaluation.metric_states import MetricState
+from lightning_fed.callbacks.evaluation.metric_states import MetricState, MetricStates, metric_of
 from lightning_fed.errors import BadUpdate
 from lightning_fed.lightning.logged_values import LoggedValue
 from lightning_fed.messages import Client, ClientUpdate, State
@@ -26,7 +26,7 @@ class EvaluationReport:
     Args:
         num_samples: Number of examples.
         logged: What steps and batch hooks log per epoch, by name, summed up.
-        states: States of metrics, by key (:func:`state_key`).
+        states: States of metrics, by :func:`~lightning_fed.callbacks.evaluation.metric_states.state_key`.
         metrics: Name in the log to the key of the metric that was logged under it.
         values: The client's own values, by name.
         partial: Names of values not determined by sums and states; missing over all clients.
@@ -39,7 +39,7 @@ class EvaluationReport:
 
     num_samples: int = 0
     logged: dict[str, LoggedValue] = field(default_factory=dict)
-    states: dict[str, MetricState] = field(default_factory=dict)
+    states: MetricStates = field(default_factory=MetricStates)
     metrics: dict[str, str] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)
@@ -148,28 +148,6 @@ class EvaluationReport:
         direction = self.higher_is_better.get(name)
         end = "" if direction is None else "h" if direction else "l"
         return ("m" if name in self.partial else "") + ("p" if name in self.shown else "") + end
-
-
-def state_key(metric: str, place: int | None = None) -> str:
-    """Key of a metric's state: at the end of the pass, or of the loader at a place.
-
-    Example:
-        >>> state_key("val_iou"), state_key("val_iou", 1)
-        ('val_iou', '@1@val_iou')
-
-    """
-    return metric if place is None else f"@{place}@{metric}"
-
-
-def metric_of(key: str) -> str:
-    """The metric of a key of :func:`state_key`.
-
-    Example:
-        >>> metric_of("@1@recall@10"), metric_of("recall@10")
-        ('recall@10', 'recall@10')
-
-    """
-    return key.split("@", 2)[-1] if key.startswith("@") else key
 
 
 def known_names(reports: Iterable[EvaluationReport]) -> list[str]:
