@@ -601,7 +601,7 @@ class Noted:
 
 @pytest.mark.parametrize("kind", ["personal BatchNorm", "a personal layer"])
 def test_clients_are_evaluated_with_their_own_entries_in_both_extractors(kind, federated_trainer):
-    """The reference extractor combines the previous broadcast with the client's entries, never kept in the final model."""
+    """The reference extractor combines the last broadcast with the client's entries, absent from the final model."""
     options, personal = {
         "personal BatchNorm": ({"batch_norm": "personal"}, "1."),
         "a personal layer": ({"personal": ["net.features.0.*"], "batch_norm": "average"}, "0."),
