@@ -1,4 +1,4 @@
-"""Permutation groups of any module, matching of neurons (the basis of FedMA), and merging of trained networks."""
+"""Permutation groups, neuron matching (as in FedMA), and network merging."""
 
 from lightning_fed.matching.alignment import align_networks as align_networks
 from lightning_fed.matching.alignment import align_neurons as align_neurons

@@ -1,4 +1,4 @@
-"""Alignment: orders of neurons in which networks are nearest to a reference, or to each other.
+"""Alignment: permutes neurons to minimize the distance between networks.
 
 Ainsworth, Hayase and Srinivasa, "Git Re-Basin: Merging Models modulo Permutation Symmetries", ICLR 2023 (weight
 matching), and Singh and Jaggi, "Model Fusion via Optimal Transport", NeurIPS 2020.
@@ -17,28 +17,29 @@ from lightning_fed.argument_checks import check_count
 from lightning_fed.matching.permutation import PermutationGroup, Role, is_compared, neuron_features, permute_neurons
 from lightning_fed.numerics.precision import at_least_float32, to_float64
 
-_LEAST_GAIN = 1e-6  # of what the networks have in common in a group: less is rounding
+_LEAST_GAIN = 1e-6  # relative to the networks' inner product within a group; smaller gains are rounding errors
 
 
 @torch.no_grad()
 def align_neurons(reference: Tensor, neurons: Tensor, blocks: int = 1) -> Tensor:
-    r"""The order of neurons with the largest sum of products with a reference, and so the smallest distance.
+    r"""Order of neurons with the largest inner product with a reference, and hence the smallest distance.
 
     .. math:: \max_\pi \sum_i \langle r_i, w_{\pi(i)} \rangle
 
-    With blocks (the groups of a group normalisation) neurons stay with those of their block, and blocks as wholes are
-    ordered as well: first the best order within every pair of blocks, then the best pairs.
+    With blocks (groups in group normalization) neurons only move within their block, and whole blocks are permuted:
+    first
+    the best order within every pair of blocks, then the best pairs.
 
     Args:
-        reference: Neurons, shape ``(L, D)``.
-        neurons: Neurons to be ordered, shape ``(L, D)``.
-        blocks: Number of blocks of equal size, one after the other.
+        reference: Reference neurons, shape ``(L, D)``.
+        neurons: Neurons to order, shape ``(L, D)``.
+        blocks: Number of consecutive blocks with equal size.
 
     Returns:
-        Index of the neuron that comes to each position, int64, shape ``(L,)``.
+        Index of the neuron for each position, int64, shape ``(L,)``.
 
     Raises:
-        ValueError: If the shapes differ, numbers are not finite, or ``blocks`` does not divide the number of neurons.
+        ValueError: If shapes differ, values are not finite, or ``blocks`` does not divide the number of neurons.
 
     Example:
         >>> reference = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
@@ -78,31 +79,32 @@ def align_networks(
     generator: np.random.Generator,
     sweeps: int = 30,
 ) -> list[list[Tensor]]:
-    r"""Orders of the neurons of all groups in which networks are nearer to their mean.
+    r"""Permutes the neurons in all groups to bring networks closer to their mean.
 
     .. math:: \min_\pi \sum_j \big\| \pi_j(\theta_j) - \frac{1}{J} \sum_{j'} \pi_{j'}(\theta_{j'}) \big\|^2
 
-    Coordinate descent: of one network and one group after the other, in random order, :func:`align_neurons` finds the
-    order that is nearest to the mean of the other networks, by all incoming and outgoing weights of its neurons. It is
-    taken if the sum is smaller with it, so that the sum never rises. It ends where no step gains anything: in a local
-    optimum, which depends on the order of the networks and of the groups.
+    Coordinate descent: for one network and one group at a time, in random order, :func:`align_neurons` finds the
+    closest
+    order to the mean of the other networks, by all incoming and outgoing weights. The order is accepted only if the sum
+    decreases. The descent ends in a local optimum, which depends on the random order.
 
-    Running statistics do not count, as in :func:`~lightning_fed.matching.neuron_features`. An LSTM's hidden-to-hidden
-    weights count in the sum, but do not choose an order.
+    Running statistics are excluded, as in :func:`~lightning_fed.matching.neuron_features`. Hidden-to-hidden weights of
+    an
+    LSTM count in the sum, but not in the search for an order.
 
     Args:
-        states: One state per network, with the same entries and widths.
-        groups: Their groups.
-        orders: For each network and group the index of the neuron that comes to each position, int64, shape
-            ``(neurons,)``: the start.
-        generator: Draws the order of the networks and groups.
-        sweeps: Most sweeps over the networks.
+        states: One state per network, with equal entries and widths.
+        groups: Permutation groups.
+        orders: Initial order for each network and group: index of the neuron for each position, int64, shape
+            ``(neurons,)``.
+        generator: Draws the order of networks and groups.
+        sweeps: Maximum number of sweeps over the networks.
 
     Returns:
-        The orders, as ``orders``; the same where nothing can be gained.
+        Final orders, in the same format as ``orders``.
 
     Raises:
-        ValueError: As :func:`align_neurons` and :func:`~lightning_fed.matching.permute_neurons`.
+        ValueError: Same errors as :func:`align_neurons` and :func:`~lightning_fed.matching.permute_neurons`.
 
     Example:
         >>> first = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[9.0, 5.0, 7.0]])}
@@ -139,7 +141,7 @@ def align_networks(
 
 
 def _better_order(mean: Mapping[str, Tensor], state: Mapping[str, Tensor], group: PermutationGroup) -> Tensor | None:
-    """The order of a group's neurons that is nearest to those of a mean, if it is nearer than the present one."""
+    """Returns the best order of a group's neurons for a mean, or ``None`` without a gain."""
     roles: tuple[Role, ...] = ("out", "vec", "in")
     reference, features = (neuron_features(values, group, roles) for values in (mean, state))
     if not features:
@@ -154,8 +156,7 @@ def _better_order(mean: Mapping[str, Tensor], state: Mapping[str, Tensor], group
 
 
 def _assigned(gains: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The column of every row in the assignment with the largest sum."""
-    from scipy.optimize import linear_sum_assignment  # slow to import: only for those who match
+    from scipy.optimize import linear_sum_assignment  # slow import, only needed for matching
 
     columns: NDArray[np.int64] = linear_sum_assignment(gains, maximize=True)[1]
     return columns

@@ -1,4 +1,4 @@
-"""Checkpoints of models whose layers have other widths: read, compared, and loaded into a module."""
+"""Reads checkpoints, and loads checkpoints with other layer widths."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_fed.matching.permutation_check import restored_afterwards, split_
 from lightning_fed.model.resize import match_widths
 from lightning_fed.numerics.trees import move_tensors
 
+# Path, content of a Lightning checkpoint, or module state.
 Checkpoint: TypeAlias = str | Path | Mapping[str, Any]
-"""A file, a Lightning checkpoint, or the state of a module."""
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -23,29 +23,33 @@ _OF_ONE_RUN = ("callbacks", "loops", "lr_schedulers", "optimizer_states")
 
 
 def load_matched(module: M, checkpoint: Checkpoint, example_input: Any = None) -> M:
-    """Loads a checkpoint of a model whose layers have other widths, as after matched averaging.
+    """Loads a checkpoint with other layer widths, for example after matched averaging.
 
-    ``load_from_checkpoint`` makes a module as it is written in the code and fails where tensors have other shapes.
-    Here the layers get the widths of the checkpoint first (:func:`~lightning_fed.matching.resize_module`). Where widths
-    are equal it is ``load_state_dict``. Files are loaded with ``weights_only=True``, which runs no code from them.
+    ``load_from_checkpoint`` creates the module with the widths in the code and fails for other shapes. This function
+    first
+    sets the layer widths (:func:`~lightning_fed.matching.resize_module`). With equal widths the function equals
+    ``load_state_dict``. Files are loaded with ``weights_only=True``, so no code is executed.
 
-    Another number of classes is a width too. Layers must fit each other: their attributes are compared, and where
-    there is an example, the module is run.
+    The number of classes is also a width. Layers must be compatible: attributes are compared, and the module is run on
+    an
+    example if available.
 
     Args:
-        module: A module of the same architecture, changed in place. Of a LightningModule ``on_load_checkpoint`` is
-            called, as in ``load_from_checkpoint``.
-        checkpoint: Path of a checkpoint, its content, or a state.
-        example_input: Input that the module's ``forward`` is called with, once, where widths differ: a tensor, a tuple
-            of positional inputs, or a dictionary of named ones. By default a LightningModule's ``example_input_array``.
+        module: Module with the same architecture, changed in place. For a LightningModule ``on_load_checkpoint`` is
+            called,
+            as in ``load_from_checkpoint``.
+        checkpoint: Path, content of a checkpoint, or state.
+        example_input: Input for one ``forward`` call if widths differ: a tensor, a tuple of positional inputs, or a
+            dictionary of named inputs. By default a LightningModule's ``example_input_array``.
 
     Returns:
         The same module.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the file is no checkpoint, entries are missing or additional, one has another number of axes, or
-            layers do not fit each other. The module is then unchanged.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If the file is not a checkpoint, entries are missing or unexpected, numbers of axes differ, or
+            layers
+            are incompatible. Then the module stays unchanged.
 
     Example:
         >>> wide = nn.Sequential(nn.Linear(2, 9), nn.ReLU(), nn.Linear(9, 1))
@@ -81,10 +85,10 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _run_example(module: nn.Module, state: Mapping[str, Any], example: Any) -> None:
-    """Runs a module with a state's widths, in evaluation mode, and restores it.
+    """Runs the module with a state's widths in evaluation mode, then restores the module.
 
     Raises:
-        ValueError: If it fails.
+        ValueError: If the run fails.
 
     """
     device = next((value.device for value in module.state_dict().values() if isinstance(value, Tensor)), None)
@@ -95,7 +99,7 @@ def _run_example(module: nn.Module, state: Mapping[str, Any], example: Any) -> N
         torch.default_generator.manual_seed(0)
         try:
             module(*args, **kwargs)
-        except Exception as error:  # modules raise anything whose widths are written into their code
+        except Exception as error:  # modules with fixed widths in their code may raise any error
             raise ValueError(
                 "Expected the module to run with the widths of the checkpoint, but with its example it raises"
                 f" {_first_line(error)}"
@@ -103,17 +107,16 @@ def _run_example(module: nn.Module, state: Mapping[str, Any], example: Any) -> N
 
 
 def _first_line(error: Exception) -> str:
-    """The type of an error, and the first line of its message."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}{f': {lines[0]}' if lines else '.'}"
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The content of a checkpoint on the CPU; a copy, but for the tensors.
+    """Reads a checkpoint to the CPU. The result is a copy except for the tensors.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is a folder, or holds anything but tensors and primitives.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If the path is a folder, or the file contains more than tensors and primitives.
 
     """
     if isinstance(checkpoint, Mapping):
@@ -124,9 +127,9 @@ def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
             raise ValueError(f"Expected {label} to be a checkpoint, but got a folder.")
         try:
             content = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        except OSError:  # there is none, or it must not be read
+        except OSError:  # missing or unreadable file
             raise
-        except Exception as error:  # the bytes of another kind of file may raise anything
+        except Exception as error:  # other file formats may raise any error
             raise ValueError(
                 f"Expected {label} to be a checkpoint with nothing but tensors and primitives, but got"
                 f" {_first_line(error)}"
@@ -144,16 +147,16 @@ def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def state_of(content: dict[str, Any]) -> dict[str, Any]:
-    """The state in a checkpoint, or the content itself where it is a state."""
+    """Returns the state in a checkpoint, or the content if the content is a state."""
     state: dict[str, Any] = content.get("state_dict", content)
     return state
 
 
 def check_entries(module_names: Iterable[str], state: Iterable[str], label: str) -> None:
-    """Compares the names of a state with a module's.
+    """Compares entry names with the module's names.
 
     Raises:
-        ValueError: If they differ.
+        ValueError: If the names differ.
 
     """
     expected, given = set(module_names), set(state)
@@ -167,7 +170,7 @@ def check_entries(module_names: Iterable[str], state: Iterable[str], label: str)
 
 
 def with_state(content: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint with another state, and without the entries of the run that wrote it."""
+    """Returns a checkpoint with another state and without the training state of the original run."""
     if "state_dict" not in content:
         return dict(state)
     return {name: value for name, value in content.items() if name not in _OF_ONE_RUN} | {"state_dict": dict(state)}

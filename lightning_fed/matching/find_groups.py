@@ -1,4 +1,4 @@
-"""Groups of neurons from the coupled positions of a traced network."""
+"""Finds permutation groups from the coupled positions of a traced network."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class _Neuron(NamedTuple):
     """Positions of one neuron.
 
     Attributes:
-        positions: Its positions on every axis where it has some, in increasing order.
-        blocks: Groups of group normalisations that it is in.
+        positions: Sorted positions on each axis.
+        blocks: Normalization groups with this neuron.
 
     """
 
@@ -29,9 +29,9 @@ class _Neuron(NamedTuple):
 
 
 def find_groups(tracer: Tracer) -> list[PermutationGroup]:
-    """The groups of a traced network, in its order.
+    """Finds all permutation groups of a traced network, in network order.
 
-    Neurons are in one group if they have positions on the same axes, in the same number, and the same constraints.
+    Neurons with the same axes, number of positions per axis and constraints form a group.
     """
     axes = dict(tracer.axes)
     for name, elements in tracer.elements.items():
@@ -76,7 +76,7 @@ def find_groups(tracer: Tracer) -> list[PermutationGroup]:
 
 
 def _follow_axis(tracer: Tracer, axes: dict[Axis, Tensor], name: str, elements: Tensor) -> None:
-    """The axis along which a parameter's neurons differ, if it is one: it was followed element by element."""
+    # The parameter was traced per element. Neurons must differ along a single axis.
     activation = TracedActivation.of(tracer.union_find.find_all(elements))
     if len(activation.varying) == 1:
         axis = activation.varying.pop()
@@ -86,10 +86,9 @@ def _follow_axis(tracer: Tracer, axes: dict[Axis, Tensor], name: str, elements: 
 
 
 def _split_blocks(family: list[_Neuron]) -> list[tuple[list[_Neuron], int]]:
-    """Neurons that may be exchanged, and the number of their blocks.
+    """Splits a family into exchangeable neurons with their number of blocks.
 
-    Blocks may be exchanged as wholes if they are equally large, and no group of a group normalisation has neurons of
-    two of them.
+    Whole blocks are exchangeable if all blocks have equal size and no normalization group spans two blocks.
     """
     blocks: dict[frozenset[Constraint], list[_Neuron]] = defaultdict(list)
     for neuron in family:
@@ -110,7 +109,7 @@ def _role(roles: Iterable[str]) -> Role:
 
 
 def _named(groups: list[PermutationGroup], leads: list[Axis]) -> list[PermutationGroup]:
-    """Groups with the names of the layers that make them; where a layer makes several, with what tells them apart."""
+    """Names groups after their layers, with a position or axis if one layer produces several groups."""
     starts = [int(group.entries[lead].positions[0, 0]) for group, lead in zip(groups, leads, strict=True)]
     layers = [name.rpartition(".")[0] or name for name, _ in leads]
     naming_schemes = [

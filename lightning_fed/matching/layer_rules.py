@@ -1,4 +1,4 @@
-"""Rules of operations with weights on the ids of neurons: the axes that read, make and accompany neurons."""
+"""Tracing rules for operations with weights: axes that read, produce and accompany neurons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def convolution(tracer: Tracer, call: Call) -> Any:
-    """Convolutions, also grouped, depthwise and transposed ones."""
+    """Convolutions, including grouped, depthwise and transposed convolutions."""
     arguments = call.arguments
     weight, groups = arguments["weight"], arguments["groups"]
     is_transposed = call.name.startswith("conv_transpose") or arguments.get("transposed", False)
@@ -29,7 +29,7 @@ def convolution(tracer: Tracer, call: Call) -> Any:
         out = tracer.axis(weight, out_axis, "out")
     elif groups == len(channels) and (
         not is_transposed or weight.shape[1] == 1
-    ):  # depthwise: every channel makes its own
+    ):  # depthwise: one output group per channel
         out = tracer.axis(weight, 0, "out")
         tracer.couple_vectors([TracedActivation.of(out)], channels.repeat_interleave(len(out) // len(channels)))
     elif is_transposed:
@@ -44,7 +44,7 @@ def convolution(tracer: Tracer, call: Call) -> Any:
 
 
 def linear(tracer: Tracer, call: Call) -> Any:
-    """A linear layer."""
+    """Linear layers."""
     weight = call.arguments["weight"]
     if not isinstance(weight, ParameterView):
         return tracer.unknown_result(call)
@@ -55,19 +55,19 @@ def linear(tracer: Tracer, call: Call) -> Any:
 
 
 def matmul(tracer: Tracer, call: Call) -> Any:
-    """A product with a parameter, or of two activations."""
+    """Matrix product with a parameter or between activations."""
     return _product(tracer, call, call.arguments["input"], call.tensors[-1], call.shape)
 
 
 def addmm(tracer: Tracer, call: Call) -> Any:
-    """A matrix product with an addend."""
+    """Matrix product with an addend."""
     bias, first, second = call.tensors
     product = _product(tracer, call, first, second, call.shape)
     return tracer.pointwise([product, bias], call.shape)
 
 
 def attention(tracer: Tracer, call: Call) -> Any:
-    """Scaled dot-product attention: two products."""
+    """Scaled dot-product attention: two matrix products."""
     query, key, value = (tracer.activation(call.arguments[name]) for name in ("query", "key", "value"))
     if len({len(activation.shape) for activation in (query, key, value)}) > 1 or call.arguments.get("enable_gqa"):
         return tracer.unknown_result(call)
@@ -79,7 +79,7 @@ def attention(tracer: Tracer, call: Call) -> Any:
 
 
 def batch_norm(tracer: Tracer, call: Call) -> Any:
-    """Batch or instance normalisation: every channel by itself."""
+    """Batch or instance normalization: channels are independent."""
     names = ("weight", "bias", "running_mean", "running_var")
     channels = tracer.along(call.arguments["input"], 1)
     tracer.couple_vectors([call.arguments.get(name) for name in names], channels)
@@ -87,7 +87,7 @@ def batch_norm(tracer: Tracer, call: Call) -> Any:
 
 
 def group_norm(tracer: Tracer, call: Call) -> Any:
-    """Group normalisation: channels stay in their group, groups may change places as wholes."""
+    """Group normalization: channels stay within their group, but whole groups are exchangeable."""
     channels = tracer.along(call.arguments["input"], 1)
     groups: int = call.arguments["num_groups" if "num_groups" in call.arguments else "group"]
     tracer.couple_vectors([call.arguments.get(name) for name in ("weight", "bias")], channels)
@@ -100,7 +100,7 @@ def group_norm(tracer: Tracer, call: Call) -> Any:
 
 
 def layer_norm(tracer: Tracer, call: Call) -> Any:
-    """Normalisation over the last dimensions."""
+    """Normalization over the last dimensions."""
     activation = tracer.activation(call.arguments["input"])
     rank = len(activation.shape)
     dims = set(range(rank - len(call.arguments["normalized_shape"]), rank))
@@ -112,7 +112,7 @@ def layer_norm(tracer: Tracer, call: Call) -> Any:
 
 
 def embedding(tracer: Tracer, call: Call) -> Any:
-    """Rows of a table by index: the rows stay, the columns are neurons."""
+    """Embedding lookup: rows are fixed, columns are neurons."""
     weight = call.arguments["weight"]
     if not isinstance(weight, ParameterView):
         return tracer.unknown_result(call)
@@ -121,7 +121,7 @@ def embedding(tracer: Tracer, call: Call) -> Any:
 
 
 def prelu(tracer: Tracer, call: Call) -> Any:
-    """A slope per channel, or one for all."""
+    """PReLU with one slope, or one slope per channel."""
     activation, weight = tracer.activation(call.arguments["input"]), call.arguments["weight"]
     if weight.shape == (1,):
         return activation
@@ -131,7 +131,7 @@ def prelu(tracer: Tracer, call: Call) -> Any:
 
 
 def recurrent(tracer: Tracer, call: Call) -> Any:
-    """Recurrent layers: in every gate a row per neuron, and the columns that read the neurons themselves."""
+    """Recurrent layers: each neuron has one row per gate and one hidden column."""
     arguments = call.arguments
     gates, hidden = _GATES[call.name], arguments["hx"]
     hidden = hidden if isinstance(hidden, list | tuple) else [hidden]
@@ -147,7 +147,7 @@ def recurrent(tracer: Tracer, call: Call) -> Any:
         inner, outer, *rest = params[cell * per_cell : (cell + 1) * per_cell]
         state = tracer.union_find.add(inner.shape[0] // gates)
         out = state
-        if len(rest) > biases:  # a projection of the state
+        if len(rest) > biases:  # projected hidden state
             tracer.read(rest[-1], 1, state)
             out = tracer.axis(rest[-1], 0, "out")
         _gate_rows(tracer, [inner, outer], rest[:biases], state, gates)
@@ -184,7 +184,6 @@ def recurrent_cell(tracer: Tracer, call: Call) -> Any:
 
 
 def _along(ids: Tensor, dim: int, shape: Sequence[int]) -> TracedActivation:
-    """An activation whose ids differ along one dimension only."""
     return TracedActivation(
         ids.view([-1 if index == dim % len(shape) else 1 for index in range(len(shape))]), tuple(shape)
     )
@@ -205,7 +204,7 @@ def _product(
     second: TracedActivation | ParameterView,
     shape: Sequence[int],
 ) -> TracedActivation:
-    """A matrix product; results that differ along both remaining axes are not followed."""
+    """Matrix product. Results that vary along both remaining axes are not traced."""
     if isinstance(second, ParameterView) and len(second.shape) == 2 and isinstance(first, TracedActivation):
         tracer.read(second, 0, tracer.along(first, -1))
         return _along(tracer.axis(second, 1, "out"), -1, shape)
@@ -217,7 +216,7 @@ def _product(
     if min(len(left.shape), len(right.shape)) < 2:
         return _untracked(tracer, call, left, right, shape)
     rows, columns = left.ids.shape[-2] > 1, right.ids.shape[-1] > 1
-    if left.ids.shape[-1] > 1 or right.ids.shape[-2] > 1:  # neurons are summed over
+    if left.ids.shape[-1] > 1 or right.ids.shape[-2] > 1:  # sum over neurons
         if rows or columns:
             return _untracked(tracer, call, left, right, shape)
         summed_right = right.ids.transpose(-1, -2).expand(*right.ids.shape[:-2], 1, right.shape[-2])
@@ -263,5 +262,5 @@ _KINDS: list[tuple[str, Rule]] = [
     ("gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell", recurrent_cell),
 ]
 
+# Rules by operation name.
 LAYERS: dict[str, Rule] = {name: rule for names, rule in _KINDS for name in names.split()}
-"""The rules by the names of operations."""

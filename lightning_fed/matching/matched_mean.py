@@ -1,8 +1,9 @@
-"""The mean of networks whose neurons have been matched.
+"""Mean of networks after neuron matching.
 
-Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1. The published mean of a layer
-is over all clients; here every neuron's is over the clients that have it. That of the program is drawn to 0, which
-``prior_weight=1`` does too.
+Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1. The published layer mean is
+over all clients. Here each neuron is averaged over its owners. The authors' program shrinks the mean towards 0, the
+same
+as ``prior_weight=1``.
 """
 
 from __future__ import annotations
@@ -28,33 +29,36 @@ def matched_mean(
     weights: Sequence[float],
     prior_weight: float = 0.0,
 ) -> dict[str, Tensor]:
-    r"""The mean of clients whose neurons have been matched: every neuron's over the clients that have it.
+    r"""Averages matched clients: each neuron is the mean over its owners.
 
-    With :math:`S_k` the assignments of client *k*'s neurons and :math:`\tilde w_k` its state in the wide network, with
-    zeros for the neurons that it does not have, row *i* of an entry is
+    With assignments :math:`S_k` and the state :math:`\tilde w_k` of client *k* in the wide network (zeros for missing
+    neurons), row *i* of an entry is
 
     .. math:: \bar w_i = \frac{\sum_k a_k \tilde w_{k,i}}{b \bar a + \sum_{k:\, i \in S_k} a_k}
 
-    and 0 if nobody has it, with :math:`\bar a` the mean weight and *b* that of a prior. Columns that a client does not
-    have count as 0, so that the mean is one of pre-activations.
-    It is that of :class:`WeightedMean` where all clients have all neurons.
+    or 0 without an owner. Here :math:`\bar a` is the mean weight and *b* the weight of a prior. Missing columns count
+    as 0,
+    so the mean averages pre-activations. If all clients own all neurons, the result equals :class:`WeightedMean`.
 
     Args:
-        states: One state per client, with the same names.
-        groups: All groups of the network; the same for all clients.
-        assignments: For each client and group the index of each neuron in the mean, int64, shape ``(neurons,)``.
-        sizes: Number of neurons that each group has in the mean.
-        weights: Weight of each client, greater than 0: its number of examples. Integer entries are those of the client
-            with the largest.
-        prior_weight: Clients, *b*, that a prior with mean 0 counts for, 0 or more: with 1 and equal weights the mean of
-            *n* owners is multiplied by n/(n+1), as in the authors' program for convolutional networks.
+        states: One state per client, with equal names.
+        groups: All permutation groups of the network, equal for all clients.
+        assignments: Global index of each neuron, for each client and group: int64, shape ``(neurons,)``.
+        sizes: Global number of neurons in each group.
+        weights: Client weights, greater than 0, such as numbers of examples. Integer entries come from the client with
+            the
+            largest weight.
+        prior_weight: Weight *b* of a prior with mean 0, in clients, at least 0. With 1 and equal weights the mean over
+            *n*
+            owners is multiplied by n/(n+1), as in the authors' program for convolutional networks.
 
     Returns:
-        The wide network's state.
+        State of the wide network.
 
     Raises:
-        ValueError: If the numbers differ, a weight is not greater than 0, ``prior_weight`` is negative or not finite,
-            or as :func:`grow_neurons`.
+        ValueError: If lengths differ, a weight is not greater than 0, ``prior_weight`` is negative or not finite, or
+            for
+            errors in :func:`grow_neurons`.
 
     Example:
         >>> states = [{"bias": torch.tensor([2.0, 7.0])}, {"bias": torch.tensor([5.0, 4.0])}]
@@ -77,7 +81,7 @@ def matched_mean(
     ungrouped, sums, owned = WeightedMean(), dict[str, Tensor](), dict[str, Tensor]()
     for state, assignment, weight in zip(states, assignments, weights, strict=True):
         grown = grow_neurons(state, groups, assignment, sizes)
-        rank = sum(smaller <= weight for smaller in weights)  # by which integer entries are chosen
+        rank = sum(smaller <= weight for smaller in weights)  # integer entries follow the highest rank
         ungrouped.add({name: value for name, value in grown.items() if name not in names}, weight, rank)
         rows = grow_neurons(
             {name: _ones(state[name], name, out_groups) for name in names}, out_groups, assignment, sizes
@@ -100,29 +104,29 @@ def agreement(
     sizes: Sequence[int],
     weights: Sequence[float],
 ) -> list[float]:
-    r"""Share of the squared length of the clients' neurons that their mean keeps, for every group.
+    r"""Share of the clients' squared neuron norms preserved by averaging, for each group.
 
-    With :math:`w_{k,j}` the incoming weights of neuron *j* of client *k*, and :math:`\bar w` the mean of those that it
-    is matched with,
+    With incoming weights :math:`w_{k,j}` for neuron *j* on client *k*, and the matched mean :math:`\bar w`,
 
     .. math:: \frac{\sum_k a_k \sum_j \lVert \bar w_{S_k(j)} \rVert^2}{\sum_k a_k \sum_j \lVert w_{k,j} \rVert^2}
 
-    It is 1 where the neurons that were matched are the same, or are in no other client, and about 1/n where they are n
-    unrelated ones. Their means are short then, and without a normalisation behind the layer its outputs are small.
+    The share is 1 if matched neurons are equal or have a single owner, and about 1/n for n unrelated neurons. A low
+    share
+    means small mean weights, and small outputs unless a normalization follows.
 
-    Left out are biases and normalisation (but for a group that has nothing else), running statistics, complex entries,
-    and weights from a group to itself, as in recurrent layers.
+    Biases and normalization parameters are excluded (unless a group has no others), as are running statistics, complex
+    entries, and weights within a group, such as recurrent weights.
 
     Args:
-        mean: What :func:`matched_mean` made of the rest.
-        states: One state per client, with the same names.
-        groups: All groups of the network; the same for all clients.
-        assignments: For each client and group the index of each neuron in the mean, int64, shape ``(neurons,)``.
-        sizes: Number of neurons that each group has in the mean.
-        weights: Weight of each client.
+        mean: Result of :func:`matched_mean`.
+        states: One state per client, with equal names.
+        groups: All permutation groups of the network, equal for all clients.
+        assignments: Global index of each neuron, for each client and group: int64, shape ``(neurons,)``.
+        sizes: Global number of neurons in each group.
+        weights: Client weights.
 
     Returns:
-        The shares, from 0 to 1; NaN where there is nothing to compare.
+        Shares from 0 to 1; NaN without comparable weights.
 
     Example:
         >>> states = [{"bias": torch.tensor([2.0, 7.0])}, {"bias": torch.tensor([7.0, 2.0])}]
@@ -143,7 +147,7 @@ def agreement(
 
 
 def _squared_lengths(state: Mapping[str, Tensor], group: PermutationGroup) -> Tensor:
-    """The squared length of each neuron's incoming weights, or of its numbers if it has none, float64, on the CPU."""
+    """Squared norm of incoming weights (or vectors, if no incoming weights exist) per neuron, float64, on the CPU."""
     lengths = torch.zeros(group.size, dtype=torch.float64)
     for value in (neuron_features(state, group, ("out",)) or neuron_features(state, group, ("vec",))).values():
         lengths += to_float64(value).square().sum(1).cpu()
@@ -151,11 +155,10 @@ def _squared_lengths(state: Mapping[str, Tensor], group: PermutationGroup) -> Te
 
 
 def _out_axes(group: PermutationGroup) -> PermutationGroup:
-    """The group with the axes only that make its neurons."""
     return replace(group, entries={axis: entry for axis, entry in group.entries.items() if entry.role != "in"})
 
 
 def _ones(value: Tensor, name: str, out_groups: Sequence[PermutationGroup]) -> Tensor:
-    """Ones along the axes that make neurons, float64; along the others of length 1."""
+    # ones along axes with role "out"; the other axes have length 1
     axes = {axis for group in out_groups for entry_name, axis in group.entries if entry_name == name}
     return to_float64(value.new_zeros(())).new_ones([n if axis in axes else 1 for axis, n in enumerate(value.shape)])

@@ -1,7 +1,7 @@
-"""Trained networks of one architecture merged into one, outside of any training.
+"""Merging of trained networks without further training.
 
 Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019; Wang et al.,
-"Federated Learning with Matched Averaging" (FedMA), ICLR 2020, without the training between its layers.
+"Federated Learning with Matched Averaging" (FedMA), ICLR 2020, without training between layers.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from lightning_fed.numerics.trees import move_tensors
 
 
 class MergedGroup(NamedTuple):
-    """A group of neurons in a merged network.
+    """Permutation group in a merged network.
 
     Attributes:
-        name: Its name.
-        before: Number of neurons in each network.
-        width: Number of neurons in the merged network.
-        matched: Share of the networks' neurons that are in another network too.
-        agreement: Share of their squared length that averaging keeps.
-        seconds: Time that the matching took, without sweeps.
+        name: Group name.
+        before: Neurons in each network.
+        width: Neurons in the merged network.
+        matched: Share of neurons matched with another network.
+        agreement: Share of the squared neuron norms preserved by averaging.
+        seconds: Matching time in seconds, without sweeps.
 
     """
 
@@ -51,13 +51,13 @@ class MergedGroup(NamedTuple):
 
 
 class MergedModel(NamedTuple):
-    """Networks merged into one.
+    """Result of merging networks.
 
     Attributes:
-        module: The module, merged.
-        state: A copy of its state.
-        groups: The groups of neurons; empty with mode ``"none"``.
-        assignments: For every network and group the index of each of its neurons in the merged network, int64.
+        module: The merged module.
+        state: A copy of the module's state.
+        groups: Permutation groups; empty with mode ``"none"``.
+        assignments: Merged index of each neuron, for each network and group: int64.
 
     """
 
@@ -68,32 +68,35 @@ class MergedModel(NamedTuple):
 
 
 class MatchedAverage:
-    """Merges trained networks of one architecture: neurons are matched, then averaged.
+    """Merges trained networks with equal architecture: matches neurons, then averages.
 
-    Neurons are matched group by group, see :func:`~lightning_fed.matching.match_states`, and then every
-    neuron is the mean over the networks that have it. There is no training in between, as there is in
-    :class:`~lightning_fed.algorithms.FedMA`: networks that were trained from one start, or copies with
-    permuted neurons, merge well; networks of different starts lose much of their accuracy, in particular deep
-    ones.
+    Neurons are matched group by group, see :func:`~lightning_fed.matching.match_states`. Each merged neuron is the mean
+    over
+    its owners. Unlike :class:`~lightning_fed.algorithms.FedMA` there is no training between layers. Networks with a
+    common
+    initialization or permuted copies merge well. Networks with different initializations lose much accuracy, in
+    particular
+    deep networks.
 
-    Averages of BatchNorm's running statistics are those of no network: they are measured with the merged one.
+    BatchNorm's running statistics are measured with the merged network, because averaged statistics would not fit.
 
     Args:
-        mode: ``"grow"``: neurons without a match are added, with the marginal score up to 1.25 times those of a
-            network; ``"permute"``: every neuron has one partner in every other network, and widths stay; ``"none"``:
-            the plain average. Groups that cannot grow are permuted with ``"grow"``.
-        order: Order in which groups are matched, and the weights that count: ``"fedma"`` or ``"pfnm"``.
-        score: Score of a match, see :func:`~lightning_fed.matching.match_neurons`.
-        gamma: The larger, the more neurons are added; ``None`` for the score's own.
-        passes: Most passes over the networks in the matching of a group.
-        sweeps: Most sweeps over all networks and groups that order them anew, each like the mean of the others; they
-            end when nothing changes. With ``"grow"`` they come before the matching. 0 to order every group once.
-        batch_norm: BatchNorm's running statistics are measured with data (``"recalibrate"``) or averaged.
-        inputs: Index, key or function of a batch's inputs; ``None`` for the usual ones.
-        seed: Seed of the order in which networks are matched and ordered.
+        mode: ``"grow"`` adds unmatched neurons (with the marginal score up to 1.25 times the width); ``"permute"``
+            matches
+            neurons one to one and preserves widths; ``"none"`` averages without matching. With ``"grow"`` groups with
+            fixed width are permuted.
+        order: Group order, and weights to compare: ``"fedma"`` or ``"pfnm"``.
+        score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
+        gamma: Larger values add more neurons; ``None`` for the score's default.
+        passes: Maximum number of matching passes over the networks per group.
+        sweeps: Maximum number of alignment sweeps over all networks and groups; sweeps end without a change. With
+            ``"grow"`` sweeps precede the matching. With 0 each group is ordered once.
+        batch_norm: Whether to measure BatchNorm's running statistics on data (``"recalibrate"``) or to average.
+        inputs: Index, key or function for the inputs in a batch; ``None`` for the usual inputs.
+        seed: Seed for the network order.
 
     Raises:
-        ValueError: If an option is unknown or out of its range.
+        ValueError: If an option is unknown or outside its range.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -149,26 +152,28 @@ class MatchedAverage:
         """Merges networks.
 
         Args:
-            networks: Paths of checkpoints, their contents, states, or modules. All of one architecture, with the same
-                widths, which need not be those of ``module``.
-            module: The architecture: it is given the merged state, in place. ``None`` for a copy of the first of
-                ``networks`` that is a module.
-            example_input: Input of the module's ``forward``, with which its neurons are traced, see
-                :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By default two inputs of
-                ``data``, or a LightningModule's ``example_input_array``.
-            data: Batches to measure BatchNorm's running statistics with, such as a ``DataLoader``; run through the
-                module once.
-            weights: Weight of each network in the average, greater than 0, such as its number of examples; by default
-                equal.
+            networks: Checkpoint paths, checkpoint contents, states or modules. All networks need equal architecture and
+                equal
+                widths, but the widths may differ from ``module``.
+            module: Module for the merged state, changed in place; ``None`` for a copy of the first module in
+                ``networks``.
+            example_input: Input for ``forward`` to trace neurons, see
+                :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By default two inputs from
+                ``data``,
+                or a LightningModule's ``example_input_array``.
+            data: Batches to measure BatchNorm's running statistics, such as a ``DataLoader``; used once.
+            weights: Weight of each network, greater than 0, such as numbers of examples; equal by default.
 
         Returns:
             The merged network.
 
         Raises:
-            FileNotFoundError: If there is no such file.
-            ValueError: If networks have low-rank adapters, differ in their entries or widths, have widths that do not
-                fit each other or values that are not finite, there is not one weight for each, there is no input to
-                trace the neurons with or none of them can be permuted, or a module with BatchNorm comes without data.
+            FileNotFoundError: If a file does not exist.
+            ValueError: If networks contain low-rank adapters, entries or widths differ, widths are incompatible, values
+                are not
+                finite, the number of weights is wrong, no input is available, no neurons can be permuted, or data are
+                missing
+                for BatchNorm.
 
         """
         module = _module(networks) if module is None else module
@@ -208,7 +213,7 @@ class MatchedAverage:
         return MergedModel(module, merged, merged_groups, match.assignments)
 
     def _groups(self, module: nn.Module, example: Any) -> PermutationGroups:
-        if self.mode == "none":  # no groups are needed
+        if self.mode == "none":  # groups are unnecessary
             return PermutationGroups(())
         groups = PermutationGroups.of(module, example)
         if not len(groups):
@@ -216,7 +221,7 @@ class MatchedAverage:
         return groups
 
     def _example(self, module: nn.Module, example: Any, data: Iterable[Any] | None) -> tuple[Any, Iterable[Any] | None]:
-        """Input for the module, and the remaining data."""
+        """Returns an example input, and the data for later use."""
         if self.mode == "none":
             return None, data
         if example is None and data is not None:
@@ -224,7 +229,7 @@ class MatchedAverage:
             batch = next(batches, None)
             if batch is None:
                 raise ValueError("Expected `data` to have at least one batch, but got none.")
-            if batches is data:  # it can be run through once only
+            if batches is data:  # an iterator can only be used once
                 data = chain([batch], batches)
             batch_inputs = find_inputs(batch, self.inputs)
             example = batch_inputs[:2] if len(batch_inputs) > 1 else torch.cat([batch_inputs, batch_inputs])
@@ -240,12 +245,7 @@ class MatchedAverage:
 
 
 def _refuse_adapters(states: Sequence[Mapping[str, Tensor]]) -> None:
-    """Refuses models with factors of low rank, whose means do not have the mean of their products.
-
-    Raises:
-        ValueError: If there are any.
-
-    """
+    # The product of averaged low-rank factors is not the average of the products.
     adapters = sorted({name for state in states for name in state if "lora_A" in name.split(".")})
     if adapters:
         raise ValueError(
@@ -263,7 +263,7 @@ def _module(networks: Sequence[Checkpoint | nn.Module]) -> nn.Module:
 
 
 def _states(networks: Sequence[Checkpoint | nn.Module], module: nn.Module) -> list[dict[str, Tensor]]:
-    """The states of networks, on the devices that the module's entries are on."""
+    """Reads all network states to the devices of the module's entries."""
     if not networks:
         raise ValueError("Expected at least one of `networks`, but got none.")
     module_tensors, states = entry_tensors(module), list[dict[str, Tensor]]()

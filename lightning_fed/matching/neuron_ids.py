@@ -1,8 +1,7 @@
-"""Ids of neurons: union-find over the positions of parameters' axes, and activations with the id of every element.
+"""Neuron ids: a union-find structure over parameter axes, and activations with one id per element.
 
-Every position of a parameter's axis starts with an id of its own. While an activation is followed through a network,
-two ids are united where one element would have both. Positions whose ids are one in the end are coupled: they belong to
-one neuron.
+Each position on a parameter axis starts with a separate id. Tracing an activation through the network unites two ids if
+one element would have both. Positions with equal final ids are coupled: they belong to one neuron.
 """
 
 from __future__ import annotations
@@ -15,19 +14,18 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+# NEUTRAL marks constants with one value everywhere; PINNED marks fixed elements (inputs, outputs).
 NEUTRAL, PINNED = 0, 1
-"""Ids of constants of one value, which are equal everywhere, and of elements that do not move (inputs, outputs)."""
 
 Constraint: TypeAlias = tuple[Literal["apart", "within", "block"], int]
 
 
 class UnionFind:
-    """Disjoint sets of ids, with constraints: only neurons with the same constraints may be exchanged.
+    """Disjoint sets of ids with constraints. Only neurons with equal constraints are exchangeable.
 
-    - ``"apart"``: they went through the same slice of a tensor.
-    - ``"within"``: they were reduced together (a mean, a norm, a product of attention), so that the result depends on
-      their number.
-    - ``"block"``: the same for the groups of a group normalisation, which may be exchanged as wholes.
+    - ``"apart"``: used in the same slice of a tensor.
+    - ``"within"``: reduced together (a mean, a norm, attention), so the result depends on the number of neurons.
+    - ``"block"``: reduced in one group of a group normalization; whole groups are exchangeable.
     """
 
     def __init__(self) -> None:
@@ -36,13 +34,13 @@ class UnionFind:
         self._num_constraints = 0
 
     def add(self, count: int) -> Tensor:
-        """New ids, int64, shape ``(count,)``."""
+        """Creates ids, int64, shape ``(count,)``."""
         first = len(self._parents)
         self._parents.extend(range(first, first + count))
         return torch.arange(first, first + count)
 
     def find(self, neuron_id: int) -> int:
-        """The smallest of the ids that are united with this one."""
+        """Returns the smallest id in the set."""
         parents = self._parents
         while parents[neuron_id] != neuron_id:
             parents[neuron_id] = parents[parents[neuron_id]]
@@ -50,12 +48,12 @@ class UnionFind:
         return neuron_id
 
     def find_all(self, ids: Tensor) -> Tensor:
-        """The result of :meth:`find` for every element of a tensor, in its shape."""
+        """Applies :meth:`find` to each element."""
         unique, inverse = torch.unique(ids, return_inverse=True)
         return torch.tensor([self.find(neuron_id) for neuron_id in unique.tolist()], dtype=torch.int64)[inverse]
 
     def unite(self, first: Tensor, second: Tensor) -> None:
-        """Unites the ids at the same positions of two tensors that broadcast, except for neutral ones."""
+        """Unites ids at equal positions of two broadcast tensors, except neutral ids."""
         expanded = first + torch.zeros_like(second), second + torch.zeros_like(first)
         pairs = torch.stack([ids.reshape(-1) for ids in expanded], 1)
         for left, right in torch.unique(pairs, dim=0).tolist():
@@ -63,21 +61,21 @@ class UnionFind:
                 continue
             left, right = self.find(left), self.find(right)
             if left != right:
-                self._parents[max(left, right)] = min(left, right)  # so that PINNED stays a root
+                self._parents[max(left, right)] = min(left, right)  # keeps PINNED a root
 
     def pin(self, ids: Tensor) -> None:
-        """Makes ids immovable."""
+        """Marks ids as fixed."""
         self.unite(ids, torch.tensor(PINNED))
 
     def constrain(self, ids: Tensor, kind: Literal["apart", "within", "block"]) -> None:
-        """Puts a new constraint on ids."""
+        """Adds a new constraint to ids."""
         self._num_constraints += 1
         for neuron_id in torch.unique(ids).tolist():
             if neuron_id not in (NEUTRAL, PINNED):
                 self._constraints[neuron_id].add((kind, self._num_constraints))
 
     def constraints(self) -> dict[int, frozenset[Constraint]]:
-        """All constraints, by the united ids that have them."""
+        """Returns all constraints by root id."""
         united: dict[int, set[Constraint]] = defaultdict(set)
         for neuron_id, constraints in self._constraints.items():
             united[self.find(neuron_id)] |= constraints
@@ -86,11 +84,11 @@ class UnionFind:
 
 @dataclass(frozen=True, eq=False)
 class TracedActivation:
-    """An activation as its elements' neurons.
+    """Activation with one neuron id per element.
 
     Attributes:
-        ids: Ids of the elements' neurons, of length 1 along dimensions on which all elements have the same id.
-        shape: The activation's shape.
+        ids: Neuron ids, with length 1 along dimensions with equal ids.
+        shape: Shape of the activation.
 
     """
 
@@ -99,7 +97,7 @@ class TracedActivation:
 
     @classmethod
     def of(cls, ids: Tensor) -> TracedActivation:
-        """The activation with these ids, one for each element."""
+        """Creates an activation from one id per element."""
         shape = tuple(ids.shape)
         for dim, length in enumerate(shape):
             if length > 1 and (ids.stride(dim) == 0 or bool((ids == ids.narrow(dim, 0, 1)).all())):
@@ -108,27 +106,27 @@ class TracedActivation:
 
     @classmethod
     def filled(cls, neuron_id: int, shape: Sequence[int]) -> TracedActivation:
-        """The activation with one id everywhere."""
+        """Creates an activation with a single id."""
         return cls(torch.full((1,) * len(shape), neuron_id), tuple(shape))
 
     @property
     def varying(self) -> set[int]:
-        """The dimensions along which ids differ."""
+        """Dimensions with different ids."""
         return {dim for dim, length in enumerate(self.ids.shape) if length > 1}
 
     def expanded(self) -> Tensor:
-        """One id for each element, in the activation's shape; the memory is shared."""
+        """Expands the ids to the activation's shape, on shared memory."""
         return self.ids.expand(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterView:
-    """An entry of the state, maybe with its axes in another order.
+    """State entry, with optionally permuted axes.
 
     Attributes:
-        name: Name of the entry.
-        lengths: Lengths of its axes.
-        axes: The axis that each dimension is.
+        name: Entry name.
+        lengths: Length of each axis.
+        axes: Axis of each dimension.
 
     """
 
@@ -138,5 +136,5 @@ class ParameterView:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Lengths of the dimensions."""
+        """Length of each dimension."""
         return tuple(self.lengths[axis] for axis in self.axes)

@@ -1,18 +1,18 @@
-r"""Matching of clients' neurons: an assignment to global neurons, whose number is found as well.
+r"""Matches client neurons to global neurons, and infers the number of global neurons.
 
 - Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019: the model and the
-  published score; every layer is matched once, without training in between.
+  published score; each layer is matched once, without training in between.
 - Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020: the same, with training in between.
 - Yurochkin et al., "Statistical Model Aggregation via Parameter Matching" (SPAHM), NeurIPS 2019: the marginal score.
 
-A global neuron is drawn around a prior mean, a client's neuron around the global one that it belongs to, and a
-Beta-Bernoulli process says which global neurons a client has:
+A global neuron is drawn around a prior mean, a client neuron around its global neuron, and a Beta-Bernoulli process
+decides which global neurons a client owns:
 
 .. math:: \theta_i \sim \mathcal{N}(\mu, \sigma_0^2) \qquad
     w_{jl} \mid \theta_i \sim \mathcal{N}(\theta_i, \sigma_j^2)
 
-Two neurons of one client never belong to the same global neuron. Clients are matched one after the other, each with the
-global neurons of all others or with new ones, by the assignment with the largest sum of scores.
+Two neurons of one client never share a global neuron. Clients are matched one after another with all existing global
+neurons or with new ones. Each assignment maximizes the sum of scores.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from lightning_fed.numerics.precision import at_least_float32, cast_back, to_flo
 
 MatchScore: TypeAlias = Literal["published", "marginal"]
 
-_POPULARITY_LIMIT, _SOFT_WIDTH = 10, 700  # of the published score
-_MATCHINGS = 4  # with estimated variances: with the start's, and with three estimates
-_LEAST_SHARE = 1e-6  # of a block's mean square: no estimated variance is below it
-_STEPS, _TOLERANCE = 200, 1e-4  # of expectation maximisation: at most so many, until no variance changes by this share
-_CHUNK = 2**22  # numbers of all clients' neurons that are multiplied at once
+_POPULARITY_LIMIT, _SOFT_WIDTH = 10, 700  # constants in the published score
+_MATCHINGS = 4  # matchings with estimated variances: one with initial values, three with estimates
+_LEAST_SHARE = 1e-6  # lower bound for estimated variances, relative to a block's mean square
+_STEPS, _TOLERANCE = 200, 1e-4  # iterations and relative tolerance for expectation maximization
+_CHUNK = 2**22  # elements per matrix product
 
 
 class NeuronMatch(NamedTuple):
-    """Assignment of every client's neurons to global neurons.
+    """Assignment of client neurons to global neurons.
 
     Attributes:
-        assignments: For every client the global neuron of each of its neurons, int64, shape ``(L_j,)``.
-        means: Mean of the neurons that belong to a global neuron, shape ``(L, D)``.
-        estimate: The model's most probable global neurons, shape ``(L, D)``: means that are drawn to the prior's. With
-            variances of 1 and a prior mean of 0 the sum of the owners' neurons over their number plus one.
-        owners: Number of clients that have a global neuron, int64, shape ``(L,)``.
-        variance: The variances that were used, shape ``(J, D)``.
-        prior_variance: The prior's variances that were used, shape ``(D,)``.
-        passes: Passes over all clients, after each was matched once.
+        assignments: Global index of each neuron by client, int64, shape ``(L_j,)``.
+        means: Mean over the client neurons of each global neuron, shape ``(L, D)``.
+        estimate: Most probable global neurons, shape ``(L, D)``: means shrunk towards the prior mean. With all
+            variances 1
+            and prior mean 0, the sum over n owners divided by n + 1.
+        owners: Number of clients with each global neuron, int64, shape ``(L,)``.
+        variance: Variances in use, shape ``(J, D)``.
+        prior_variance: Prior variances in use, shape ``(D,)``.
+        passes: Number of passes over all clients after the first matching.
 
     """
 
@@ -75,65 +76,74 @@ def match_neurons(
     passes: int = 5,
     max_width: int | None = None,
 ) -> NeuronMatch:
-    r"""Matches the neurons of one layer of several clients (BBP-MAP).
+    r"""Matches the neurons in one layer across clients (BBP-MAP).
 
-    With precisions :math:`p_j = 1 / \sigma_j^2` and :math:`p_0 = 1 / \sigma_0^2`, every global neuron has the sum
-    :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and the precision :math:`P_i = p_0 + \sum p_j` of the neurons that belong to
-    it, and :math:`n_i` owners. Without the client that is being matched, and with :math:`u = p_j w`, its neuron
-    :math:`w` scores
+    With precisions :math:`p_j = 1 / \sigma_j^2` and :math:`p_0 = 1 / \sigma_0^2`, each global neuron has :math:`n_i`
+    owners,
+    the weighted sum :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and the precision :math:`P_i = p_0 + \sum p_j` over its
+    client
+    neurons. With the current client removed and :math:`u = p_j w`, a client neuron :math:`w` has the score
 
     .. math::
         \sum_d \Big( \frac{(A_{id} + u_d)^2}{P_{id} + p_{jd}} - \frac{A_{id}^2}{P_{id}}
         + \Big[ \log \frac{P_{id}}{P_{id} + p_{jd}} \Big] \Big) + c \log \frac{n_i}{J - n_i}
 
-    with a global neuron, and as the *k*-th new one
+    for global neuron *i*, and for the *k*-th new global neuron
 
     .. math::
         \sum_d \Big( \frac{(p_{0d} \mu_d + u_d)^2}{p_{0d} + p_{jd}} - p_{0d} \mu_d^2
         + \Big[ \log \frac{p_{0d}}{p_{0d} + p_{jd}} \Big] \Big) + 2 \log \frac{\gamma}{J} - 2 \log k
 
-    which is twice a log-probability, up to what all scores of a neuron have in common.
+    The score is twice a log-probability, up to a constant per client neuron.
 
-    - ``"published"``: without the terms in brackets, with :math:`c = 1` and :math:`n_i` counted up to 10, and with new
-      neurons up to 700 global ones, but always one: the score of the programs of PFNM and FedMA. With their variances
-      of 1 the data have little to say where neurons are short. Of clients with equally many neurons, whose norms are
-      well below 1, every one after the first adds as many as there are numbers :math:`k < \gamma \sqrt{J - 1} / J`,
-      whatever its weights are: with :math:`\gamma = 7` three of 2 to 4 clients, two of 5 to 11, one of 12 to 47 and
-      none of more. The nearer such a number is to the limit, and the longer neurons are, the more their weights decide.
-    - ``"marginal"``: with the terms in brackets and :math:`c = 2`, as the model has it. With estimated variances it
-      finds what clients share, and gives what they do not share neurons of its own.
+    - ``"published"``: the score in the programs for PFNM and FedMA, without the terms in brackets, with :math:`c = 1`,
+      :math:`n_i` capped at 10, and at most 700 global neurons plus one. With unit variances, weights hardly influence
+      the result for short neurons. If all clients have equally many neurons with norms well below 1, each client after
+      the
+      first adds one neuron for each integer :math:`k < \gamma \sqrt{J - 1} / J`, for any weights. With :math:`\gamma =
+      7`
+      each adds three neurons for 2 to 4 clients, two for 5 to 11, one for 12 to 47, and none for more clients. Weights
+      matter more for integers near the limit and for longer neurons.
+    - ``"marginal"``: the score of the model, with the terms in brackets and :math:`c = 2`. With estimated variances the
+      score recovers shared neurons and creates separate neurons for the rest.
 
-    The client with the most neurons comes first: its neurons are the first global ones. The others are matched in the
-    order of their numbers of neurons. Then every client is taken out and matched again, in passes over the clients in
-    random order, until a pass changes nothing.
+    The client with the most neurons defines the first global neurons. The other clients are matched in order of
+    decreasing
+    width. In each following pass every client is removed and matched again, in random order, until a pass changes
+    nothing.
 
-    Of variances that are estimated every client has its own :math:`\sigma_j^2`, and the prior one
-    :math:`\sigma_0^2`, for every block of numbers: the most likely ones where the neurons belong together as they were
-    matched, by expectation maximisation over the global neurons. (With one variance for all clients, those that moved
-    far from a common start got neurons of their own.) All start as half the variance of the numbers. The matching is
-    repeated with the estimates until it stays as it is, three times at most.
+    Estimated variances are maximum-likelihood values given the matching: one :math:`\sigma_j^2` per client and one
+    prior
+    :math:`\sigma_0^2`, for each block, by expectation maximization over the global neurons. (With a common variance,
+    clients
+    far from a common initialization would get separate neurons.) All variances start at half the variance of the
+    values.
+    Matching and estimation alternate until the matching is stable, at most three times.
 
     Args:
-        clients: Neurons of each client, shape ``(L_j, D)``, floating point. Computed on their device, in float32 at
-            least.
-        generator: Draws the order of the clients.
+        clients: Neurons of each client, shape ``(L_j, D)``, floating point. Computed on the client's device, at least
+            in
+            float32.
+        generator: Draws the client order.
         score: ``"published"`` or ``"marginal"``.
-        gamma: :math:`\gamma`, greater than 0: the larger, the more global neurons. By default 7 (published) or 1.
-        variance: :math:`\sigma_j^2`, greater than 0: one number, or a tensor that broadcasts to ``(J, D)``. Numbers
-            with an infinite variance have no say. By default 1 (published), or estimated.
-        prior_variance: :math:`\sigma_0^2`, greater than 0: one number, or a tensor that broadcasts to ``(D,)``. By
-            default 1 (published), or estimated.
-        prior_mean: :math:`\mu`: one number, or a tensor that broadcasts to ``(D,)``. The programs have 0.1 for biases.
-        blocks: How many of the ``D`` numbers, one after the other, share an estimated variance; they sum to ``D``. By
-            default all. A block whose numbers are all equal has no say.
-        passes: Most passes over the clients; 0 to match every client once.
-        max_width: Most global neurons, at least as many as a client has.
+        gamma: :math:`\gamma`, greater than 0. Larger values create more global neurons. By default 7 (published) or 1.
+        variance: :math:`\sigma_j^2`, greater than 0: a number, or a tensor that broadcasts to ``(J, D)``. Values with
+            infinite variance are ignored. By default 1 (published), or estimated.
+        prior_variance: :math:`\sigma_0^2`, greater than 0: a number, or a tensor that broadcasts to ``(D,)``. By
+            default 1
+            (published), or estimated.
+        prior_mean: :math:`\mu`: a number, or a tensor that broadcasts to ``(D,)``. The authors use 0.1 for biases.
+        blocks: Sizes of consecutive blocks with a common estimated variance, with sum ``D``; by default one block.
+            Blocks
+            with constant values are ignored.
+        passes: Maximum number of passes over the clients; 0 matches each client once.
+        max_width: Maximum number of global neurons, at least the width of each client.
 
     Returns:
         Assignments, means and counts.
 
     Raises:
-        ValueError: If neurons are not of these shapes or not finite, or an option is out of its range.
+        ValueError: If shapes are wrong, values are not finite, or an option is outside its range.
 
     Example:
         >>> ann = torch.tensor([[4.0, 0.0], [0.0, 4.0], [-5.0, -5.0]])
@@ -182,10 +192,10 @@ def match_neurons(
 
 
 class _Matcher:
-    """Global neurons while clients are matched. Where all precisions are one number per client, one column holds them.
+    """State of the matching. If all precisions are scalar, precisions have one column.
 
     Attributes:
-        assignments: As in :class:`NeuronMatch`.
+        assignments: Same as in :class:`NeuronMatch`.
 
     """
 
@@ -218,7 +228,7 @@ class _Matcher:
         self.precisions = self.sums[:, : self.kept]  # P
 
     def run(self, generator: np.random.Generator, passes: int) -> int:
-        """Matches every client once, then again in passes; returns the number of passes."""
+        """Matches each client once and then in passes. Returns the number of passes."""
         for client in sorted(range(len(self.neurons)), key=lambda client: -len(self.neurons[client])):
             self._match(client)
         partition = self.partition()
@@ -232,17 +242,17 @@ class _Matcher:
         return passes
 
     def partition(self) -> NDArray[np.int64]:
-        """For every neuron of all clients the first one that belongs to the same global neuron."""
+        """Maps each neuron to the first neuron with the same global neuron."""
         _, first, inverse = np.unique(np.concatenate(self.assignments), return_index=True, return_inverse=True)
         return first[inverse]
 
     def means(self) -> Tensor:
-        """Means of the neurons that belong to every global one, shape ``(L, D)``, float64."""
+        """Mean client neuron for each global neuron, shape ``(L, D)``, float64."""
         total = self._total(to_float64(neurons) for neurons in self.neurons)
         return total / torch.from_numpy(self.owners).to(total.device)[:, None]
 
     def result(self, passes: int) -> NeuronMatch:
-        """The match, on the clients' device."""
+        """Creates the match on the clients' device."""
         like = self.neurons[0]
         weights = [to_float64(noise).reciprocal() for noise in self.noise]
         pairs = list(zip(self.neurons, weights, strict=True))
@@ -260,14 +270,14 @@ class _Matcher:
         )
 
     def _total(self, parts: Iterable[Tensor]) -> Tensor:
-        """Sums over the neurons of every global one, of parts of shape ``(L_j, D)`` per client; shape ``(L, D)``."""
+        # parts have shape (L_j, D), the result (L, D)
         total = to_float64(self.anchor).new_zeros(len(self.owners), len(self.anchor))
         for part, indices in zip(parts, self.assignments, strict=True):
             total.index_add_(0, torch.from_numpy(indices).to(total.device), part)
         return total
 
     def _new_scores(self, client: int, gamma: float) -> NDArray[np.float64]:
-        """Scores of a client's neurons as the first new global one."""
+        """Scores of a client's neurons for the first new global neuron."""
         posterior_variance = 1 / (self.prior_precision + self.precision[client])
         scores = self._reduced((self.scaled[client] + self.anchor).square()) @ posterior_variance
         scores = scores - (self._reduced(self.anchor.square()[None]) @ (1 / self.prior_precision))
@@ -277,7 +287,7 @@ class _Matcher:
         return result
 
     def _match(self, client: int) -> None:
-        from scipy.optimize import linear_sum_assignment  # slow to import: only for those who match
+        from scipy.optimize import linear_sum_assignment  # slow import, only needed for matching
 
         scaled, precision, width = self.scaled[client], self.precision[client], len(self.owners)
         num_new = len(scaled)
@@ -317,7 +327,7 @@ class _Matcher:
         self.owners[self.assignments[client]] += times
 
     def _remove(self, client: int) -> None:
-        """Removes a client, and global neurons that only it has."""
+        """Removes a client, and global neurons without other owners."""
         self._add(client, -1)
         self.assignments[client] = self.assignments[client][:0]
         left = self.owners > 0
@@ -329,16 +339,16 @@ class _Matcher:
         self.assignments = [renumbered[indices] for indices in self.assignments]
 
     def _reduced(self, values: Tensor) -> Tensor:
-        """Values of shape ``(n, D)``, or their sums of shape ``(n, 1)`` where precisions are one number."""
+        # scalar precisions only need the sum over D
         return values.sum(1, keepdim=True) if self.kept == 1 else values
 
     def _summed(self, values: Tensor) -> Tensor:
-        """The sum over all numbers of a neuron of what is kept in one column where it is equal for all."""
+        # scalar precisions have one column for D equal values
         return values.sum(-1) * (len(self.anchor) // self.kept)
 
 
 def _checked(clients: Sequence[Tensor]) -> list[Tensor]:
-    """The clients' neurons, all of the type and on the device of the first one's."""
+    """Validates the clients' neurons, and converts to the dtype and device of the first client."""
     if not len(clients):
         raise ValueError("Expected `clients` to be the neurons of at least one client, but got none.")
     for number, neurons in enumerate(clients):
@@ -371,7 +381,7 @@ def _numbers(name: str, value: float | Tensor, like: Tensor, shape: tuple[int, .
 
 
 def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Half the variance of every block as both variances, shape ``(D,)``; infinite for a block of equal numbers."""
+    """Initial variances, shape ``(D,)``: half the variance of each block, infinite for constant blocks."""
     count = sum(len(client_neurons) for client_neurons in neurons)
     mean, squares = (to_float64(torch.zeros_like(neurons[0][0])) for _ in range(2))
     for client_neurons in neurons:
@@ -390,7 +400,7 @@ def _start(neurons: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
 def _estimate(
     matcher: _Matcher, mean: Tensor, sizes: list[int], is_noise_known: bool, is_prior_known: bool
 ) -> tuple[Tensor, Tensor]:
-    """The most likely variances for the result of a matching, shapes ``(J, D)`` and ``(D,)``; known ones are kept."""
+    """Maximum-likelihood variances for a matching, shapes ``(J, D)`` and ``(D,)``. Known variances are kept."""
     members = torch.full((len(matcher.owners), len(matcher.neurons)), -1, device=mean.device)
     count = 0
     for client, indices in enumerate(matcher.assignments):
@@ -404,7 +414,7 @@ def _estimate(
         if not bool(block_noise.isinf().all()):
             columns = slice(start, start + size)
             parts = [to_float64(neurons[:, columns]) - to_float64(block_mean) for neurons in matcher.neurons]
-            values = torch.cat([*parts, torch.zeros_like(parts[0][:1])])  # the last for clients without the neuron
+            values = torch.cat([*parts, torch.zeros_like(parts[0][:1])])  # zeros for clients without the neuron
             rows = max(1, _CHUNK // (len(parts) * size))
             products = torch.cat([values[chunk] @ values[chunk].mT for chunk in torch.split(members, rows)])
             noise_of_block = to_float64(block_noise).reciprocal().mean(1).reciprocal()
@@ -429,17 +439,18 @@ def _maximise_likelihood(
     is_noise_known: bool,
     is_prior_known: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Variances of one block by expectation maximisation over the global neurons.
+    """Estimates the variances of one block by expectation maximization over the global neurons.
 
     Args:
-        products: Inner products of the clients' neurons, less the prior mean, of every global neuron, shape
-            ``(L, J, J)``; 0 for clients without it.
-        owned: 1 for the clients that have a global neuron, else 0, shape ``(L, J)``.
-        size: Numbers of the block.
-        noise: Every client's variance to start from, shape ``(J,)``.
-        prior: The prior's, shape ``()``.
-        is_noise_known: Whether the first stay as they are.
-        is_prior_known: Whether the second does.
+        products: Inner products of client neurons minus the prior mean, for each global neuron: shape ``(L, J, J)``; 0
+            for
+            clients without the neuron.
+        owned: 1 for owners of a global neuron, else 0: shape ``(L, J)``.
+        size: Size of the block.
+        noise: Initial client variances, shape ``(J,)``.
+        prior: Initial prior variance, shape ``()``.
+        is_noise_known: Whether client variances are fixed.
+        is_prior_known: Whether the prior variance is fixed.
 
     """
     squares = products.diagonal(dim1=1, dim2=2)
@@ -448,7 +459,7 @@ def _maximise_likelihood(
         precision = owned / noise
         posterior_variance = (1 / prior + precision.sum(1)).reciprocal()
         shares = precision * posterior_variance[:, None]
-        with_mean = (products @ shares[:, :, None])[:, :, 0]  # products with the posterior mean
+        with_mean = (products @ shares[:, :, None])[:, :, 0]  # inner products with the posterior mean
         mean_squares = (with_mean * shares).sum(1)
         residuals = squares - 2 * with_mean + (mean_squares + size * posterior_variance)[:, None]
         before = torch.cat([noise, prior[None]])
@@ -462,5 +473,4 @@ def _maximise_likelihood(
 
 
 def _per_block(values: Tensor, sizes: list[int]) -> Tensor:
-    """The mean of every block, repeated for all its numbers."""
     return torch.cat([block.mean().expand(len(block)) for block in torch.split(values, sizes)])

@@ -1,9 +1,9 @@
-"""One-shot matching of networks of one architecture: every group of neurons is matched, then all is averaged.
+"""One-shot matching for networks with equal architecture: matches each group of neurons, then averages.
 
 - Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019: from the last
   layer to the first.
-- Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020: from the first to the last; without the
-  training in between, which gives FedMA its accuracy.
+- Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020: from the first to the last, but without
+  the training between layers, which is essential for FedMA's accuracy.
 """
 
 from __future__ import annotations
@@ -32,25 +32,24 @@ from lightning_fed.matching.permutation_groups import PermutationGroups
 
 MatchMode: TypeAlias = Literal["grow", "permute", "none"]
 MatchOrder: TypeAlias = Literal["fedma", "pfnm"]
+# Maximum group width, relative to a single network.
 WidthLimit: TypeAlias = float | Literal["auto"] | None
-"""Most neurons of a group, as a multiple of those of a network."""
 
-_MARGINAL_LIMIT = 1.25  # of "auto"
+_MARGINAL_LIMIT = 1.25  # limit for "auto"
 
 _ROLES: dict[str, tuple[Role, ...]] = {"fedma": ("out", "vec"), "pfnm": ("out", "vec", "in")}
 
 
 class StateMatch(NamedTuple):
-    """Networks merged into one.
+    """Result of merging several network states.
 
     Attributes:
-        state: The merged state: the mean of every neuron over the networks that have it.
-        groups: The merged network's groups; :func:`~lightning_fed.matching.resize_module` gives a module its widths.
-        assignments: For every network and group the index of each of its neurons in the merged network, int64, shape
-            ``(neurons,)``.
-        agreement: For every group the share of the networks' neurons that their means keep, see
+        state: Merged state, with each neuron averaged over its owners.
+        groups: Merged permutation groups. :func:`~lightning_fed.matching.resize_module` sets the widths.
+        assignments: Merged index of each neuron, for each network and group: int64, shape ``(neurons,)``.
+        agreement: Share of neurons preserved by averaging, for each group, see
             :func:`~lightning_fed.matching.matched_mean.agreement`.
-        seconds: Time that each group took to match, without sweeps.
+        seconds: Matching time for each group in seconds, without sweeps.
 
     """
 
@@ -62,7 +61,7 @@ class StateMatch(NamedTuple):
 
     @property
     def owners(self) -> dict[str, Tensor]:
-        """For every group the number of networks that have each of its neurons, int64, shape ``(neurons,)``."""
+        """Counts networks with each neuron, by group: int64, shape ``(neurons,)``."""
         return {
             name: torch.bincount(torch.cat([assignment[name] for assignment in self.assignments]), minlength=size)
             for name, size in self.groups.sizes.items()
@@ -70,7 +69,7 @@ class StateMatch(NamedTuple):
 
     @property
     def matched(self) -> dict[str, float]:
-        """For every group the share of the networks' neurons that are in another network too."""
+        """Share of neurons matched with another network, by group."""
         return {name: float(owners[owners > 1].sum() / owners.sum()) for name, owners in self.owners.items()}
 
 
@@ -89,46 +88,50 @@ def match_states(
     prior_weight: float = 0.0,
     **options: Any,
 ) -> StateMatch:
-    """Matches the neurons of several networks, group by group, and averages.
+    """Matches the neurons of several networks group by group, and averages.
 
-    A group is matched by its neurons' weights to neurons that are matched already, to inputs and to outputs: going from
-    the first group to the last by incoming weights, biases and normalisation (``"fedma"``), or from the last to the
-    first by outgoing weights and biases, and where the inputs are the network's own also by incoming ones (``"pfnm"``).
-    Groups that are not growable are only ordered, like the networks before them.
+    Groups are compared by weights to already matched neurons, inputs and outputs. ``"fedma"`` runs from the first to
+    the
+    last group and compares incoming weights, biases and normalization. ``"pfnm"`` runs from the last to the first group
+    and
+    compares outgoing weights and biases; the first layer also compares incoming weights. Groups that cannot grow are
+    only
+    permuted, to match the earlier networks.
 
-    That is one pass, in which every network is ordered like those before it, and by a part of its neurons' weights.
-    With ``sweeps`` the networks are then brought nearer to each other, all groups jointly, until nothing changes
-    (:func:`~lightning_fed.matching.align_networks`). With ``"grow"`` this comes first, and groups are then matched by
-    all incoming weights (``"pfnm"``: all weights) of neurons, which now have a common order; in a chain of layers and
-    with ``"fedma"`` these are the same as without.
+    A single pass matches each network to the earlier networks, by some weights only. ``sweeps`` then align the
+    networks
+    jointly over all groups until nothing changes (:func:`~lightning_fed.matching.align_networks`). With ``"grow"`` the
+    sweeps come first. All neurons then have a common order, so groups are compared by all incoming weights (``"pfnm"``:
+    by
+    all weights). For a chain of layers with ``"fedma"`` the compared weights are the same as without sweeps.
 
-    Prior means are 0, and variances are the same for all networks, unless ``options`` say otherwise; the programs of
-    PFNM and FedMA have 0.1 for biases, and PFNM's a variance by class for the last layer's columns.
+    Prior means are 0 and all networks have equal variances, unless ``options`` override both. The programs for PFNM and
+    FedMA use 0.1 for biases, and PFNM one variance per class in the last layer's columns.
 
-    BatchNorm's running statistics are averaged like all else; those of a merged network have to be measured anew.
+    BatchNorm's running statistics are also averaged. Recalibrate the statistics with the merged network.
 
     Args:
-        states: One state per network, with the same entries.
-        groups: Their groups.
-        generator: Draws the order of the networks, and in sweeps of the groups.
+        states: One state per network, with equal entries.
+        groups: Permutation groups.
+        generator: Draws the order of networks, and of groups in sweeps.
         order: ``"fedma"`` or ``"pfnm"``.
-        mode: ``"grow"``: there may be more neurons than a network has; ``"permute"``: they are only ordered;
-            ``"none"``: every neuron stays where it is.
-        weights: Weight of each network in the average, greater than 0, such as its number of examples; by default
-            equal.
-        score: Score of a match, see :func:`~lightning_fed.matching.match_neurons`.
-        max_growth: Most neurons of a group, as a multiple of those of a network; ``None`` for no limit; ``"auto"``:
-            1.25 with the marginal score, and no limit with the published one, as published.
-        sweeps: Most sweeps over all networks and groups in which they are ordered anew; 0 for none.
+        mode: ``"grow"`` adds neurons, ``"permute"`` only permutes, ``"none"`` averages without matching.
+        weights: Network weights, greater than 0, such as numbers of examples; equal by default.
+        score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
+        max_growth: Maximum width of a group relative to a single network; ``None`` for no limit; ``"auto"`` for 1.25
+            with
+            the marginal score, and no limit with the published score.
+        sweeps: Maximum number of alignment sweeps over all networks and groups.
         prior_weight: See :func:`~lightning_fed.matching.matched_mean`.
-        options: Passed to :func:`~lightning_fed.matching.match_neurons`, such as ``gamma``.
+        options: Arguments for :func:`~lightning_fed.matching.match_neurons`, such as ``gamma``.
 
     Returns:
         The merged network.
 
     Raises:
-        ValueError: If there is no network, ``order`` or ``mode`` is unknown, ``max_growth`` is below 1, or as in
-            the functions that it calls.
+        ValueError: If ``states`` is empty, ``order`` or ``mode`` is unknown, ``max_growth`` is below 1, or for errors
+            in
+            the functions above.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
@@ -206,14 +209,14 @@ def match_states(
 
 
 def check_width_limit(name: str, value: WidthLimit) -> WidthLimit:
-    """A limit of the widths, if it is one.
+    """Validates a width limit.
 
     Args:
-        name: Name of the argument.
-        value: The limit.
+        name: Argument name.
+        value: Width limit.
 
     Raises:
-        ValueError: If it is below 1 or not finite.
+        ValueError: If the limit is below 1 or not finite.
 
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -223,7 +226,7 @@ def check_width_limit(name: str, value: WidthLimit) -> WidthLimit:
 
 
 def _common(group: PermutationGroup, waiting: Sequence[PermutationGroup], roles: Sequence[Role]) -> set[Axis]:
-    """Axes by which neurons of different networks are compared: no other axis has neurons that wait to be matched."""
+    """Axes to compare across networks: axes of entries without unmatched neurons."""
     unmatched = {axis for later in waiting for axis in later.entries}
     by_role = {axis for axis, entry in group.entries.items() if entry.role in (*roles, "both")}
     known = {
@@ -233,7 +236,7 @@ def _common(group: PermutationGroup, waiting: Sequence[PermutationGroup], roles:
 
 
 def _ordered(neurons: Sequence[Tensor], blocks: int) -> list[Tensor]:
-    """The index of each neuron in the order that is nearest to the mean of the networks before."""
+    """Index of each neuron, in the closest order to the mean of the earlier networks."""
     mean, assignments = torch.zeros_like(neurons[0]), []
     for count, network in enumerate(neurons):
         order = align_neurons(mean, network, blocks) if count else torch.arange(len(network), device=network.device)

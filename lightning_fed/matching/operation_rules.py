@@ -1,4 +1,4 @@
-"""Rules of operations without weights on the ids of neurons: one per kind of operation."""
+"""Tracing rules for operations without weights: one per kind of operation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ im2col mT movedim narrow native_channel_shuffle numpy_T permute pixel_shuffle pi
 repeat_interleave reshape reshape_as roll rot90 select slice split split_with_sizes squeeze stack swapaxes t
 tensor_split tile transpose unbind unflatten unfold unsqueeze view view_as"""
 
-# Besides all that has the tag.
+# In addition to all operations with the pointwise tag.
 _POINTWISE = """alpha_dropout celu dropout elu feature_alpha_dropout feature_dropout gelu hardsigmoid hardswish hardtanh
 leaky_relu logsigmoid mish native_dropout pointwise relu relu6 rsub selu silu softplus softsign threshold where"""
 
@@ -41,22 +41,22 @@ _AXIS_ORDERS = ("mT", "numpy_T", "permute", "swapaxes", "t", "transpose")
 
 
 def constant(tracer: Tracer, call: Call) -> Any:
-    """A tensor of one value."""
+    """Tensors with a single value."""
     return TracedActivation.filled(tracer.constant_id, call.shape)
 
 
 def same(tracer: Tracer, call: Call) -> Any:
-    """The same elements with another type, memory or name."""
+    """Operations that only change dtype, memory or name."""
     return call.args[0]
 
 
 def pointwise(tracer: Tracer, call: Call) -> Any:
-    """An operation element by element."""
+    """Elementwise operations."""
     return call.results(tracer.pointwise(call.tensors, call.shape))
 
 
 def pool(tracer: Tracer, call: Call) -> Any:
-    """Pooling, interpolation or padding over the last dimensions (space), channel by channel."""
+    """Pooling, interpolation or padding over spatial dimensions, independent for each channel."""
     activation = tracer.activation(call.tensors[0])
     number = re.search(r"(\d)d", call.name)
     assert number is not None
@@ -66,7 +66,7 @@ def pool(tracer: Tracer, call: Call) -> Any:
 
 
 def reduction(tracer: Tracer, call: Call) -> Any:
-    """A reduction over some dimensions, or all; the larger or smaller of two tensors is pointwise."""
+    """Reductions over some or all dimensions. The maximum or minimum of two tensors is elementwise."""
     if len(call.tensors) > 1:
         return pointwise(tracer, call)
     activation = tracer.activation(call.tensors[0])
@@ -80,7 +80,7 @@ def reduction(tracer: Tracer, call: Call) -> Any:
 
 
 def softmax(tracer: Tracer, call: Call) -> Any:
-    """A softmax over one dimension, in which every element stays where it is."""
+    """Softmax over one dimension. All elements keep their position."""
     activation = tracer.activation(call.tensors[0])
     dim = call.arguments["dim"] % len(activation.shape)
     if dim in activation.varying:
@@ -89,8 +89,8 @@ def softmax(tracer: Tracer, call: Call) -> Any:
 
 
 def move(tracer: Tracer, call: Call) -> Any:
-    """A rearrangement of elements, which may repeat or drop some: the operation itself is applied to the ids."""
-    if any(isinstance(value, torch.dtype) for value in call.args):  # other elements made of the same bytes
+    """Rearrangements, with optional repetition or removal: applies the operation to the ids."""
+    if any(isinstance(value, torch.dtype) for value in call.args):  # reinterpreted bytes
         return tracer.unknown_result(call)
     first = call.args[0]
     if isinstance(first, ParameterView) and call.name in _AXIS_ORDERS:
@@ -98,7 +98,7 @@ def move(tracer: Tracer, call: Call) -> Any:
         moved = call.target(numbered, *call.args[1:], **call.kwargs)
         return ParameterView(first.name, first.lengths, tuple(first.axes[number - 1] for number in moved.shape))
 
-    def ids_of(value: Any) -> Any:  # in float64, which every operation takes
+    def ids_of(value: Any) -> Any:  # float64, because all operations support this dtype
         return (
             tracer.activation(value).expanded().double()
             if isinstance(value, TracedActivation | ParameterView)
@@ -114,10 +114,10 @@ def move(tracer: Tracer, call: Call) -> Any:
 
 
 def concatenation(tracer: Tracer, call: Call) -> Any:
-    """Several tensors, one after the other."""
+    """Concatenation along one dimension."""
     activations = [tracer.activation(value) for value in call.tensors]
     is_neutral = [bool((activation.ids == NEUTRAL).all()) for activation in activations]
-    if sum(is_neutral) > 1:  # maybe constants of different values
+    if sum(is_neutral) > 1:  # possibly constants with different values
         pairs = zip(activations, is_neutral, strict=True)
         activations = [
             TracedActivation.filled(PINNED, activation.shape) if neutral else activation
@@ -126,7 +126,7 @@ def concatenation(tracer: Tracer, call: Call) -> Any:
     rank = len(call.shape)
     activations = [
         activation for activation in activations if len(activation.shape) == rank
-    ]  # without an old form of nothing: shape (0,)
+    ]  # legacy empty tensors with shape (0,) are dropped
     dim = call.arguments["dim"] % rank
     lengths = [max(activation.ids.shape[index] for activation in activations) for index in range(rank)]
     parts = [
@@ -137,11 +137,11 @@ def concatenation(tracer: Tracer, call: Call) -> Any:
 
 
 def padding(tracer: Tracer, call: Call) -> Any:
-    """A border of one value, or of elements from inside."""
+    """Padding with a constant or with inner elements."""
     activation = tracer.activation(call.tensors[0])
     amounts = call.arguments["pad"]
     padded = {len(activation.shape) - 1 - index // 2 for index, amount in enumerate(amounts) if amount}
-    if not padded & activation.varying:  # a channel's border is its own
+    if not padded & activation.varying:  # padding within each channel
         return TracedActivation(activation.ids, call.shape)
     if call.arguments.get("mode", "constant") != "constant":
         return move(tracer, call)
@@ -151,7 +151,7 @@ def padding(tracer: Tracer, call: Call) -> Any:
 
 
 def _keep_apart(tracer: Tracer, before: Tensor, result: TracedActivation) -> None:
-    """Constrains elements that a slice has separated from others."""
+    # a slice separated these elements from others
     if not bool(torch.isin(before, result.ids).all()):
         tracer.union_find.constrain(result.ids, "apart")
 
@@ -168,5 +168,5 @@ _KINDS: list[tuple[str, Rule]] = [
     ("pad constant_pad_nd", padding),
 ]
 
+# Rules by operation name.
 RULES: dict[str, Rule] = {name: rule for names, rule in _KINDS for name in names.split()}
-"""The rules by the names of operations."""

@@ -1,15 +1,15 @@
-r"""Neurons of a state that may be permuted, sliced, and put into a wider network.
+r"""Permutes, slices and grows the neurons in a state.
 
-A network computes the same when the neurons of a layer are permuted with all that belongs to them: rows of
-the weights that make them, biases, normalisation, and columns of the weights that read them.
+A network computes the same function if a layer's neurons are permuted with all dependent values: rows in
+incoming weights, biases, normalization, and columns of outgoing weights.
 
 .. math:: W_2 \, \sigma(W_1 x + b_1) = (W_2 \Pi^\top) \, \sigma(\Pi W_1 x + \Pi b_1)
 
-A :class:`PermutationGroup` has their positions, for any layer: a flattened channel has one column per pixel, an LSTM's
-neuron a row in each of four gates, a residual stage's channel a row in every block.
+A :class:`PermutationGroup` lists the positions for any layer: a flattened channel has one column per pixel, an LSTM
+neuron one row in each of four gates, a channel in a residual stage one row per block.
 
 Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020; Ainsworth, Hayase and Srinivasa, "Git
-Re-Basin", ICLR 2023 (the specification of permutations as data).
+Re-Basin", ICLR 2023 (permutations specified as data).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lightning_fed.argument_checks import check_count, check_option
 
+# Entry name and axis.
 Axis: TypeAlias = tuple[str, int]
-"""Name of an entry, and one of its axes."""
 
 Role: TypeAlias = Literal["out", "in", "vec", "both"]
 
@@ -34,10 +34,9 @@ class GroupEntry(NamedTuple):
 
     Attributes:
         positions: Indices on the axis, int64, shape ``(neurons, copies)``.
-        role: ``"out"`` where the axis makes the neurons (rows of a weight), ``"in"`` where it reads them (columns),
-            ``"vec"`` where it has one number of each (bias, normalisation), ``"both"`` where it makes and reads them (a
-            tied embedding).
-        length: Length of the axis, with positions of other groups.
+        role: ``"out"`` for axes that produce neurons (rows of a weight), ``"in"`` for axes that read neurons (columns),
+            ``"vec"`` for one value per neuron (bias, normalization), ``"both"`` for tied embeddings.
+        length: Axis length, including positions of other groups.
 
     """
 
@@ -48,15 +47,16 @@ class GroupEntry(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PermutationGroup:
-    """Neurons or channels that may be permuted without changing the function of a network.
+    """Neurons or channels that can be permuted without changing the network's function.
 
     Attributes:
-        name: The layer that makes them.
-        size: Their number.
-        entries: Their positions, by entry and axis.
-        blocks: Number of blocks of equal size, one after the other (groups of a group normalisation): neurons are
-            permuted within their block only, and blocks as wholes.
-        is_growable: There may be more of them.
+        name: Layer that produces the neurons.
+        size: Number of neurons.
+        entries: Positions by entry and axis.
+        blocks: Number of consecutive blocks with equal size (groups in a group normalization). Neurons are permuted
+            within
+            blocks, and whole blocks are permuted.
+        is_growable: Whether neurons can be added.
 
     """
 
@@ -68,19 +68,20 @@ class PermutationGroup:
 
     @classmethod
     def over(cls, state: Mapping[str, Tensor], axes: Mapping[Axis, Role], size: int) -> PermutationGroup:
-        """A group written by hand: the whole axes of some entries.
+        """Creates a group manually, from whole axes of entries.
 
         Args:
-            state: The entries.
-            axes: The axes and their roles. Where one is longer than ``size``, every neuron has several positions side
-                by side (a flattened channel's pixels).
+            state: Entries.
+            axes: Axes and roles. On an axis longer than ``size`` each neuron has several adjacent positions (pixels of
+                a
+                flattened channel).
             size: Number of neurons.
 
         Returns:
-            The group, with the name of its first entry's layer.
+            The group, named after the first entry's layer.
 
         Raises:
-            ValueError: If there is no such entry or axis, its length is no multiple of ``size``, or a role is unknown.
+            ValueError: If an entry, axis or role is unknown, or ``size`` does not divide an axis length.
 
         Example:
             >>> state = {"a.weight": torch.zeros(3, 2), "a.bias": torch.zeros(3), "b.weight": torch.zeros(5, 12)}
@@ -106,20 +107,19 @@ class PermutationGroup:
 
 
 def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> list[PermutationGroup]:
-    """The groups of a network in which they have other numbers of neurons.
+    """Changes the number of neurons in each group.
 
-    New neurons come after those of their group, wherever these are: a group beside others on an axis (a concatenation)
-    moves them.
+    New neurons follow the existing neurons of the group. Groups later on the same axis (a concatenation) are shifted.
 
     Args:
-        groups: All groups of the network.
-        sizes: Number of neurons of each.
+        groups: All groups in the network.
+        sizes: New number of neurons for each group.
 
     Returns:
-        The groups in the same order, with blocks only where the size stays.
+        Groups in the same order. Only groups with unchanged size have blocks.
 
     Raises:
-        ValueError: If a group that is not growable is to have another size, or the numbers differ.
+        ValueError: If a group that cannot grow gets a new size, or the number of sizes is wrong.
 
     Example:
         >>> state = {"weight": torch.zeros(1, 2)}
@@ -168,18 +168,18 @@ def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> l
 def permute_neurons(
     state: Mapping[str, Tensor], groups: Sequence[PermutationGroup], orders: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """A state with permuted neurons.
+    """Permutes the neurons in a state.
 
     Args:
-        state: Any of the network's entries; entries outside the groups stay as they are.
-        groups: Some of its groups.
-        orders: For each of them the index of the neuron that comes to each position, int64, shape ``(neurons,)``.
+        state: Any entries of the network. Entries outside the groups are unchanged.
+        groups: Groups to permute.
+        orders: Index of the neuron for each position, for each group: int64, shape ``(neurons,)``.
 
     Returns:
-        The same entries; those that no group has are the same tensors.
+        The same entries. Entries outside the groups are the same tensors.
 
     Raises:
-        ValueError: If an order does not have every neuron once, or takes a block apart, or an entry's shape is another.
+        ValueError: If an order is not a permutation, splits a block, or a shape is wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[4.0, 5.0, 6.0]])}
@@ -199,20 +199,20 @@ def permute_neurons(
 def slice_neurons(
     state: Mapping[str, Tensor], groups: Sequence[PermutationGroup], kept: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """The state of the network that has some of the neurons only.
+    """Selects neurons from a state.
 
     Args:
-        state: Any of the network's entries.
-        groups: All its groups.
-        kept: For each of them the indices of the neurons, in their new order, each at most once; int64, shape
-            ``(kept,)``.
+        state: Any entries of the network.
+        groups: All groups in the network.
+        kept: Indices of the kept neurons in their new order, for each group: distinct, int64, shape ``(kept,)``.
 
     Returns:
-        The same entries; those that no group has are the same tensors.
+        The same entries. Entries outside the groups are the same tensors.
 
     Raises:
-        ValueError: If neurons are out of range or repeated, a group that is not growable is to have fewer, or an
-            entry's shape is another.
+        ValueError: If indices are outside the range or repeated, a group that cannot change its size loses neurons, or
+            a
+            shape is wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[4.0, 5.0, 6.0]])}
@@ -230,23 +230,25 @@ def slice_neurons(
 def grow_neurons(
     state: Mapping[str, Tensor], groups: Sequence[PermutationGroup], assignments: Sequence[Tensor], sizes: Sequence[int]
 ) -> dict[str, Tensor]:
-    """The state of a wider network in which the neurons have given indices, and new neurons are 0.
+    """Places neurons at given indices of a wider network. New neurons are 0.
 
-    :func:`slice_neurons` with the same indices takes them out again. The outgoing weights of new neurons are 0, so
-    that the network computes the same.
+    Outgoing weights of new neurons are 0, so the network computes the same function. :func:`slice_neurons` with the
+    same
+    indices is the inverse.
 
     Args:
-        state: Any of the network's entries.
-        groups: All its groups.
-        assignments: For each of them the new index of each of its neurons, all different; int64, shape ``(neurons,)``.
-        sizes: Number of neurons of each in the wider network.
+        state: Any entries of the network.
+        groups: All groups in the network.
+        assignments: New index of each neuron, for each group: distinct, int64, shape ``(neurons,)``.
+        sizes: Number of neurons in the wider network for each group.
 
     Returns:
-        The same entries; those that no group has are the same tensors.
+        The same entries. Entries outside the groups are the same tensors.
 
     Raises:
-        ValueError: If indices are out of range or equal, a group that is not growable is to grow, or an entry's shape
-            is another.
+        ValueError: If indices are outside the range or repeated, a group that cannot grow gets more neurons, or a shape
+            is
+            wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0]), "b.weight": torch.tensor([[4.0, 5.0]])}
@@ -272,24 +274,24 @@ def grow_neurons(
 def neuron_features(
     state: Mapping[str, Tensor], group: PermutationGroup, roles: Sequence[Role] = ("out", "vec")
 ) -> dict[Axis, Tensor]:
-    """Vectors of the neurons of a group in a state, by which they are matched.
+    """Feature vectors to match the neurons of a group.
 
-    Entries that have the group on two axes (an LSTM's hidden-to-hidden weights) are left out: their values
-    depend on the order of the neurons. So are entries that are not of a floating-point type, and running statistics,
-    which say more of the data than of the neuron.
+    Entries with the group on two axes (an LSTM's hidden-to-hidden weights) are excluded, because the values depend on
+    the
+    order of neurons. Integer entries and running statistics are also excluded.
 
     Args:
-        state: The network's entries, with all other groups in the order that clients agree on.
-        group: The group.
-        roles: Roles of the entries that count: incoming weights and what is one number per neuron (as in FedMA), or
-            with ``"in"`` also the outgoing weights (as in PFNM).
+        state: Network entries, with all other groups in a common order across clients.
+        group: Permutation group.
+        roles: Roles to include: incoming weights and vectors (as in FedMA), with ``"in"`` also outgoing weights (as in
+            PFNM).
 
     Returns:
-        For each entry and axis the numbers of each neuron, shape ``(neurons, numbers)``; concatenated they are the
-        input of :func:`~lightning_fed.matching.match_neurons`, and their widths are its blocks.
+        Values by entry and axis, shape ``(neurons, numbers)``. Concatenate the values as input for
+        :func:`~lightning_fed.matching.match_neurons`, with the widths as blocks.
 
     Raises:
-        ValueError: If a role is unknown, or an entry's shape is another.
+        ValueError: If a role is unknown or a shape is wrong.
 
     Example:
         >>> state = {"a.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "a.bias": torch.tensor([5.0, 6.0])}
@@ -314,12 +316,12 @@ def neuron_features(
 
 
 def is_compared(name: str, value: Tensor) -> bool:
-    """Returns whether neurons are compared by an entry: not by integers, nor by running statistics."""
+    """Whether to compare neurons by an entry: excludes integers and running statistics."""
     return value.is_floating_point() and name.rpartition(".")[2] not in ("running_mean", "running_var")
 
 
 class _Run(NamedTuple):
-    """Neurons side by side on an axis: neuron i is at ``start + i * repeat + [0, repeat)``."""
+    """Adjacent neurons on an axis: neuron i is at ``start + i * repeat + [0, repeat)``."""
 
     group: int
     column: int
@@ -328,7 +330,7 @@ class _Run(NamedTuple):
 
 
 def find_runs(positions: Tensor) -> list[tuple[int, int, int]] | None:
-    """The runs of neurons side by side that positions consist of, as (first column, start, repeat), if they do."""
+    """Splits positions into runs of adjacent neurons (first column, start, repeat), or returns ``None``."""
     count, copies = positions.shape
     runs, column = [], 0
     while column < copies:
@@ -349,7 +351,7 @@ def _rearranged(
     after: Sequence[PermutationGroup],
     sources: Sequence[Tensor],
 ) -> dict[str, Tensor]:
-    """A state with other neurons: ``sources`` has the old index of each neuron of every group, -1 for a new one."""
+    """Rearranges the neurons in a state. ``sources`` contains old indices by group, -1 for new neurons."""
     for group, source in zip(before, sources, strict=True):
         if group.blocks == 1:
             continue
@@ -372,7 +374,7 @@ def _rearranged(
 
 
 def _axis_index(pieces: list[tuple[GroupEntry, GroupEntry, Tensor]]) -> Tensor:
-    """For every position of an axis after a change its position before, or -1."""
+    """Old position for each new position on an axis, -1 for new neurons."""
     length, new_length = pieces[0][0].length, pieces[0][1].length
     is_other, is_new_other = torch.ones(length, dtype=torch.bool), torch.ones(new_length, dtype=torch.bool)
     index = torch.full((new_length,), -1)

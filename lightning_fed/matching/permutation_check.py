@@ -1,4 +1,4 @@
-"""Check of permutation groups: a network must compute the same when neurons are permuted, and when there are more."""
+"""Checks permutation groups: permuting or adding neurons must not change the network's function."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the larg
 
 
 class PermutationCheck:
-    """A module that runs with random numbers in it, in evaluation mode.
+    """Runs a module in evaluation mode with perturbed values.
 
-    Every number of its state and of its inputs is perturbed: zeros and ones that layers start with, or the
-    dead channels of a trained network, would hide dependencies. It runs in float64, or in float32 where it
-    cannot. To be used within :func:`restored_afterwards`.
+    All values in the state and inputs are perturbed, because initial zeros and ones or dead channels would hide
+    dependencies. Runs in float64, or in float32 if float64 fails. Use within :func:`restored_afterwards`.
 
     Args:
         module: The module.
-        args: Its positional inputs.
-        kwargs: Its inputs by name.
+        args: Positional inputs.
+        kwargs: Named inputs.
 
     """
 
@@ -43,24 +42,24 @@ class PermutationCheck:
         self._dtype = torch.float64 if float64_device(self._device) == self._device else torch.float32
         try:
             self._outputs = self._compute(self._values)
-        except (RuntimeError, TypeError, ValueError):  # a network with float32 written into it
+        except (RuntimeError, TypeError, ValueError):  # the network's code requires float32
             self._dtype = torch.float32
             self._outputs = self._compute(self._values)
         self._scale = max((float(output.abs().max()) for output in self._outputs if output.numel()), default=0.0)
 
     def find_not_invariant(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
-        """The groups that change what the module computes when they are permuted; all if it computes nothing finite."""
+        """Groups whose permutation changes the outputs. Returns all groups if no output is finite."""
         if not 0 < self._scale < float("inf"):
             return list(groups)
         return _find_failing(list(groups), self._is_variant)
 
     def find_fixed_width(self, groups: Sequence[PermutationGroup]) -> list[PermutationGroup]:
-        """Growable groups that cannot have more neurons: the module fails then, or computes something else."""
+        """Growable groups that fail or change the outputs with additional neurons."""
         growable = [group for group in groups if group.is_growable]
         return _find_failing(growable, lambda growing: self._has_fixed_width(groups, growing))
 
     def _is_variant(self, groups: list[PermutationGroup]) -> bool:
-        """Permutes by a cycle and by a random order: these two generate all orders, except for a rare draw."""
+        # A cycle and a random order almost always generate all permutations.
         for draw in (self._cyclic_order, self._random_order):
             orders = []
             for group in groups:
@@ -72,7 +71,7 @@ class PermutationCheck:
         return False
 
     def _has_fixed_width(self, groups: Sequence[PermutationGroup], growing: list[PermutationGroup]) -> bool:
-        """Adds neurons with random incoming weights whose outgoing weights are zeros."""
+        # New neurons have random incoming weights and zero outgoing weights.
         sizes = [group.size + (1 + index % 3 if group in growing else 0) for index, group in enumerate(groups)]
         assignments = [torch.arange(group.size) for group in groups]
         out_groups, in_groups = (
@@ -82,13 +81,13 @@ class PermutationCheck:
         for name, value in state.items():
             if value.is_floating_point() and value.shape != self._values[name].shape:
                 numbers = 0.5 + torch.rand(value.shape, generator=self._generator, dtype=value.dtype)
-                state[name] = torch.where(value == 0, numbers, value)  # zeros are new: all others have noise
+                state[name] = torch.where(value == 0, numbers, value)  # only new values are 0
         return not self._is_same(grow_neurons(state, in_groups, assignments, sizes))
 
     def _is_same(self, state: Mapping[str, Tensor]) -> bool:
         try:
             outputs = self._compute(state)
-        except Exception:  # modules raise anything whose widths are written into their code
+        except Exception:  # modules with fixed widths in their code may raise any error
             return False
         if [output.shape for output in outputs] != [output.shape for output in self._outputs]:
             return False
@@ -101,7 +100,7 @@ class PermutationCheck:
             tensor = self._tensors[name]
             tensor.data = self._cast(value, tensor.device)
         update_layer_sizes(self._module)
-        for buffer in self._module.buffers():  # those that are not in the state
+        for buffer in self._module.buffers():  # buffers outside the state
             buffer.data = self._cast(buffer.data, buffer.device)
         args, kwargs = map_leaves(lambda leaf: self._cast(leaf, self._device), self._inputs)
         with torch.random.fork_rng(devices=[]):
@@ -115,7 +114,7 @@ class PermutationCheck:
         return value.to(device, self._dtype if value.is_floating_point() else value.dtype)
 
     def _perturbed(self, value: Any, name: str = "") -> Any:
-        """The numbers plus noise of the same standard deviation, on the CPU."""
+        """Adds noise with the same standard deviation, on the CPU."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value.detach().cpu() if isinstance(value, Tensor) else value
         numbers = value.detach().to("cpu", torch.float64)
@@ -134,7 +133,7 @@ class PermutationCheck:
 
 
 def split_inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example as positional inputs and inputs by name: a tensor, a tuple of positional ones, or a dictionary."""
+    """Splits an example into positional and named inputs."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return (example if isinstance(example, tuple) else (example,)), {}
@@ -142,7 +141,7 @@ def split_inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def restored_afterwards(module: nn.Module) -> Iterator[None]:
-    """Opens a module for changes, in evaluation mode without gradients, and restores all of it afterwards."""
+    """Sets evaluation mode without gradients, and restores all tensors and attributes afterwards."""
     tensors = [*module.parameters(), *module.buffers()]
     values = [tensor.data for tensor in tensors]
     layers = [(layer, layer.training, dict(vars(layer))) for layer in module.modules()]
@@ -161,7 +160,7 @@ def restored_afterwards(module: nn.Module) -> Iterator[None]:
 def _find_failing(
     groups: list[PermutationGroup], fails: Callable[[list[PermutationGroup]], bool]
 ) -> list[PermutationGroup]:
-    """Groups without which the rest passes, by bisection; where only several together fail, all of them."""
+    """Finds failing groups by bisection. Groups that only fail together are all returned."""
     if not groups or not fails(groups):
         return []
     if len(groups) == 1:

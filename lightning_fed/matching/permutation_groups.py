@@ -1,8 +1,8 @@
-"""Permutation groups of any module: neurons that may be permuted are found, checked, permuted, sliced and grown.
+"""Permutation groups for any module: finds, checks, permutes, slices and grows neurons.
 
-FedMA's matching needs to know, for every layer, the numbers that belong to a neuron: Wang et al., "Federated Learning
-with Matched Averaging", ICLR 2020, have that for chains of convolutions and linear layers, and for an LSTM. Here it is
-derived from the module's operations, so that no table has to be written for an architecture.
+FedMA's matching needs all values that belong to a neuron. Wang et al., "Federated Learning with Matched Averaging",
+ICLR 2020, specify these values for chains of convolutions and linear layers, and for an LSTM. Here the values are
+derived from the module's operations, without a table per architecture.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ from lightning_fed.model.entries import entry_tensors, tensor_slots
 
 @dataclass(frozen=True, eq=False)
 class PermutationGroups:
-    """The groups of neurons of a module, in the order in which it runs them.
+    """Permutation groups of a module, in execution order.
 
-    States are flat, such as ``module.state_dict()``; they may lack entries, also tied ones. Orders, sizes and indices
-    are given by the groups' names; groups that are not named stay as they are.
+    States are flat, such as ``module.state_dict()``, and may be incomplete. Orders, sizes and indices are given by
+    group
+    name; other groups are unchanged.
 
     Attributes:
-        groups: The groups.
-        order: Names of the module's entries in the order in which it runs them, as far as it does.
-        tied: Names of entries that are tied to an earlier one, and that one's.
-        unknown: Operations without a rule, by how often they occur: neurons that they touch are not permuted.
+        groups: Permutation groups.
+        order: Entry names in execution order. Unused entries are missing.
+        tied: Name of the earlier entry for each tied entry.
+        unknown: Number of calls for each operation without a rule. Affected neurons are not permuted.
 
     """
 
@@ -65,37 +66,41 @@ class PermutationGroups:
         pin: Sequence[str] = (),
         extra_groups: Sequence[PermutationGroup] = (),
     ) -> PermutationGroups:
-        """Finds the groups of a module.
+        """Finds the permutation groups of a module.
 
-        The module's operations are read off with `torch.export` in evaluation mode. Every position of an entry's axis
-        is followed through them: positions that contribute to the same element belong to one neuron. Inputs and outputs
-        do not move, nor neurons that an operation without a rule touches: there may be fewer groups than possible, but
-        no wrong ones.
+        The module is traced with `torch.export` in evaluation mode. Each position on an entry's axis is followed
+        through the
+        operations: positions that contribute to the same element belong to one neuron. Inputs, outputs and neurons used
+        in
+        operations without a rule are fixed, so groups may be missing but are never wrong.
 
-        Then they are checked, with random numbers in the module: it must compute the same with the neurons of all
-        groups permuted, in float64 to a relative error of 1e-9. A group that does not pass is left out, with a warning
-        that names it. A growable one that does not compute the same with new neurons whose outgoing weights are zeros,
-        or fails (a width that is written into the code), is not growable.
+        The groups are then checked with random values in the module. With all groups permuted, outputs must agree in
+        float64 up
+        to a relative error of 1e-9. Failing groups are removed with a warning. A growable group becomes fixed if the
+        module
+        fails or changes its outputs with additional neurons (zero outgoing weights), for example because of a fixed
+        width in the
+        code.
 
-        The module is as it was afterwards. This takes about the time of a few passes over the example, and some
-        seconds for a large module: two small images are enough.
+        The module is restored. The check takes a few passes over the example, or some seconds for a large module: two
+        small
+        images suffice.
 
         Args:
-            module: A LightningModule or any other module. Its ``forward`` must not change; layers that it does
-                not run in evaluation are followed in training mode. A child that it does not run then either, but
-                ``training_step`` may, is named in a warning.
-            example_input: Input that it is called with: a tensor, a tuple of positional inputs, or a dictionary of
-                named ones; at least two examples, as large as in training where the module wants it.
-            pin: Patterns of entry names (``"decoder.*"``) whose neurons stay where they are.
-            extra_groups: Groups that are not found automatically. They replace found ones that share positions with
-                them, and are checked as well.
+            module: LightningModule or any other module. ``forward`` must be deterministic in structure. Layers unused
+                in
+                evaluation are traced in training mode. Unused children raise a warning, because ``training_step`` may
+                use them.
+            example_input: A tensor, a tuple of positional inputs, or a dictionary of named inputs, with at least two
+                examples.
+            pin: Patterns for entry names (``"decoder.*"``) with fixed neurons.
+            extra_groups: Manual groups, checked as well. These replace found groups with common positions.
 
         Returns:
-            The groups.
+            The permutation groups.
 
         Raises:
-            ValueError: If a pattern of ``pin`` matches no entry, or an extra group has one that the module does not
-                have.
+            ValueError: If a pattern in ``pin`` matches no entry, or an extra group contains an unknown entry.
 
         Example:
             >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 9, 2))
@@ -148,46 +153,46 @@ class PermutationGroups:
 
     @property
     def names(self) -> list[str]:
-        """The groups' names: the layers that make their neurons, with a position where a layer makes several groups."""
+        """Group names: the producing layer, with a position if a layer produces several groups."""
         return [group.name for group in self.groups]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of neurons of each group."""
+        """Number of neurons by group."""
         return {group.name: group.size for group in self.groups}
 
     def resized(self, sizes: Mapping[str, int]) -> PermutationGroups:
-        """The groups of the module in which some have other numbers of neurons.
+        """Changes the number of neurons in some groups.
 
         Raises:
-            ValueError: If there is no such group, or it is not growable.
+            ValueError: If a group is unknown or cannot grow.
 
         """
         return replace(self, groups=tuple(resize_groups(self.groups, self._sizes(sizes))))
 
     def permute(self, state: Mapping[str, Tensor], orders: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A state with permuted neurons, see :func:`~lightning_fed.matching.permute_neurons`.
+        """Permutes neurons, see :func:`~lightning_fed.matching.permute_neurons`.
 
         Args:
             state: Entries of the module.
-            orders: Index of the neuron that comes to each position, int64, shape ``(neurons,)``.
+            orders: Index of the neuron for each position, int64, shape ``(neurons,)``.
 
         Raises:
-            ValueError: If there is no such group, or the order does not fit it.
+            ValueError: If a group is unknown or an order is invalid.
 
         """
         groups = [self[name] for name in orders]
         return self.tie(permute_neurons(state, groups, list(orders.values())))
 
     def slice(self, state: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state of the module that has some neurons only, see :func:`~lightning_fed.matching.slice_neurons`.
+        """Selects neurons, see :func:`~lightning_fed.matching.slice_neurons`.
 
         Args:
             state: Entries of the module.
-            kept: Indices of the neurons, in their new order, int64, shape ``(kept,)``.
+            kept: Indices of the kept neurons in their new order, int64, shape ``(kept,)``.
 
         Raises:
-            ValueError: If there is no such group, it is not growable, or does not have these neurons.
+            ValueError: If a group is unknown or cannot change its size, or an index is invalid.
 
         """
         indices = [torch.arange(group.size) for group in self.groups]
@@ -198,16 +203,15 @@ class PermutationGroups:
     def grow(
         self, state: Mapping[str, Tensor], sizes: Mapping[str, int], assignments: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """The state of a wider module, with zeros for new neurons, see :func:`~lightning_fed.matching.grow_neurons`.
+        """Adds neurons with value 0, see :func:`~lightning_fed.matching.grow_neurons`.
 
         Args:
             state: Entries of the module.
-            sizes: Numbers of neurons.
-            assignments: Index of each neuron in the wider module, int64, shape ``(neurons,)``; by default the
-                neurons come first, in their order.
+            sizes: New numbers of neurons.
+            assignments: New index of each neuron, int64, shape ``(neurons,)``; by default neurons keep their index.
 
         Raises:
-            ValueError: If there is no such group, it is not growable, or assignments do not fit it.
+            ValueError: If a group is unknown or cannot grow, or assignments are invalid.
 
         """
         indices = [torch.arange(group.size) for group in self.groups]
@@ -218,18 +222,18 @@ class PermutationGroups:
     def features(
         self, state: Mapping[str, Tensor], name: str, roles: Sequence[Role] = ("out", "vec")
     ) -> dict[Axis, Tensor]:
-        """Vectors by which the neurons of a group are matched, see :func:`~lightning_fed.matching.neuron_features`.
+        """Feature vectors to match neurons, see :func:`~lightning_fed.matching.neuron_features`.
 
         Args:
             state: Entries of the module.
-            name: Name of the group.
-            roles: Roles of the entries that count.
+            name: Group name.
+            roles: Roles to include.
 
         """
         return neuron_features(state, self[name], roles)
 
     def tie(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state with entries that are tied to an earlier one equal to it."""
+        """Sets tied entries to the value of the earlier entry."""
         return {
             name: state[self.tied[name]] if self.tied.get(name) in state else value for name, value in state.items()
         }
@@ -252,7 +256,7 @@ def _trace(
     names: Mapping[str, str],
     tensors: Mapping[str, Tensor],
 ) -> Tracer | None:
-    """Follows a module's neurons; ``None``, with a warning, if its operations cannot be read off."""
+    """Traces a module, or warns and returns ``None`` if `torch.export` fails."""
     entries = {tensor: names[name] for name, tensor in tensors.items()}
     slots = tensor_slots(module)
     paths = {slot.path: entries[slot.tensor] for slot in slots if slot.tensor in entries}
@@ -260,7 +264,7 @@ def _trace(
     tracer = Tracer(tensors, {**RULES, **LAYERS})
     try:
         tracer.run(_exported(module, args, kwargs), paths, constants)
-    except Exception as error:  # a module that depends on its data, or on what only a Trainer gives it
+    except Exception as error:  # for example data-dependent control flow, or a missing Trainer
         rank_zero_warn(
             "No neurons can change places but those of `extra_groups`: the module's operations cannot be read off."
             f" {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -268,7 +272,7 @@ def _trace(
         return None
     if _unused(tensors, names, tracer):
         module.train()
-        with suppress(Exception):  # the warning that follows says what is left
+        with suppress(Exception):  # remaining layers are named in the warning below
             tracer.run(_exported(module, args, kwargs), paths, constants)
         module.eval()
         used = {name.partition(".")[0] for name in _traced_names(tracer)}
@@ -284,7 +288,7 @@ def _trace(
 
 def _exported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about details without use here, such as the inner lists of recurrent layers
+        warnings.simplefilter("ignore")  # irrelevant details, such as inner lists of recurrent layers
         return torch.export.export(module, args, kwargs, strict=False)
 
 
@@ -293,7 +297,7 @@ def _traced_names(tracer: Tracer) -> set[str]:
 
 
 def _unused(tensors: Mapping[str, Tensor], names: Mapping[str, str], tracer: Tracer) -> list[str]:
-    """Parameters with several axes that the trace has not reached."""
+    """Matrix-like parameters that the trace did not reach."""
     traced = _traced_names(tracer)
     parameters = {name: value for name, value in tensors.items() if isinstance(value, nn.Parameter)}
     return [name for name, value in parameters.items() if value.ndim > 1 and names[name] not in traced]
@@ -302,12 +306,12 @@ def _unused(tensors: Mapping[str, Tensor], names: Mapping[str, str], tracer: Tra
 def _checked(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], groups: list[PermutationGroup]
 ) -> list[PermutationGroup]:
-    """The groups that pass, growable where they can have more neurons; the others are named in a warning."""
+    """Returns the groups that pass the check. Failing groups are named in a warning."""
     if not groups:
         return []
     try:
         check = PermutationCheck(module, args, kwargs)
-    except Exception as error:  # whatever the module raises
+    except Exception as error:  # modules may raise any error
         rank_zero_warn(f"No neurons can change places: the module cannot be tried out. {type(error).__name__}: {error}")
         return []
     failing = check.find_not_invariant(groups)
@@ -322,7 +326,7 @@ def _checked(
 
 
 def _all_names(group: PermutationGroup, names: Mapping[str, str]) -> list[str]:
-    """Names of a group's entries, tied ones under all names."""
+    """Entry names in a group, including tied names."""
     group_names = {name for name, _ in group.entries}
     return [name for name, first in names.items() if first in group_names]
 
@@ -336,5 +340,4 @@ def _overlap(first: PermutationGroup, second: PermutationGroup) -> bool:
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first few names."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

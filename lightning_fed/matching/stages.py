@@ -1,4 +1,4 @@
-"""Stages of layer-wise matching: layers that are matched in one exchange, and then stay as they are."""
+"""Stages for layer-wise matching: layers matched in one exchange and then frozen."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ StageChoice: TypeAlias = Literal["auto"] | int | Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers that are matched in one exchange.
+    """Layers matched in one exchange.
 
     Attributes:
-        groups: Names of the groups of neurons that they make.
-        entries: Names of their entries.
+        groups: Names of groups produced by the layers.
+        entries: Names of the layers' entries.
 
     """
 
@@ -30,31 +30,35 @@ class Stage:
     entries: tuple[str, ...]
 
     def joined(self, later: Stage) -> Stage:
-        """The stage with the layers of both."""
+        """Joins two stages."""
         return Stage(self.groups + later.groups, self.entries + later.entries)
 
 
 def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageChoice = "auto") -> list[Stage]:
-    """Cuts a network into stages, first to last.
+    """Splits a network into stages, first to last.
 
-    A stage has all layers that make the neurons of one group: one layer of a chain, as in the paper, and all blocks of
-    a residual network whose sums tie their channels. Layers whose outputs cannot be permuted go with the
-    layers after them; those that come last, as the output layer, are the last stage.
+    A stage contains all layers producing the neurons in one group: one layer in a chain (as in the paper), or all
+    blocks
+    of a residual stage. Layers with fixed outputs join the next stage. The last layers, such as the output layer, form
+    the
+    last stage.
 
-    Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1, has a stage per layer.
+    Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1, uses one stage per layer.
 
     Args:
-        groups: The network's groups.
-        names: Names of the entries that are exchanged, tied ones under their first name.
-        choice: ``"auto"``; the most stages that there are to be, for which neighbours with few neurons become one, the
-            output layer last; or patterns of entry names for each stage, of which the first that matches counts.
+        groups: Permutation groups of the network.
+        names: Names of the exchanged entries. Tied entries appear under the first name.
+        choice: ``"auto"``; the maximum number of stages (narrow neighbours are merged, the output layer last); or
+            patterns
+            for entry names by stage (the first match counts).
 
     Returns:
-        The stages, with every entry in one of them.
+        Stages. Each entry belongs to one stage.
 
     Raises:
-        ValueError: If there is to be no stage, an entry is in none of those that are given, one has none, or the
-            neurons of a group are made in several stages or read before they are made.
+        ValueError: If there are no stages, an entry matches no stage, a stage has no entries, or the neurons of a group
+            are
+            produced in several stages or read before.
 
     Example:
         >>> import torch
@@ -81,17 +85,17 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
     ]
     while isinstance(choice, int) and len(stages) > choice:
         sizes = [sum(groups[name].size for name in stage.groups) for stage in stages]
-        candidates = range(max(1, len(stages) - 2))  # the last stage stays by itself as long as it can
+        candidates = range(max(1, len(stages) - 2))  # the last stage is merged last
         index = min(candidates, key=lambda index: sizes[index] + sizes[index + 1])
         stages[index : index + 2] = [stages[index].joined(stages[index + 1])]
     return stages
 
 
 def check_stages(choice: StageChoice) -> StageChoice:
-    """Refuses a choice of stages that no network could have.
+    """Validates a choice of stages.
 
     Raises:
-        ValueError: If it is not one of those that :func:`find_stages` knows.
+        ValueError: If :func:`find_stages` does not support the choice.
 
     """
     if isinstance(choice, Sequence) and not isinstance(choice, str):
@@ -107,17 +111,17 @@ def check_stages(choice: StageChoice) -> StageChoice:
 
 
 def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
-    """The entries of output layers: those with the last one's rows, after all that make neurons or do not travel.
+    """Finds the entries of output layers: same number of rows as the last layer, after all hidden layers.
 
-    A layer whose neurons cannot be permuted may come before the output layer.
+    A layer with fixed neurons may precede the output layer. Other entries are skipped.
 
     Args:
-        groups: The network's groups.
-        names: Names of the entries of its last stage.
-        form: All entries that are exchanged; values do not matter.
+        groups: Permutation groups of the network.
+        names: Entry names in the last stage.
+        form: All exchanged entries; only shapes and dtypes matter.
 
     Returns:
-        Their names, without running statistics and integers.
+        Entry names, without running statistics and integers.
 
     Example:
         >>> import torch
@@ -150,13 +154,13 @@ def _layer(name: str) -> str:
 
 
 def _makers(groups: PermutationGroups, name: str, known: set[str]) -> list[str]:
-    """Entries that make the neurons of a group."""
+    # falls back to all entries of the group
     makers = [entry for (entry, _), part in groups[name].entries.items() if part.role != "in" and entry in known]
     return makers or [entry for entry, _ in groups[name].entries if entry in known]
 
 
 def _cut(groups: PermutationGroups, known: set[str], layers: dict[str, int]) -> dict[str, int]:
-    """The stage of every layer."""
+    """Assigns a stage to each layer."""
     spans = []
     for group in groups:
         makers = [layers[_layer(name)] for name in _makers(groups, group.name, known)]
@@ -168,7 +172,7 @@ def _cut(groups: PermutationGroups, known: set[str], layers: dict[str, int]) -> 
     names = list(layers)
     for start, end in zip(starts, ends, strict=True):
         stage_of |= {names[index]: stage for index in range(start, end + 1)}
-        if any(start <= a and b <= end for a, b in spans):  # else it goes with the layers after it
+        if any(start <= a and b <= end for a, b in spans):  # otherwise the layers join the next stage
             stage += 1
     return stage_of
 

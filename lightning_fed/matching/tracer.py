@@ -1,4 +1,4 @@
-"""Interpreter of a network's operations on the ids of neurons instead of numbers."""
+"""Traces neuron ids through a network's operations."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from lightning_fed.matching.neuron_ids import NEUTRAL, PINNED, ParameterView, Tr
 from lightning_fed.matching.permutation import Axis
 from lightning_fed.numerics.trees import tree_leaves
 
-_MOST_ELEMENTS = 200_000  # of a parameter that is followed element by element
-_MOST_REGIONS = 4096  # of an activation, in each of which neurons stay
+_MOST_ELEMENTS = 200_000  # limit for tracing a parameter per element
+_MOST_REGIONS = 4096  # limit for regions with separate constraints in one activation
 
 Rule: TypeAlias = Callable[["Tracer", "Call"], Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One operation of a network, with traced activations in place of tensors.
+    """One operation, with traced activations in place of tensors.
 
     Attributes:
-        name: Its name, such as ``"conv2d"``.
-        target: The operation.
-        args: Positional arguments, as they were given.
-        kwargs: Keyword arguments, as they were given.
-        arguments: All arguments by name, with defaults.
-        shapes: Shapes of the results; ``None`` for results that are no tensors.
-        has_many: Whether there are several results.
+        name: Operation name, such as ``"conv2d"``.
+        target: The operation itself.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        arguments: All arguments by name, including defaults.
+        shapes: Shape per result; ``None`` for other objects.
+        has_many: Whether the operation returns several results.
 
     """
 
@@ -50,41 +50,41 @@ class Call:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the first result."""
+        """First result shape."""
         assert self.shapes[0] is not None
         return self.shapes[0]
 
     @property
     def tensors(self) -> list[TracedActivation | ParameterView]:
-        """All tensors among the arguments."""
+        """All tensor arguments."""
         leaves = tree_leaves((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, TracedActivation | ParameterView)]
 
     def alike(self, ids: Tensor) -> Any:
-        """Results that all have these ids."""
+        """Results with equal ids."""
         return self.results(*[None if shape is None else TracedActivation(ids, shape) for shape in self.shapes])
 
     def pinned(self) -> Any:
-        """Results that do not move."""
+        """Results with fixed ids."""
         shapes = self.shapes
         return self.results(*[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in shapes])
 
     def results(self, *activations: TracedActivation | None) -> Any:
-        """Results in the form that the operation has them; those that are missing are not used."""
+        """Packs results in the operation's format. Missing results are unused."""
         filled = [*activations, *[None] * (len(self.shapes) - len(activations))]
         return filled if self.has_many else filled[0]
 
 
 class Tracer:
-    """Unites and pins the ids of parameters' axes while it goes through a network's operations.
+    """Unites and pins ids of parameter axes along a network's operations.
 
     Attributes:
-        union_find: The sets of ids.
-        axes: Ids of the axes that have occurred, in the order of the network.
-        roles: Roles of those axes.
-        elements: Ids of entries that are followed element by element.
-        unknown: Operations without a rule, by how often they have occurred: all their inputs are pinned.
-        constant_id: The id of constants of one value.
+        union_find: Id sets.
+        axes: Ids for used axes, in network order.
+        roles: Roles for used axes.
+        elements: Ids for entries traced per element.
+        unknown: Call counts for operations without a rule. All inputs are pinned.
+        constant_id: Id for constants with a single value.
 
     """
 
@@ -98,12 +98,12 @@ class Tracer:
         self.constant_id = NEUTRAL
 
     def run(self, program: ExportedProgram, names: Mapping[str, str], constants: Mapping[str, Tensor]) -> None:
-        """Goes through a network.
+        """Traces a network.
 
         Args:
-            program: The network.
-            names: Names of the state's entries by those that the network has for them.
-            constants: Buffers that are no entries of the state, by the network's names.
+            program: Exported network.
+            names: State entry for each parameter and buffer in the program.
+            constants: Buffers outside the state, by name in the program.
 
         """
         signature = program.graph_signature
@@ -112,7 +112,7 @@ class Tracer:
         values: dict[Node, Any] = {}
         calls = [node for node in program.graph.nodes if node.op == "call_function"]
         if any(_op_name(node).endswith("_") and self._rule(node) is None for node in calls):
-            self.constant_id = PINNED  # values may be written into it
+            self.constant_id = PINNED  # in-place operations may change constants
         for node in program.graph.nodes:
             if node.op == "placeholder":
                 target = targets.get(node.name)
@@ -129,7 +129,7 @@ class Tracer:
                 values[node] = self._constant(value) if isinstance(value, Tensor) else value
             elif node.op == "output":
                 for output in node.all_input_nodes:
-                    if output.name in signature.user_outputs:  # not new values of buffers
+                    if output.name in signature.user_outputs:  # excludes buffer updates
                         self.pin(values[output])
             else:
                 args, kwargs = (map_arg(part, lambda operand: values[operand]) for part in (node.args, node.kwargs))
@@ -140,7 +140,7 @@ class Tracer:
     # --- parameters ---------------------------------------------------------------------------------------------------
 
     def axis(self, view: ParameterView, dim: int, role: str) -> Tensor:
-        """Ids of an entry's axis, which has this role here."""
+        """Ids for an entry's axis. Records the role."""
         key = view.name, view.axes[dim]
         if key not in self.axes:
             self.axes[key] = self.union_find.add(view.shape[dim])
@@ -152,7 +152,7 @@ class Tracer:
         return self.axes[key]
 
     def activation(self, value: TracedActivation | ParameterView) -> TracedActivation:
-        """The traced activation of a tensor, also of a parameter that is used as an activation."""
+        """Returns the traced activation. Parameters are converted."""
         if isinstance(value, TracedActivation):
             return value
         long = [dim for dim, length in enumerate(value.shape) if length > 1]
@@ -172,7 +172,7 @@ class Tracer:
         return TracedActivation(self.elements[value.name].permute(value.axes), value.shape)
 
     def pin(self, value: Any) -> None:
-        """Makes all neurons of a tensor immovable."""
+        """Pins all neurons in a tensor."""
         if isinstance(value, TracedActivation):
             self.union_find.pin(value.ids)
         elif isinstance(value, ParameterView):
@@ -184,36 +184,36 @@ class Tracer:
     # --- what rules are made of ---------------------------------------------------------------------------------------
 
     def along(self, value: TracedActivation | ParameterView, dim: int) -> Tensor:
-        """Ids along one dimension, united over all others; shape ``(length,)``."""
+        """Ids along one dimension, united over all other dimensions; shape ``(length,)``."""
         activation = self.activation(value)
         dim %= len(activation.shape)
         remaining_dims = [index for index in range(len(activation.shape)) if index != dim]
         return self.coupled(activation, remaining_dims).ids.reshape(-1).expand(activation.shape[dim])
 
     def coupled(self, activation: TracedActivation, dims: Iterable[int]) -> TracedActivation:
-        """The activation with the ids along some dimensions united."""
+        """Unites ids along some dimensions."""
         ids = activation.ids
         for dim in dims:
             if ids.shape[dim] > 1:
-                largest = ids.amax(dim, keepdim=True)  # neutral only where all are
+                largest = ids.amax(dim, keepdim=True)  # neutral only if all ids are neutral
                 self.union_find.unite(largest, ids)
                 ids = largest
         return TracedActivation(ids, activation.shape)
 
     def read(self, view: ParameterView, dim: int, ids: Tensor) -> None:
-        """Couples a parameter's axis with the neurons that it reads; positions that read no neuron are pinned."""
+        """Couples a parameter's axis with input neurons. Positions without a neuron are pinned."""
         axis_ids = self.axis(view, dim, "in")
         self.union_find.unite(axis_ids, torch.where(ids == NEUTRAL, PINNED, ids))
 
     def couple_vectors(self, values: Iterable[Any], ids: Tensor) -> None:
-        """Couples vectors with one number per neuron (bias, normalisation); arguments that are missing are left out."""
+        """Couples vectors with one value per neuron (bias, normalization). Missing arguments are skipped."""
         for value in values:
             if isinstance(value, TracedActivation | ParameterView):
                 vector = self.activation(value)
                 self.union_find.unite(vector.ids.reshape(-1), torch.where(ids == NEUTRAL, PINNED, ids))
 
     def pointwise(self, values: Sequence[TracedActivation | ParameterView], shape: Sequence[int]) -> TracedActivation:
-        """The result of an operation element by element, which couples the operands' neurons."""
+        """Result of an elementwise operation: couples the operands' neurons."""
         rank = len(shape)
         result, result_broad = TracedActivation.filled(NEUTRAL, shape), set(range(rank))
         for value in values:
@@ -227,9 +227,9 @@ class Tracer:
         return result
 
     def reduced(self, activation: TracedActivation, dims: set[int]) -> TracedActivation:
-        """The result of a reduction along some dimensions, which keep the length 1; the elements' order is lost."""
+        """Result of a reduction with kept dimensions."""
         inner, outer = activation.varying & dims, activation.varying - dims
-        if inner and outer:  # a sum of branches: their neurons are one
+        if inner and outer:  # sum over branches with common neurons
             activation, inner = self.coupled(activation, dims), set()
         shape = tuple(1 if dim in dims else length for dim, length in enumerate(activation.shape))
         if not inner:
@@ -238,7 +238,7 @@ class Tracer:
         return TracedActivation.filled(PINNED, shape)
 
     def keep_within(self, activation: TracedActivation, dims: set[int]) -> None:
-        """Constrains neurons to exchanges at the same position along some dimensions."""
+        """Restricts exchanges to equal positions along some dimensions."""
         ordered = [*sorted(dims), *sorted(set(range(activation.ids.ndim)) - dims)]
         count = torch.Size([activation.ids.shape[dim] for dim in dims]).numel()
         if activation.varying <= dims or count > _MOST_REGIONS:
@@ -248,11 +248,11 @@ class Tracer:
             self.union_find.constrain(region, "within")
 
     def is_pinned(self, activation: TracedActivation) -> bool:
-        """Returns whether all elements are pinned."""
+        """Whether all elements are pinned."""
         return bool((self.union_find.find_all(activation.ids) == PINNED).all())
 
     def unknown_result(self, call: Call) -> Any:
-        """Pins all inputs of an operation and its result."""
+        """Pins all inputs and results of an operation."""
         self.unknown[call.name] += 1
         for value in call.tensors:
             self.pin(value)
@@ -263,11 +263,11 @@ class Tracer:
     def _combine(
         self, first: TracedActivation, first_broad: set[int], second: TracedActivation, second_broad: set[int]
     ) -> TracedActivation:
-        """The result of two operands of one shape, each repeated along its ``broad`` dimensions."""
+        """Combines two operands with equal shape, each broadcast along its ``broad`` dimensions."""
         for operand, partner in ((first, second), (second, first)):
             if bool((operand.ids == NEUTRAL).all()):
                 return partner
-        is_outer = first.varying <= second_broad and second.varying <= first_broad  # as in an outer product
+        is_outer = first.varying <= second_broad and second.varying <= first_broad  # outer product
         if is_outer and (first.varying or second.varying):
             if first.varying and second.varying:
                 self.pin(second)
@@ -301,7 +301,7 @@ class Tracer:
         try:
             return rule(self, call)
         except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-            return self.unknown_result(call)  # a form of the operation that the rule does not know
+            return self.unknown_result(call)  # unsupported arguments
 
     def _rule(self, node: Node) -> Rule | None:
         rule = self.rules.get(_op_name(node).removesuffix("_"))
@@ -311,14 +311,14 @@ class Tracer:
 
 
 def _op_name(node: Node) -> str:
-    """``"conv2d"`` of ``aten.conv2d.default``."""
+    # "conv2d" for aten.conv2d.default
     parts = str(node.target).split(".")
     return parts[1] if len(parts) == 3 else str(node.target)
 
 
 def _bound(target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Arguments by name, with defaults; none where the operation does not say what it takes."""
     signatures = get_signature_for_torch_op(target)
+    # operations without a schema
     if not signatures:
         return {}
     bound = signatures[0].bind(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The model of a federation: its entries, their widths, its features, its BatchNorm layers."""
+"""Model entries, layer widths, features and BatchNorm layers."""
 
 from lightning_fed.model.batch_norm import batch_norm_layers as batch_norm_layers
 from lightning_fed.model.batch_norm import find_bad_statistics as find_bad_statistics

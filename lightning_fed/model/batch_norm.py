@@ -1,8 +1,7 @@
-r"""Measured running statistics of BatchNorm layers.
+r"""Measured running statistics for BatchNorm layers.
 
-Running statistics averaged with the weights belong to no model. A pass of data through the model measures the
-statistics produced by the weights: mean, variance and count of every BatchNorm layer's input, pooled over the parts of
-the data by the law of total variance,
+Averaged running statistics do not fit the averaged weights. A pass over the data measures the statistics for the
+current weights: mean, variance and count of each BatchNorm input, pooled over clients by the law of total variance,
 
 .. math:: \mu = \frac{1}{N} \sum_k n_k \mu_k, \qquad
           \sigma^2 = \frac{1}{N - 1} \sum_k n_k \left(\sigma_k^2 + (\mu_k - \mu)^2\right).
@@ -30,7 +29,7 @@ _TAILS = 64.0  # kurtosis minus 1 for heavy tails, such as 2 % non-zero values; 
 
 
 def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
-    """BatchNorm layers (any kind) with running statistics, by the prefix shared by the layer's entries."""
+    """BatchNorm layers of any kind with running statistics, by common entry prefix."""
     prefixes = layer_prefixes(module)
     return {
         # All kinds have the same attributes, but no public base class.
@@ -43,11 +42,10 @@ def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
 class InputStatistics:
     """Counts, means and variances per channel for the inputs of BatchNorm layers, over all batches.
 
-    A layer in training mode computes each batch's mean and variance anyway: with a momentum of 1 the running statistics
-    equal the batch's. The sums are in float64.
+    In training mode with momentum 1, the running statistics equal the batch statistics. Sums have dtype float64.
 
     Args:
-        layers: The layers by name, in training mode. The layers' running statistics are overwritten.
+        layers: Layers in training mode, by name. Running statistics are overwritten.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm1d(1))
@@ -65,7 +63,7 @@ class InputStatistics:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context with every forward pass counted."""
+        """Counts every forward pass within the context."""
         momenta = {name: layer.momentum for name, layer in self._layers.items()}
         handles = [layer.register_forward_hook(self._counter(name)) for name, layer in self._layers.items()]
         for layer in self._layers.values():
@@ -79,7 +77,7 @@ class InputStatistics:
                 handle.remove()
 
     def as_extras(self) -> State:
-        """Mean and biased variance of every used layer, shape (channels,), and the count, shape ()."""
+        """Mean and biased variance for every used layer, shape ``(channels,)``, and the count, shape ``()``."""
         extras: State = {}
         for name, (count, total, squares) in self._sums.items():
             mean = total / count
@@ -100,13 +98,13 @@ class InputStatistics:
 
 
 def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | None:
-    """Describes a fault in a client's BatchNorm statistics; ``None`` for good statistics.
+    """Describes a fault in a client's BatchNorm statistics, or returns ``None``.
 
-    Checks form, finiteness and size: huge statistics could make the pooled variance infinite.
+    Checks names, shapes, finiteness and size: huge statistics could make the pooled variance infinite.
 
     Args:
-        extras: The statistics, as returned by :meth:`InputStatistics.as_extras`.
-        model: The entries of the model sent to the client.
+        extras: Statistics from :meth:`InputStatistics.as_extras`.
+        model: Entries in the broadcast to the client.
 
     Example:
         >>> find_bad_statistics({"batch_norm:0:mean": torch.zeros(3)}, {"0.running_mean": torch.zeros(2)})
@@ -142,14 +140,15 @@ def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | Non
 def limit_counts(
     reports: Sequence[Mapping[str, Tensor]], reported: Sequence[int], counted: Sequence[int]
 ) -> list[State]:
-    """Replaces reported counts of a layer by counts in proportion to the numbers of counted examples.
+    """Replaces reported position counts in proportion to each client's counted examples.
 
-    All clients get the median client's number of positions per example. Only proportions are limited: the client with
-    the largest share of counted examples counts with all examples. If all clients count as one each, the pooled
-    unbiased variance is therefore a variance over examples.
+    All clients get the median number of positions per example. Only proportions are limited: the client with the
+    largest
+    share of counted examples keeps all examples. With one counted example per client the pooled unbiased variance is
+    therefore a variance over examples.
 
     Args:
-        reports: The clients' statistics, from :meth:`InputStatistics.as_extras`.
+        reports: Client statistics from :meth:`InputStatistics.as_extras`.
         reported: Number of examples by client.
         counted: Number of counted examples by client, see :class:`~lightning_fed.steps.WeightStep`.
 
@@ -172,17 +171,18 @@ def limit_counts(
 def pool_statistics(
     reports: Sequence[Mapping[str, Tensor]], layer: str, num_malicious: int = 0
 ) -> tuple[Tensor, Tensor] | None:
-    """Mean and unbiased variance of a layer's input over all clients, in float64; ``None`` if no client used it.
+    """Mean and unbiased variance of a layer's input over all clients, float64; ``None`` if no client used the layer.
 
-    With f malicious clients, counts are ignored, and every channel is pooled without the f smallest and the f largest
-    values: first the clients' means, then the clients' mean squared distances from the pooled mean (variances as well).
-    Both stay inside the range of the other clients' values. Without malicious clients and with equal counts, f = 0
-    gives the same result.
+    With f malicious clients counts are ignored, and each channel excludes the f smallest and f largest values: first
+    among
+    the client means, then among the mean squared distances from the pooled mean. Both results stay within the range of
+    the
+    other clients. With equal counts and no malicious client, f = 0 gives the same result.
 
     Args:
         reports: Mean, variance and count by client, from :meth:`InputStatistics.as_extras`.
-        layer: Name of the layer.
-        num_malicious: Number f; reduced if no value would remain.
+        layer: Layer name.
+        num_malicious: Number f. At least one value always remains.
 
     Example:
         >>> a = {"batch_norm:0:mean": torch.tensor([0.0]), "batch_norm:0:var": torch.tensor([1.0]),
@@ -212,28 +212,30 @@ def pool_statistics(
 
 
 def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malicious: int = 0) -> float | None:
-    r"""Differences between clients in a layer's inputs: the larger one among two shares from 0 to 1.
+    r"""Difference between clients in a layer's inputs, as a share from 0 to 1.
 
-    The first is the part between the clients' means in the pooled variance, the second the part between the clients'
-    variances in the mean square variance, both as means over the layer's channels:
+    The result is the larger of two shares: the share of the pooled variance between client means, and the share of the
+    mean
+    squared variance between client variances, each averaged over channels:
 
     .. math:: \frac{1}{C} \sum_c \frac{\sum_k n_k (\mu_{kc} - \mu_c)^2}
               {\sum_k n_k \left(\sigma_{kc}^2 + (\mu_{kc} - \mu_c)^2\right)}, \qquad
               \frac{1}{C} \sum_c \frac{\sum_k n_k (\sigma_{kc}^2 - \bar{\sigma_c^2})^2}{\sum_k n_k \sigma_{kc}^4}.
 
-    Both are 0 for clients with equal statistics. Channels without variance do not count. The second share is without
-    the sampling noise of clients with equal, heavy-tailed inputs: a variance estimate has variance
-    :math:`(\kappa - 1) \sigma^4 / n` with kurtosis :math:`\kappa`, and :math:`\kappa - 1 = 64` is assumed. Only
-    layers with hundreds of positions in each client therefore show a difference in variance.
+    Equal statistics give 0. Channels without variance are excluded. The second share excludes sampling noise for
+    heavy-tailed inputs: a variance estimate has variance :math:`(\kappa - 1) \sigma^4 / n` with kurtosis
+    :math:`\kappa`,
+    assuming :math:`\kappa - 1 = 64`. Hence only layers with hundreds of positions per client show a difference in
+    variance.
 
     Args:
-        reports: Mean, variance and count of every client, of :meth:`InputStatistics.as_extras`.
-        layer: Name of the layer.
-        num_malicious: Number f of clients with arbitrary reports: counts are ignored, and each channel excludes the f
-            smallest and f largest means and variances. At least half of the values remain for larger f.
+        reports: Mean, variance and count by client, from :meth:`InputStatistics.as_extras`.
+        layer: Layer name.
+        num_malicious: Number f of clients with arbitrary reports. Counts are ignored, and each channel excludes the f
+            smallest and f largest means and variances. At least half of the values remain.
 
     Returns:
-        The share; ``None`` if fewer than two clients remain, or no channel varies.
+        The share, or ``None`` with fewer than two clients or without variance.
 
     Example:
         >>> a = {"batch_norm:0:mean": torch.tensor([0.0]), "batch_norm:0:var": torch.tensor([1.0]),
@@ -269,12 +271,11 @@ def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malic
 
 
 def _trimmed_mean(values: Tensor, num_trimmed: int) -> Tensor:
-    """Mean over the first dimension without the smallest and largest ``num_trimmed`` values at each position."""
     return values.sort(dim=0).values[num_trimmed : len(values) - num_trimmed].mean(0)
 
 
 def _stack_reports(reports: Sequence[Mapping[str, Tensor]], layer: str) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Counts, shape (clients, 1), means and variances, shape (clients, channels), of clients with this layer in use."""
+    """Counts, shape (clients, 1), and means and variances, shape (clients, channels), of clients with this layer."""
     key = f"batch_norm:{layer}"
     used = [report for report in reports if f"{key}:mean" in report]
     if not used:
@@ -297,21 +298,24 @@ def recalibrate_batch_norm(
     inputs: BatchKey = None,
     run: Callable[[Any], object] | None = None,
 ) -> None:
-    """Replaces the running statistics of a module's BatchNorm layers by statistics measured on data.
+    """Replaces running statistics by statistics measured on data.
 
-    The data pass once through the module in evaluation mode. Only BatchNorm normalises with each batch's statistics as
-    in training: use batches as in training. Mean and variance are over all batches, for any momentum. The module's
-    other tensors, and layers not reached by the data, do not change.
+    The data pass through the module once, in evaluation mode except for BatchNorm layers. Use training batches:
+    BatchNorm
+    normalizes with batch statistics. Mean and variance cover all batches, for any momentum. Other tensors and unused
+    layers
+    do not change.
 
     Args:
-        module: The module, changed in place. Its ``forward`` is called with the inputs of a batch.
-        batches: The data, such as a ``DataLoader``; moved to the module's device.
-        inputs: Index, key or function for a batch's inputs; ``None`` for the usual inputs.
-        run: Runs a batch on the module's device through the module; ``None`` for ``forward`` with the batch's inputs.
+        module: Module, changed in place. Called with the inputs of each batch.
+        batches: Batches, such as a ``DataLoader``. Moved to the module's device.
+        inputs: Index, key or function for the inputs; ``None`` for the usual inputs.
+        run: Runs the module on a batch; ``None`` for ``forward`` with the inputs.
 
     Raises:
-        ValueError: If there is no batch, one has no inputs or a single example, or the measured statistics are not
-            finite. The module's statistics do not change then.
+        ValueError: If there are no batches, a batch has no inputs or a single example, or the measured statistics are
+            not
+            finite. Then the module stays unchanged.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm1d(1))

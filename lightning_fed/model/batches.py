@@ -1,4 +1,4 @@
-"""Inputs and labels of a batch: the first and second element, or the entries of usual keys."""
+"""Finds inputs and labels in a batch, by position or by usual keys."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+# Index, key or function for inputs or labels; `None` for the usual position or key.
 BatchKey: TypeAlias = int | str | Callable[[Any], Tensor] | None
-"""Index, key or function of a batch that gives its inputs or labels; ``None`` for the usual ones."""
 
 INPUT_KEYS = ("image", "images", "x", "input", "inputs", "text")
 TARGET_KEYS = ("target", "targets", "label", "labels", "mask", "masks", "y")
-MASK_KEYS = ("mask", "masks", *TARGET_KEYS)  # a batch may have labels of images too
+MASK_KEYS = ("mask", "masks", *TARGET_KEYS)  # masks first, because a batch may also contain image labels
 
 
 def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:
-    """The inputs of a batch.
+    """Finds the inputs in a batch.
 
     Args:
-        batch: The batch.
-        inputs: Index, key or function; ``None`` for the first element, the usual keys, or a batch that is a tensor.
+        batch: Sequence, mapping or tensor.
+        inputs: Index, key or function; ``None`` for the first element, a usual key, or a tensor itself.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If no tensor is found.
 
     Example:
         >>> import torch
@@ -36,15 +36,15 @@ def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:
 
 
 def find_target(batch: Any, target: BatchKey = None, keys: Sequence[str] = TARGET_KEYS) -> Tensor:
-    """The labels of a batch.
+    """Finds the labels in a batch.
 
     Args:
-        batch: The batch.
-        target: Index, key or function; ``None`` for the second element, or the usual keys.
-        keys: The usual keys, the likeliest first.
+        batch: Sequence or mapping.
+        target: Index, key or function; ``None`` for the second element or a usual key.
+        keys: Usual keys, in order of preference.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If no tensor is found.
 
     Example:
         >>> import torch
@@ -57,10 +57,10 @@ def find_target(batch: Any, target: BatchKey = None, keys: Sequence[str] = TARGE
 
 
 def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
-    """Class labels as integers, without a channel of size 1 where the features' number of dimensions asks for none.
+    """Integer class labels. Drops a channel axis of size 1 if the features have no such axis.
 
     Raises:
-        ValueError: If the labels are fractions.
+        ValueError: If labels are fractions.
 
     Example:
         >>> import torch

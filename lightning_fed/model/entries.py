@@ -2,10 +2,10 @@
 
 Every entry of ``module.state_dict()`` has one policy:
 
-- *shared*: goes down with the broadcast, comes back with the update, is aggregated;
-- *sliced*: shared, but a client requests, holds and sends only some rows (FedSS);
-- *personal*: stays with its client between rounds and never travels (FedPer, FedBN);
-- *frozen*: never travels; every visit starts from the server's copy.
+- *shared*: sent with the broadcast, returned with the update, aggregated;
+- *sliced*: shared, but each client only requests and returns some rows (FedSS);
+- *personal*: stays on the client between rounds (FedPer, FedBN);
+- *frozen*: never sent; every visit starts from the server's copy.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from lightning_fed.numerics.precision import as_real
 
 Policy: TypeAlias = Literal["shared", "sliced", "personal", "frozen"]
 Selector: TypeAlias = type[nn.Module] | str | Callable[[nn.Module], Iterable[str]]
-"""A pattern of entry names (``"head.*"``, as in :mod:`fnmatch`), a module type, which selects all entries of such
-modules, or a function of the module that returns the names of entries.
+"""Pattern for entry names (``"head.*"``, as in :mod:`fnmatch`), a module type for all entries in such modules, or a
+function from the module to entry names.
 
-Types come first, because the command line tries them in this order and every class path is a string too.
+Types come first: the command line tries the types in this order, and each class path is also a string.
 """
 
 _MOST_MEAN_SQUARE = 1e10
 
+# All batch normalization layers, including timm's subclasses.
 BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""The batch normalisation layers, with the subclasses that timm makes of them."""
 
 
 class Slot(NamedTuple):
-    """Place of a parameter or buffer in a module.
+    """A parameter or buffer, and its location in a module.
 
     Args:
         path: Name as in ``named_parameters()`` and ``named_buffers()``.
         layer: Module with the tensor.
         attribute: Attribute name in ``layer``.
-        tensor: The parameter or buffer itself.
+        tensor: The parameter or buffer.
 
     """
 
@@ -57,7 +57,7 @@ class Slot(NamedTuple):
 
 
 def tensor_slots(module: nn.Module) -> list[Slot]:
-    """Places for a module's parameters and buffers, in ``named_modules()`` order; tied tensors several times.
+    """Lists parameters and buffers with locations, in ``named_modules()`` order. Tied tensors appear several times.
 
     Example:
         >>> [slot.path for slot in tensor_slots(nn.Sequential(nn.Linear(2, 1)))]
@@ -73,7 +73,7 @@ def tensor_slots(module: nn.Module) -> list[Slot]:
 
 
 def tensors_by_path(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by path, each once; entries may have other names.
+    """Parameters and buffers by path, each once. Entry names may differ from paths.
 
     Example:
         >>> list(tensors_by_path(nn.Sequential(nn.Linear(2, 1))))
@@ -87,9 +87,11 @@ def tensors_by_path(module: nn.Module) -> dict[str, Tensor]:
 def live_entries(module: nn.Module) -> State:
     """Tensors that share memory with the module's state, by entry name: a write changes the module.
 
-    Tied entries (one tensor under several names) appear once, under the first name. A complex tensor appears as its
-    real view (:func:`torch.view_as_real`, shape ``(..., 2)``), so rules, steps and messages see real numbers only.
-    Entries without memory in the module are excluded: extra state, and copies computed by ``state_dict``.
+    Tied entries (one tensor with several names) appear once, under the first name. A complex tensor appears as a real
+    view
+    (:func:`torch.view_as_real`, shape ``(..., 2)``), so rules, steps and messages only handle real numbers. Entries
+    without
+    memory in the module are excluded: extra state, and copies created by ``state_dict``.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -119,17 +121,17 @@ def _state_tensors(module: nn.Module, slots: Sequence[Slot]) -> State:
 
 
 def _memory(value: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]] | None:
-    """Address and form of a tensor; ``None`` if the tensor has no memory (lazy, empty, meta, sparse)."""
+    # lazy, empty, meta and sparse tensors
     if is_lazy(value) or value.layout != torch.strided or not value.numel() or not value.data_ptr():
         return None
     return value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 def entry_names(module: nn.Module) -> dict[Tensor, str]:
-    """Entries of the module's parameters and buffers, found by memory.
+    """Maps parameters and buffers to entry names, by memory address.
 
     ``named_parameters()`` and ``state_dict()`` may use different names, for example with PyTorch's
-    ``checkpoint_wrapper``. Parameters and buffers without an entry are missing.
+    ``checkpoint_wrapper``. Parameters and buffers without an entry are excluded.
 
     Args:
         module: The module.
@@ -138,7 +140,7 @@ def entry_names(module: nn.Module) -> dict[Tensor, str]:
         Parameters and buffers in PyTorch's order, with the names from :func:`live_entries`.
 
     Raises:
-        ValueError: If a parameter that requires a gradient has no entry.
+        ValueError: If a parameter with a gradient has no entry.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -168,7 +170,7 @@ def _entry_names(module: nn.Module) -> dict[Tensor, str]:
 
 
 def entry_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a module's state by entry name; tied ones appear under every name.
+    """Parameters and buffers by entry name. Tied tensors appear under every name.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -225,15 +227,16 @@ def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
-    """Checks every trained tensor for an entry on the same memory.
+    """Checks that each trained tensor shares memory with an entry.
 
     Args:
         module: The module, before visits.
         optimizers: Optimizers with tensors to check as well.
 
     Raises:
-        ValueError: If a layer is lazy, a trained tensor or a running statistic in training mode has no entry, or two
-            entries share an element.
+        ValueError: If a layer is lazy, a trained tensor or a running statistic in training mode has no entry, or
+            entries
+            overlap in memory.
 
     Example:
         >>> check_entries(nn.LazyLinear(2))
@@ -308,13 +311,13 @@ def _check_overlaps(owner: str, entries: Mapping[str, Tensor]) -> None:
 
 
 def _extent(value: Tensor) -> int:
-    """Bytes from a tensor's first element to behind the last one in memory."""
     steps = ((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    # bytes from the first to the last element in memory
     return (sum(steps) + 1) * value.element_size()
 
 
 def trainable_entries(module: nn.Module) -> frozenset[str]:
-    """Entries of the parameters with a gradient: no buffers, and no frozen layers.
+    """Entries for parameters with gradients, without buffers and frozen layers.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2))
@@ -326,9 +329,9 @@ def trainable_entries(module: nn.Module) -> frozenset[str]:
 
 
 def untrained_entries(module: nn.Module) -> frozenset[str]:
-    """Entries without training: parameters without gradient, and buffers of layers in evaluation mode.
+    """Entries for parameters without gradients, and for buffers in evaluation mode.
 
-    The module itself may write into these entries.
+    The module itself may write to these entries.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval())
@@ -346,9 +349,9 @@ def untrained_entries(module: nn.Module) -> frozenset[str]:
 
 
 def identical_entries(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> frozenset[str]:
-    """Names of the entries that are one tensor in both states, or have the same type, shape, device and values.
+    """Names of entries with equal dtype, shape, device and values in both states.
 
-    NaN equals nothing. It synchronises with the device once.
+    NaN differs from NaN. Requires one device synchronization.
 
     Example:
         >>> left = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2)}
@@ -368,7 +371,7 @@ def _form(value: Tensor) -> tuple[torch.dtype, torch.Size, torch.device]:
 
 
 def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Maps every entry to the first name of its memory: its own name, unless it is tied to an earlier entry.
+    """Maps each entry to the first entry with the same memory.
 
     Example:
         >>> weight = torch.zeros(2)
@@ -382,20 +385,20 @@ def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def copy_state(state: Mapping[str, Tensor]) -> State:
-    """Copies a state."""
+    """Copies all tensors."""
     return dict(zip(state, copies(list(state.values())), strict=True))
 
 
 @torch.no_grad()
 def load_entries(entries: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Writes ``state`` into live entries of the same names; other entries are left alone.
+    """Writes ``state`` to live entries. Other entries are unchanged.
 
     Args:
         entries: Live entries, from :func:`live_entries`.
-        state: Values of any of those entries.
+        state: Values for some entries.
 
     Raises:
-        ValueError: If a name is unknown, or a shape or dtype differs. Nothing is written then.
+        ValueError: If a name is unknown, or a shape or dtype differs. Then nothing is written.
 
     """
     fault = find_fault(state, {name: entries[name] for name in state if name in entries}, finite=False)
@@ -406,11 +409,11 @@ def load_entries(entries: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
 
 @torch.no_grad()
 def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor], finite: bool = True) -> str | None:
-    """Describes a state's first difference from ``reference`` in names, shapes or types; ``None`` without a difference.
+    """Describes the first difference in names, shapes or dtypes from ``reference``, or returns ``None``.
 
     Args:
-        state: The state to check.
-        reference: Tensors of the expected names, shapes and dtypes; their values do not matter.
+        state: State to check.
+        reference: Tensors with the expected names, shapes and dtypes.
         finite: Whether NaN and infinity are faults.
 
     Example:
@@ -435,9 +438,9 @@ def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor], fin
 
 @torch.no_grad()
 def find_non_finite(state: Mapping[str, Tensor]) -> str | None:
-    """Describes the first entry with NaN or infinite values; ``None`` if there is none.
+    """Describes the first entry with NaN or infinite values, or returns ``None``.
 
-    Synchronises with the device once.
+    Requires one device synchronization.
     """
     names = [name for name, value in state.items() if value.is_floating_point() or value.is_complex()]
     # A norm only reads memory; `isfinite` writes as well. A norm is also infinite for too large finite values.
@@ -449,7 +452,7 @@ def find_non_finite(state: Mapping[str, Tensor]) -> str | None:
 
 @torch.no_grad()
 def find_implausible(state: Mapping[str, Tensor]) -> str | None:
-    """Describes an implausible state's first fault.
+    """Describes the first fault in a state, or returns ``None``.
 
     Faults are NaN, infinities, a root mean square above 1e10, and negative running variances or batch counts.
 
@@ -474,10 +477,7 @@ def find_implausible(state: Mapping[str, Tensor]) -> str | None:
 
 
 def _find_excessive(state: Mapping[str, Tensor]) -> str | None:
-    """Describes an implausible root mean square; ``None`` for other states.
-
-    Near the largest finite number a forward pass overflows for some inputs only, and so a fault would reveal the input.
-    """
+    # Close to the largest finite number, a forward pass only overflows for some inputs. A fault would reveal the input.
     values = [value for value in state.values() if value.is_floating_point() or value.is_complex()]
     count = sum(value.numel() for value in values)
     values = [value.float() if value.dtype in (torch.float16, torch.bfloat16) else value for value in values]
@@ -492,7 +492,7 @@ def _is_never_negative(name: str) -> bool:
 
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Euclidean norm over all elements in the tensors, shape ``()``; 0 without elements.
+    """Euclidean norm over all tensors, shape ``()``; 0 without elements.
 
     Example:
         >>> norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
@@ -507,10 +507,7 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def distance(new: Mapping[str, Tensor], old: Mapping[str, Tensor], names: Iterable[str]) -> float | None:
-    """Euclidean norm of a change, over named entries with the same shape in both states.
-
-    Returns:
-        The norm; ``None`` without such an entry.
+    """Euclidean norm of the difference over named entries with equal shapes; ``None`` without such entries.
 
     Example:
         >>> distance({"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)}, ["w", "b"])
@@ -526,12 +523,12 @@ def entry_policies(
     personal: Sequence[Selector] = (),
     frozen: Sequence[Selector] = (),
 ) -> dict[str, Policy]:
-    """The policy for each entry in the module's state.
+    """Policy for each entry in the module's state.
 
     Args:
         module: The module.
-        personal: Selectors of the personal entries.
-        frozen: Selectors of the frozen entries.
+        personal: Selectors for personal entries.
+        frozen: Selectors for frozen entries.
 
     Raises:
         ValueError: If a selector matches nothing, or an entry is both personal and frozen.
@@ -553,16 +550,16 @@ def entry_policies(
 
 
 def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[Selector], option: str) -> set[str]:
-    """The entry names that selectors match.
+    """Entry names that match any selector.
 
     Args:
-        module: The module with the entries.
-        names: The entries to choose from.
+        module: Module with the entries.
+        names: Entries to choose from.
         selectors: Name patterns, module types and functions.
-        option: Name of the selectors' option, for the error.
+        option: Option name for error messages.
 
     Raises:
-        ValueError: If a selector matches nothing, or a tied entry not by its first name.
+        ValueError: If a selector matches nothing, or matches a tied entry but not its first name.
 
     """
     names = list(names)
@@ -609,7 +606,7 @@ def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
     """Checks an argument with selectors, and returns a tuple.
 
     Args:
-        name: Name of the argument.
+        name: Argument name.
         selectors: The argument.
 
     Raises:
@@ -633,7 +630,7 @@ def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
 
 
 def batch_norm_statistics(module: nn.Module) -> set[str]:
-    """Entries of the running statistics (mean, variance, counter) of the module's BatchNorm layers."""
+    """Entries with running statistics (mean, variance, counter) from BatchNorm layers."""
     names = _entry_names(module)
     return {
         names[getattr(layer, attribute)]
@@ -645,9 +642,9 @@ def batch_norm_statistics(module: nn.Module) -> set[str]:
 
 
 def is_running_statistic(name: str) -> bool:
-    """True for an entry name of a running mean or variance in a normalisation layer.
+    """Whether an entry name denotes a running mean or variance.
 
-    For the server, because the server sees states and no layers.
+    The server uses names, because states contain no layers.
 
     Example:
         >>> is_running_statistic("net.1.running_var"), is_running_statistic("net.1.weight")

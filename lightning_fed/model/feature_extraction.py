@@ -1,4 +1,4 @@
-"""Features of a trained model on a data set, for comparisons of models."""
+"""Feature vectors from a trained model, for comparisons between models."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ def extract_features(
     inputs: BatchKey = None,
     seed: int = 0,
 ) -> Tensor:
-    """Feature vectors of a model on some data, or a random sample of them.
+    """Extracts feature vectors from a model, optionally as a random sample.
 
-    The model runs in evaluation mode without gradients; its modes are restored afterwards. Every position of a feature
-    map is one vector. The sample depends on ``seed`` and on the number of images and positions in each batch: two
-    models of one architecture give vectors of the same positions of the same images, if the batches come in the same
-    order. Memory holds no more than the sample and one batch.
+    The model runs in evaluation mode without gradients; all modes are restored. Each position in a feature map is one
+    vector. The sample depends on ``seed`` and on the number of images and positions per batch. With batches in the same
+    order, two models with equal architecture therefore yield vectors from the same positions. Memory is limited to the
+    sample and one batch.
 
     Args:
-        model: A LightningModule or any other module; it is called with a batch's inputs.
-        batches: The data, such as a ``DataLoader`` that does not shuffle.
-        layer: Name of the layer with the features as its output; ``"auto"`` for the result of
-            :func:`~lightning_fed.modules.find_feature_layer`.
-        max_samples: Largest number of vectors, drawn without replacement; ``None`` for all.
-        inputs: Index, key or function of a batch's inputs; by default the first element of a sequence,
-            ``batch["image"]``, ``["x"]``, ``["input"]`` or their plurals, or the batch itself.
-        seed: Seed of the sample.
+        model: LightningModule or any other module. Called with the inputs of each batch.
+        batches: Batches, such as a ``DataLoader`` without shuffling.
+        layer: Layer with the features as output; ``"auto"`` for :func:`~lightning_fed.modules.find_feature_layer`.
+        max_samples: Maximum number of vectors, drawn without replacement; ``None`` for all vectors.
+        inputs: Index, key or function for the inputs; by default the first element, ``batch["image"]``, ``["x"]``,
+            ``["input"]``, a plural, or the batch itself.
+        seed: Seed for the sample.
 
     Returns:
         Features, shape ``(n, d)``, float32, on the CPU, in the order of the data.
 
     Raises:
-        ValueError: If ``max_samples`` is below 1, there is no such layer, the model does not run it, a batch has no
-            inputs, or there is no batch.
+        ValueError: If ``max_samples`` is below 1, the layer is missing or unused, a batch has no inputs, or there are
+            no
+            batches.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
@@ -72,7 +72,7 @@ def extract_features(
 
 
 class _Sample:
-    """Vectors drawn without replacement from a stream of features: those with the smallest of random numbers."""
+    """Reservoir sample without replacement: keeps the vectors with the smallest random keys."""
 
     def __init__(self, size: int | None, seed: int) -> None:
         self.vectors: Tensor | None = None
@@ -82,7 +82,7 @@ class _Sample:
         self._generator = torch.Generator().manual_seed(seed)
 
     def take(self, features: Tensor) -> None:
-        """Takes the features of a batch, at its first pass through the layer."""
+        """Samples from a batch, at its first pass through the layer."""
         if not self.is_awaited:
             return
         self.is_awaited = False
@@ -99,7 +99,7 @@ class _Sample:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context with the model in evaluation mode and without gradients; every layer's mode is restored afterwards."""
+    """Runs the model in evaluation mode without gradients, and restores each layer's mode."""
     modes = [(layer, layer.training) for layer in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""The feature layer of a model: the end of its feature extractor, in front of its classifier."""
+"""Feature layer of a model: the end of the feature extractor, before the classifier."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CLASSIFIERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class LogitsLayer(nn.Module):
-    """Base class of layers, other than PyTorch's own, that make the logits of their input's last axis.
+    """Base class for custom layers with logits along the last axis.
 
     Attributes:
         num_classes: Number of classes.
@@ -25,10 +25,10 @@ class LogitsLayer(nn.Module):
 
 
 class FeatureLayer(NamedTuple):
-    """The input or the output of a layer.
+    """A layer's input or output.
 
     Attributes:
-        path: Name of the layer in the model, as in ``named_modules``.
+        path: Layer name as in ``named_modules``.
         side: ``"input"`` or ``"output"``.
 
     """
@@ -41,21 +41,21 @@ class FeatureLayer(NamedTuple):
 
 
 def find_feature_layer(module: nn.Module, classifier: str | None = None) -> FeatureLayer:
-    """The end of the feature extractor of classifiers and of segmentation models.
+    """Finds the end of the feature extractor in classifiers and segmentation models.
 
-    In this order: the output of the ``encoder`` of a model that also has a ``decoder`` or a ``segmentation_head``
-    (all of ``segmentation_models_pytorch``); the output of the ``backbone`` of one that also has a ``classifier``
-    (torchvision's segmentation models); the input of the classifier.
+    Checks in order: the output of an ``encoder`` next to a ``decoder`` or ``segmentation_head``
+    (``segmentation_models_pytorch``); the output of a ``backbone`` next to a ``classifier`` (torchvision's segmentation
+    models); the input of the classifier.
 
     Args:
-        module: The model, or a module that holds it.
-        classifier: Name of the layer with the logits; ``None`` for the layer from :func:`find_classifier`.
+        module: Model, or a module with the model inside.
+        classifier: Name of the logits layer; ``None`` for :func:`find_classifier`.
 
     Returns:
-        The layer, and its input or output.
+        Layer name, and input or output.
 
     Raises:
-        ValueError: If there is no such layer.
+        ValueError: If no layer is found.
 
     Example:
         >>> find_feature_layer(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 2)))
@@ -70,7 +70,7 @@ def find_feature_layer(module: nn.Module, classifier: str | None = None) -> Feat
 
 
 def encoder_of(layer: nn.Module) -> str | None:
-    """Name of the child of a segmentation model that is its feature extractor; ``None`` for any other layer.
+    """Child name for the feature extractor in a segmentation model; ``None`` for other layers.
 
     Example:
         >>> encoder_of(nn.ModuleDict({"backbone": nn.Conv2d(1, 4, 3), "classifier": nn.Conv2d(4, 2, 1)}))
@@ -85,10 +85,10 @@ def encoder_of(layer: nn.Module) -> str | None:
 
 
 def require_classifier(module: nn.Module) -> str:
-    """Name of the layer that :func:`find_classifier` finds, which must exist.
+    """Returns the name from :func:`find_classifier`, or raises an error.
 
     Raises:
-        ValueError: If there is no such layer.
+        ValueError: If no layer is found.
 
     """
     classifier = find_classifier(module)
@@ -101,17 +101,18 @@ def require_classifier(module: nn.Module) -> str:
 
 
 def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str | None:
-    """Name of the layer with the logits as its output.
+    """Finds the layer with the logits as output.
 
-    It is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, or else the result of ``get_classifier()`` (timm), or
-    the ``segmentation_head`` (``segmentation_models_pytorch``), or the last layer that is linear or a convolution.
+    The layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, else the result of ``get_classifier()`` (timm),
+    else
+    the ``segmentation_head`` (``segmentation_models_pytorch``), else the last linear or convolutional layer.
 
     Args:
-        module: The model, or a module that holds it. Networks without training, such as a teacher, do not count.
-        optimized: Ids for trained parameters; empty for all parameters with gradients.
+        module: Model, or a module with the model inside. Untrained networks, such as a teacher, are excluded.
+        optimized: Trained parameter ids; empty for all parameters with gradients.
 
     Returns:
-        Its name, or ``None`` if there is no such layer.
+        Layer name, or ``None`` if no layer is found.
 
     Example:
         >>> find_classifier(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
@@ -135,7 +136,7 @@ def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str |
 
 
 def count_classes(module: nn.Module, optimized: Collection[int] = ()) -> int | None:
-    """Number of classes: channels of the logits, 2 where there is one; ``None`` if the classifier cannot be found.
+    """Number of classes: channels of the logits, but 2 for one channel; ``None`` without a classifier.
 
     Example:
         >>> count_classes(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
@@ -157,7 +158,7 @@ def count_classes(module: nn.Module, optimized: Collection[int] = ()) -> int | N
 
 
 def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
-    """Puts a layer in the place of another; returns the module, or the layer if it was the module itself."""
+    """Replaces a layer. Returns the module, or the new layer for an empty name."""
     if not name:
         return layer
     parent, _, last = name.rpartition(".")
@@ -166,12 +167,12 @@ def replace_layer(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
 
 
 class FeatureTap:
-    """Reads a layer's features whenever the model runs, from a forward hook.
+    """Forward hook that stores a layer's features.
 
     Attributes:
-        features: Features of the last forward pass, detached, shape ``(N, d)`` or ``(N, d, *size)``; ``None`` before.
-            A layer that works in place can change them afterwards.
-        on_features: Called with the features in every forward pass, before a later layer can change them.
+        features: Features from the last forward pass, detached, shape ``(N, d)`` or ``(N, d, *size)``. Later in-place
+            layers can change the values.
+        on_features: Called with the features in every forward pass, before later layers.
 
     """
 
@@ -182,7 +183,7 @@ class FeatureTap:
         self._channels_last = channels_last
 
     def read(self, module: nn.Module, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any], output: Any) -> None:
-        """The forward hook."""
+        """Reads the features."""
         values = [*inputs, *named_inputs.values()] if self.layer.side == "input" else [output]
         features = next((value for value in map(_last_map, values) if value is not None), None)
         if features is None:
@@ -198,19 +199,20 @@ class FeatureTap:
 
 @contextmanager
 def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]:
-    """Context in which a layer's features are read.
+    """Reads a layer's features within the context.
 
-    A model that ``torch.compile`` has compiled before does not call the hook: run it within
-    :func:`without_compiled_code`. If it is compiled inside the context, its features are read outside its graphs.
+    Models compiled before do not call the hook: add :func:`without_compiled_code`. For models compiled inside the
+    context
+    the hook runs outside the compiled graphs.
 
     Args:
-        module: The model, or a module that holds it.
-        layer: The layer, and its input or output. Of several inputs the first is taken, of several feature maps (an
-            encoder's) the last, of a dictionary the entry ``"out"``. The ends of a linear layer have their channels
-            last, all else in the second place.
+        module: Model, or a module with the model inside.
+        layer: Layer name, and input or output. The first of several inputs, the last of several feature maps (encoders)
+            and
+            the entry ``"out"`` of a dictionary are used. Channels are last for linear layers, otherwise second.
 
     Raises:
-        ValueError: If the model has no such layer.
+        ValueError: If the layer is missing.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -241,7 +243,7 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
 
 
 def has_channels_last(layer: nn.Module) -> bool:
-    """True if both ends of a layer have their channels in the last place, and not in the second: linear layers.
+    """Whether channels are last in both input and output: linear layers.
 
     Example:
         >>> has_channels_last(nn.Linear(2, 3)), has_channels_last(nn.Conv1d(2, 3, 1))
@@ -252,13 +254,13 @@ def has_channels_last(layer: nn.Module) -> bool:
 
 
 def without_compiled_code() -> AbstractContextManager[None]:
-    """Context in which compiled models run eagerly, because compiled code does not call a new hook."""
+    """Runs compiled models eagerly, because compiled code does not call new hooks."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6
     return nullcontext() if set_stance is None else set_stance("force_eager")
 
 
 def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yields the named modules without metrics, which can hold networks of their own."""
+    """Yields named modules except metrics, which may contain networks."""
     yield prefix, module
     for name, child in module.named_children():
         if not isinstance(child, Metric | MetricCollection):
@@ -266,13 +268,13 @@ def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 
 
 def trained_layers(module: nn.Module, optimized: Collection[int] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the named modules except metrics and networks without training, such as a teacher.
+    """Yields named modules except metrics and untrained networks, such as a teacher.
 
-    A network is a layer with parameters in its children. If no parameter trains, all modules are yielded.
+    A network is a layer with parameters in its children. If no parameter is trained, all modules are yielded.
 
     Args:
         module: The module.
-        optimized: Ids for trained parameters; empty for all parameters with gradients.
+        optimized: Trained parameter ids; empty for all parameters with gradients.
 
     Example:
         >>> teacher = nn.Sequential(nn.Linear(2, 1)).requires_grad_(False)
@@ -293,7 +295,6 @@ def trained_layers(module: nn.Module, optimized: Collection[int] = ()) -> Iterat
 
 
 def _last_map(value: Any) -> Tensor | None:
-    """The tensor, or the last of several; ``None`` if there is none."""
     if isinstance(value, Mapping):
         value = [value["out"]] if "out" in value else list(value.values())
     if isinstance(value, list | tuple) and value:

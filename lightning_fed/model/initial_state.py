@@ -1,4 +1,4 @@
-"""New initial parameters of a module."""
+"""New initial parameters for a module."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lightning_fed.messages import State
 
 
 def shuffled_state(state: Mapping[str, Tensor], names: Collection[str], seed: int) -> State:
-    """A state whose parameters are drawn anew, as by another run of the module's own initialisation.
+    """Draws new initial parameters by shuffling the elements of each tensor.
 
-    The entries of each tensor are shuffled. Where an initialisation draws them independently of one another, with one
-    distribution for the tensor, the result is another draw of it, whatever distribution it is: its scale, which a
-    network may need to train at all, stays. Zeros keep their places: those of biases, of the row of a padding token or
-    of pruned weights. What is not such a draw loses what it was, as orthogonal or pretrained weights do.
+    Shuffling preserves the scale of any initialization. The result is an independent draw if all elements of a tensor
+    are
+    independent and identically distributed. Zeros keep their positions, for example in biases, padding rows or pruned
+    weights. Orthogonal and pretrained weights are destroyed.
 
     Args:
-        state: Entries by name, as the module was built.
-        names: Those that are shuffled: its trainable parameters.
-        seed: Seed of the shuffles.
+        state: Initial entries by name.
+        names: Entries to shuffle: the trainable parameters.
+        seed: Seed for the shuffles.
 
     Returns:
-        All entries; those that are not shuffled are the same tensors.
+        All entries. Entries outside ``names`` are the same tensors.
 
     Example:
         >>> state = {"weight": torch.tensor([[0.0, 1.0], [2.0, 3.0]]), "running_mean": torch.tensor([4.0, 5.0])}

@@ -1,4 +1,4 @@
-"""Labels as classes: the label of void pixels, classes that are left out, and label maps at another size."""
+"""Class labels: void pixels, excluded classes, and resized label maps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
 
+# Label for void pixels: a number, `"auto"` for 255 (unless 255 is a class), or `None`.
 VoidLabel: TypeAlias = int | Literal["auto"] | None
-"""Label of void pixels: a number, ``"auto"`` for 255 unless that is a class, or ``None`` for none."""
 
 _VOID_OF_8_BITS = 255
 
@@ -19,19 +19,19 @@ _VOID_OF_8_BITS = 255
 def class_indices(
     labels: Tensor, num_classes: int, ignore_index: VoidLabel = "auto", exclude_classes: Sequence[int] = ()
 ) -> Tensor:
-    r"""Row of every label in a table of classes: the class itself, or :math:`C` for all that is left out.
+    """Class index for every label, with :math:`C` for void pixels and excluded classes.
 
     Args:
-        labels: Classes, integers of any shape.
+        labels: Classes, integers with any shape.
         num_classes: Number of classes :math:`C`.
-        ignore_index: Label of void pixels; ``None`` for none, ``"auto"`` for 255 unless that is a class.
-        exclude_classes: Classes that are left out.
+        ignore_index: Label for void pixels; ``None`` for no void label, ``"auto"`` for 255 unless 255 is a class.
+        exclude_classes: Classes to exclude.
 
     Returns:
-        Integers from 0 to :math:`C`, int64, of the labels' shape.
+        Integers from 0 to :math:`C`, int64, with the shape of the labels.
 
     Raises:
-        ValueError: If a label or an option is out of its range.
+        ValueError: If a label or an option is outside the allowed range.
 
     Example:
         >>> class_indices(torch.tensor([0, 1, 2, 255]), num_classes=3, exclude_classes=[0]).tolist()
@@ -62,7 +62,7 @@ def class_indices(
 
 
 def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
-    """Label of void pixels; ``"auto"`` is 255, as in masks of 8 bits, unless that is a class.
+    """Label for void pixels; ``"auto"`` is 255 as in 8-bit masks, unless 255 is a class.
 
     Example:
         >>> void_label("auto", 21), void_label("auto", 300), void_label(-1, 300)
@@ -77,12 +77,11 @@ def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
 def resize_labels(labels: Tensor, size: Sequence[int]) -> Tensor:
     r"""Nearest-neighbour resize: position i of n takes the label at :math:`\lfloor i m / n \rfloor` of m.
 
-    As ``torch.nn.functional.interpolate(mode="nearest")``, but in integers, so that no large label and no position is
-    rounded.
+    Equals ``torch.nn.functional.interpolate(mode="nearest")``, but without rounding large labels or positions.
 
     Args:
         labels: Label maps, shape ``(N, *label_size)``.
-        size: New size, as many numbers as ``label_size`` has.
+        size: New size, same number of axes as ``label_size``.
 
     Returns:
         Labels, shape ``(N, *size)``.

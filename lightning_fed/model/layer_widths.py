@@ -1,4 +1,4 @@
-"""Widths of layers, and ratios of widths that are fixed by the architecture."""
+"""Layer widths, and width ratios fixed by the architecture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROW_LAYERS = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.modules.batchnorm._NormBase),  # noqa: SLF001  and its kinds
     *(nn.LayerNorm, nn.GroupNorm),
 )
-_ELEMENTWISE = (  # they leave the axes as they are
+_ELEMENTWISE = (  # layers that preserve all axes
     *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Hardswish, nn.Sigmoid),
     *(nn.Tanh, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.GroupNorm, nn.LayerNorm),
 )
@@ -24,13 +24,13 @@ _CHANNELWISE = (
 
 
 class WidthRatio(NamedTuple):
-    """Two widths in a module with a fixed ratio, however wide its layers are.
+    """Two widths with a ratio fixed by the architecture.
 
     Attributes:
-        producer: Layer or entry of the first width, such as ``0.weight``.
-        out_width: The first width.
-        consumer: Layer or entry of the second width.
-        in_width: The second width.
+        producer: Layer or entry with the first width, such as ``0.weight``.
+        out_width: First width.
+        consumer: Layer or entry with the second width.
+        in_width: Second width.
 
     """
 
@@ -41,9 +41,9 @@ class WidthRatio(NamedTuple):
 
 
 def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
-    """Finds widths with fixed ratios: among a layer's own tensors, and along an ``nn.Sequential``.
+    """Finds widths with fixed ratios: among each layer's tensors, and along an ``nn.Sequential``.
 
-    Connections between other layers are not known without a run of the module.
+    Other connections between layers are unknown without running the module.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.Flatten(), nn.Linear(36, 2))
@@ -61,7 +61,7 @@ def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
 
 
 def _ratios_within(name: str, layer: nn.Module) -> Iterator[WidthRatio]:
-    """Ratios between the rows of a layer's tensors; in a recurrent layer also to the columns for its units."""
+    """Yields ratios between rows of a layer's tensors; for recurrent layers also ratios to hidden columns."""
     shapes = {
         key: value.shape
         for key, value in chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False))
@@ -79,7 +79,7 @@ def _ratios_within(name: str, layer: nn.Module) -> Iterator[WidthRatio]:
 
 
 def _in_recurrent(names: Iterable[str]) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
-    """Pairs of axes of a recurrent layer: rows of its gates, and outputs of a step (units, or their projection)."""
+    """Yields pairs of axes with equal width in a recurrent layer: gate rows, and hidden or projected outputs."""
     suffix = next(name for name in names if name.startswith("weight_hh"))[len("weight_hh") :]
     rows, outputs = ("weight_ih" + suffix, 0), ("weight_hh" + suffix, 1)
     for name in names:
@@ -96,10 +96,10 @@ def _in_recurrent(names: Iterable[str]) -> Iterator[tuple[tuple[str, int], tuple
 
 
 def _ratios_along(prefix: str, layers: nn.Sequential) -> Iterator[WidthRatio]:
-    """Ratios between a layer's outputs and the next layer's inputs, where the axis of the width is certain."""
+    """Yields ratios between a layer's outputs and the next layer's inputs if the width axis is known."""
     producer: tuple[str, int] | None = None
-    is_channels = is_flat = False  # else it is the last axis
-    for key, layer in layers._modules.items():  # noqa: SLF001  with layers that are there twice
+    is_channels = is_flat = False  # otherwise the width is on the last axis
+    for key, layer in layers._modules.items():  # noqa: SLF001  includes repeated layers
         numbers = layer_numbers(layer)
         if isinstance(layer, nn.modules.conv._ConvNd | nn.Linear):  # noqa: SLF001  all convolutions
             wants_channels = not isinstance(layer, nn.Linear)
@@ -120,7 +120,7 @@ def _ratios_along(prefix: str, layers: nn.Sequential) -> Iterator[WidthRatio]:
 
 
 def layer_numbers(layer: nn.Module) -> dict[str, Any]:
-    """The attributes of a layer that state its tensors' shapes, with the values that the tensors have now."""
+    """Size attributes of a layer (``in_features`` and others), computed from the tensors' current shapes."""
     if isinstance(layer, nn.modules.conv._ConvNd):  # noqa: SLF001  the base class of all convolutions
         first, second = layer.weight.shape[:2]
         if layer.transposed:

@@ -1,4 +1,4 @@
-"""Changes of the widths of a module's layers, in place."""
+"""Changes layer widths in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_fed.model.layer_widths import find_width_ratios, layer_numbers
 
 
 class AttributeChange(NamedTuple):
-    """A changed attribute of a layer, with its former value."""
+    """Changed layer attribute, with the previous value."""
 
     layer: nn.Module
     name: str
@@ -22,20 +22,19 @@ class AttributeChange(NamedTuple):
 
 @torch.no_grad()
 def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Loads a state into a module, also where its entries have other widths.
+    """Loads a state with any widths into a module, for example from a checkpoint.
 
-    The `Parameter` objects stay the same, so that optimizers that hold them, tied weights and hooks go on working; an
-    optimizer's state of a parameter with a new shape no longer fits, and the parameter's gradient is dropped. Layers'
-    attributes (``out_channels``, ``num_features``, ``hidden_size``, the groups of depthwise convolutions) follow.
-
-    A module gets the widths of the state, for example from a checkpoint.
+    `Parameter` objects stay the same, so optimizers, tied weights and hooks keep working. Optimizer states and
+    gradients
+    for parameters with a new shape become invalid; gradients are dropped. Layer attributes (``out_channels``,
+    ``num_features``, ``hidden_size``, depthwise groups) follow.
 
     Args:
-        module: The module, changed in place.
-        state: Values of any entries, with the same numbers of axes. Types and devices are the module's.
+        module: Module, changed in place.
+        state: Values for any entries, with unchanged number of axes. Dtypes and devices are taken from the module.
 
     Raises:
-        ValueError: If an entry is unknown or has another number of axes. The module stays unchanged.
+        ValueError: If an entry is unknown or has a different number of axes. Then the module stays unchanged.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -63,24 +62,24 @@ def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def set_tensor_data(owner: Tensor, value: Tensor) -> None:
-    """Replaces the data of a parameter or buffer, also by a value of another shape; the gradient is dropped."""
+    """Replaces the data of a parameter or buffer, also for a new shape. Drops the gradient."""
     owner.grad = None
     if value.shape != owner.shape:
-        # Where a graph of an earlier step lives on, autograd remembers the old shape; a change of type it notices.
+        # With an earlier graph alive, autograd remembers the old shape. A new dtype resets the shape.
         owner.data = owner.data.new_empty(0, dtype=torch.float32 if owner.dtype != torch.float32 else torch.float64)
     owner.data = value
 
 
 def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Gives a module's layers the widths of a state, where they differ; unknown names are ignored.
+    """Sets layer widths to match a state. Unknown names are ignored.
 
     Args:
-        module: The module, changed in place.
-        state: A state as ``module.state_dict()`` has it.
+        module: Module, changed in place.
+        state: State as returned by ``module.state_dict()``.
 
     Raises:
-        ValueError: If an entry has another number of axes, or layers do not fit each other then: the tensors of one
-            layer, or those that come one after another in an ``nn.Sequential``. The module is as it was then.
+        ValueError: If an entry has a different number of axes, or widths no longer match within a layer or along an
+            ``nn.Sequential``. Then the module stays unchanged.
 
     """
     tensors = entry_tensors(module)
@@ -105,7 +104,7 @@ def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def update_layer_sizes(module: nn.Module) -> list[AttributeChange]:
-    """Sets the width attributes of all layers from the tensors, and returns the changes."""
+    """Updates the width attributes of all layers from the tensors, and returns the changes."""
     changes = []
     for layer in module.modules():
         for name, value in layer_numbers(layer).items():

@@ -1,12 +1,12 @@
-r"""BatchNorm for data of no known client, where every client has running statistics of its own.
+"""BatchNorm for data from unknown clients, without global running statistics.
 
-With local statistics (SiloBN) the global model has shared weights and no statistics that go with them. Data of a
-client that is not known are normalised with their own batch's statistics, as domain adaptation by BatchNorm does
-(AdaBN).
+With local statistics (SiloBN) no running statistics fit the global model. Data from an unknown client are normalized
+with batch statistics, as in domain adaptation (AdaBN).
 
 References:
     Andreux et al., "Siloed Federated Learning for Multi-Centric Histopathology Datasets", DART 2020.
     Li et al., "Adaptive Batch Normalization for practical domain adaptation", Pattern Recognition 80, 2018.
+
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from lightning_fed.model.features import without_compiled_code
 
 
 class UnseenStatistics:
-    """Makes BatchNorm layers in evaluation mode normalise with the batch's statistics instead of their running ones.
+    """Makes BatchNorm layers in evaluation mode normalize with batch statistics.
 
-    These are the mean and the biased variance of the batch, layer by layer, as in training. Predictions then depend on
-    the batch: use batches of one source, and not of a few examples. A layer with a single value per channel (global
-    pooling of one image) has nothing to measure, and gives its bias.
+    Each layer uses the batch's mean and biased variance, as in training. Predictions depend on the batch: use batches
+    with
+    many examples from one source. A layer with one value per channel (global pooling of one image) returns the bias.
 
-    Layers in training mode, and those without running statistics, are left alone. Nothing is written into the module.
-    Compiled models run eagerly meanwhile, because code that was compiled before does not call new hooks.
+    Layers in training mode or without running statistics are unchanged. The module's tensors are not changed. Compiled
+    models run eagerly, because compiled code does not call new hooks.
 
     Args:
-        module: The module. Hooks are on it until :meth:`remove`, or the end of a ``with`` block.
-        layers: Names of the BatchNorm layers; ``None`` for all.
+        module: Module. Hooks remain until :meth:`remove` or the end of a ``with`` block.
+        layers: Names of BatchNorm layers; ``None`` for all.
 
     Attributes:
-        is_active: Whether the layers are changed; otherwise they use their running statistics.
-        names: Names of the layers.
+        is_active: Whether to use batch statistics instead of running statistics.
+        names: Layer names.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm1d(1)).eval()
@@ -65,7 +65,7 @@ class UnseenStatistics:
         self.remove()
 
     def remove(self) -> None:
-        """Takes the hooks off the module."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -73,26 +73,26 @@ class UnseenStatistics:
 
     @torch.no_grad()
     def _adapt(self, name: str, layer: nn.BatchNorm2d, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Inputs that the layer's running statistics normalise as the chosen ones would have."""
         if not self.is_active or layer.training:
             return None
         x = inputs[0]
         values = x.float().flatten(2) if x.ndim > 2 else x.float().unsqueeze(2)
         mean, variance = self.statistics(name, layer, values)
+        # The layer applies running statistics afterwards, so the inputs are adapted to cancel these.
         scale = ((layer.get_buffer("running_var") + layer.eps) / (variance + layer.eps)).sqrt()
         adapted = (values - mean.unsqueeze(-1)) * scale.unsqueeze(-1) + layer.get_buffer("running_mean").unsqueeze(-1)
         return adapted.reshape(x.shape).to(x.dtype), *inputs[1:]
 
     def statistics(self, name: str, layer: nn.BatchNorm2d, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance per channel that normalise a layer's inputs; subclasses may take others.
+        """Mean and biased variance per channel for normalization. Subclasses may return other statistics.
 
         Args:
-            name: The layer's name.
-            layer: The layer.
-            values: Its inputs, shape ``(N, C, positions)``.
+            name: Layer name.
+            layer: BatchNorm layer.
+            values: Layer inputs, shape ``(N, C, positions)``.
 
         Returns:
-            Two tensors of shape ``(1, C)`` or ``(N, C)``.
+            Two tensors with shape ``(1, C)`` or ``(N, C)``.
 
         """
         return values.mean((0, 2)).unsqueeze(0), values.var((0, 2), correction=0).unsqueeze(0)
