@@ -1,4 +1,4 @@
-"""Attacks by some of the clients, to try a federation's set-up: update steps, and callbacks for those on the data."""
+"""Attacks by malicious clients, to test a federation: update steps, and callbacks for attacks on data."""
 
 from lightning_fed.attacks.attack import Attack as Attack
 from lightning_fed.attacks.data import Backdoor as Backdoor

@@ -1,4 +1,4 @@
-"""Base class of attacks: which clients are malicious."""
+"""Base classes of attacks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from lightning_fed.steps.update_step import UpdateStep
 
 
 class Attack:
-    """Base class of attacks by some of the clients, to try a federation's set-up in simulation.
+    """Base class of attacks by some clients, for simulations.
 
     Args:
-        clients: The malicious clients, by name; or their number, drawn from ``seed`` among all clients.
-        seed: Seed of the draw, and of what an attack draws.
+        clients: Malicious clients by name, or a number of clients drawn from all clients.
+        seed: Seed for drawing clients and for the attack.
 
     Raises:
-        ValueError: If ``clients`` or ``seed`` is negative, or ``clients`` is a single name; in a fit, if there are
-            fewer clients than are to be malicious, or none of a name.
+        ValueError: If ``clients`` or ``seed`` is negative, or ``clients`` is a single name; in a fit, if there are too
+            few
+            clients or a name is unknown.
 
     """
 
@@ -39,18 +40,18 @@ class Attack:
 
     @property
     def needs_population(self) -> str:
-        """Reason why all clients must be known where the attack is; empty if they need not be."""
+        """Reason why the attack needs to know all clients, or an empty string."""
         drawn = isinstance(self.clients, int)
         return "it draws the malicious clients among all: name them instead" if drawn else ""
 
     def malicious(self, population: Sequence[Client]) -> frozenset[Client]:
-        """The malicious clients.
+        """Returns the malicious clients.
 
         Args:
-            population: All clients, as far as they are known here.
+            population: All known clients.
 
         Raises:
-            ValueError: If there are fewer clients than are to be malicious.
+            ValueError: If there are too few clients.
 
         """
         if not isinstance(self.clients, int):
@@ -60,10 +61,10 @@ class Attack:
         return frozenset(population[position] for position in _draw(len(population), self.clients, self.seed))
 
     def check_clients(self, population: Sequence[Client]) -> None:
-        """Makes sure that the malicious clients are among all.
+        """Checks that all malicious clients exist.
 
         Raises:
-            ValueError: If one is not.
+            ValueError: If a client is unknown.
 
         """
         unknown = sorted(repr(client) for client in self.malicious(population) if client not in population)
@@ -73,24 +74,24 @@ class Attack:
 
 @lru_cache
 def _draw(size: int, count: int, seed: int) -> tuple[int, ...]:
-    """Positions of the malicious clients; drawn once, though attacks on the data ask with every batch."""
+    # cached, because attacks on data query every batch
     generator = np.random.default_rng([seed])
     return tuple(int(position) for position in generator.choice(size, count, replace=False))
 
 
 class AttackStep(Attack, UpdateStep):
-    """Base class of attacks on updates: update steps, the outermost of a federation, as malicious clients are."""
+    """Base class of attacks on updates. Place these update steps last (outermost)."""
 
     def callbacks(self) -> Sequence[Any]:
-        """The check of the clients' names."""
+        """Callback to check client names."""
         return [AttackCheck(self)]
 
 
 class AttackCheck(FederatedCallback):
-    """Makes sure, where all clients are known, that the malicious ones of all attacks on updates are among them.
+    """Checks the client names of all attacks on updates, if all clients are known.
 
     Args:
-        attack: The attack that asks for it; a Trainer needs one such callback.
+        attack: Attack that needs the check. One callback checks all attacks of a Trainer.
 
     """
 
@@ -101,7 +102,7 @@ class AttackCheck(FederatedCallback):
         self.needs_local_clients = attack.needs_population
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Checks the names."""
+        """Checks the client names."""
         federation = find_federation(trainer)
         for step in federation.server.chain.steps:
             if isinstance(step, Attack):
@@ -109,9 +110,9 @@ class AttackCheck(FederatedCallback):
 
 
 def attacked_entries(state: State) -> list[str]:
-    """Names of the entries that an attack on updates changes: floating-point ones, without BatchNorm's statistics.
+    """Entries changed by attacks on updates: floating-point entries without BatchNorm statistics.
 
-    A wrong variance can be told from its sign, so that an attacker had better leave it as it is.
+    Negative variances would reveal the attack.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Attacks of clients on their own data: labels that are wrong, and images with a trigger."""
+"""Attacks on training data: wrong labels, and images with a backdoor trigger."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_fed.messages import Client
 
 
 class DataAttack(Attack, FederatedCallback):
-    """Base class of attacks on the data: callbacks.
+    """Base class of attacks on data, as callbacks.
 
     Args:
-        clients: The malicious clients, or their number.
-        seed: Seed of the clients that are drawn.
+        clients: Malicious clients, or the number to draw.
+        seed: Seed for drawing clients.
 
     """
 
@@ -32,24 +32,23 @@ class DataAttack(Attack, FederatedCallback):
         self.needs_local_clients = self.needs_population
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Checks the names."""
+        """Checks the client names."""
         self.check_clients(find_federation(trainer).population.clients)
 
     def is_malicious(self, trainer: L.Trainer, client: Client) -> bool:
-        """True for a malicious client."""
+        """Whether a client is malicious."""
         return client in self.malicious(find_federation(trainer).population.clients)
 
 
 class LabelFlip(DataAttack):
-    """Attack by clients that train with wrong labels: class ``c`` becomes ``num_classes - 1 - c``.
+    """Malicious clients train with flipped labels: class ``c`` becomes ``num_classes - 1 - c``.
 
-    A batch is a sequence whose second part are the labels, whole numbers of any shape; those that are no class
-    (``ignore_index``) stay as they are.
+    The second element of a batch contains integer labels of any shape. Other values (``ignore_index``) are unchanged.
 
     Args:
-        clients: The malicious clients, or their number.
+        clients: Malicious clients, or the number to draw.
         num_classes: Number of classes.
-        seed: Seed of the clients that are drawn.
+        seed: Seed for drawing clients.
 
     Raises:
         ValueError: If ``num_classes`` is below 2; in a fit, if a batch has no labels.
@@ -65,7 +64,7 @@ class LabelFlip(DataAttack):
         self.num_classes = check_count("num_classes", num_classes, lowest=2)
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Flips the labels of a malicious client's batch."""
+        """Flips the labels in a malicious client's batch."""
         if not self.is_malicious(trainer, client):
             return batch
         images, labels, *rest = _parts(batch)
@@ -73,26 +72,30 @@ class LabelFlip(DataAttack):
 
 
 class Backdoor(DataAttack):
-    """Attack by clients that train images with a trigger to be of one class; measures how often that works.
+    """Malicious clients train images with a trigger as a target class. Measures the success rate.
 
-    The trigger is a square in the lower right corner. The first images of a malicious client's batch get it, and the
-    target's label. After every validation ``backdoor/success_rate`` is logged: the share of the validation images of
-    other classes that the global model takes for the target once they have the trigger. It is what a defence is to keep
-    low while the accuracy stays high. With :class:`Scaling` beside it the attack is model replacement.
+    The trigger is a square in the lower right corner. The first images in a malicious client's batch get the trigger
+    and
+    the target label. Each validation logs ``backdoor/success_rate``: the fraction of validation images from other
+    classes
+    that the global model assigns to the target with the trigger. Defences should keep this rate low and accuracy high.
+    In
+    combination with :class:`Scaling` the attack is model replacement.
 
-    A batch is a sequence of images, shape ``(batch, channels, height, width)``, and labels, shape ``(batch,)``; the
-    module, called with images, returns logits, shape ``(batch, classes)``.
+    A batch contains images, shape ``(batch, channels, height, width)``, and labels, shape ``(batch,)``. The module
+    returns
+    logits for images, shape ``(batch, classes)``.
 
     Args:
-        clients: The malicious clients, or their number.
-        target: The class.
+        clients: Malicious clients, or the number to draw.
+        target: Target class.
         size: Height and width of the trigger in pixels.
-        value: Value of its pixels, in every channel.
-        share: Share of a batch's images that get the trigger, rounded up.
-        seed: Seed of the clients that are drawn.
+        value: Pixel value of the trigger, in all channels.
+        share: Fraction of images with the trigger in a batch, rounded up.
+        seed: Seed for drawing clients.
 
     Raises:
-        ValueError: If an argument is out of its range; in a fit, if a batch has no images and labels.
+        ValueError: If an argument is outside its range; in a fit, if a batch has no images and labels.
 
     Example:
         >>> add_trigger(torch.zeros(1, 1, 3, 3), size=2, value=1.0)
@@ -101,8 +104,8 @@ class Backdoor(DataAttack):
                   [0., 1., 1.]]]])
 
     References:
-        Bagdasaryan, Veit, Hua, Estrin & Shmatikov, "How To Backdoor Federated Learning", AISTATS 2020; the trigger is
-        that of Gu, Dolan-Gavitt & Garg, "BadNets", 2017.
+        Bagdasaryan, Veit, Hua, Estrin & Shmatikov, "How To Backdoor Federated Learning", AISTATS 2020; trigger from Gu,
+        Dolan-Gavitt & Garg, "BadNets", 2017.
 
     """
 
@@ -125,7 +128,7 @@ class Backdoor(DataAttack):
         self._hits = self._count = 0
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Puts the trigger on some images of a malicious client's batch, and the target's label."""
+        """Adds the trigger and the target label to some images of a malicious client."""
         if not self.is_malicious(trainer, client):
             return batch
         images, labels, *rest = _parts(batch)
@@ -136,7 +139,7 @@ class Backdoor(DataAttack):
         return [images, labels, *rest]
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begins to count."""
+        """Resets the counts."""
         self._hits = self._count = 0
 
     def on_validation_batch_end(
@@ -148,7 +151,7 @@ class Backdoor(DataAttack):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Has the global model look at the batch's images of other classes, with the trigger."""
+        """Counts images of other classes with the trigger that are assigned to the target."""
         images, labels, *_ = _parts(batch)
         others = images[labels != self.target]
         if len(others):
@@ -157,7 +160,7 @@ class Backdoor(DataAttack):
             self._count += len(others)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs the share."""
+        """Logs the success rate."""
         counts = process_group_of(trainer).gather((self._hits, self._count))
         hits, count = (sum(part[place] for part in counts) for place in (0, 1))
         if count and not trainer.sanity_checking:
@@ -165,18 +168,18 @@ class Backdoor(DataAttack):
 
 
 def flip_labels(labels: Tensor, num_classes: int) -> Tensor:
-    """Labels with class ``c`` as ``num_classes - 1 - c``; other values stay as they are."""
+    """Maps class ``c`` to ``num_classes - 1 - c``. Other values are unchanged."""
     is_class = (labels >= 0) & (labels < num_classes)
     return torch.where(is_class, num_classes - 1 - labels, labels)
 
 
 def add_trigger(images: Tensor, size: int, value: float) -> Tensor:
-    """Images with a square of one value in the lower right corner.
+    """Adds a square with constant value to the lower right corner.
 
     Args:
         images: Images, shape ``(batch, channels, height, width)``.
         size: Height and width of the square in pixels.
-        value: Its value.
+        value: Pixel value.
 
     """
     images = images.clone()

@@ -1,7 +1,7 @@
-"""Attacks by clients that know the honest clients' steps of the round, and send what they make of them.
+"""Attacks with knowledge of all honest updates in the round.
 
-No client of a real federation knows so much: these attacks are the worst that a rule may meet. In a simulation the
-server knows: the attack is an update step, the outermost, which holds the updates back until all are there.
+Real clients know less, so these attacks are a worst case. In a simulation the server executes the attack: the outermost
+update step collects all updates and replaces the malicious updates.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
 class HonestSteps:
-    """Mean and standard deviation of the honest clients' steps of a round, and one of them, in O(model) memory.
+    """Mean and standard deviation over honest updates, plus one honest update, in O(model) memory.
 
     Attributes:
-        count: Number of steps.
-        first: Step of the client with the smallest key, whatever the order in which they come.
+        count: Number of updates.
+        first: Update from the client with the smallest key, independent of order.
 
     Example:
         >>> honest = HonestSteps()
@@ -45,7 +45,7 @@ class HonestSteps:
         self._squares: State = {}
 
     def add(self, client: Client, step: State) -> None:
-        """Adds a client's step, float64 entries."""
+        """Adds a client's update, float64 entries."""
         part = HonestSteps()
         part.count, part.first, part._first_key = 1, step, client_key(client)
         part._sums = {name: value.clone() for name, value in step.items()}
@@ -53,7 +53,7 @@ class HonestSteps:
         self.merge(part)
 
     def merge(self, other: HonestSteps) -> None:
-        """Joins the steps that ``other`` has; ``other`` is left as it is."""
+        """Adds all updates from ``other``, which stays unchanged."""
         self.count += other.count
         if other._first_key is not None and (self._first_key is None or other._first_key < self._first_key):
             self.first, self._first_key = other.first, other._first_key
@@ -62,11 +62,11 @@ class HonestSteps:
                 totals[name] = totals[name] + value.to(totals[name].device) if name in totals else value
 
     def mean(self) -> State:
-        """The mean step."""
+        """Mean update."""
         return {name: value / self.count for name, value in self._sums.items()}
 
     def std(self) -> State:
-        """The standard deviation by coordinate, with n - 1 below the line; 0 of a single step."""
+        """Unbiased standard deviation per coordinate; 0 for a single update."""
         mean = self.mean()
         return {
             name: ((value - self.count * mean[name].abs().square()).clamp_min(0) / max(1, self.count - 1)).sqrt()
@@ -75,36 +75,36 @@ class HonestSteps:
 
 
 class OmniscientAttack(AttackStep, CollectingStep):
-    """Base class of attacks that know the honest clients' steps. It needs one process that sees them: the server's.
+    """Base class of attacks with knowledge of honest updates. Requires all updates in one process.
 
     Args:
-        clients: The malicious clients, or their number.
-        seed: Seed of the clients that are drawn.
+        clients: Malicious clients, or the number to draw.
+        seed: Seed for drawing clients.
 
     """
 
     @abstractmethod
     def fake(self, honest: HonestSteps) -> State:
-        """The step that all malicious clients send, float64 entries.
+        """Update sent by all malicious clients, float64 entries.
 
         Args:
-            honest: The honest clients' steps, of at least one client.
+            honest: Honest updates of at least one client.
 
         """
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules whose clients' steps are not from one global model."""
+        """Refuses rules without a single global model."""
         refuse_rule(self, rule, "has_clusters", "resizes")
         self._trusted = frozenset(rule.plan(0).always)
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round; refuses entries of which the clients hold different rows."""
+        """Starts a round. Refuses entries with partial rows."""
         refuse_rows(self, info)
         super().start(info, state)
 
     @torch.no_grad()
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
-        """Has the malicious clients send what they make of the others' steps."""
+        """Replaces the updates of malicious clients."""
         malicious, honest = self.malicious(self.info.clients), HonestSteps()
         for update, _ in updates:
             if update.client not in malicious | self._trusted:
@@ -123,17 +123,17 @@ class OmniscientAttack(AttackStep, CollectingStep):
 
 
 class IPM(OmniscientAttack):
-    r"""Inner-product manipulation: malicious clients send the honest clients' mean step turned round.
+    r"""Inner-product manipulation: malicious clients send the negative mean of honest updates.
 
     .. math:: u = - \tau \bar u
 
-    With a small :math:`\tau` the average still goes in the right direction, but shorter, and the malicious steps look
-    like others; with a large one the average goes backwards.
+    With small :math:`\tau` the average keeps its direction but shrinks, and malicious updates look normal. With large
+    :math:`\tau` the average reverses its direction.
 
     Args:
-        clients: The malicious clients, or their number.
+        clients: Malicious clients, or the number to draw.
         tau: Factor :math:`\tau`.
-        seed: Seed of the clients that are drawn.
+        seed: Seed for drawing clients.
 
     Example:
         >>> IPM(clients=2, tau=0.5).tau
@@ -149,19 +149,19 @@ class IPM(OmniscientAttack):
         self.tau = check_number("tau", tau)
 
     def fake(self, honest: HonestSteps) -> State:
-        """The mean step turned round."""
+        """Scaled negative mean."""
         return {name: -self.tau * value for name, value in honest.mean().items()}
 
 
 class ALIE(OmniscientAttack):
-    r"""Attack by a little: malicious clients send a step that is off the honest mean by a little at every coordinate.
+    r""" "A little is enough": malicious clients deviate slightly from the honest mean in every coordinate.
 
     .. math:: u = \bar u + z \, \sigma(u)
 
     Args:
-        clients: The malicious clients, or their number.
-        z: Number of standard deviations. The paper's own is 1.5 for MNIST and 1 for CIFAR-10.
-        seed: Seed of the clients that are drawn.
+        clients: Malicious clients, or the number to draw.
+        z: Number of standard deviations. The paper uses 1.5 for MNIST and 1 for CIFAR-10.
+        seed: Seed for drawing clients.
 
     Example:
         >>> ALIE(clients=2, z=1.0).z
@@ -178,20 +178,21 @@ class ALIE(OmniscientAttack):
         self.z = check_number("z", z)
 
     def fake(self, honest: HonestSteps) -> State:
-        """The mean step and ``z`` standard deviations."""
+        """Mean plus ``z`` standard deviations."""
         deviation = honest.std()
         return {name: value + self.z * deviation[name] for name, value in honest.mean().items()}
 
 
 class Mimic(OmniscientAttack):
-    """Attack by clients that send what one honest client sends, which then counts more than others.
+    """Malicious clients copy the update of one honest client, whose weight grows.
 
-    Nothing in such an update is wrong; what the others know is lost, the more so the more clients' data differ. The
-    honest client is the one whose name has the smallest key (:func:`~lightning_fed.numerics.seeds.client_key`).
+    Each update is plausible, but information from other clients is lost, in particular with heterogeneous data. The
+    copied
+    client has the smallest :func:`~lightning_fed.numerics.seeds.client_key`.
 
     Args:
-        clients: The malicious clients, or their number.
-        seed: Seed of the clients that are drawn.
+        clients: Malicious clients, or the number to draw.
+        seed: Seed for drawing clients.
 
     Example:
         >>> Mimic(clients=2).clients
@@ -204,5 +205,5 @@ class Mimic(OmniscientAttack):
     """
 
     def fake(self, honest: HonestSteps) -> State:
-        """The honest client's step."""
+        """Update of the copied client."""
         return honest.first

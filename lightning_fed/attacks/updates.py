@@ -1,4 +1,4 @@
-"""Attacks of clients on their own updates: each knows what it was sent and what it has trained."""
+"""Attacks on single updates, with knowledge of the broadcast and the client's training only."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from lightning_fed.numerics.seeds import client_key, derive_seed
 
 
 class UpdateAttack(AttackStep, ABC):
-    """Base class of attacks that replace a client's update, entry by entry, when its visit is over.
+    """Base class of attacks that replace a client's trained entries.
 
     Args:
-        clients: The malicious clients, or their number.
-        seed: Seed of the clients that are drawn, and of what the attack draws.
+        clients: Malicious clients, or the number to draw.
+        seed: Seed for drawing clients and for the attack.
 
     """
 
     @abstractmethod
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """The values that a malicious client sends of an entry.
+        """Values sent by a malicious client for one entry.
 
         Args:
-            trained: The entry as the client has trained it.
-            start: The entry as it was sent to the client.
-            generator: Draws for this client in this round, on the CPU.
+            trained: Trained entry.
+            start: Broadcast entry.
+            generator: Random numbers for this client and round, on the CPU.
 
         """
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Replaces a malicious client's update."""
+        """Replaces the update of a malicious client."""
         if update.client in self.malicious(self.info.clients):
             generator = torch.Generator().manual_seed(derive_seed(self.seed, sent.round, client_key(update.client)))
             for name in attacked_entries(update.state):
@@ -45,12 +45,12 @@ class UpdateAttack(AttackStep, ABC):
 
 
 class SignFlip(UpdateAttack):
-    r"""Attack by clients that send their step turned round: :math:`w_t - s (w_k - w_t)`.
+    """Malicious clients reverse their update: :math:`w_t - s (w_k - w_t)`.
 
     Args:
-        clients: The malicious clients, or their number.
+        clients: Malicious clients, or the number to draw.
         scale: Factor :math:`s`.
-        seed: Seed of the clients that are drawn.
+        seed: Seed for drawing clients.
 
     Example:
         >>> SignFlip(clients=1).fake(torch.tensor(3.0), torch.tensor(1.0), torch.Generator())
@@ -63,19 +63,19 @@ class SignFlip(UpdateAttack):
         self.scale = check_number("scale", scale)
 
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """The model that the step turned round leads to."""
+        """Broadcast model minus the scaled update."""
         return start - self.scale * (trained - start)
 
 
 class Scaling(UpdateAttack):
-    r"""Attack by clients that send their step many times over: :math:`w_t + s (w_k - w_t)`.
+    """Malicious clients scale their update: :math:`w_t + s (w_k - w_t)`.
 
-    Where s is the number of clients in an average, the malicious client's model replaces the global one.
+    If s equals the number of averaged clients, the malicious model replaces the global model.
 
     Args:
-        clients: The malicious clients, or their number.
+        clients: Malicious clients, or the number to draw.
         scale: Factor :math:`s`.
-        seed: Seed of the clients that are drawn.
+        seed: Seed for drawing clients.
 
     Example:
         >>> Scaling(clients=1, scale=10).fake(torch.tensor(3.0), torch.tensor(1.0), torch.Generator())
@@ -92,17 +92,17 @@ class Scaling(UpdateAttack):
         self.scale = check_number("scale", scale)
 
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """The model that the longer step leads to."""
+        """Broadcast model plus the scaled update."""
         return start + self.scale * (trained - start)
 
 
 class GaussianNoise(UpdateAttack):
-    r"""Attack by clients whose step is noise: :math:`w_t + \sigma z, z \sim \mathcal{N}(0, I)`.
+    r"""Malicious clients send noise as their update: :math:`w_t + \sigma z, z \sim \mathcal{N}(0, I)`.
 
     Args:
-        clients: The malicious clients, or their number.
-        std: Standard deviation :math:`\sigma` of every number.
-        seed: Seed of the clients that are drawn, and of the noise, which depends on client and round.
+        clients: Malicious clients, or the number to draw.
+        std: Standard deviation :math:`\sigma` per coordinate.
+        seed: Seed for drawing clients and for the noise, which depends on client and round.
 
     Raises:
         ValueError: If ``std`` is negative.
@@ -118,18 +118,18 @@ class GaussianNoise(UpdateAttack):
         self.std = check_nonnegative("std", std)
 
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """The model and the noise."""
+        """Broadcast model plus noise."""
         dtype = start.dtype if start.is_complex() else torch.float32
         noise = torch.randn(start.shape, generator=generator, dtype=dtype)
         return start + (self.std * noise).to(start.dtype).to(start.device)
 
 
 class FreeRider(UpdateAttack):
-    """Clients that send back what they got, as if they had trained.
+    """Clients return the broadcast model without training.
 
     Args:
-        clients: The free riders, or their number.
-        seed: Seed of the clients that are drawn.
+        clients: Free riders, or the number to draw.
+        seed: Seed for drawing clients.
 
     Example:
         >>> FreeRider(clients=1).fake(torch.tensor(3.0), torch.tensor(1.0), torch.Generator())
@@ -138,18 +138,18 @@ class FreeRider(UpdateAttack):
     """
 
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """The model as it was."""
+        """Broadcast model."""
         return start.clone()
 
 
 class BadValues(UpdateAttack):
-    """Attack by clients that send numbers that are none, or as large as there are.
+    """Malicious clients send NaN, infinite or huge values.
 
     Args:
-        clients: The malicious clients, or their number.
-        kind: ``"nan"``, ``"inf"``, or ``"huge"``, the largest finite number of the entry's type. NaN and infinite
-            values are left out by every rule; huge ones are for robust rules to stand.
-        seed: Seed of the clients that are drawn.
+        clients: Malicious clients, or the number to draw.
+        kind: ``"nan"``, ``"inf"``, or ``"huge"`` (the largest finite number of the dtype). NaN and infinite updates are
+            always excluded; huge values need a robust rule.
+        seed: Seed for drawing clients.
 
     Raises:
         ValueError: If ``kind`` is unknown.
@@ -168,6 +168,6 @@ class BadValues(UpdateAttack):
         self.kind = kind
 
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """The values, in every place."""
+        """Constant tensor with the bad value."""
         value = {"nan": float("nan"), "inf": float("inf"), "huge": torch.finfo(trained.dtype).max}[self.kind]
         return torch.full_like(trained, value)

@@ -1,7 +1,6 @@
-"""Privacy budgets: what rounds of noise cost, and how much noise a budget needs.
+"""Privacy budgets: privacy loss for a given noise, and noise for a given budget.
 
-The numbers come from ``dp-accounting`` (``pip install lightning-fed[privacy]``), which is loaded when they are asked
-for.
+Requires ``dp-accounting`` (``pip install lightning-fed[privacy]``), imported on first use.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from lightning_fed.argument_checks import check_count, check_inside, check_optio
 from lightning_fed.console import root_logger_as_it_was
 from lightning_fed.errors import OptionError
 
-_LEAST_NOISE = 0.05  # below it the bounds are in the thousands, and their numbers not to be trusted
-_FINEST_GRID, _COARSEST_GRID = 1e-5, 1e-3  # steps of a privacy loss, in nats
+_LEAST_NOISE = 0.05  # with less noise the bounds exceed 1,000 and are numerically unreliable
+_FINEST_GRID, _COARSEST_GRID = 1e-5, 1e-3  # discretization of the privacy loss, in nats
 
 Sampling = Literal["poisson", "fixed"]
 Accountant = Literal["rdp", "pld"]
@@ -30,25 +29,27 @@ Accountant = Literal["rdp", "pld"]
 
 @dataclass(frozen=True)
 class Budget:
-    r"""Cost of a fit's rounds in the clients' privacy, or of a client's steps in that of its examples.
+    r"""Privacy budget over rounds (unit: a client) or over DP-SGD steps (unit: an example).
 
-    The unit is a client, with all of its data; for :class:`DPSGD` read examples, batches and steps in the place of
-    clients, cohorts and rounds. With ``"poisson"`` sampling every client is drawn by itself, and
-    neighbouring populations differ by one client that is there or not; noise of the standard deviation :math:`z C` is
-    added to a sum of steps of length C at most. With ``"fixed"`` the cohort has a fixed size, and in neighbouring
-    populations one client is another one: the sum then changes by 2 C, and the standard deviation is :math:`2 z C`.
+    For :class:`DPSGD` read examples, batches and steps instead of clients, cohorts and rounds. With ``"poisson"``
+    sampling
+    each client is drawn independently, and neighbouring populations differ by the presence of one client: a sum of
+    updates
+    with norm at most C gets noise with standard deviation :math:`z C`. With ``"fixed"`` sampling the cohort size is
+    fixed,
+    and neighbouring populations replace one client: the sum changes by up to 2 C, so the standard deviation is
+    :math:`2 z C`.
 
     Args:
         noise_multiplier: Noise multiplier :math:`z`.
-        delta: Probability :math:`\delta` with which the bound need not hold.
-        population: Number of clients.
-        cohort: Number of clients in a round, the expected one with ``"poisson"``.
-        sampling: How they are drawn, without anybody outside knowing who they are.
-        accountant: ``"rdp"`` (Rényi divergences; fast) or ``"pld"`` (privacy loss distributions; tighter, and
-            never above ``"rdp"``).
+        delta: Probability :math:`\delta` of exceeding the bound.
+        population: Total number of clients.
+        cohort: Clients per round, the expected number with ``"poisson"``.
+        sampling: Sampling scheme. The drawn clients must stay secret.
+        accountant: ``"rdp"`` (Rényi divergences, fast) or ``"pld"`` (privacy loss distributions, tighter).
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is outside its range.
 
     Example:
         >>> Budget(noise_multiplier=2.0, delta=1e-3, population=100, cohort=10).sampling
@@ -76,10 +77,10 @@ class Budget:
             raise ValueError("Expected accountant='rdp' for sampling='fixed': the other has no bound for it.")
 
     def epsilon(self, rounds: int) -> float:
-        r"""The bound :math:`\epsilon` after a number of rounds; 0 after none.
+        r"""Computes the bound :math:`\epsilon` after a number of rounds.
 
         Raises:
-            ValueError: If ``rounds`` is negative or no whole number.
+            ValueError: If ``rounds`` is negative or not an integer.
             ModuleNotFoundError: If ``dp-accounting`` is not installed.
 
         """
@@ -88,7 +89,7 @@ class Budget:
         return _epsilon(self, rounds)
 
     def state_dict(self) -> dict[str, Any]:
-        """Its arguments, as plain values."""
+        """Arguments as plain values."""
         return asdict(self)
 
 
@@ -101,19 +102,19 @@ def calibrate(
     sampling: Sampling = "poisson",
     accountant: Accountant = "rdp",
 ) -> Budget:
-    """The budget with the least noise that stays within an epsilon over all rounds; at least a multiplier of 0.05.
+    """Finds the smallest noise for an epsilon over all rounds, with a noise multiplier of at least 0.05.
 
     Args:
-        epsilon: The bound after all rounds.
-        delta: See :class:`Budget`, as those that have no description here.
-        population: Number of clients.
-        cohort: Number of clients in a round.
-        rounds: Number of rounds.
-        sampling: How clients are drawn.
-        accountant: Which bound.
+        epsilon: Bound after all rounds.
+        delta: See :class:`Budget`.
+        population: Total number of clients.
+        cohort: Clients per round.
+        rounds: Total rounds.
+        sampling: Sampling scheme.
+        accountant: Accountant.
 
     Raises:
-        ValueError: If an argument is out of its range, or no noise of up to 10,000 times the clip is enough.
+        ValueError: If an argument is outside its range, or a noise multiplier of 10,000 does not suffice.
         ModuleNotFoundError: If ``dp-accounting`` is not installed.
 
     """
@@ -124,7 +125,7 @@ def calibrate(
         return Budget(noise_multiplier, delta, population, cohort, sampling, accountant)
 
     def excess(log_z: float) -> float:
-        """Positive where the noise is too little."""
+        # positive for insufficient noise
         return math.log(budget(math.exp(log_z)).epsilon(rounds) / epsilon)
 
     low = high = 0.0
@@ -152,20 +153,20 @@ def plan_budget(
     sampling: Sampling = "poisson",
     accountant: Accountant = "rdp",
 ) -> Budget:
-    """The budget of a given noise, or that of an epsilon after all rounds.
+    """Creates a budget from a noise multiplier, or from an epsilon after all rounds.
 
     Args:
-        noise_multiplier: Noise multiplier; ``None`` to find that of ``epsilon``.
-        epsilon: The bound after all rounds, where no noise multiplier is given.
-        delta: See :class:`Budget`, as the following.
-        population: Number of clients.
-        cohort: Number of clients in a round.
-        rounds: Number of rounds; ``None`` or less than 1 where it is open.
-        sampling: How clients are drawn.
-        accountant: Which bound.
+        noise_multiplier: Noise multiplier, or ``None`` to use ``epsilon``.
+        epsilon: Bound after all rounds, ignored with a noise multiplier.
+        delta: See :class:`Budget`.
+        population: Total number of clients.
+        cohort: Clients per round.
+        rounds: Total rounds, or ``None`` if unknown.
+        sampling: Sampling scheme.
+        accountant: Accountant.
 
     Raises:
-        ValueError: If the number of rounds of an epsilon is open.
+        ValueError: If ``epsilon`` is used and the number of rounds is unknown.
 
     """
     if noise_multiplier is not None:
@@ -180,8 +181,8 @@ def plan_budget(
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Orders that do not converge are left out, and the bound still holds: absl need not warn of them."""
     _dp_accounting()
+    # absl warns about skipped orders. The bound still holds without these orders.
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -200,7 +201,7 @@ def _epsilon(budget: Budget, rounds: int) -> float:
     from_divergences = float(dp.rdp.compute_epsilon(orders, rounds * divergences, budget.delta)[0])
     if budget.accountant == "rdp":
         return from_divergences
-    # A coarse grid makes the bound larger, and most where little is lost in a round; a fine one is fast just there.
+    # A coarse grid loosens the bound, mostly for small losses per round. A fine grid is fast for small losses.
     grid = min(max(from_divergences / 1000, _FINEST_GRID), _COARSEST_GRID)
     accountant = dp.pld.PLDAccountant(_relation(budget), value_discretization_interval=grid)
     return min(from_divergences, float(accountant.compose(_round(budget), rounds).get_epsilon(budget.delta)))
@@ -209,7 +210,7 @@ def _epsilon(budget: Budget, rounds: int) -> float:
 @lru_cache(maxsize=1024)
 @_without_advice()
 def _divergences(budget: Budget) -> tuple[Any, Any]:
-    """Orders and the Rényi divergences of one round; those of many are their sums, and take no more time."""
+    # Divergences add up over rounds, so one round suffices.
     accountant = _dp_accounting().rdp.RdpAccountant(neighboring_relation=_relation(budget))
     accountant.compose(_round(budget))
     return accountant.orders, accountant.rdp
@@ -221,7 +222,6 @@ def _relation(budget: Budget) -> Any:
 
 
 def _round(budget: Budget) -> Any:
-    """A round as an event of the library's."""
     dp = _dp_accounting()
     gaussian = dp.GaussianDpEvent(budget.noise_multiplier)
     if budget.sampling == "fixed":
@@ -239,5 +239,5 @@ def _dp_accounting() -> Any:
 
 
 def budget_of(state: Mapping[str, Any]) -> Budget:
-    """The budget of :meth:`Budget.state_dict`."""
+    """Creates a budget from :meth:`Budget.state_dict`."""
     return Budget(**state)

@@ -1,4 +1,4 @@
-"""An audit of central differential privacy in one run: how much of its noised sums can be told of canary clients.
+"""Privacy audit in one run: how well can canary clients be recovered from noised sums?
 
 Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training Run", NeurIPS 2023. https://arxiv.org/abs/2305.08846
 """
@@ -24,14 +24,14 @@ from lightning_fed.steps.chain import Chain
 
 @dataclass(frozen=True)
 class Audit:
-    """Result of an audit.
+    """Audit result.
 
     Args:
-        num_canaries: Number of canary clients, each of which was there or not.
-        num_guesses: Number of canaries of which it was guessed if they were there.
-        num_correct: Number of right guesses.
-        lower_bound: Epsilon that the mechanism has at least, with the confidence asked for.
-        claimed: Epsilon that the accountant claims.
+        num_canaries: Number of canary clients, each included at random.
+        num_guesses: Number of guesses about canaries.
+        num_correct: Number of correct guesses.
+        lower_bound: Lower bound for epsilon, at the requested confidence.
+        claimed: Epsilon according to the accountant.
 
     """
 
@@ -51,27 +51,29 @@ def audit_mean(
     confidence: float = 0.95,
     key_for_tests: int | None = None,
 ) -> Audit:
-    """Audits :class:`~lightning_fed.privacy.CentralDP`, with canaries in the place of its clients.
+    """Audits :class:`~lightning_fed.privacy.CentralDP` with canary clients.
 
-    A coin decides of every canary if it is a client. Those that are send in every round in which they are drawn a step
-    as long as the clip, each in a direction of its own. Afterwards those of whose direction there is most in the model
-    are guessed to have been there, and those of whose there is least not. The draws of clients, the checks of their
-    updates, the sums and the noise are those of a fit; the training of the model is not part of it.
+    Each canary is included with probability 1/2. Included canaries send an update with the clipping norm in a separate
+    direction whenever they are sampled. Afterwards the canaries with the largest component in the model are guessed to
+    be
+    included, and the canaries with the smallest component to be excluded. Sampling, update checks, sums and noise are
+    the
+    same as in a fit; training is skipped.
 
     Args:
-        budget: The budget, with at least as many clients as canaries.
+        budget: Privacy budget, with at least as many clients as canaries.
         rounds: Number of rounds.
         num_canaries: Number of canaries.
-        share: Share of the canaries of which something is guessed: half of them are guessed to be there.
-        seed: Seed of the coins.
-        confidence: Probability with which the lower bound is right.
-        key_for_tests: A key of the noise, for tests; ``None`` for a secret one, as ever.
+        share: Fraction of canaries to guess, half of these as included.
+        seed: Seed for including canaries.
+        confidence: Confidence level of the lower bound.
+        key_for_tests: Known noise key for tests; ``None`` draws a secret key.
 
     Returns:
-        The result. Its lower bound cannot be larger than about the logarithm of the number of guesses.
+        Audit result. The lower bound is limited to about the logarithm of the number of guesses.
 
     Raises:
-        ValueError: If there are more canaries than clients, or ``share`` makes less than two guesses.
+        ValueError: If there are more canaries than clients, or ``share`` gives less than two guesses.
 
     Example:
         >>> audit = audit_mean(Budget(0.5, 1e-3, 100, 100), rounds=1, num_canaries=100)  # doctest: +SKIP
@@ -114,14 +116,14 @@ def audit_mean(
 def empirical_epsilon(
     num_canaries: int, num_guesses: int, num_correct: int, delta: float, confidence: float = 0.95
 ) -> float:
-    """The epsilon that a mechanism has at least, where guesses about canaries were right so often.
+    """Lower bound for epsilon, given the number of correct guesses about canaries.
 
     Args:
         num_canaries: Number of canaries.
         num_guesses: Number of guesses.
-        num_correct: Number of right ones.
+        num_correct: Number of correct guesses.
         delta: Delta of the mechanism.
-        confidence: Probability with which the bound is right.
+        confidence: Confidence level of the bound.
 
     Example:
         >>> round(empirical_epsilon(100, 100, 100, 0.0), 2), empirical_epsilon(100, 100, 50, 0.0)

@@ -1,4 +1,4 @@
-"""Central differential privacy, with a client as its unit: an update step, and the callback that watches its budget.
+"""Central differential privacy for clients: an update step, and a callback to enforce the budget.
 
 McMahan, Ramage, Talwar & Zhang, "Learning Differentially Private Recurrent Language Models", ICLR 2018.
 https://arxiv.org/abs/1710.06963
@@ -40,74 +40,81 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, Held, Updat
 
 _log = logging.getLogger(__name__)
 
-_LOCAL_TREATMENTS = ("auto", "personal", "frozen")  # of BatchNorm, where the server may not see a client's update
+_LOCAL_TREATMENTS = ("auto", "personal", "frozen")  # BatchNorm options that share no client statistics
 
+# Budget and rounds of each fit in this process, by clients (number, first and last key) and by secret key.
 _FITS: dict[tuple[int, int, int], dict[int, tuple[Budget, int]]] = {}
-"""Budget and rounds of this process's fits: by number, first and last of their clients, and by the fit's key."""
 
 CLIP = "privacy/clip"
 IS_SHORT = "privacy/is_short"
 
 
 class CentralDP(UpdateStep):
-    r"""Central differential privacy of a federation: a bound on all that the model tells about any one client.
+    r"""Central differential privacy: bounds the information about any single client in the model.
 
-    Clients clip their steps to a length, and the server, which sees them, adds noise to their sum. Nothing else of the
-    clients is in the model or in the log.
+    Clients clip their updates, and the server adds noise to the sum. The server sees single updates. The model and the
+    log
+    contain no other client information.
 
     .. math:: w_{t+1} = w_t + \frac{1}{q N} \left( \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right) +
         \mathcal{N}(0, z_\Delta^2 C^2 I) \right)
 
-    The divisor is the expected number of clients, never that of those who came; all count the same. The step is over
-    all floating-point entries that travel; an update that is longer than C by more than rounding is left out, and what
-    is longer by rounding is clipped once more. Integer entries keep the server's value.
+    The denominator is the expected cohort size, not the actual size, and all clients have equal weight. The norm covers
+    all
+    shared floating-point entries. Updates longer than C, beyond rounding errors, are excluded; rounding excess is
+    clipped
+    again. Integer entries keep the server's value.
 
-    With ``adaptive`` the clip follows a quantile :math:`\gamma` of the steps' lengths:
+    With ``adaptive`` the clipping norm tracks a quantile :math:`\gamma` of the update norms:
 
     .. math:: C \leftarrow C \exp(-\eta_C (\tilde b - \gamma)), \qquad
         \tilde b = \frac{1}{2} + \frac{1}{q N} \left( \sum_i \left( [\lVert u_i \rVert \le C] - \frac{1}{2} \right) +
         \mathcal{N}(0, \sigma_b^2) \right), \qquad
         z_\Delta = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}
 
-    The noise is a function of (key, round, entry): a round that is done again, after a crash, has the same noise, for
-    with another it would be a second release. The bound holds for whoever sees
-    the model of every round; the server is trusted. It is of use with many clients: with 12 of 12 clients in 50 rounds
-    and :math:`z = 1`, epsilon is 44.4 for :math:`\delta = 0.01`.
+    The noise is a function of (key, round, entry). A round repeated after a crash has the same noise, because different
+    noise would be a second release. The bound holds against observers of all global models; the server is trusted.
+    Useful
+    bounds need many clients: for 12 of 12 clients, 50 rounds and :math:`z = 1`, epsilon is 44.4 at :math:`\delta =
+    0.01`.
 
-    The rule is ``fedavg``, with all callbacks that send nothing of their own (``fedprox``, ``fedper``, ``fedrep``,
-    ``fedbn``) and with any step inside, a server's optimizer, say. Other rules are refused.
+    The rule must be ``fedavg``. Callbacks without extra messages (``fedprox``, ``fedper``, ``fedrep``, ``fedbn``) and
+    inner
+    steps such as server optimizers are supported. Other rules are refused.
 
     Args:
-        clip: Length C of a client's step, over all parameters that travel; the first one with ``adaptive``.
-        delta: Probability :math:`\delta` with which the bound need not hold: less than one over the number of clients.
-        noise_multiplier: Noise multiplier z: the standard deviation of the noise over the clip.
-        epsilon: Instead of it, the bound after all rounds of the fit, for which the noise is found.
-        adaptive: Whether the clip follows the median length of the steps (Andrew et al. 2021).
-        max_epsilon: Bound at which the fit ends, before the round that would exceed it; ``None`` for ``epsilon``.
-        sampling: ``"poisson"`` draws every client by itself, so that a round may have any number of them, and the bound
-            is much smaller; ``"fixed"`` draws as many in every round.
+        clip: Clipping norm C over all shared parameters; with ``adaptive`` the initial norm.
+        delta: Probability :math:`\delta` of exceeding the bound, less than one over the number of clients.
+        noise_multiplier: Noise multiplier z: standard deviation of the noise divided by the clipping norm.
+        epsilon: Bound after all rounds, to find the noise instead of ``noise_multiplier``.
+        adaptive: Whether the clipping norm tracks a quantile of the update norms (Andrew et al. 2021).
+        max_epsilon: Stops the fit before a round would exceed this bound; ``None`` for ``epsilon``.
+        sampling: ``"poisson"`` draws each client independently, with a much smaller bound and a random cohort size;
+            ``"fixed"`` draws a fixed number of clients.
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
-        quantile: With ``adaptive``: the share of the steps that the clip is to leave as they are.
-        clip_rate: With ``adaptive``: the rate at which the clip follows.
+        quantile: With ``adaptive``: fraction of unclipped updates.
+        clip_rate: With ``adaptive``: learning rate of the clipping norm.
 
     Attributes:
-        count_noise: With ``adaptive``: standard deviation :math:`\sigma_b` of the noise of the count of short steps, as
-            a share of the expected number of clients.
-        clip: The clip of the round to come.
-        rounds: Number of rounds that were released.
-        budget: What a round costs; ``None`` before :meth:`begin`.
-        key: The secret key, 128 bits; ``None`` before :meth:`begin`.
+        count_noise: With ``adaptive``: standard deviation :math:`\sigma_b` of the noise on the count of unclipped
+            updates,
+            as a fraction of the expected cohort size.
+        clip: Clipping norm for the next round.
+        rounds: Number of released rounds.
+        budget: Privacy budget; ``None`` before :meth:`begin`.
+        key: Secret 128-bit key; ``None`` before :meth:`begin`.
 
     Raises:
-        ValueError: If an argument is out of its range, or not one of ``noise_multiplier`` and ``epsilon`` is given; for
-            a method that cannot be protected; in a fit, if something else would leave the clients.
+        ValueError: If an argument is outside its range, or both or neither of ``noise_multiplier`` and ``epsilon`` are
+            given; for unsupported methods; in a fit, if clients would send other values.
 
     Note:
-        Logged are ``privacy/epsilon`` and ``privacy/delta`` of all rounds so far, ``privacy/noise_std`` (of the sum, at
-        every coordinate) and ``privacy/clip``; with ``adaptive`` also ``privacy/clipped_share``, from the noised count.
-        The draws of clients and the noise come from a secret key, which is in checkpoints: who has one can take
-        the noise away. Noise is drawn with
-        floating-point numbers: attacks on their last bits (Mironov 2012) are not guarded against.
+        Logs ``privacy/epsilon`` and ``privacy/delta`` over all rounds, ``privacy/noise_std`` (of the sum, per
+        coordinate)
+        and ``privacy/clip``; with ``adaptive`` also ``privacy/clipped_share``, from the noised count. Client sampling
+        and
+        noise derive from a secret key in the checkpoints: anyone with a checkpoint can remove the noise. Noise is drawn
+        with floating-point numbers, without protection against attacks on the last bits (Mironov 2012).
 
     Example:
         >>> from lightning_fed import Federation
@@ -163,22 +170,22 @@ class CentralDP(UpdateStep):
         self._last: dict[str, float] = {}
 
     def draw_key(self) -> int:
-        """A new secret key."""
+        """Draws a secret key."""
         return secrets.randbits(128)
 
     def plan(self, population: int, cohort: int, rounds: int | None) -> Budget:
-        """The cost of a round.
+        """Privacy budget for a fit.
 
         Args:
             population: Number of clients.
-            cohort: Expected number of clients in a round.
-            rounds: Rounds of the fit; ``None`` for any.
+            cohort: Expected number of clients per round.
+            rounds: Number of rounds; ``None`` if unlimited.
 
         Raises:
-            ValueError: If no noise keeps within ``epsilon``.
+            ValueError: If no noise reaches ``epsilon``.
 
         """
-        known = None if self.budget is None else self.budget.noise_multiplier  # of a fit that goes on
+        known = None if self.budget is None else self.budget.noise_multiplier  # of a resumed fit
         return plan_budget(
             self.noise_multiplier if self.noise_multiplier is not None else known,
             self.epsilon,
@@ -191,14 +198,14 @@ class CentralDP(UpdateStep):
         )
 
     def begin(self, budget: Budget, key: int) -> None:
-        """Starts a fit, or goes on with one.
+        """Starts or resumes a fit.
 
         Args:
-            budget: What a round costs.
-            key: The secret key.
+            budget: Privacy budget.
+            key: Secret key.
 
         Raises:
-            ValueError: If the fit that is gone on with has another budget, or the count needs more noise.
+            ValueError: If the resumed fit had a different budget, or the count requires more noise.
 
         """
         if self.budget is not None and self.budget != budget:
@@ -208,23 +215,23 @@ class CentralDP(UpdateStep):
 
     @property
     def sensitivity(self) -> float:
-        """Largest change by one client in a sum of unit steps: 2 if another client replaces the client."""
+        """Largest change in a sum of unit updates by one client: 2 if clients are replaced."""
         assert self.budget is not None
         return 1.0 if self.budget.sampling == "poisson" else 2.0
 
     @property
     def step_noise(self) -> float:
-        r"""Noise multiplier :math:`z_\Delta` of the steps: larger than z where the count has a part in the budget.
+        r"""Noise multiplier :math:`z_\Delta` for updates, above z if the count uses a part of the budget.
 
         Raises:
-            ValueError: If z is at least twice the count's noise.
+            ValueError: If z is at least twice the noise of the count.
 
         """
         assert self.budget is not None
         z = self.budget.noise_multiplier
         if not self.adaptive:
             return z
-        # A client moves the count by 1/2 or -1/2, so that one that comes or goes changes it by 1/2.
+        # A client contributes 1/2 or -1/2, so adding or removing a client changes the count by 1/2.
         twice = 2 * self.count_noise * self.budget.cohort / self.sensitivity
         if z >= twice:
             raise OptionError(
@@ -235,19 +242,20 @@ class CentralDP(UpdateStep):
 
     @property
     def cohort(self) -> int:
-        """Expected number of clients in a round: the divisor of the sum."""
+        """Expected number of clients per round: the denominator of the mean."""
         assert self.budget is not None
         return self.budget.cohort
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise of the sum, at every coordinate, in this round."""
+        """Standard deviation of the noise in the sum, per coordinate, in this round."""
         return self.step_noise * self.sensitivity * self.clip
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses a rule that makes more of updates than their average, a second noise, and steps that compare clients.
+        """Refuses rules other than an average, duplicate noise, and steps that compare clients.
 
-        Through these a client would change what others send: a sum would not be as insensitive as it is accounted for.
+        With such rules or steps one client could change the contribution of other clients, beyond the accounted
+        sensitivity.
         """
         if type(rule) is not FedAvg:
             raise OptionError(
@@ -257,28 +265,28 @@ class CentralDP(UpdateStep):
         if sum(isinstance(step, CentralDP) for step in steps) > 1:
             raise OptionError("Expected one `CentralDP`, but got several.")
         comparing = next((step for step in steps if isinstance(step, CollectingStep)), None)
-        if comparing is not None:  # outside; the chain refuses those inside
+        if comparing is not None:  # outer steps; the chain refuses inner steps
             raise OptionError(
                 f"Expected no `{type(comparing).__name__}` with `CentralDP`: through it one client changes what others"
                 " send, and the noise covers the step of one alone."
             )
 
     def callbacks(self) -> Sequence[Any]:
-        """The budget, which is settled before a fit and watched in it."""
+        """Callback to set and enforce the budget."""
         return [PrivacyBudget(self)]
 
     def on_send(self, broadcast: Broadcast) -> None:
-        """Tells the client the clip."""
+        """Sends the clipping norm."""
         broadcast.extras[CLIP] = torch.tensor(self.clip, dtype=torch.float64)
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Clips the step; everything else about the client stays at home.
+        """Clips the update, and removes all other client information.
 
-        Examples are the number of examples, metrics, and writes into parameters without gradient.
+        Removed are the number of examples, metrics, and changes to untrained parameters.
 
         Raises:
-            ClientFault: If the server has another clip than the client's own federation.
+            ClientFault: If server and client have different clipping norms.
 
         """
         clip = float(sent.extras[CLIP])
@@ -299,18 +307,18 @@ class CentralDP(UpdateStep):
         return update
 
     def hold(self) -> PrivateSum:
-        """The sum."""
+        """Container for the sum."""
         return PrivateSum(self)
 
     def release(self, total: State, short_count: float) -> State:
-        """The noised mean; of nobody it is noise alone.
+        """Computes the noised mean. Without clients the result is only noise.
 
         Args:
-            total: The sum of the clipped steps, float64.
-            short_count: 1/2 for every client whose step was short enough, -1/2 for one whose was not.
+            total: Sum of clipped updates, float64.
+            short_count: Sum of 1/2 for each unclipped and -1/2 for each clipped update.
 
         Raises:
-            RuntimeError: Before :meth:`begin`.
+            RuntimeError: If called before :meth:`begin`.
 
         """
         if self.budget is None or self.key is None:
@@ -332,13 +340,13 @@ class CentralDP(UpdateStep):
         return new
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """The budget so far, and the noise and the clip of the round."""
+        """Spent budget, noise and clipping norm."""
         if self.budget is None or not self._last:
             return {}
         return {"privacy/epsilon": self.budget.epsilon(self.rounds), **self._last}
 
     def state_dict(self) -> dict[str, Any]:
-        """The key, the budget, the number of rounds and the clip."""
+        """Key, budget, number of rounds, and clipping norm."""
         return {
             "key": "" if self.key is None else f"{self.key:032x}",
             "budget": {} if self.budget is None else self.budget.state_dict(),
@@ -347,22 +355,22 @@ class CentralDP(UpdateStep):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores it."""
+        """Restores the state."""
         self.key = int(state["key"], 16) if state.get("key") else None
         self.budget = budget_of(state["budget"]) if state.get("budget") else None
         self.rounds, self.clip = state.get("rounds", 0), state.get("clip", self.first_clip)
 
     @property
     def names(self) -> list[str]:
-        """The entries that are clipped and noised: floating-point ones that train."""
+        """Clipped and noised entries: trained floating-point entries."""
         untrained = self.info.untrained
         return [name for name, value in self.state.items() if value.is_floating_point() and name not in untrained]
 
     def noise(self, name: str, shape: torch.Size, std: float) -> Tensor:
-        """Noise of this round for an entry, float64, a function of (key, round, name).
+        """Noise for an entry in this round, float64: a function of (key, round, name).
 
         Args:
-            name: Name of the entry; empty for the count of short steps.
+            name: Entry name; empty for the count of unclipped updates.
             shape: Shape of the entry.
             std: Standard deviation.
 
@@ -373,15 +381,15 @@ class CentralDP(UpdateStep):
         return torch.from_numpy(np.asarray(std * generator.standard_normal(tuple(shape))))
 
     def steps_of(self, update: ClientUpdate, sent: State) -> State:
-        """An update's step in the entries that are clipped, float64."""
+        """Update (local minus global) for all clipped entries, float64."""
         return {name: to_float64(update.state[name]) - to_float64(sent[name]) for name in self.names}
 
 
 class PrivateSum(Held):
-    """The sum of a round's clipped steps, in the memory of one model.
+    """Sum of the clipped updates in a round, with memory for one model.
 
     Args:
-        step: The step that holds it.
+        step: Update step.
 
     """
 
@@ -393,10 +401,10 @@ class PrivateSum(Held):
 
     @torch.no_grad()
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a clipped step, or the mean of several times their number; what is longer by rounding is clipped again.
+        """Adds a clipped update, or a mean over several clients times the number of clients. Clips rounding excess.
 
         Raises:
-            BadUpdate: If it is too long, or sends something that the noise does not cover.
+            BadUpdate: If the update is too long or contains extra values without noise.
 
         """
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
@@ -406,20 +414,20 @@ class PrivateSum(Held):
         length = step_length(steps)
         if not length <= step.clip + rounding_of(sent, step.clip):
             raise BadUpdate(f"its step is {length:g} long, longer than the clip of {step.clip:g}")
-        factor = clip_factor(length, step.clip) * len(update.clients)  # whatever weight it claims
+        factor = clip_factor(length, step.clip) * len(update.clients)  # ignores the reported weight
         self._join({name: value * factor for name, value in steps.items()})
         if step.adaptive:
             self.short_count += 0.5 if bool((update.extras[IS_SHORT] > 0).all()) else -0.5
         self.members += update.clients
 
     def merge(self, other: PrivateSum) -> None:
-        """Joins the sum of another process."""
+        """Adds the sum from another process."""
         self._join(other.total)
         self.short_count += other.short_count
         self.members += other.members
 
     def release(self) -> Sequence[Arrived]:
-        """The noised mean, as one update; also of nobody."""
+        """Returns the noised mean as one update, even without clients."""
         state = self._step.release(self.total, self.short_count)
         return [(ClientUpdate("sum", 1, state, members=self.members), self._step.state)]
 
@@ -429,10 +437,10 @@ class PrivateSum(Held):
 
 
 class PrivacyBudget(FederatedCallback):
-    """Settles the noise of central differential privacy before the first round, and ends the fit within its budget.
+    """Sets the noise before the first round, and stops the fit before the budget is exceeded.
 
     Args:
-        step: The step that adds the noise.
+        step: Update step with the noise.
 
     """
 
@@ -446,8 +454,8 @@ class PrivacyBudget(FederatedCallback):
         """Refuses messages without noise, sets the noise and draws the key.
 
         Raises:
-            MisconfigurationException: If something else leaves the clients.
-            ValueError: If the budget cannot be kept.
+            MisconfigurationException: If clients send other values.
+            ValueError: If no noise reaches the budget.
 
         """
         federation, step = find_federation(trainer), self.step
@@ -457,7 +465,7 @@ class PrivacyBudget(FederatedCallback):
             return
         population = len(federation.find_population().clients)
         budget = step.plan(population, federation.schedule.cohort_size(population), trainer.max_epochs)
-        budget.epsilon(1)  # an accountant that is not installed is missed now, and not after a round
+        budget.epsilon(1)  # raises now, not after a round, if the accountant is not installed
         if budget.delta >= 1 / budget.population:
             _log.warning(
                 "delta=%g is not less than one over the number of clients (%d): it allows to give one of them away.",
@@ -469,7 +477,7 @@ class PrivacyBudget(FederatedCallback):
         federation.schedule.secret = SecretSampling(key, budget.sampling == "poisson")
 
     def _warn_of_earlier(self, trainer: L.Trainer) -> None:
-        """Warns of a new epsilon, if earlier fits in this process had clients with the same names."""
+        """Warns if earlier fits in this process had clients with the same names."""
         if not find_federation(trainer).has_server:
             return
         fits = _FITS.get(_names(trainer), {})
@@ -483,12 +491,12 @@ class PrivacyBudget(FederatedCallback):
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Ends a fit that has nothing left of its budget."""
+        """Stops a fit without remaining budget."""
         self._warn_of_earlier(trainer)
         self._stop_in_time(trainer)
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Ends the fit where the next round would exceed the budget."""
+        """Stops the fit if the next round would exceed the budget."""
         if self.step.budget is not None and self.step.key is not None:
             _FITS.setdefault(_names(trainer), {})[self.step.key] = self.step.budget, self.step.rounds
         self._stop_in_time(trainer)
@@ -516,10 +524,10 @@ def _names(trainer: L.Trainer) -> tuple[int, int, int]:
 
 
 def refuse_other_messages(trainer: L.Trainer) -> None:
-    """Refuses callbacks that may send something of a client beside its step.
+    """Refuses callbacks that may send more than the update.
 
     Raises:
-        MisconfigurationException: If there is one.
+        MisconfigurationException: If a callback may send more.
 
     """
     for callback in federated_callbacks(trainer):
@@ -552,15 +560,15 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
 
 
 def refuse_statistics(module: L.LightningModule, federation: Federation, how: str) -> None:
-    """Refuses BatchNorm's running statistics that travel.
+    """Refuses shared BatchNorm statistics.
 
     Args:
         module: The module.
         federation: The federation.
-        how: How they would leave the clients, for the error.
+        how: How statistics would leave the clients, for the error message.
 
     Raises:
-        MisconfigurationException: If they do.
+        MisconfigurationException: If statistics are shared.
 
     """
     option, statistics = federation.options.batch_norm, sorted(batch_norm_statistics(module))
@@ -573,12 +581,12 @@ def refuse_statistics(module: L.LightningModule, federation: Federation, how: st
 
 
 def step_length(steps: State) -> float:
-    """Euclidean length of a step, all its entries as one vector."""
+    """Euclidean norm over all entries."""
     return math.sqrt(sum(float(to_float64(step).square().sum()) for step in steps.values()))
 
 
 def clip_factor(length: float, clip: float) -> float:
-    """Factor that makes a step no longer than ``clip``; 1 for a step of length 0.
+    """Scale factor to clip a norm to ``clip``; 1 for norm 0.
 
     Example:
         >>> clip_factor(4.0, 1.0), clip_factor(0.0, 1.0)
@@ -589,7 +597,7 @@ def clip_factor(length: float, clip: float) -> float:
 
 
 def rounding_of(state: State, length: float) -> float:
-    """Most by which a step from a state becomes longer when the new model is rounded to the types of its entries."""
+    """Largest increase in the update norm by rounding the new model to entry dtypes."""
     return sum(
         float(torch.finfo(value.dtype).eps * (to_float64(value).square().sum().sqrt() + length))
         for value in state.values()

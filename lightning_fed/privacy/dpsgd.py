@@ -1,4 +1,4 @@
-"""Differential privacy with an example as its unit: DP-SGD.
+"""Differential privacy for examples: DP-SGD.
 
 Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar & Zhang, "Deep Learning with Differential Privacy", CCS 2016.
 https://arxiv.org/abs/1607.00133
@@ -54,13 +54,13 @@ _NOISE = 1
 
 @dataclass
 class _Account:
-    """Cost of the steps so far in the privacy of a client's examples.
+    """Privacy account of a client.
 
     Args:
-        num_samples: Number of its examples.
-        batch_size: Expected number of examples in a batch.
+        num_samples: Number of examples.
+        batch_size: Expected batch size.
         steps: Number of steps so far.
-        last: Number of steps of the last visit; 1 without a federation.
+        last: Number of steps in the last visit; 1 without a federation.
 
     """
 
@@ -71,20 +71,19 @@ class _Account:
 
     @property
     def share(self) -> float:
-        """Probability with which an example is drawn."""
+        """Sampling probability of an example."""
         return min(1.0, self.batch_size / self.num_samples)
 
     @property
     def expected(self) -> int:
-        """Expected number of examples in a batch."""
+        """Expected batch size, at most the number of examples."""
         return min(self.batch_size, self.num_samples)
 
     def with_steps(self, steps: int) -> _Account:
-        """The cost of one visit of so many steps."""
         return _Account(self.num_samples, self.batch_size, steps, steps)
 
     def after(self, other: _Account) -> _Account:
-        """The account after another visit; where the number of examples has changed the larger share counts for all."""
+        """Adds another visit. The larger sampling probability applies to all steps."""
         return _Account(
             min(self.num_samples, other.num_samples),
             max(self.batch_size, other.batch_size),
@@ -94,61 +93,65 @@ class _Account:
 
 
 class DPSGD(FederatedCallback):
-    r"""Differential privacy of every training example: DP-SGD in the visits of clients, or on a plain Trainer.
+    r"""Differential privacy for every training example: DP-SGD in client visits, or with a plain Trainer.
 
-    Every step draws each of the client's :math:`n` examples by itself with the probability :math:`q = B / n`, clips
-    their gradients to a length and adds noise to the sum:
+    Each step draws each of the client's :math:`n` examples independently with probability :math:`q = B / n`, clips the
+    example gradients and adds noise to the sum:
 
     .. math:: \tilde g = \frac{1}{B} \left( \sum_i g_i \min\left(1, \frac{C}{\lVert g_i \rVert}\right) +
         \mathcal{N}(0, z^2 C^2 I) \right)
 
-    The module's optimizer steps with :math:`\tilde g`; :math:`B` is the batch size of its loader. In segmentation an
-    example is an image. The gradients of single examples come from Opacus' rules for layers (``pip install
-    'lightning-fed[privacy]'``), in one backward pass; the module is not changed. The loss must be a mean over the
-    examples of a batch: on the first batch of every visit it is tried out with some of them.
+    The module's optimizer steps with :math:`\tilde g`; :math:`B` is the loader's batch size. In segmentation an example
+    is
+    an image. Per-example gradients use Opacus' layer rules (``pip install 'lightning-fed[privacy]'``) in one backward
+    pass;
+    the module is not changed. The loss must be a mean over examples. The first batch of each visit checks this on a few
+    examples.
 
-    In a federation the unit is an example of one client, and the bound holds for whoever sees that client's updates,
-    the server too. Every client has its own account, from its own number of examples and of steps. Clients may send
-    only what they make of the noised steps: methods that send something else are refused. **The number of a client's
-    examples is not protected**, nor are the values that a module logs in ``training_step``.
+    In a federation the unit is an example on one client. The bound holds against observers of the client's updates,
+    including the server. Each client has a separate account with its number of examples and steps. Clients may only
+    send
+    values derived from noised steps, so other methods are refused. **The number of examples is not protected**, nor are
+    values logged in ``training_step``.
 
-    On Flower noise, batches and accounts are the client's: every visit has a key of its own, which is forgotten after
-    it, so that one that the server asks for again is another release, and is paid for. The account is a file in the
-    client's ``store``, of all its fits: a client that has nothing left of ``max_epsilon`` answers with that. Its
-    epsilon is in its own log.
+    On Flower, noise, batches and accounts belong to the client. Each visit draws a new key and discards the key
+    afterwards.
+    A repeated visit is therefore another release and is charged again. The account is a file in the client's ``store``,
+    shared by all fits. A client without remaining ``max_epsilon`` reports a failure. Epsilon appears in the client's
+    log.
 
     Args:
-        max_grad_norm: Length C of an example's gradient, over all parameters that train.
-        noise_multiplier: Noise multiplier z: the standard deviation of the noise over the length. With 0 nothing is
-            private. ``None`` to find that of ``epsilon``.
-        delta: Probability :math:`\delta` with which the bound need not hold: less than one over a client's number of
-            examples.
-        max_epsilon: Bound that is kept: the fit ends before a client's next visit could exceed it (without a
-            federation: before the step that would), and a client whose first visit would exceed it is left out by
-            name.
+        max_grad_norm: Clipping norm C of an example gradient, over all trained parameters.
+        noise_multiplier: Noise multiplier z: standard deviation of the noise divided by the clipping norm. 0 gives no
+            privacy; ``None`` finds the noise for ``epsilon``.
+        delta: Probability :math:`\delta` of exceeding the bound, less than one over a client's number of examples.
+        max_epsilon: Stops the fit before a client's next visit (without a federation: before a step) could exceed this
+            bound. A client whose first visit would exceed the bound is excluded and logged.
         accountant: ``"rdp"``, or ``"pld"``, which is tighter and takes seconds.
-        key_for_tests: A key that is known, for tests: with it nothing is private. ``None`` for one that
-            :mod:`secrets` draws.
-        epsilon: In the place of a noise multiplier, the bound after all epochs of the fit: the least noise is taken
-            with which no client exceeds it that takes part in every round. Every client is asked for its number of
-            examples. It is the ``max_epsilon``, too, unless there is another. Not on Flower, where nobody knows all
-            clients' numbers: :func:`calibrate` finds a ``noise_multiplier``.
+        key_for_tests: Known key for tests, without privacy; ``None`` draws a key with :mod:`secrets`.
+        epsilon: Bound after all epochs, instead of ``noise_multiplier``: finds the smallest noise for clients that join
+            every round. Each client reports its number of examples. Also the default for ``max_epsilon``. Not available
+            on Flower, because the numbers of examples stay on the clients: use :func:`calibrate`.
 
     Raises:
-        ValueError: If an argument is out of its range, or not one of ``noise_multiplier`` and ``epsilon`` is given; in
-            a fit, if the number of its epochs is open and the noise is to be found.
-        MisconfigurationException: In a fit, for what cannot be private: BatchNorm and other layers that mix examples,
-            manual optimization, accumulated or clipped gradients, 16-bit loss scaling, compiled modules, several
-            clients at once, optimizers that ask for several losses a step or train what is not the module's, callbacks
-            and methods that send more; if a loss is no mean over examples.
+        ValueError: If an argument is outside its range, or both or neither of ``noise_multiplier`` and ``epsilon`` are
+            given; in a fit, if ``epsilon`` is given and the number of epochs is unlimited.
+        MisconfigurationException: In a fit without possible privacy: BatchNorm and other layers that mix examples,
+            manual
+            optimization, accumulated or clipped gradients, 16-bit loss scaling, compiled modules, several clients at
+            once,
+            optimizers with several losses per step or foreign parameters, callbacks and methods that send more, losses
+            other than a mean over examples.
         ModuleNotFoundError: In a fit, if ``opacus`` or ``dp-accounting`` is not installed.
 
     Note:
-        Logged are ``dp/epsilon``, the largest of all clients so far, and ``dp/delta``.
+        Logs ``dp/epsilon``, the largest over all clients so far, and ``dp/delta``.
 
-        State: ``key``, the secret key of noise and batches; ``noise_multiplier``; ``accounts``, four whole numbers for
-        every client that has taken part. Who has a checkpoint can take the noise away. A fit that is resumed has the
-        same noise and batches as one that was never interrupted.
+        State: ``key``, the secret key for noise and batches; ``noise_multiplier``; ``accounts``, four integers for
+        every
+        client with a visit. Anyone with a checkpoint can remove the noise. A resumed fit has the same noise and batches
+        as
+        an uninterrupted fit.
 
     Example:
         >>> trainer = L.Trainer(callbacks=[DPSGD(1.0, 1.1, delta=1e-5)], logger=False, enable_checkpointing=False)
@@ -184,7 +187,7 @@ class DPSGD(FederatedCallback):
                 " give it a `noise_multiplier`, which `lightning_fed.privacy.calibrate` finds"
             )
             max_epsilon = epsilon if max_epsilon is None else max_epsilon
-            noise_multiplier = math.nan  # until the fit is planned
+            noise_multiplier = math.nan  # set in the fit
         else:
             noise_multiplier = check_nonnegative("noise_multiplier", noise_multiplier)
         if noise_multiplier and max_grad_norm == math.inf:
@@ -209,13 +212,13 @@ class DPSGD(FederatedCallback):
         self._accounts: dict[Client | None, _Account] = {}
         self._of_round: dict[Client | None, _Account] = {}
         self._visit: _Visit | None = None
-        self._safe_steps: dict[float, int] = {}  # within the budget, by the share of examples in a batch
+        self._safe_steps: dict[float, int] = {}  # steps within the budget, by sampling probability
 
     def epsilon(self, client: Client | None = None) -> float:
-        r"""The bound :math:`\epsilon` of what the fit has taken so far.
+        r"""Spent :math:`\epsilon` so far.
 
         Args:
-            client: The client; ``None`` for the largest of all, and without a federation.
+            client: The client; ``None`` for the largest over all clients, and without a federation.
 
         """
         if client is not None:
@@ -223,16 +226,16 @@ class DPSGD(FederatedCallback):
         return self._largest_epsilon(self._accounts.values())
 
     def describe_privacy(self) -> str:
-        """Describes options for a checkpoint; :meth:`load_state_dict` compares the noise multiplier."""
+        """Describes the options for checkpoints. :meth:`load_state_dict` compares the noise multiplier."""
         return f"DPSGD(max_grad_norm={self.max_grad_norm}, delta={self.delta})"
 
     # The fit
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Begins a fit; without a federation draws the batches of the training loader."""
+        """Starts a fit. Without a federation replaces the training loader by Poisson sampling."""
         if stage != "fit":
             return
-        if self._trainer is not trainer or trainer.current_epoch == 0:  # else its `max_epochs` was raised
+        if self._trainer is not trainer or trainer.current_epoch == 0:  # otherwise a continued fit
             self._reset()
         self._trainer = trainer
         if federation_of(trainer) is None:
@@ -240,17 +243,17 @@ class DPSGD(FederatedCallback):
             self._loader = OverriddenMethod(owner, "train_dataloader", self._poisson_batches)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses what cannot be private, draws the key, and in a federation finds the noise of an epsilon.
+        """Refuses fits without possible privacy, draws the key, and in a federation finds the noise for an epsilon.
 
         Raises:
-            MisconfigurationException: With what to do instead.
-            ValueError: If the number of rounds is open and the noise is to be found.
+            MisconfigurationException: If privacy is impossible. The message states a remedy.
+            ValueError: If ``epsilon`` is given and the number of rounds is unlimited.
 
         """
         check_trainer(trainer, pl_module, self.max_epsilon is not None)
         federation = federation_of(trainer)
         if self.noise_multiplier and self.planned_epsilon is None:
-            self._epsilon(_Account(2, 1, 1))  # an accountant that is not installed is missed now
+            self._epsilon(_Account(2, 1, 1))  # raises now if the accountant is not installed
         key = self._key if self._key is not None else self.key_for_tests
         self._key = process_group_of(trainer).broadcast(secrets.randbits(128) if key is None else key)
         if federation is not None:
@@ -261,7 +264,7 @@ class DPSGD(FederatedCallback):
             self._plan_noise(trainer.max_epochs, lambda: map(_visit_of(federation), federation.population.clients))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Ends a fit that has nothing left of its budget; without a federation begins to look at the gradients."""
+        """Stops a fit without remaining budget. Without a federation starts recording gradients."""
         if federation_of(trainer) is None:
             (account,) = self._accounts.values()
             steps = trainer.estimated_stepping_batches
@@ -273,11 +276,11 @@ class DPSGD(FederatedCallback):
             self._begin(_Visit(None, 0, account), trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Takes back what the fit has changed."""
+        """Removes hooks and restores the loader."""
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Takes back what the fit has changed."""
+        """Removes hooks and restores the loader."""
         self._end()
         if self._loader is not None:
             self._loader.restore()
@@ -288,10 +291,10 @@ class DPSGD(FederatedCallback):
     def on_client_receive(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Lets no client take part whose visit would exceed the budget.
+        """Excludes clients whose visit would exceed the budget.
 
         Raises:
-            ClientFault: If it would.
+            ClientFault: If the visit would exceed the budget.
 
         """
         visit = self._planned(trainer)
@@ -307,46 +310,46 @@ class DPSGD(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Begins to look at the gradients."""
+        """Starts recording gradients."""
         self._begin(self._planned(trainer), trainer, module)
 
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Makes sure that nothing else of the model has changed.
+        """Checks that only noised steps have changed the model.
 
         Raises:
-            MisconfigurationException: If something has.
+            MisconfigurationException: If another entry has changed.
 
         """
         if self._visit is not None:
             self._visit.check_others()
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Takes the hooks off, and notes the visit's steps, also where nothing came of it."""
+        """Removes the hooks and records the steps, even of a failed visit."""
         visit = self._visit
         if visit is not None and visit.number >= 0:
             self._of_round[client] = visit.of_all.with_steps(visit.number + 1)
         self._end()
         if self._of_round and _account_path(trainer, client) is not None:
-            self._read_account(trainer, client)  # a visit in another process may have ended since this one began
+            self._read_account(trainer, client)  # a visit in another process may have updated the account
             self._enter_round()
             self._write_account(trainer, client)
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
-        """The steps of this process's visits."""
+        """Steps of the visits in this process."""
         return self._of_round
 
     def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
-        """Takes those of all processes."""
+        """Collects the steps from all processes."""
         self._of_round = {client: account for share in shares for client, account in share.items()}
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Enters the round's steps into the accounts, logs epsilon, and ends the fit where no budget is left."""
+        """Adds the round's steps to the accounts, logs epsilon, and stops the fit without remaining budget."""
         self._enter_round()
         federation = federation_of(trainer)
         assert federation is not None
-        if not self._accounts:  # they are with clients on other machines
+        if not self._accounts:  # remote clients keep their accounts
             return
         federation.round_log.put(
             trainer, federation.server.report.round, {"dp/epsilon": self.epsilon(), "dp/delta": self.delta}
@@ -358,10 +361,10 @@ class DPSGD(FederatedCallback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the batch, and tries the loss out on the first one of several examples.
+        """Counts the batch. Checks the loss on the first batch with several examples.
 
         Raises:
-            MisconfigurationException: If it is no mean over examples.
+            MisconfigurationException: If the loss is not a mean over examples.
 
         """
         visit = self._visit
@@ -377,11 +380,12 @@ class DPSGD(FederatedCallback):
 
     @torch.no_grad()
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Replaces the gradients of the mean loss by the noised sum of clipped ones.
+        """Replaces the gradients by the noised sum of clipped example gradients.
 
         Raises:
-            MisconfigurationException: If a parameter's gradients of single examples are not known, or the optimizer
-                asks for a second loss.
+            MisconfigurationException: If example gradients of a parameter are unknown, or the optimizer requests a
+                second
+                loss.
 
         """
         visit, federation = self._visit, federation_of(trainer)
@@ -425,10 +429,10 @@ class DPSGD(FederatedCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Makes sure that a step was made; without a federation ends the fit where no budget is left.
+        """Checks that a step was made. Without a federation stops the fit without remaining budget.
 
         Raises:
-            MisconfigurationException: If none was.
+            MisconfigurationException: If no step was made.
 
         """
         visit, federation = self._visit, federation_of(trainer)
@@ -443,10 +447,10 @@ class DPSGD(FederatedCallback):
             self._stop_in_time(trainer, trainer.current_epoch + trainer.is_last_batch)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Without a federation logs epsilon, and makes sure that nothing else of the model has changed.
+        """Without a federation logs epsilon, and checks that only noised steps have changed the model.
 
         Raises:
-            MisconfigurationException: If something has.
+            MisconfigurationException: If another entry has changed.
 
         """
         if self._visit is not None and self._visit.client is None:
@@ -457,11 +461,11 @@ class DPSGD(FederatedCallback):
 
     @property
     def state_key(self) -> str:
-        """The same whatever the arguments."""
+        """State key, independent of arguments."""
         return "DPSGD"
 
     def state_dict(self) -> dict[str, Any]:
-        """The key, the noise multiplier and the accounts."""
+        """Key, noise multiplier and accounts."""
         return {
             "key": "" if self._key is None else f"{self._key:032x}",
             "noise_multiplier": self.noise_multiplier,
@@ -469,10 +473,10 @@ class DPSGD(FederatedCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from them.
+        """Restores key, noise multiplier and accounts.
 
         Raises:
-            ValueError: If the steps so far had other noise.
+            ValueError: If earlier steps had different noise.
 
         """
         before = state_dict["noise_multiplier"]
@@ -488,14 +492,14 @@ class DPSGD(FederatedCallback):
     # Parts
 
     def _plan_noise(self, times: int | None, visits: Callable[[], Iterable[_Account]]) -> None:
-        """Finds the noise of an epsilon, where it is to be found and no steps were made before.
+        """Finds the noise for an epsilon, unless steps have been made.
 
         Args:
-            times: How often visits are made; ``None`` or less than 1 where it is open.
-            visits: Gives the cost of each client's visit.
+            times: Number of visits per client, or ``None`` if unlimited.
+            visits: Returns the account of one visit for each client.
 
         Raises:
-            ValueError: If the number of visits is open.
+            ValueError: If the number of visits is unlimited.
 
         """
         epsilon = self.planned_epsilon
@@ -527,10 +531,10 @@ class DPSGD(FederatedCallback):
         self._of_round = {}
 
     def _read_account(self, trainer: L.Trainer, client: Client) -> None:
-        """Goes on with a client's account, where it is a file on the client's machine.
+        """Reads a client's account from a file on the client's machine.
 
         Raises:
-            ClientFault: If the steps so far had other noise.
+            ClientFault: If earlier steps had different noise.
 
         """
         path = _account_path(trainer, client)
@@ -620,7 +624,7 @@ class DPSGD(FederatedCallback):
         return _DrawnBatches(loader, self)
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Batches of an epoch without a federation: they go on from the number of steps so far."""
+        """Batches of an epoch without a federation, starting from the number of steps so far."""
         assert self._key is not None
         account, sampling = self._accounts[None], PoissonSampling(self._key)
         start = account.steps
@@ -631,7 +635,7 @@ class DPSGD(FederatedCallback):
         yield from poisson_loader(loader, drawn, start)
 
     def _largest_epsilon(self, accounts: Iterable[_Account]) -> float:
-        largest: dict[int, _Account] = {}  # of those with as many steps
+        largest: dict[int, _Account] = {}  # largest sampling probability by number of steps
         for account in accounts:
             known = largest.get(account.steps, account)
             largest[account.steps] = max(known, account, key=lambda one: one.share)
@@ -659,8 +663,8 @@ class DPSGD(FederatedCallback):
         trainer.should_stop = True
 
     def _note_safe_steps(self, accounts: Iterable[_Account]) -> None:
-        """Notes numbers of steps that stay within the budget, so that not every step asks for epsilon."""
         assert self.max_epsilon is not None
+        # caches step numbers within the budget, to avoid computing epsilon in every step
         for account in accounts:
             for steps in (2 * account.steps, account.steps + account.steps // 16, account.steps):
                 if self._epsilon(account.with_steps(steps)) <= self.max_epsilon:
@@ -669,12 +673,12 @@ class DPSGD(FederatedCallback):
 
 
 class _Visit:
-    """The steps of a client, or of a fit without a federation.
+    """Steps of a client visit, or of a fit without a federation.
 
     Args:
         client: The client; ``None`` without a federation.
-        round: Index of the round.
-        of_all: The visit's cost.
+        round: Round index.
+        of_all: Account of the complete visit.
 
     """
 
@@ -684,7 +688,7 @@ class _Visit:
         self.was_tried = self.has_step = False
 
     def watch(self, module: L.LightningModule, optimized: set[int]) -> None:
-        """Begins to look at the gradients, and notes what is not to change."""
+        """Starts recording gradients, and copies all entries that must not change."""
         self.trained = {
             path: value
             for path, value in tensors_by_path(module).items()
@@ -695,7 +699,7 @@ class _Visit:
         self._others = {name: value.detach().clone() for name, value in self._untrained().items()}
 
     def check_others(self) -> None:
-        """Refuses entries that have changed beside the noised steps."""
+        """Refuses changes other than noised steps."""
         for name, value in self._untrained().items():
             if name in self._others and not torch.equal(value, self._others[name]):
                 raise MisconfigurationException(
@@ -704,27 +708,25 @@ class _Visit:
                 )
 
     def _untrained(self) -> Mapping[str, Tensor]:
-        # Also buffers that are not saved: what a step writes into them, the next one may train with.
+        # Includes non-persistent buffers, because later steps may read earlier values.
         return {path: value for path, value in tensors_by_path(self._module).items() if path not in self.trained}
 
 
 class _DrawnBatches:
-    """A loader whose batches ``DPSGD`` draws."""
+    """Loader with Poisson-sampled batches."""
 
     def __init__(self, loader: Any, callback: DPSGD) -> None:
         self._loader, self._callback = loader, callback
 
     @property
     def dataset(self) -> Any:
-        """The data set."""
         return self._loader.dataset
 
     def state_dict(self) -> dict[str, Any]:
-        """An empty state: the draws go on from the steps of the account. Lightning takes it for exact resuming."""
+        # Draws resume from the account. Lightning requires a state for exact resuming.
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Does nothing, because the state is empty."""
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -734,7 +736,7 @@ class _DrawnBatches:
 
 
 def _visit_of(federation: Federation) -> Callable[[Client], _Account]:
-    """Function from a client to the cost of a visit with all of its work."""
+    """Creates a function from a client to the account of a full visit."""
     population, schedule = federation.population, federation.schedule
 
     def visit(client: Client) -> _Account:
@@ -744,14 +746,14 @@ def _visit_of(federation: Federation) -> Callable[[Client], _Account]:
             return _Account(population.num_samples(client), population.examples_per_batch(client), steps, steps)
         except OptionError:
             raise
-        except Exception:  # its visits will say why
+        except Exception:  # the visit reports the error
             return _Account(1, 1, 0, 0)
 
     return visit
 
 
 def _account_path(trainer: L.Trainer, client: Client) -> Path | None:
-    """File of a client's account on its own machine, of all fits; ``None`` where the server is in this process."""
+    """Account file on the client's machine, for all fits; ``None`` with a server in this process."""
     federation = federation_of(trainer)
     if federation is None or federation.has_server:
         return None

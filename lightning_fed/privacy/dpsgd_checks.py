@@ -1,4 +1,4 @@
-"""Checks of what :class:`~lightning_fed.privacy.DPSGD` is to train: what cannot be private is refused by name."""
+"""Checks for :class:`~lightning_fed.privacy.DPSGD`: refuses modules and Trainers without possible privacy."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _CLIENT_HOOKS = (
 
 
 def loader_owner(trainer: L.Trainer, module: L.LightningModule) -> Any:
-    """The datamodule or module whose ``train_dataloader`` the Trainer will call.
+    """Returns the datamodule or module with the ``train_dataloader`` of the Trainer.
 
     Raises:
-        MisconfigurationException: If there is none, because the loaders were handed to ``fit``.
+        MisconfigurationException: If the loaders were passed to ``fit``.
 
     """
     for owner in (datamodule_of(trainer), module):
@@ -47,10 +47,10 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
     Args:
         trainer: The Trainer.
         module: The module.
-        ends_early: Whether the budget may end the fit.
+        ends_early: Whether the budget may stop the fit.
 
     Raises:
-        MisconfigurationException: With what to do instead.
+        MisconfigurationException: If privacy is impossible. The message states a remedy.
 
     """
     names = [slot.path for slot in tensor_slots(module) if isinstance(slot.tensor, nn.Parameter)]
@@ -95,15 +95,15 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
 
 
 def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedCallback) -> None:
-    """Refuses clients that train at once, and callbacks that may send what has no noise.
+    """Refuses concurrent clients, and callbacks that may send values without noise.
 
     Args:
         trainer: The Trainer.
-        federation: Its federation.
-        own: The callback that asks.
+        federation: The federation.
+        own: The calling callback.
 
     Raises:
-        MisconfigurationException: With what to do instead.
+        MisconfigurationException: If privacy is impossible. The message states a remedy.
 
     """
     if federation.options.visits_at_once is not None:

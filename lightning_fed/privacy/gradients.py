@@ -1,4 +1,4 @@
-"""Gradients of single examples by Opacus' rules for layers, their clipped sum, and a trial that they are that.
+"""Per-example gradients with Opacus' layer rules, the clipped sum, and a numerical check.
 
 Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1. https://arxiv.org/abs/1607.00133
 """
@@ -23,27 +23,26 @@ from lightning_fed.lightning.internals import OverriddenMethod
 from lightning_fed.lightning.isolated_pass import isolated_pass, loss_in
 from lightning_fed.model.entries import BatchNorm
 
-_TRIED = 8  # examples beside each other: enough for a loss that mixes some of them, and little beside a visit
+_TRIED = 8  # examples per check: enough for losses that mix some examples, and cheap compared with a visit
 
 
 class ExampleGradients:
-    """The gradients of every example of a batch, found in one backward pass of its mean loss.
+    """Per-example gradients from one backward pass through the mean loss.
 
-    Hooks on layers note what a layer is called with, and what comes back to it; Opacus has a rule for every kind of
-    layer that makes the examples' gradients of the two, and for other layers one by ``torch.func``. Neither the module
-    nor its layers are changed, and layers may write into their inputs (``inplace=True``, ``out += identity``), which
-    Opacus' own hooks do not allow.
+    Hooks record each layer's inputs and output gradients. Opacus' layer rules compute example gradients from both, with
+    ``torch.func`` as fallback for other layers. Module and layers are not changed. In-place operations
+    (``inplace=True``,
+    ``out += identity``) are allowed, unlike with Opacus' hooks.
 
     Args:
         module: The module.
-        parameters: The parameters that train.
+        parameters: Trained parameters.
 
     Attributes:
-        values: The gradients of the examples' own losses over the number of examples, by parameter: shape
-            (examples, ...).
+        values: Example gradients divided by the number of examples, by parameter: shape ``(examples, ...)``.
 
     Raises:
-        MisconfigurationException: If a layer has no such rule.
+        MisconfigurationException: If a layer has no rule.
         ModuleNotFoundError: If ``opacus`` is not installed.
 
     Example:
@@ -64,11 +63,11 @@ class ExampleGradients:
         self._handles = [layer.register_forward_hook(self._watch) for layer in self._layers]
 
     def remove(self) -> None:
-        """Takes the hooks off."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         for layer in self._layers:
-            vars(layer).pop("ft_compute_sample_grad", None)  # which Opacus keeps with a layer that it has no rule for
+            vars(layer).pop("ft_compute_sample_grad", None)  # cached by Opacus on layers without a rule
         self.values = {}
 
     def _find_layers(self, layer: nn.Module, trained: set[nn.Parameter]) -> Iterator[nn.Module]:
@@ -85,8 +84,8 @@ class ExampleGradients:
                     " without noise: take one without (`lightning_fed.modules.to_group_norm` replaces BatchNorm)."
                 )
             yield layer
-            if type(layer) not in self._samplers:  # which is then taken as a whole
-                _opacus("opacus.grad_sample.functorch").prepare_layer(layer)  # copies it: while it has no hook of ours
+            if type(layer) not in self._samplers:  # layers without a rule are differentiated as a whole
+                _opacus("opacus.grad_sample.functorch").prepare_layer(layer)  # copies the layer, hence before our hooks
                 return
         for child in dict.fromkeys(layer.children()):
             yield from self._find_layers(child, trained)
@@ -100,7 +99,7 @@ class ExampleGradients:
                 " gives no tensor: the gradients of single examples cannot be found."
             )
         if output.requires_grad:
-            # Of the output as it is now, whatever is written into it afterwards.
+            # Inputs are detached now, because later operations may write into the output.
             noted = [value.detach() for value in inputs]
             output.register_hook(partial(self._add, layer, noted))  # type: ignore[no-untyped-call]
 
@@ -112,7 +111,7 @@ class ExampleGradients:
         for parameter, values in sampler(layer, activations, output_gradient.detach()).items():
             if not parameter.requires_grad:
                 continue
-            if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:  # which Opacus' rule does not know
+            if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:  # Opacus ignores `padding_idx`
                 values[:, layer.padding_idx] = 0
             known = self.values.get(parameter)
             if known is not None and len(known) != len(values):
@@ -126,16 +125,16 @@ class ExampleGradients:
 def clipped_sum(
     gradients: Mapping[nn.Parameter, Tensor], num_examples: int, max_norm: float
 ) -> dict[nn.Parameter, Tensor]:
-    r"""Sum over a batch of the examples' gradients, each clipped to a length over all parameters.
+    r"""Sum of example gradients, each clipped over all parameters.
 
     .. math:: \sum_i g_i \min\left(1, \frac{C}{\lVert g_i \rVert}\right)
 
-    An example whose gradient is not finite adds nothing.
+    Examples with non-finite gradients contribute 0.
 
     Args:
-        gradients: Of :class:`ExampleGradients`: those of the examples over their number.
+        gradients: Values from :class:`ExampleGradients`: gradients divided by the number of examples.
         num_examples: Number of examples in the batch.
-        max_norm: Length C; ``inf`` clips nothing.
+        max_norm: Clipping norm C; ``inf`` disables clipping.
 
     Example:
         >>> weight = nn.Parameter(torch.zeros(1))
@@ -160,7 +159,7 @@ def clipped_sum(
 def _grouped_convolution(
     layer: nn.Conv2d, activations: list[Tensor], output_gradient: Tensor
 ) -> dict[nn.Parameter, Tensor]:
-    """Group by group, where Opacus' rule multiplies all channels with all: for a depthwise layer, too many."""
+    """Rule for grouped convolutions. Opacus' rule multiplies all channels, too expensive for depthwise layers."""
     unfolded = _opacus("opacus.utils.tensor_utils").unfold2d(
         activations[0].to(output_gradient.dtype),
         kernel_size=layer.kernel_size,
@@ -179,20 +178,21 @@ def _grouped_convolution(
 
 
 def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gradients: ExampleGradients) -> None:
-    """Compares the gradients of a batch's first two examples, beside up to six others, with those of each alone.
+    """Compares the gradients of two examples in a batch with the gradients of each single example.
 
-    They differ where the loss is not a mean over examples (Dice over a batch, a contrastive loss, pixels that are
-    ignored), or a layer is used in a way that its rule does not know. Layers of dropout are left out of it; where the
-    step draws random numbers beside them, nothing can be compared. Nothing of it stays in the module.
+    The batch has up to eight examples. Gradients differ if the loss is not a mean over examples (Dice over a batch,
+    contrastive losses, ignored pixels), or if a layer is used in an unsupported way. Dropout is disabled. With other
+    random
+    numbers in the step no comparison is possible. The module is restored.
 
     Args:
         trainer: The Trainer.
-        module: The module, as it is trained.
-        batch: A batch, on the module's device.
-        gradients: Notes the gradients.
+        module: The module in training.
+        batch: Batch on the module's device.
+        gradients: Recorder for example gradients.
 
     Raises:
-        MisconfigurationException: If they differ, or the batch cannot be divided.
+        MisconfigurationException: If gradients differ, or the batch cannot be split.
 
     """
     count = min(batch_length(batch), _TRIED)
@@ -222,7 +222,7 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
             layer.training = mode and not isinstance(layer, nn.modules.dropout._DropoutNd)  # noqa: SLF001
         flat(slice(0, count), 0)
         beside = gradients.values
-        tolerance = 0.1 if "bf16" in trainer.precision else 0.02  # another order of the sums turns some ReLUs over
+        tolerance = 0.1 if "bf16" in trainer.precision else 0.02  # a different summation order flips some ReLUs
         for row in range(2):
             alone = flat(slice(row, row + 1), 0)
             parts = ((value, beside.get(value)) for value in parameters)
@@ -230,9 +230,9 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
             if (together - alone).norm() <= tolerance * alone.norm() + 1e-9:
                 continue
             if not alone.isfinite().all() and not together.isfinite().all():
-                continue  # it is the example's own; where it has one beside others alone, they have a part in it
+                continue  # the example's gradient is not finite in both cases
             if (flat(slice(row, row + 1), 1) - alone).norm() > tolerance * alone.norm():
-                break  # it draws
+                break  # the step draws random numbers
             raise MisconfigurationException(
                 "The gradient of an example is another one beside others than alone: `DPSGD` needs a loss that is"
                 " the mean over the examples of a batch, each by itself, and layers whose rows are examples. Of images"
@@ -253,7 +253,7 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def find_unsupported(module: nn.Module) -> list[str]:
-    """Names and types of the layers that Opacus refuses: of those that mix examples, or have no such gradients."""
+    """Names and types of layers refused by Opacus: layers that mix examples, or without example gradients."""
     validators = _opacus("opacus.validators").ModuleValidator.VALIDATORS
     return [
         f"{name!r} ({type(layer).__name__})"

@@ -1,4 +1,4 @@
-"""Fixed-point numbers in the ring of whole numbers modulo 2^32, in which sums of secret vectors are made.
+"""Fixed-point arithmetic modulo 2^32 for secure aggregation.
 
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017.
 https://eprint.iacr.org/2017/281
@@ -17,34 +17,35 @@ from lightning_fed.errors import OptionError
 from lightning_fed.messages import State
 from lightning_fed.numerics.precision import to_float64
 
+# Broadcast extra with the number of clients. Clients derive the ring from this number.
 CLIENTS = "secure_sum/clients"
-"""Name of the number of clients in a broadcast, with which they have the ring."""
 
+# Broadcast extra with the server's scale. Clients compare this scale with their federation.
 SCALE = "secure_sum/scale"
-"""Name of the server's scale in a broadcast, which must be that of the client's own federation."""
 
 _SIZE = 2**32
-_LEAST_LEVELS = 2**10  # between 0 and the longest step, for each client
+_LEAST_LEVELS = 2**10  # minimum resolution: levels between 0 and the longest update, for each client
 
 
 @dataclass(frozen=True)
 class Ring:
-    r"""Whole numbers modulo :math:`2^{32}` that stand for the entries of steps, in units of one over a scale.
+    r"""Integers modulo :math:`2^{32}` as fixed-point values for weighted updates.
 
-    A client's vector is :math:`a u`, with its weight :math:`a \le A` and its step :math:`\lVert u \rVert \le C`,
-    rounded at random to one of the two units next to every entry, so that it is right in the mean. Of :math:`N` clients
+    A client's vector is :math:`a u` with weight :math:`a \le A` and update :math:`\lVert u \rVert \le C`, multiplied by
+    the
+    scale and rounded stochastically without bias. For :math:`N` clients the scale :math:`s` satisfies
 
     .. math:: N (s A C + 1) \le 2^{31} - 1
 
-    holds for the scale :math:`s`, so that no sum leaves the ring, whoever they are. Sums are bit-equal in any order.
+    so no sum overflows. Sums are bit-equal in any order.
 
     Args:
-        clip: Length C of the steps.
-        clients: Largest number N of clients in a sum.
-        max_weight: Largest weight A.
+        clip: Maximum update norm C.
+        clients: Maximum number N of clients in a sum.
+        max_weight: Maximum weight A.
 
     Raises:
-        ValueError: If so many clients leave too few units for each of them.
+        ValueError: If the resolution is too low for the number of clients.
 
     Example:
         >>> ring = Ring(clip=1.0, clients=10)
@@ -69,24 +70,24 @@ class Ring:
 
     @property
     def scale(self) -> float:
-        """Number of units in 1."""
+        """Integer units per 1.0."""
         return ((_SIZE // 2 - 1) / self.clients - 1) / (self.max_weight * self.clip)
 
     def extras(self) -> State:
-        """Entries of a broadcast from which a client has the ring, and knows that the server has the same."""
+        """Broadcast extras for the client to construct and verify the ring."""
         return {
             CLIENTS: torch.tensor(self.clients, dtype=torch.int32),
             SCALE: torch.tensor(self.scale, dtype=torch.float64),
         }
 
     def longest(self, size: int) -> float:
-        """Length of a step that rounding makes no longer than ``clip``.
+        """Update norm that stays within ``clip`` after rounding.
 
         Args:
-            size: Number of its entries, each of which rounding moves by less than a unit over the weight.
+            size: Number of entries. Rounding moves each entry by less than one unit divided by the weight.
 
         Raises:
-            ValueError: If there is not even half of it left.
+            ValueError: If the norm is below half of ``clip``.
 
         """
         length = self.clip - math.sqrt(size) / self.scale
@@ -99,10 +100,10 @@ class Ring:
 
     @torch.no_grad()
     def encode(self, value: Tensor, generator: np.random.Generator) -> Tensor:
-        """The entries of a weighted step in the ring, int32, rounded at random.
+        """Encodes a weighted update as int32, with stochastic rounding.
 
         Args:
-            value: The entries, of any shape, of a vector no longer than ``max_weight`` times ``clip``.
+            value: Values of any shape, from a vector with norm at most ``max_weight`` times ``clip``.
             generator: Draws the rounding.
 
         """
@@ -111,16 +112,16 @@ class Ring:
         return in_ring((scaled + drawn).floor().long())
 
     def add(self, one: Tensor, other: Tensor) -> Tensor:
-        """The sum in the ring, int32."""
+        """Sum in the ring, int32."""
         return in_ring(one.long() + other.to(one.device).long())
 
     def decode(self, total: Tensor) -> Tensor:
-        """The numbers that a sum stands for, float64."""
+        """Decodes a sum to float64."""
         return to_float64(total.long()) / self.scale
 
 
 def ring_form(state: State) -> State:
-    """Form of a client's answer: int32 in the place of floating-point entries; values do not matter."""
+    """Payload form: int32 in place of floating-point entries, without values."""
     return {
         name: torch.empty(value.shape, dtype=torch.int32, device="meta") if value.is_floating_point() else value
         for name, value in state.items()
@@ -128,6 +129,6 @@ def ring_form(state: State) -> State:
 
 
 def in_ring(value: Tensor) -> Tensor:
-    """Whole numbers modulo 2^32, as int32."""
+    """Reduces integers modulo 2^32 to int32."""
     half = _SIZE // 2
     return ((value + half) % _SIZE - half).to(torch.int32)

@@ -1,4 +1,4 @@
-"""A secure sum over clients' steps: the server sees the sum, and no single step.
+"""Secure aggregation: the server sees the sum of client updates, but no single update.
 
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017.
 https://eprint.iacr.org/2017/281
@@ -36,37 +36,40 @@ from lightning_fed.steps.weights import MOST_SAMPLES, counted_samples
 
 WEIGHT = "secure_sum/weight"
 
-_ROUNDING = 8  # a stream of a visit's seed of its own
+_ROUNDING = 8  # random stream for rounding
 
 
 class SecureSum(UpdateStep):
-    r"""A secure sum: clients send whole numbers modulo :math:`2^{32}`, of which the server uses the sum alone.
+    r"""Secure aggregation: clients send integers modulo :math:`2^{32}`, and the server only uses the sum.
 
-    Every client shortens its step to a length, multiplies it by its weight, rounds it at random to fixed-point numbers,
-    and sends these and its weight; the server adds them up and divides. On Flower every two clients agree on masks that
-    cancel in the sum, so that the server sees no client's numbers; clients that are lost on the way are recovered from,
-    as long as the ``threshold`` is there. **In one process there are no masks**: a simulation shows what rounding, clip
-    and 32 bits do to a model, and what it makes of the sum is what a server on Flower makes of it, bit for bit.
+    Each client clips its update, multiplies by its weight, rounds stochastically to fixed-point numbers, and sends the
+    result with the weight. The server divides the sum by the total weight. On Flower each pair of clients agrees on
+    masks
+    that cancel in the sum, so the server sees no single update. The sum is recovered after client dropouts as long as
+    the
+    ``threshold`` is reached. **Within one process there are no masks**: a simulation shows the effects of clipping,
+    rounding and 32 bits, bit for bit the same as on Flower.
 
     .. math:: w_{t+1} = w_t + \frac{\sum_i a_i u_i}{\sum_i a_i}
 
-    The rule is ``fedavg``, with all callbacks that send nothing of their own (``fedprox``, ``fedper``, ``fedrep``), and
-    with steps inside: server optimizers, :class:`CentralDP`, whose noise is then added to the sum, and weights or
-    bounds, which the clients apply themselves. Integer entries keep the server's value. The sums are the same bits in
-    any order and in any number of processes. Clients' metrics, their numbers of examples and the lengths of their steps
-    are not known to the server, and not logged.
+    The rule must be ``fedavg``. Supported are callbacks without extra messages (``fedprox``, ``fedper``, ``fedrep``)
+    and
+    inner steps: server optimizers, :class:`CentralDP` (noise is added to the sum), and weights or bounds, applied by
+    the
+    clients. Integer entries keep the server's value. Sums are bit-equal for any client order and number of processes.
+    The
+    server does not know, and does not log, client metrics, numbers of examples and update norms.
 
     Args:
-        clip: Longest step of a client, over all floating-point entries that travel; longer ones are shortened to it.
-            With :class:`CentralDP` its clip, which must not be given again.
-        threshold: Share of a round's clients, more than a half, of which the sum is read: with fewer good updates the
-            round comes to nothing. One client less than that, together with the server, could find out what another
-            one has sent, for the sum may be of no others; fewer cannot.
+        clip: Maximum update norm over all shared floating-point entries; longer updates are clipped. With
+            :class:`CentralDP` omit the argument: its clipping norm is used.
+        threshold: Minimum fraction of a round's clients in the sum, more than one half. With fewer valid updates the
+            round
+            fails. Recovering a single update from the sum takes the server and all but one of these clients.
 
     Raises:
-        ValueError: If an argument is out of its range; for a method whose result is no sum, or where the weights have
-            no bound (:class:`~lightning_fed.steps.MaxSamples`); in a fit, if the model and the clients are too many for
-            32 bits.
+        ValueError: If an argument is outside its range, for rules other than an average, or for unbounded weights (see
+            :class:`~lightning_fed.steps.MaxSamples`); in a fit, if model size and number of clients exceed 32 bits.
 
     Example:
         >>> from lightning_fed import Federation
@@ -74,7 +77,7 @@ class SecureSum(UpdateStep):
         >>> federation = Federation("fedadam", steps=[UniformWeights(), SecureSum(clip=10.0)])
 
     References:
-        Bonawitz et al., CCS 2017, Figure 4, for a server that is honest but curious.
+        Bonawitz et al., CCS 2017, Figure 4, for an honest but curious server.
 
     """
 
@@ -90,10 +93,7 @@ class SecureSum(UpdateStep):
         self.least = 0
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules other than an average, and unsuitable steps.
-
-        These are steps outside that work on updates, and weights without a bound.
-        """
+        """Refuses rules other than an average, outer steps that change updates, and unbounded weights."""
         if type(rule) is not FedAvg:
             raise OptionError(
                 f"Expected a method whose result is a sum of clients' steps for a secure sum, but {type(rule).__name__}"
@@ -121,38 +121,38 @@ class SecureSum(UpdateStep):
 
     @property
     def is_private(self) -> bool:
-        """True if there is noise inside."""
+        """Whether an inner step adds noise."""
         return self._private is not None
 
     @property
     def longest_step(self) -> float:
-        """Longest step of a client."""
+        """Maximum update norm."""
         return self._private.clip if self._private is not None else float(self.clip or 0.0)
 
     def least_clients(self, count: int) -> int:
-        """Fewest clients in a readable sum, for a number in the round; never one."""
+        """Minimum number of clients in the sum for a cohort size, at least 2."""
         return max(2, math.ceil(self.threshold * count - 1e-9))
 
     def callbacks(self) -> Sequence[Any]:
-        """The callback that settles the ring before a fit."""
+        """Callback to set the ring before a fit."""
         return [RingSettings(self)]
 
     def form(self, state: State) -> State:
-        """Whole numbers in the place of floating-point entries that train."""
+        """Replaces trained floating-point entries by integers."""
         return state | ring_form({name: state[name] for name in self._names(state)})
 
     def on_send(self, broadcast: Broadcast) -> None:
-        """Tells the client the ring."""
+        """Sends the ring parameters."""
         assert self.ring is not None
         broadcast.extras |= self.ring.extras()
 
     @torch.no_grad()
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Replaces the model by its weighted step in the ring.
+        """Replaces the model by the encoded, weighted update.
 
         Raises:
-            ClientFault: If the step is not finite: whole numbers would not show it; or if the server reads the numbers
-                in other units than they are written in.
+            ClientFault: If the update is not finite (integers would hide this), or server and client have different
+                scales.
 
         """
         ring = Ring(self.longest_step, int(sent.extras[CLIENTS]), self.max_weight)
@@ -167,7 +167,7 @@ class SecureSum(UpdateStep):
         length, weight = step_length(steps), 1 if self.is_private else update.num_samples
         if not math.isfinite(length):
             raise ClientFault("its step has NaN or infinite values")
-        # So much shorter that rounding makes it no longer than the noise covers.
+        # Clips further, so the rounded update stays within the norm covered by the noise.
         longest = ring.longest(sum(step.numel() for step in steps.values())) if self.is_private else ring.clip
         factor = weight * clip_factor(length, longest)
         seed = derive_seed(self.info.seed, sent.round, client_key(update.client), _ROUNDING)
@@ -182,14 +182,14 @@ class SecureSum(UpdateStep):
         return update
 
     def hold(self) -> RingSum:
-        """The sum."""
+        """Container for the sum."""
         return RingSum(self)
 
     def vector(self, update: ClientUpdate) -> State:
-        """The numbers of an update that are summed up, its weight among them.
+        """Summed values of an update, including the weight.
 
         Raises:
-            BadUpdate: If it has no weight, or sends more.
+            BadUpdate: If the weight is missing, or there are other extras.
 
         """
         numbers = {name: update.state[name] for name in self._names(self.state)}
@@ -204,10 +204,10 @@ class SecureSum(UpdateStep):
 
     @torch.no_grad()
     def mean(self, total: State, clients: Sequence[Client]) -> ClientUpdate:
-        """The mean of the steps, as one update of as much weight as all.
+        """Mean update, as one update with the total weight.
 
         Raises:
-            BadUpdates: If their weights are none that they can have.
+            BadUpdates: If the total weight is impossible.
 
         """
         assert self.ring is not None
@@ -228,14 +228,14 @@ class SecureSum(UpdateStep):
 
 
 class RingSum(Held):
-    """Sum of a round's vectors in a ring, and whose they are.
+    """Sum of encoded updates, with the list of clients.
 
     Args:
-        step: The step that holds it.
+        step: Update step.
 
     Attributes:
-        total: The sums, int32, by name.
-        clients: The clients whose vectors are in it.
+        total: Sums by entry, int32.
+        clients: Clients in the sum.
 
     """
 
@@ -247,14 +247,14 @@ class RingSum(Held):
 
     @property
     def least(self) -> int:
-        """Fewest clients of which the sum may be read."""
+        """Minimum number of clients to reveal the sum."""
         return int(self._step.least)
 
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a client's vector.
+        """Adds a client's update.
 
         Raises:
-            BadUpdate: If there are more than the ring has room for, or it is not what a client sends.
+            BadUpdate: If the ring has no room for another client, or the update is malformed.
 
         """
         assert self._step.ring is not None
@@ -264,24 +264,24 @@ class RingSum(Held):
         self.clients.append(update.client)
 
     def merge(self, other: RingSum) -> None:
-        """Adds the sum of another process."""
+        """Adds the sum from another process."""
         self._join(other.total)
         self.clients += other.clients
 
     def subtract(self, masks: State) -> None:
-        """Takes masks off the sum."""
+        """Removes masks from the sum."""
         for name, value in masks.items():
             self.total[name] = in_ring(self.total[name].long() - value.to(self.total[name].device).long())
 
     def discard(self, reason: str) -> None:
-        """Gives up the sum, for the first reason."""
+        """Marks the sum as failed. The first reason is kept."""
         self._fault = reason if self._fault is None else self._fault
 
     def release(self) -> Sequence[Arrived]:
-        """The mean, as one update; nothing, where nobody is left.
+        """Returns the mean as one update, or an empty list without clients.
 
         Raises:
-            BadUpdates: For all clients, if there are too few, or the sum was given up.
+            BadUpdates: For all clients, with too few clients or a failed sum.
 
         """
         if self._fault is None and 0 < len(self.clients) < self.least:
@@ -301,10 +301,10 @@ class RingSum(Held):
 
 
 class RingSettings(FederatedCallback):
-    """Settles the ring of a secure sum before a fit, and refuses messages about single clients.
+    """Sets the ring before a fit, and refuses messages about single clients.
 
     Args:
-        step: The step.
+        step: Update step.
 
     """
 
@@ -315,11 +315,11 @@ class RingSettings(FederatedCallback):
         self.step = step
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses messages about single clients, and settles the ring.
+        """Refuses messages about single clients, and sets the ring.
 
         Raises:
-            MisconfigurationException: If something else leaves the clients.
-            ValueError: If 32 bits are too few.
+            MisconfigurationException: If clients send other values.
+            ValueError: If 32 bits do not suffice.
 
         """
         federation, step = find_federation(trainer), self.step
@@ -333,7 +333,7 @@ class RingSettings(FederatedCallback):
             raise OptionError(
                 f"Expected at least 2 clients in a round of a secure sum, but got {cohort}: the sum would be its step."
             )
-        if step.is_private and cohort < population:  # a draw may have more; of so many more there will never be
+        if step.is_private and cohort < population:  # bound for a Poisson cohort
             cohort = min(population, math.ceil(cohort + 10 * math.sqrt(cohort) + 10))
         step.ring = Ring(step.longest_step, cohort, step.max_weight)
         if step.is_private:
@@ -341,5 +341,5 @@ class RingSettings(FederatedCallback):
             step.ring.longest(sum(value.numel() for value in shared))
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Notes how many of the round's clients there must be."""
+        """Sets the minimum number of clients for this round."""
         self.step.least = self.step.least_clients(len(find_federation(trainer).cohort.visits))
