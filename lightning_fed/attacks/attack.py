@@ -26,9 +26,8 @@ class Attack:
         seed: Seed for drawing clients and for the attack.
 
     Raises:
-        ValueError: If ``clients`` or ``seed`` is negative, or ``clients`` is a single name; in a fit, if there are too
-            few
-            clients or a name is unknown.
+        ValueError: If ``clients`` or ``seed`` is negative, or ``clients`` is a single name; in a fit, with too few
+            clients or an unknown name.
 
     """
 

@@ -154,7 +154,7 @@ class IPM(OmniscientAttack):
 
 
 class ALIE(OmniscientAttack):
-    r""" "A little is enough": malicious clients deviate slightly from the honest mean in every coordinate.
+    r"""Attack by a little: malicious clients deviate slightly from the honest mean in every coordinate.
 
     .. math:: u = \bar u + z \, \sigma(u)
 
