@@ -29,9 +29,6 @@ _DESCRIPTION = (
 def run(args: Sequence[str]) -> None:
     """Runs the command.
 
-    Args:
-        args: Command line after ``adapt``.
-
     Raises:
         SystemExit: With status 2 for a wrong command line, or after the help.
         FileNotFoundError: If the checkpoint is missing.

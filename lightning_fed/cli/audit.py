@@ -15,14 +15,7 @@ from lightning_fed.console import round_number
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command.
-
-    Args:
-        args: Command line after ``audit``.
-
-    Raises:
-        SystemExit: With status 1, if the record is altered.
-    """
+    """Runs the command. Exits with status 1 if the record is altered."""
     options = _parser().parse_args(args)
     if options.set_clock:
         _set_clock(options.record, options.head_file or options.record.parent / HEAD_FILE)
@@ -56,11 +49,7 @@ def _set_clock(path: Path, head: Path) -> None:
 
 
 def describe_line(line: Line, is_full: bool = False) -> str:
-    """Formats a line of the record.
-
-    Args:
-        line: The line.
-        is_full: Whether to print the complete content as JSON.
+    """Formats a line of the record, with ``is_full`` as complete JSON.
 
     Example:
         >>> content = {"event": "answer", "time": "2026-11-24T12:00:00.5+00:00", "client": "ann", "run": "3f9a77c0",

@@ -15,11 +15,7 @@ _COMMA = r",(?![^\[]*\])"  # except inside brackets: ``fedfusion:levels=[2,-1]``
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command.
-
-    Args:
-        args: Command line after ``compare``.
-    """
+    """Runs the command."""
     parser = _parser()
     mine, own = split_options(args)
     options = parser.parse_args(mine)

@@ -12,14 +12,7 @@ from lightning_fed.cli.recipes import split_options
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command.
-
-    Args:
-        args: Command line after ``data``.
-
-    Raises:
-        MisconfigurationException: If the recipe has neither clients nor a partition.
-    """
+    """Runs the command."""
     mine, own = split_options(args)
     options = _parser().parse_args(mine)
     # Imports torch: only after the parser, so errors and help are fast.

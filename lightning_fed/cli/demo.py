@@ -58,13 +58,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Result of the demo.
-
-    Args:
-        rounds: The logged values of every round.
-        log_dir: Folder with TensorBoard's event file, checkpoint and picture.
-        picture: The PNG file.
-    """
+    """Every round's logged values, the TensorBoard folder (also with checkpoint and picture), and the PNG file."""
 
     rounds: list[dict[str, float]]
     log_dir: Path
@@ -72,11 +66,7 @@ class DemoResult:
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command.
-
-    Args:
-        args: Command line after ``demo``.
-    """
+    """Runs the command."""
     parser = _parser()
     options = parser.parse_args(args)
     if options.rounds is not None and options.rounds < 1:

@@ -29,12 +29,7 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class PackageState:
-    """A required package and the installed version.
-
-    Args:
-        requirement: The requirement, such as ``torch>=2.7``.
-        installed: Installed version; ``None`` for a missing package.
-    """
+    """A required package and the installed version; ``None`` for a missing package."""
 
     requirement: Requirement
     installed: str | None
@@ -50,15 +45,7 @@ class PackageState:
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command.
-
-    Args:
-        args: Command line after ``doctor``.
-
-    Raises:
-        SystemExit: With status 1, if a required package is missing or has a wrong version, or the connection check
-            fails.
-    """
+    """Runs the command. Exits with status 1 for missing or wrong packages, or a failed connection check."""
     options = _parser().parse_args(args)
     if options.flower is not None:
         _check_flower(options)
@@ -99,11 +86,7 @@ def _check_flower(options: argparse.Namespace) -> None:
 
 
 def examine(requirements: Sequence[str]) -> tuple[str, bool]:
-    """Returns the report, and whether all required packages are installed.
-
-    Args:
-        requirements: The package's requirements from the metadata: ``torch>=2.7``, ``opacus<2; extra == "privacy"``.
-    """
+    """Returns a report for requirements from the metadata, and whether all required packages are installed."""
     parsed = [Requirement(text) for text in requirements]
     needed = states_of([each for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})])
     lines = [

@@ -39,11 +39,7 @@ https://lightning-fed.github.io/lightning-fed/guides/deploy/
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command.
-
-    Args:
-        args: Command line after ``flower``.
-    """
+    """Runs the command."""
     options = _parser().parse_args(args)
     if options.command == "new":
         from lightning_fed.cli.recipe_halves import write_halves
@@ -89,13 +85,7 @@ def _write_certificates(options: argparse.Namespace) -> None:
 
 
 def evaluation_command(folder: Path, federation: str, stage: str, ckpt: Path | None) -> list[str]:
-    """Flower's command line to evaluate a run on the clients.
-
-    Args:
-        folder: App folder.
-        federation: Connection name in Flower's configuration; empty for the default.
-        stage: ``"validate"`` or ``"test"``.
-        ckpt: Checkpoint path on the server; ``None`` for the run's last checkpoint.
+    """Flower's command line to evaluate a run on the clients. ``ckpt=None`` stands for the run's last checkpoint.
 
     Example:
         >>> evaluation_command(Path("app"), "", "test", Path("best.ckpt"))[1:]

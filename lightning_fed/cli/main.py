@@ -57,10 +57,7 @@ data may be your own: --model my_project.MyModule. `fit -c RECIPE --print_config
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the program ``lightning-fed``.
-
-    Args:
-        args: Command line after the program name; ``None`` for the process's arguments.
+    """Runs the program ``lightning-fed`` with the process's arguments, or with ``args``.
 
     Raises:
         SystemExit: With status 2 for a wrong command line, with status 1 for a failed run, or after the help.

@@ -33,9 +33,6 @@ READ_PAST = ("trainer", "optimizer", "lr_scheduler")  # recipe entries without e
 def run(args: Sequence[str]) -> None:
     """Runs the command.
 
-    Args:
-        args: Command line after ``merge``.
-
     Raises:
         SystemExit: With status 2 for a wrong command line, or after the help.
         FileNotFoundError: If a checkpoint is missing.

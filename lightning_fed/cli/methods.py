@@ -16,11 +16,7 @@ from lightning_fed.argument_checks import check_option
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command.
-
-    Args:
-        args: Command line after ``methods``.
-    """
+    """Runs the command."""
     parser = _parser()
     options = parser.parse_args(args)
     try:
@@ -78,12 +74,9 @@ def table_of_methods() -> str:
 
 
 def describe_method(name: str) -> str:
-    """Describes a method: purpose, costs, options with defaults, and options for the method's callbacks.
+    """Describes a method, by name or import path: purpose, costs, options, and options for the method's callbacks.
 
     The costs are the points "Sends", "Keeps", "Costs" and "For" in the docstring.
-
-    Args:
-        name: Method name, or import path of a class.
 
     Raises:
         ValueError: If the method does not exist.
@@ -119,9 +112,6 @@ def describe_method(name: str) -> str:
 
 def costs_of(text: str) -> dict[str, str]:
     r"""Reads the points "Sends", "Keeps", "Costs" and "For" in a method's docstring.
-
-    Args:
-        text: The docstring.
 
     Example:
         >>> costs_of("An average.\n\n- Sends: 1 model down,\n  1 up.\n- Keeps: nothing.")

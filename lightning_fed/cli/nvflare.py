@@ -26,11 +26,7 @@ More: https://lightning-fed.github.io/lightning-fed/guides/nvflare/
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command.
-
-    Args:
-        args: Command line after ``nvflare``.
-    """
+    """Runs the command."""
     options = _parser().parse_args(args)
     from lightning_fed.cli.recipe_halves import write_halves  # imports torch
 

@@ -26,14 +26,7 @@ _EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command.
-
-    Args:
-        args: Command line after ``privacy``.
-
-    Raises:
-        OptionError: If the recipe has no differential privacy, or exceeds the budget.
-    """
+    """Runs the command."""
     mine, own = split_options(args)
     options = _parser().parse_args(mine)
     if not own and not _has_steps(options.recipe):
@@ -67,11 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
-    """Tables of the command, in Markdown.
-
-    Args:
-        recipe: The recipe.
-        has_audit: Whether to audit the aggregation rule, too.
+    """Writes the command's tables in Markdown, optionally with an audit of the aggregation rule.
 
     Raises:
         OptionError: If the recipe has no differential privacy, or exceeds the budget.
@@ -114,10 +103,6 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
 
 def draw_epsilon(recipe: Recipe, path: Path) -> None:
     """Draws epsilon over the rounds, for the planned noise, half the noise and twice the noise.
-
-    Args:
-        recipe: The recipe.
-        path: Picture file.
 
     Raises:
         OptionError: If the recipe has no differential privacy or exceeds the budget, or matplotlib is missing.

@@ -64,11 +64,7 @@ class Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recipe:
-    """Builds a recipe's objects.
-
-    Args:
-        path: The recipe, a YAML file for ``lightning-fed fit``.
-        args: Options from the command line, with precedence over the recipe.
+    """Builds a recipe's objects. Options in ``args`` take precedence over the recipe.
 
     Raises:
         OptionError: If the number of rounds is missing.
@@ -115,7 +111,7 @@ def _clients_of(recipe: Recipe) -> Sequence[Client]:
 
 
 def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], network: str) -> None:
-    """Writes the files of an app.
+    """Writes an app for a recipe.
 
     Args:
         folder: Target folder.

@@ -12,11 +12,7 @@ from lightning_fed.argument_checks import check_option
 
 
 def run(args: Sequence[str]) -> None:
-    """Runs the command.
-
-    Args:
-        args: Command line after ``recipes``.
-    """
+    """Runs the command."""
     parser = _parser()
     options = parser.parse_args(args)
     recipes = {path.stem: path for path in sorted(recipe_folder().glob("*.yaml"))}
@@ -46,11 +42,7 @@ def split_options(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def absent_recipe(args: Sequence[str]) -> str | None:
-    """Returns a hint, if the command line names a missing file with the name of a packaged recipe, or ``None``.
-
-    Args:
-        args: Command line after the program name.
-    """
+    """Returns a hint, if a command line names a missing file with the name of a packaged recipe, or ``None``."""
     # Guides name recipes by paths in the repository. An installed package has another folder.
     for argument in args:
         path = Path(argument.rpartition("=")[2])
@@ -70,11 +62,7 @@ def recipe_folder() -> Path:
 
 
 def title_of(recipe: Path) -> str:
-    """First sentence in a recipe's initial comment.
-
-    Args:
-        recipe: The YAML file.
-    """
+    """First sentence in a recipe's initial comment."""
     comment = []
     for line in recipe.read_text().splitlines():
         if not line.startswith("#"):

@@ -31,10 +31,10 @@ from lightning_fed.recipe import FederatedCLI
 
 
 def check_central(cli: FederatedCLI) -> None:
-    """Checks a recipe for settings that centralised training needs: the number of rounds and local epochs.
+    """Checks a recipe for the number of rounds and local epochs; centralised training needs both.
 
     Raises:
-        MisconfigurationException: If a setting is missing.
+        MisconfigurationException: If a number is missing.
     """
     trainer: Any = cli.trainer
     if trainer.federation.schedule.local_steps is not None:
@@ -49,9 +49,6 @@ def central_trainer(cli: FederatedCLI) -> L.Trainer:
     The number of batches in an epoch matches a round: the clients' examples times ``local_epochs``. An epoch may
     contain several passes over the pooled data, or part of a pass. Schedulers, validation, callbacks and ``max_epochs``
     therefore count in the same units as in a federation.
-
-    Args:
-        cli: Model, data and Trainer of the recipe.
     """
     federated: Any = cli.trainer
     federation: Federation = federated.federation

@@ -33,17 +33,11 @@ _NOT_KEPT = (Checkpoint, ModelSummary, ProgressBar, SaveConfigCallback)  # dropp
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a comparison.
-
-    Args:
-        method: The method.
-        seed: Seed for the split, the rounds and the initial weights.
-        stragglers: Fraction of stragglers; ``None`` for centralised training.
-    """
+    """A run of a comparison. The seed determines the split, the rounds and the initial weights."""
 
     method: MethodChoice
     seed: int
-    stragglers: float | None
+    stragglers: float | None  # fraction; `None` for centralised training
 
     def __str__(self) -> str:
         stragglers = f", {self.stragglers:.0%} stragglers" if self.stragglers else ""
@@ -62,12 +56,10 @@ class RoundCurve(Callback):
 
     Args:
         on_round: Called after each round with the round's number (from 1) and values.
-
-    Attributes:
-        rounds: One dictionary per round. ``seconds`` and ``cpu_seconds`` cover training and aggregation.
     """
 
     def __init__(self, on_round: Callable[[int, dict[str, float]], None]) -> None:
+        # `seconds` and `cpu_seconds` cover training and aggregation.
         self.rounds: list[dict[str, float]] = []
         self._on_round = on_round
         self._begin: tuple[float, float] | None = None
@@ -108,7 +100,7 @@ class RoundCurve(Callback):
 def train(
     cli: FederatedCLI, run: Run, folder: Path, logs: Path, on_round: OnRound, decision: str = ""
 ) -> dict[str, Any]:
-    """Trains a run. An interrupted run resumes after the last complete round.
+    """Trains a run and returns the results as JSON-compatible values. An interrupted run resumes after the last round.
 
     Args:
         cli: Model, data and Trainer of the recipe, built with the run's seed.
@@ -117,9 +109,6 @@ def train(
         logs: Folder for TensorBoard logs.
         on_round: Called after each round with the round's number (from 1), the number of rounds, and the values.
         decision: Decision for ``batch_norm="auto"`` from an earlier run of the comparison; empty without a decision.
-
-    Returns:
-        The run, ``rounds`` and ``batch_norm_decision``, as JSON-compatible values.
     """
     trainer = _make_trainer(cli, run)
     federation = federation_of(trainer)
@@ -146,13 +135,7 @@ def train(
 
 
 def evaluate(cli: FederatedCLI, run: Run, folder: Path) -> dict[str, float]:
-    """Evaluates a finished run on the test data, also by client if every client has test data.
-
-    Args:
-        cli: Model, data and Trainer of the recipe, built with the run's seed.
-        run: The run.
-        folder: Folder with the checkpoint.
-    """
+    """Evaluates a finished run on the test data, also by client if every client has test data."""
     trainer = _make_trainer(cli, run)
     trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path=folder / CHECKPOINT, verbose=False)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -72,12 +72,9 @@ class ProcessSynchronisation(RoundSynchronisation):
         processes: The process group.
         log: Replacement for the module's ``log``.
         balance: Measure for equal shares: batches or time.
-
-    Attributes:
-        visit_costs: Measured visit costs, for equal shares.
     """
 
-    visit_costs: VisitCosts
+    visit_costs: VisitCosts  # measured costs, for equal shares
 
     def __init__(
         self,
@@ -211,10 +208,6 @@ class ProcessSynchronisation(RoundSynchronisation):
 
 def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
     """Checks settings for a fit with several processes.
-
-    Args:
-        trainer: The Trainer.
-        store: Store for client states.
 
     Raises:
         MisconfigurationException: For ``max_steps``, an unshared store, checkpoints within a round, or a callback

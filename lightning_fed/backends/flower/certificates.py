@@ -74,14 +74,7 @@ def write_certificates(folder: Path, names: Sequence[str], days: int = 365) -> l
 
 
 def write_node_key(folder: Path, name: str) -> list[Path]:
-    """Writes a node's key pair in the format of ``ssh-keygen -t ecdsa``.
-
-    Args:
-        folder: Target folder for ``<name>.key``, and ``<name>.key.pub`` for registration with the server.
-        name: Node name.
-
-    Returns:
-        The new files.
+    """Writes a node's key pair ``<name>.key`` and ``<name>.key.pub``, in the format of ``ssh-keygen -t ecdsa``.
 
     Raises:
         FileExistsError: If the key exists.

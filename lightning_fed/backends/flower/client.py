@@ -81,11 +81,7 @@ def client_app(
 
 
 class LightningClientApp(ClientApp):
-    """Flower app returned by :func:`client_app`.
-
-    Args:
-        runner: Answers packets.
-    """
+    """Flower app returned by :func:`client_app`. A runner answers the messages."""
 
     def __init__(self, runner: ClientRunner) -> None:
         super().__init__()

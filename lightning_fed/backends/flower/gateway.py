@@ -58,11 +58,7 @@ Send = Callable[[Scope], Awaitable[None]]
 
 
 class Registry:
-    """Registered nodes' keys, read from the SuperLink's database.
-
-    Args:
-        database: The SuperLink's SQLite file.
-    """
+    """Registered nodes' keys, read from the SuperLink's SQLite database."""
 
     def __init__(self, database: str) -> None:
         self._uri = f"{Path(database).resolve().as_uri()}?mode=ro"
@@ -70,9 +66,6 @@ class Registry:
 
     async def find_node(self, headers: Mapping[bytes, bytes]) -> bytes | None:
         """Returns the registered key behind a call's signature; ``None`` without a key.
-
-        Args:
-            headers: The call's headers.
 
         Raises:
             sqlite3.Error: If the database cannot be read, and the key was not found in the last minute.
@@ -129,11 +122,7 @@ class Connection(socket.socket):
 
 
 class Listener(socket.socket):
-    """Listening socket with bounds for strangers' connections.
-
-    Attributes:
-        strangers: Connections without a signed call, the oldest first, by address and port.
-    """
+    """Listening socket with bounds for strangers' connections."""
 
     def __init__(self, family: int, address: tuple[Any, ...]) -> None:
         super().__init__(family, socket.SOCK_STREAM)
@@ -141,7 +130,7 @@ class Listener(socket.socket):
         if family == socket.AF_INET6:
             self.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         self.bind(address)
-        self.strangers: dict[tuple[Any, ...], Connection] = {}
+        self.strangers: dict[tuple[Any, ...], Connection] = {}  # by address and port, the oldest first
         self._burst = 0
 
     def accept(self) -> tuple[socket.socket, Any]:

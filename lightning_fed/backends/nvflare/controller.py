@@ -112,10 +112,7 @@ class FederationController(Controller):  # type: ignore[misc]
 
 
 def _survive_bad_answers() -> None:
-    """Prevents NVFLARE's job process from exiting after an undecodable answer: one site could end the job.
-
-    NVFLARE decodes an answer before the controller sees the answer. The decoding still fails, and the round excludes
-    the site at its deadline.
-    """
+    # NVFLARE decodes an answer before the controller sees the answer, and exits after an undecodable answer: one site
+    # could end the job. Without the exit, the round excludes the site at the deadline.
     if hasattr(cell, "_is_server_job_cell"):  # NVFLARE >= 2.8
         cell._is_server_job_cell = lambda _: False  # noqa: SLF001 - NVFLARE has no option

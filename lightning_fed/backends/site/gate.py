@@ -69,12 +69,7 @@ class SiteGate:
             _log.info("No policy at %s: every answer leaves.", path)
 
     def guard(self, kind: str, packet: Packet, answer: Callable[[Packet], Packet]) -> Packet:
-        """Answers a packet.
-
-        Args:
-            kind: The type of the server's message.
-            packet: The packet; the text may have a signature.
-            answer: Makes the answer to the packet without the signature.
+        """Answers a packet. The packet's text may have a signature; ``answer`` receives the unsigned packet.
 
         Raises:
             PacketError: If the packet is unreadable, or asks for the clients' names without permission.
@@ -110,10 +105,7 @@ class SiteGate:
         return left
 
     def judge_entries(self, names: Iterable[str]) -> None:
-        """Judges the entries of an update before training.
-
-        Args:
-            names: Names of the entries.
+        """Judges the names of an update's entries before training.
 
         Raises:
             Refusal: If the policy does not allow an entry.
@@ -139,14 +131,7 @@ class SiteGate:
         return False
 
     def _decide(self, order: Order, reply: Packet | Refusal | None) -> Packet | None:
-        """Records an order or a reply, and returns the packet for the server.
-
-        Args:
-            order: The order.
-            reply: The reply; ``None`` before the visit.
-
-        Returns:
-            The packet; ``None`` if the visit may begin.
+        """Records an order or a reply, and returns the packet for the server; ``None`` if the visit may begin.
 
         Raises:
             PacketError: Instead of a fault, if the order asks for the clients' names.

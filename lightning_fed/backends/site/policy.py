@@ -68,12 +68,7 @@ class PolicyError(Exception):
 
 
 class Refusal(ClientFault):
-    """Refusal to answer an order, by one rule.
-
-    Args:
-        rule: The rule.
-        reason: The reason, for the site's log.
-    """
+    """Refusal to answer an order, with the violated rule and the reason for the site's log."""
 
     def __init__(self, rule: str, reason: str) -> None:
         super().__init__(reason)
@@ -82,13 +77,7 @@ class Refusal(ClientFault):
 
 @dataclass(frozen=True)
 class Half:
-    """Properties of the client half under judgement.
-
-    Args:
-        method: Method name.
-        steps: Update steps, innermost first.
-        callbacks: Callbacks.
-    """
+    """Client half under judgement: method name, update steps (innermost first) and callbacks."""
 
     method: str
     steps: Sequence[UpdateStep] = ()
@@ -97,7 +86,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Order:
-    """Properties of a server's message under judgement.
+    """A server's message under judgement.
 
     Args:
         answer: Requested answer kind, see :data:`ANSWERS`.
@@ -124,13 +113,7 @@ class Order:
 
 @dataclass(frozen=True)
 class RequiredStep:
-    """An update step or callback required by a policy.
-
-    Args:
-        name: Class name.
-        at_least: Minimum values of attributes.
-        at_most: Maximum values of attributes.
-    """
+    """An update step or callback required by a policy, with minimum and maximum values for attributes."""
 
     name: str
     at_least: Mapping[str, float] = field(default_factory=dict)
@@ -214,10 +197,7 @@ class SitePolicy:
     record: str = "site_record.jsonl"
 
     def judge_order(self, order: Order, half: Half) -> dict[str, Any]:
-        """Judges an order before training.
-
-        Returns:
-            Rule to matching pattern.
+        """Judges an order before training. Returns a mapping from rule to matching pattern.
 
         Raises:
             Refusal: If the policy does not allow the answer.
@@ -249,10 +229,7 @@ class SitePolicy:
         return allowed
 
     def judge_entries(self, names: Iterable[str]) -> None:
-        """Judges an update's entries before training.
-
-        Args:
-            names: Entry names.
+        """Judges the names of an update's entries before training.
 
         Raises:
             Refusal: If an entry is not allowed.
@@ -260,14 +237,11 @@ class SitePolicy:
         _find_pattern("entries", names, self.entries)
 
     def judge_answer(self, answer: str, text: str) -> tuple[dict[str, Any], list[str]]:
-        """Judges an outgoing answer's content.
+        """Judges an outgoing answer. Returns a mapping from rule to matching patterns, and all names in the answer.
 
         Args:
             answer: Requested answer kind, see :data:`ANSWERS`.
             text: Answer text.
-
-        Returns:
-            Rule to matching patterns, and all names in the answer.
 
         Raises:
             Refusal: If any content is not allowed.
@@ -420,13 +394,7 @@ def find_kind(text: str) -> str:
 
 
 def read_order(kind: str, text: str, data: bytes) -> Order | None:
-    """Reads a server's message; ``None`` for an invalid message.
-
-    Args:
-        kind: Message type.
-        text: Text with signature.
-        data: Tensors as bytes.
-    """
+    """Reads a server's message with signature; ``None`` for an invalid message."""
     text, signature = split_signature(text)
     try:
         header = json.loads(text)["header"]

@@ -42,13 +42,7 @@ class RecordError(Exception):
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a record.
-
-    Args:
-        number: Line number, from 1.
-        digest: Digest of the line. The last line's digest is the head of the record.
-        content: Decoded JSON.
-    """
+    """A line: number (from 1), digest and decoded JSON. The last line's digest is the head of the record."""
 
     number: int
     digest: str
@@ -103,9 +97,6 @@ def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Ite
 
 def read_record(path: Path) -> Iterator[Line]:
     """Reads and verifies a complete record under a shared lock.
-
-    Args:
-        path: The file.
 
     Raises:
         RecordError: At the first altered line.

@@ -22,10 +22,7 @@ LIFETIME = 20 * 3600.0
 
 
 def read_private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
-    """Reads a server's private key.
-
-    Args:
-        path: File from ``ssh-keygen -t ed25519 -N ""``.
+    """Reads a server's private key, written by ``ssh-keygen -t ed25519 -N ""``.
 
     Raises:
         ValueError: If the file has no Ed25519 private key without a passphrase.
@@ -55,14 +52,7 @@ def read_public_key(line: str) -> Ed25519PublicKey:
 
 
 def sign(kind: str, text: str, data: bytes, key: Ed25519PrivateKey, seconds: float) -> str:
-    """Signs a message.
-
-    Args:
-        kind: Message type.
-        text: Message text: run, client, round and order.
-        data: Tensors as bytes.
-        key: Private key.
-        seconds: Lifetime.
+    """Signs a message: type, text (run, client, round and order) and tensors as bytes.
 
     Returns:
         The text, and a second line with expiry (nanoseconds since 1970) and signature.
@@ -95,14 +85,7 @@ def is_signed(kind: str, text: str, data: bytes, signature: str, key: Ed25519Pub
 
 
 def digest_order(kind: str, text: str, data: bytes, signature: str) -> str:
-    """Digest of the signed content: type, expiry, text and data. The signature's spelling does not change the digest.
-
-    Args:
-        kind: Message type.
-        text: Message text, without the signature.
-        data: Tensors as bytes.
-        signature: Line with expiry and signature; empty without a signature.
-    """
+    """Digest of type, expiry, text and data. The signature's spelling does not change the digest."""
     return hashlib.sha256(_signed(kind, signature.partition(":")[0], text, data)).hexdigest()
 
 

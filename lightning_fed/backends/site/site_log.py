@@ -13,12 +13,9 @@ _BYTES, _FILES = 10 * 2**20, 3  # a server must not fill the disk
 
 
 def keep_log(folder: Path) -> None:
-    """Redirects the package's log records to a file, because error texts may contain data.
+    """Redirects the package's log records to a file in a folder, because error texts may contain data.
 
-    A second call with the same folder has no effect.
-
-    Args:
-        folder: Folder for the file; the file is unreadable for other users.
+    Other users cannot read the file. A second call with the same folder has no effect.
     """
     logger, path = logging.getLogger("lightning_fed"), folder.resolve() / LOG_FILE
     if any(getattr(handler, "baseFilename", "") == str(path) for handler in logger.handlers):

@@ -246,16 +246,7 @@ def reduced(values: Tensor, reduction: str) -> Tensor:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Temporarily replaces an attribute.
-
-    Example:
-        >>> layer = nn.Linear(1, 1)
-        >>> with replaced(layer, "in_features", 7):
-        ...     print(layer.in_features)
-        7
-        >>> layer.in_features
-        1
-    """
+    """Temporarily replaces an attribute of an object."""
     before = {name: vars(owner)[name]} if name in vars(owner) else {}
     vars(owner)[name] = value
     try:

@@ -19,18 +19,13 @@ _log = logging.getLogger(__name__)
 
 
 class StackedVisits(VisitDriver):
-    """Drives grouped visits in lockstep, under ``torch.func.vmap``; a visit without a group trains alone.
-
-    Args:
-        arguments: Arguments for the base class.
-        model: Holds the clients' models.
-    """
+    """Drives grouped visits in lockstep, under ``torch.func.vmap``; a visit without a group trains alone."""
 
     trains_at_once = True
 
     def __init__(self, *arguments: Any, model: StackedModel) -> None:
         super().__init__(*arguments)
-        self._model = model
+        self._model = model  # holds the clients' models
         self._visits: list[ClientVisit] = []
 
     def start(self, group: Sequence[PlannedVisit]) -> None:
