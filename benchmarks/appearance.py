@@ -1,11 +1,12 @@
-"""Segmentation across clients that look different: what becomes of BatchNorm, against central training and each alone.
+"""BatchNorm in segmentation across clients with different image appearance, compared with central and local training.
 
-Settings: generated scenes whose clients have cameras of their own (mild, strong, and negatives for every second one),
-CamVid by drive, and scenes of which clients have seen few classes. The network starts from scratch (DeepLabV3+,
-ResNet-18), or its encoder from weights on ImageNet (U-Net, EfficientNet-Lite0, ``--weights``). In training BatchNorm
-normalises by batch with three treatments (`average`, `recalibrate`, `silobn`). Their weights are equal, and only the
-running statistics differ. The weights of `silobn` are scored with the statistics from the clients' last visits (`own`),
-with each client's statistics measured after the last aggregation (`measured`), pooled, and with those of each batch.
+Settings: generated scenes with a different camera per client (mild, strong, or negatives for every second client),
+CamVid by drive, and scenes with few classes per client. Networks: DeepLabV3+ with ResNet-18 from scratch, or a U-Net
+with an ImageNet-pretrained EfficientNet-Lite0 encoder (``--weights``).
+
+The treatments `average`, `recalibrate` and `silobn` train equal weights; only the running statistics differ. The
+weights of `silobn` are scored with four statistics: from each client's last visit (`own`), measured for each client
+after the last aggregation (`measured`), pooled, and from each batch.
 """
 
 from __future__ import annotations
@@ -51,42 +52,35 @@ TREATMENTS: dict[str, dict[str, Any]] = {
     "frozen": {"batch_norm": "frozen"},
     "group": {},
 }
-METHODS: dict[str, Callable[[], Method]] = {  # with the default statistics; their visits have two epochs in all, too
+METHODS: dict[str, Callable[[], Method]] = {  # with the default statistics, and two epochs per visit
     "fedmargin": FedMargin,
     "fedrep": lambda: FedRep(head_epochs=1, body_epochs=1),
     "ditto": lambda: Ditto(local_epochs=1, personal_epochs=1),
 }
-OWN = ("silobn", "personal", "fedrep", "ditto")  # every client has a state
+OWN = ("silobn", "personal", "fedrep", "ditto")  # methods with a state per client
 NAMES = ("background", "central", "alone", *TREATMENTS)
 AGAINST = ("central", "average")
 
 
 class Background(nn.Module):
-    """The floor: class 0 everywhere.
-
-    Args:
-        num_classes: Number of classes.
-
-    """
+    """Baseline: predicts class 0 everywhere."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.num_classes = num_classes
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of shape (N, classes, H, W) for images of shape (N, channels, H, W)."""
         return torch.eye(self.num_classes)[:, 0].view(1, -1, 1, 1).repeat(len(images), 1, *images.shape[2:])
 
 
 class NearestStatistics(UnseenStatistics):
-    """Normalises every example with the statistics of the known client under which it is most likely.
+    """Normalises each example with the statistics of the known client with the largest likelihood.
 
-    The likelihood is that of the inputs of the first layer that is run, as independent normal values.
+    The likelihood models the first BatchNorm layer's inputs as independent normal variables.
 
     Args:
         module: The module.
-        states: The clients' states.
-
+        states: States of the known clients.
     """
 
     def __init__(self, module: nn.Module, states: Sequence[Mapping[str, Any]]) -> None:
@@ -96,7 +90,6 @@ class NearestStatistics(UnseenStatistics):
         self._nearest: Any = None
 
     def statistics(self, name: str, layer: nn.BatchNorm2d, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Running mean and variance of every example's nearest client."""
         means, variances = (
             torch.stack([state[f"{name}.{entry}"].to(values) for state in self._states])
             for entry in ("running_mean", "running_var")
@@ -110,7 +103,7 @@ class NearestStatistics(UnseenStatistics):
 
 
 def data_of(setting: str, seed: int, arguments: argparse.Namespace) -> tuple[PartitionedData, int]:
-    """The clients of a setting, each with test data of its own, and the number of classes."""
+    """Returns a setting's clients, each with test data, and the number of classes."""
     source: L.LightningDataModule
     partition: Partition
     if setting == "drives":
@@ -147,15 +140,14 @@ def task_of(classes: int, norm: str, seed: int, start: str, arguments: argparse.
 
 
 def scores_of(task: Any, states: Mapping[Any, Mapping[str, Any]], data: Any, serve: Any = None) -> dict[str, Any]:
-    """Mean IoU on each client's test data with the state of its own, and on all of them together.
+    """Mean IoU for each client's test data with the client's state, and over all clients.
 
     Args:
-        task: Evaluates.
-        states: Client to the state that serves it.
+        task: The model.
+        states: Client to evaluated state.
         data: The clients' test data.
-        serve: States of known clients, for :class:`NearestStatistics`, or "batch", for :class:`UnseenStatistics`;
+        serve: States of known clients, for :class:`NearestStatistics`; ``"batch"`` for :class:`UnseenStatistics`;
             ``None`` for running statistics.
-
     """
     whole, clients, dice = SegmentationScores(task.num_classes), {}, {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -180,7 +172,7 @@ def scores_of(task: Any, states: Mapping[Any, Mapping[str, Any]], data: Any, ser
 
 
 def run(name: str, setting: str, start: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Trains once on a setting, and evaluates in every way that the treatment has."""
+    """Trains once and evaluates with all statistics of the treatment."""
     data, classes = data_of(setting, seed, arguments)
     return train(name, data, classes, seed, start, arguments, setting)
 
@@ -188,7 +180,6 @@ def run(name: str, setting: str, start: str, seed: int, arguments: argparse.Name
 def train(
     name: str, data: Any, classes: int, seed: int, start: str, arguments: argparse.Namespace, setting: str
 ) -> dict[str, Any]:
-    """Trains once on clients that have test data of their own, and evaluates in every way that the treatment has."""
     rounds, epochs = arguments.rounds or ROUNDS[start], EPOCHS
     task = task_of(classes, "group" if name == "group" else "batch", seed, start, arguments)
     curve = Curve(f"{setting}, {start}, {name}, seed {seed}:")
@@ -213,7 +204,7 @@ def train(
         result["scores"] = {"": {**scores_of(task, states, data), "everywhere": everywhere}}
     else:
         options = {"method": METHODS[name]()} if name in METHODS else dict(TREATMENTS[name])
-        if name not in ("fedrep", "ditto"):  # which say themselves how long a visit is
+        if name not in ("fedrep", "ditto"):  # these methods set the length of visits
             options["local_epochs"] = epochs
         if name == "fixed":
             options["batch_norm"] = FixedStatistics(rounds // 2)
@@ -235,7 +226,7 @@ def train(
             for way, states in measured_states(task, shared, data).items():
                 result["scores"][way] = scores_of(task, states, data)
             result["scores"]["batch"] = scores_of(task, dict.fromkeys(clients, shared), data, "batch")
-            others = {}  # the most similar of the *other* clients: as if this one had not taken part
+            others = {}  # excludes the evaluated client: simulates an unseen client
             for client in clients:
                 known = [state for key, state in own_states.items() if key != client]
                 others[str(client)] = scores_of(task, dict.fromkeys(clients, shared), _only(data, client), known)["all"]
@@ -246,7 +237,7 @@ def train(
 
 
 def measured_states(task: Any, weights: Mapping[str, Tensor], data: Any) -> dict[str, dict[Any, dict[str, Tensor]]]:
-    """States with running statistics from one pass through the final weights: by client, and over all clients."""
+    """States with running statistics measured with the final weights: by client, and over all clients."""
 
     def measure(names: Sequence[Any]) -> dict[str, Tensor]:
         task.load_state_dict(weights)
@@ -262,23 +253,20 @@ def measured_states(task: Any, weights: Mapping[str, Tensor], data: Any) -> dict
 
 
 def _only(data: Any, client: Any) -> Any:
-    """The test data of one client."""
     return argparse.Namespace(test={client: data.test[client]})
 
 
 def on_all(score: Mapping[str, Any]) -> Any:
-    """IoU on all test images together, where there is one."""
     return score.get("all")
 
 
 def mean_client(score: Mapping[str, Any]) -> Any:
-    """Mean over the clients."""
     values = list(score["clients"].values())
     return sum(values) / len(values)
 
 
 def rows_of(found: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
-    """A row for every way: IoU on all and mean over clients, each with its distances to others; the worst client."""
+    """Table rows: IoU over all images, mean over clients (each with paired differences), and the worst client."""
     bases = {name: {result["seed"]: result["scores"][""] for result in found.get(name, [])} for name in AGAINST}
     rows = []
     for name, runs in found.items():
@@ -302,7 +290,7 @@ def rows_of(found: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
 
 
 def draw(results: dict[tuple[str, str], dict[str, list[dict[str, Any]]]], path: Path) -> None:
-    """Mean IoU over clients of each way, a panel for each setting."""
+    """Draws the mean IoU over clients, one panel per setting."""
     from matplotlib.figure import Figure
 
     columns = min(4, len(results))

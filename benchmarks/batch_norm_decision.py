@@ -44,7 +44,6 @@ def shifts_of(states: Mapping[Any, Mapping[str, Tensor]], sizes: Mapping[Any, in
 
 
 def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Trains once on a setting, and evaluates in every way."""
     if name == "retina":
         data, classes = hospitals.Retina(arguments.data).hospitals(), 2
     else:

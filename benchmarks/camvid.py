@@ -1,7 +1,7 @@
-"""Federated segmentation on CamVid: what to do with BatchNorm, against the same model trained on pooled data.
+"""BatchNorm treatments for federated segmentation on CamVid, compared with central training.
 
-Runs one (setting, method, seed) after another, writes each to a JSON file, skips those that are done, and makes the
-table from what is there. All comparisons are on validation frames; test frames are touched by ``--test`` alone.
+The script runs one (setting, method, seed) after another, stores each result as JSON, skips finished runs, and makes a
+table from the stored results. All comparisons use validation frames; only ``--test`` uses test frames.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BATCH_SIZE = 8
 
 @dataclass(frozen=True)
 class Setting:
-    """Who the clients are and how much they do in a round."""
+    """Clients, and local work per round."""
 
     name: str
     words: str
@@ -67,7 +67,7 @@ WORDS = {
 
 
 class Clients(FederatedDataModule):
-    """Clients with training and held-out frames of their own, and validation frames for the global model."""
+    """Clients with training and held-out frames; validation frames for the global model."""
 
     def __init__(self, train: Mapping[Any, Dataset[Any]], held_out: Mapping[Any, Dataset[Any]], val: Any) -> None:
         super().__init__(train, val=held_out, batch_size=BATCH_SIZE)
@@ -78,7 +78,7 @@ class Clients(FederatedDataModule):
 
 
 def make_data(camvid: CamVid, setting: Setting, seed: int, quick: bool) -> Clients:
-    """Every second frame; the clients keep 15 % of theirs back (a sequence: its end; else at random)."""
+    """Splits every second frame; each client holds out 15 % (the end of a sequence, otherwise random frames)."""
     frames = camvid.train_dataset
     frames = frames.subset(np.arange(0, len(frames), 8 if quick else 2))
     if setting.name.startswith("sequence"):
@@ -107,7 +107,6 @@ def make_task(method: str, arguments: argparse.Namespace) -> SegmentationTask:
 
 
 def run(setting: Setting, method: str, seed: int, camvid: CamVid, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Trains once; the curve and the final model's numbers."""
     L.seed_everything(seed, verbose=False)
     task = make_task(method, arguments)
     data = make_data(camvid, setting, seed, arguments.quick)
@@ -143,7 +142,6 @@ def run(setting: Setting, method: str, seed: int, camvid: CamVid, arguments: arg
 
 
 def test(setting: str, method: str, seed: int, camvid: CamVid, arguments: argparse.Namespace) -> None:
-    """Adds the test frames' numbers to a finished run."""
     path = result_path(arguments, setting, method, seed)
     result = load_json(path)
     if result is None or "test" in result:
@@ -162,13 +160,12 @@ def result_path(arguments: argparse.Namespace, setting: str, method: str, seed: 
 
 
 def last(result: dict[str, Any], name: str, count: int = 3) -> float:
-    """Mean over the last rounds that logged ``name``: a single round is noisy at a constant learning rate."""
+    """Mean over the last rounds with a value: single rounds are noisy at a constant learning rate."""
     values = [values[name] for values in result["curve"] if name in values]
     return float(np.mean(values[-count:])) if values else float("nan")
 
 
 def report(arguments: argparse.Namespace) -> str:
-    """The tables, of all runs that are there."""
     parts = []
     height, width = arguments.size
     for setting in SETTINGS.values():
@@ -216,7 +213,7 @@ def report(arguments: argparse.Namespace) -> str:
 
 
 def growth(arguments: argparse.Namespace, setting: Setting) -> str:
-    """Validation mIoU by round, seed 0."""
+    """Table of the validation mIoU by round, for seed 0."""
     marks = sorted({1, 2, 3, 5, 10, 15, 20, 30} & set(range(1, setting.rounds + 1)))
     rows = []
     for method in METHODS:
@@ -229,7 +226,7 @@ def growth(arguments: argparse.Namespace, setting: Setting) -> str:
 
 
 def draw(path: Path, arguments: argparse.Namespace) -> None:
-    """Validation mIoU by round, one line per method: the mean over seeds, and the range as a band."""
+    """Draws the validation mIoU by round, one line per method: mean and range over seeds."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,8 @@
-"""Seconds per round of two processes with one thread each, beside one process and a loop by hand.
+"""Seconds per round for two processes with one thread each, compared with one process and a loop by hand.
 
-Every fit has processes of its own, forked from this one, and what is measured begins with its second round. One after
-another in every repetition: the loop of `speed.py` with one thread and with two, `FederatedTrainer` in one process, and
-`strategy="client_parallel"` in two. Ratios are taken within a repetition.
+Each fit runs in separate forked processes; the measurement starts with the second round. Each repetition runs in turn:
+the loop from `speed.py` with one thread and with two threads, `FederatedTrainer` in one process, and
+`strategy="client_parallel"` in two processes. Ratios are computed within a repetition.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORDS = {
 
 
 def run(name: str, network: str, rounds: int) -> dict[str, Any]:
-    """One fit, in this process: seconds per round on both clocks, and the weights' checksum."""
+    """Runs one fit in this process: seconds per round (wall clock, CPU) and a checksum of the weights."""
     torch.set_num_threads(2 if name == "hand, 2 threads" else 1)
     experiment = Experiment(network, rounds)
     if name.startswith("hand"):
@@ -58,7 +58,7 @@ def run(name: str, network: str, rounds: int) -> dict[str, Any]:
 
 
 def measure(name: str, network: str, rounds: int, folder: Path) -> dict[str, Any]:
-    """One fit, in one or two processes of its own: the longer wall clock, and the seconds of the busier process."""
+    """Runs one fit in separate processes: the longest wall-clock time, and the CPU seconds of the busiest process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -69,7 +69,7 @@ def measure(name: str, network: str, rounds: int, folder: Path) -> dict[str, Any
         if pid == 0:
             code = 1
             try:
-                if count > 1:  # as `torchrun` would say it
+                if count > 1:  # environment variables set by `torchrun`
                     found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count, "RANK": rank}
                     found |= {"LOCAL_RANK": rank, "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": count, "TORCHELASTIC_RUN_ID": 0}
                     os.environ.update({key: str(value) for key, value in found.items()})
@@ -78,7 +78,7 @@ def measure(name: str, network: str, rounds: int, folder: Path) -> dict[str, Any
             finally:
                 os._exit(code)
         pids.append(pid)
-    if any([os.waitpid(pid, 0)[1] for pid in pids]):  # of all, before anything is raised
+    if any([os.waitpid(pid, 0)[1] for pid in pids]):  # waits for all processes before an error
         raise SystemExit(f"{name} failed.")
     parts = [json.loads((folder / f"process-{rank}.json").read_text()) for rank in range(count)]
     return {key: max(part[key] for part in parts) for key in ("wall", "process")} | {"checksum": parts[0]["checksum"]}

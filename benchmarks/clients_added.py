@@ -1,7 +1,7 @@
-"""Clients that come one group after another: what the global model gains from each (FedMA's paper, Figure 6).
+"""Gain from new client groups for the global model (Figure 6 in the FedMA paper).
 
-16 clients of CIFAR-10, each with its own Dirichlet mix of the classes, come in four groups. After each has come, all
-clients that are there train for one pass of FedMA, or as many rounds of another rule.
+16 CIFAR-10 clients with Dirichlet class mixes join in four groups. After each group, all present clients train for one
+FedMA pass, or for as many rounds with another rule.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     trainer = FederatedTrainer(max_rounds=1, method=RULES[name](), seed=seed, callbacks=[curve], **QUIET)
     scores = []
     for step in range(1, 2 if arguments.quick else CLIENTS // GROUP + 1):
-        trainer.fit_loop.max_epochs = step * ROUNDS  # the same Trainer goes on, with more clients
+        trainer.fit_loop.max_epochs = step * ROUNDS  # the same Trainer resumes with more clients
         there = {client: Subset(frames, indices) for client, indices in parts[: step * GROUP]}
         trainer.fit(task, FederatedDataModule(there, val=source.val_dataloader(), batch_size=BATCH))
         scores.append(curve.rounds[-1]["val_acc"])

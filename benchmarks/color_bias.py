@@ -1,8 +1,8 @@
-"""Colour and class that go together: pooled training learns the colour, clients of one colour each need not.
+"""Colour bias: pooled training learns colours instead of classes; clients with one colour each may not.
 
-The bias study of FedMA's paper (Figure 4): of five classes 95 % of the training images are grey, of the others 5 %; one
-client has the former, another the latter. Half of the test images of every class are grey. Pooled training on the same
-images, with and without remedies for the bias, and training on images without the bias are what it is compared with.
+The FedMA paper's bias study (Figure 4): 95 % of the training images are grey in five classes, 5 % in the other classes.
+One client has the grey images, another client has the coloured images. In the test data half of each class is grey.
+Baselines: pooled training on the same images, with and without remedies for the bias, and training on unbiased images.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POOLED = ("pooled", "pooled, oversampled", "pooled, as many of each", "pooled, w
 
 
 def colored(images: Tensor, labels: Tensor, shares: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Images of which some are grey, in each class a share, and which."""
+    """Converts images to grey, with a share per class; also returns the mask."""
     generator = torch.Generator().manual_seed(seed)
     is_grey = torch.rand(len(labels), generator=generator) < shares[labels]
     grey = (images * LUMA[:, None, None]).sum(1, keepdim=True).expand_as(images)
@@ -78,7 +78,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
         trainer.fit(task, FederatedDataModule(clients, val=validation, batch_size=BATCH))
     else:
         chosen = balanced(name, labels, is_grey, seed)
-        epochs = max(1, round(rounds * EPOCHS * IMAGES / len(chosen)))  # as many examples
+        epochs = max(1, round(rounds * EPOCHS * IMAGES / len(chosen)))  # equal number of examples
         trainer = L.Trainer(max_epochs=epochs, callbacks=[curve], check_val_every_n_epoch=max(1, epochs // 18), **QUIET)
         loader = DataLoader(TensorDataset(inputs[chosen], labels[chosen]), BATCH, shuffle=True)
         trainer.fit(task, loader, validation)
@@ -87,7 +87,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def balanced(name: str, labels: Tensor, is_grey: Tensor, seed: int) -> Tensor:
-    """Which images are trained on: in each class as many grey ones as others, by repeating the few or leaving out."""
+    """Indices of training images: equal numbers of grey and coloured images per class, by repetition or exclusion."""
     everything = torch.arange(len(labels))
     if name in ("pooled", "pooled, without bias"):
         return everything

@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: arguments, curves of a fit, results on disk, sections of a Markdown file."""
+"""Code shared by benchmark scripts: arguments, fit curves, stored results, Markdown sections."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ import torch
 from scipy.stats import t
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
-"""Arguments of a Trainer that does nothing but train and validate."""
+"""Trainer arguments for training and validation only."""
 
 
 def parser(description: str, data: bool = True, seeds: Sequence[int] = ()) -> argparse.ArgumentParser:
-    """The arguments that every script has; with ``seeds`` those of :func:`run_all` too."""
+    """Parser with the common arguments; with ``seeds`` also the arguments for :func:`run_all`."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     if data:
         made.add_argument("--data", type=Path, required=True, help="folder that holds the data set")
@@ -41,11 +41,11 @@ def parser(description: str, data: bool = True, seeds: Sequence[int] = ()) -> ar
     return made
 
 
-_machine = ""  # what `--machine` says; empty for this one
+_machine = ""  # value of `--machine`
 
 
 def prepare(arguments: argparse.Namespace) -> None:
-    """Sets threads and silences what Lightning says about every fit."""
+    """Sets threads and silences Lightning's messages."""
     torch.set_num_threads(arguments.threads)
     global _machine
     _machine = arguments.machine
@@ -63,12 +63,7 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 class Curve(L.Callback):
-    """Every logged number, and the seconds of training, round by round (or epoch by epoch).
-
-    Attributes:
-        rounds: One dictionary per round.
-
-    """
+    """Records logged values and training seconds per round or epoch, in ``rounds``."""
 
     def __init__(self, verbose: str = "") -> None:
         self.rounds: list[dict[str, float]] = []
@@ -99,15 +94,13 @@ class Curve(L.Callback):
 
 
 def save_json(path: Path, value: Any) -> None:
-    """Writes a file as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
+    part = path.with_suffix(".part")  # an interrupted write leaves no partial result
     part.write_text(json.dumps(value))
     os.replace(part, path)
 
 
 def load_json(path: Path) -> Any:
-    """What :func:`save_json` wrote; ``None`` if there is no such file."""
     return json.loads(path.read_text()) if path.exists() else None
 
 
@@ -117,17 +110,16 @@ def run_all(
     run: Callable[[str, int, argparse.Namespace], dict[str, Any]],
     arguments: argparse.Namespace,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Runs everything by every name with every seed, but for what is on disk already.
+    """Runs every name with every seed, except for stored results.
 
     Args:
-        study: The folder of the results.
-        names: What is compared.
-        run: Makes the result of a name and a seed.
-        arguments: Those of :func:`parser` with ``seeds``.
+        study: Folder for the results.
+        names: Compared names.
+        run: Function from name, seed and arguments to a result.
+        arguments: Arguments from :func:`parser` with ``seeds``.
 
     Returns:
-        The results by name, one for each seed; only of what there is with ``--report``.
-
+        Results by name, one for each seed; with ``--report`` only stored results.
     """
     results: dict[str, list[dict[str, Any]]] = {}
     names = list(names)
@@ -142,7 +134,7 @@ def run_all(
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Mean and standard deviation in words; nothing of nothing."""
+    """Mean and standard deviation as text; empty without values."""
     if not values:
         return ""
     std = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
@@ -154,18 +146,18 @@ PAIRED = (
     "Differences are paired by seed: their mean, and in brackets its 95 % interval by the paired t test; bold where"
     f" there are {SEEDS_TO_TELL} seeds or more and the interval leaves out 0."
 )
-"""What a table says of its differences; the rule is in `docs/results/index.md`."""
+"""Explanation below tables with differences; `docs/results/index.md` has the rule."""
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean of paired differences, one for each seed; at least two."""
+    """95 % interval for the mean of paired differences, one per seed; at least two."""
     mean, count = statistics.fmean(differences), len(differences)
     half = t.ppf(0.975, count - 1) * statistics.stdev(differences) / math.sqrt(count)
     return mean - half, mean + half
 
 
 def paired(differences: Sequence[float], digits: int = 3) -> str:
-    """Differences by seed in words, as :data:`PAIRED` says: all tables tell methods apart by this rule."""
+    """Formats differences by seed according to :data:`PAIRED`, the common rule for all tables."""
     if not differences:
         return ""
     mean = f"{statistics.fmean(differences):.{digits}f}"
@@ -177,7 +169,7 @@ def paired(differences: Sequence[float], digits: int = 3) -> str:
 
 
 def without_columns(text: str, *names: str) -> str:
-    """Markdown tables without the columns of these names."""
+    """Removes the named columns from Markdown tables."""
     lines, dropped = [], list[int]()
     for line in text.split("\n"):
         cells = line.strip("|").split("|")
@@ -191,14 +183,12 @@ def without_columns(text: str, *names: str) -> str:
 
 
 def picture(arguments: argparse.Namespace, name: str, words: str) -> str:
-    """The link to a figure, if figures are drawn."""
     if arguments.figures is None or arguments.out is None:
         return ""
     return f"![{words}]({os.path.relpath(arguments.figures / f'{name}.png', arguments.out.parent)})"
 
 
 def version() -> str:
-    """The commit that is measured, as git names it."""
     found = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
     )
@@ -206,7 +196,7 @@ def version() -> str:
 
 
 def machine(threads: int) -> str:
-    """The machine in words, or those that ``--machine`` has for it."""
+    """Description of the machine, or the value of ``--machine``."""
     if _machine:
         return _machine
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -220,8 +210,8 @@ def machine(threads: int) -> str:
 
 
 def peak_bytes() -> int:
-    """Peak resident bytes of this process. ``ru_maxrss`` would start at the peak of the process that started it."""
-    status = Path("/proc/self/status")
+    """Peak resident bytes of this process."""
+    status = Path("/proc/self/status")  # `ru_maxrss` includes the parent process's peak
     if status.exists():
         (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
@@ -229,14 +219,14 @@ def peak_bytes() -> int:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table; all columns but the first are numbers."""
+    """Formats a Markdown table; all columns except the first contain numbers."""
     lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
     lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
     return "\n".join(lines)
 
 
 def write_section(path: Path | None, name: str, text: str) -> None:
-    """Puts ``text`` between the markers ``<!-- name -->`` and ``<!-- /name -->`` of a Markdown file, or prints it."""
+    """Writes text between ``<!-- name -->`` and ``<!-- /name -->`` in a Markdown file, or prints the text."""
     if path is None:
         print(text)
         return

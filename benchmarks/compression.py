@@ -1,4 +1,4 @@
-"""Compressed updates: the score and the bytes that travel, for a CNN, a DeepLab and adapters of low rank."""
+"""Compressed updates: scores and transmitted bytes for a CNN, a DeepLab and low-rank adapters."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ FORMS: dict[str, Callable[[], list[UpdateStep]]] = {
 
 @dataclass(frozen=True)
 class Study:
-    """A model whose clients' updates are sent in every form.
+    """A model for all compression forms.
 
     Args:
-        words: The setting; ``monitor``, in %, is the score.
-        train: Trains with a form, a seed and rounds; returns the score and the bytes by round.
-
+        words: Description of the setting.
+        monitor: Score, in percent.
+        train: Trains with a form, a seed and rounds; returns scores and bytes by round.
     """
 
     words: str

@@ -1,8 +1,9 @@
-"""Seconds per round of DP-SGD beside plain training, with and without its noise.
+"""Seconds per round for DP-SGD with and without noise, compared with plain training.
 
-All train the same clients in one process, alternating: every repetition runs a short fit of each, and ratios are taken
-within a repetition. BatchNorm is replaced by GroupNorm in all of them. Validation, loggers, progress bars and
-checkpoints are off. Plain training has passes over all examples, DP-SGD as many batches of the same expected size.
+All variants train the same clients in one process, in alternation: every repetition runs a short fit of each variant,
+and ratios are computed within a repetition. All networks have GroupNorm instead of BatchNorm. Validation, loggers,
+progress bars and checkpoints are off. Plain training passes over all examples; DP-SGD draws as many batches with the
+same expected size.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SIZES = {"mcmahan_cnn": (4, 200), "deeplab": (2, 32)}  # clients and examples
 
 
 def run(setting: Setting, method: str) -> tuple[float, float]:
-    """Wall and process seconds of a fit's second round."""
+    """Wall-clock and CPU seconds for a fit's second round."""
     watch, noise = Stopwatch(), METHODS[method][1]
     callbacks = [watch] if noise is None else [DPSGD(1.0, noise, delta=1e-3), watch]
     trainer = FederatedTrainer(max_rounds=2, seed=0, callbacks=callbacks, **QUIET)
@@ -39,7 +40,7 @@ def run(setting: Setting, method: str) -> tuple[float, float]:
 
 
 def measure(setting: Setting, repetitions: int) -> dict[str, Any]:
-    """Seconds per round of each method, for every repetition but the first."""
+    """Seconds per round for each method and repetition, without the first repetition."""
     setting.module = to_group_norm(setting.module)  # type: ignore[assignment] # the same module
     start = {name: value.clone() for name, value in setting.module.state_dict().items()}
     seconds: dict[str, list[list[float]]] = {name: [] for name in METHODS}

@@ -1,8 +1,8 @@
-"""Methods that correct client drift, and personal models, on the published comparisons of NIID-Bench and PFLlib.
+"""Methods for client drift and personal models, on the published comparisons from NIID-Bench and PFLlib.
 
-Trains what is not trained yet, through `lightning_fed.compare`, and puts the published numbers beside what is there.
-Nothing is tuned: rates, momentum, batches and clients are those of the publications. What is smaller than there is in
-the words of each study; `--full` takes their lengths.
+The script trains missing runs through `lightning_fed.compare`, and prints published numbers next to the results.
+Nothing is tuned: learning rates, momentum, batch sizes and clients are from the publications. Each study's description
+names reduced settings; `--full` uses the published sizes.
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ PERSONAL_METHODS = (
 
 @dataclass(frozen=True)
 class Study:
-    """One published comparison.
+    """A published comparison.
 
     Args:
-        recipe: Its recipe, in ``recipes/``.
-        words: The setting, as the report says it, and what is smaller than in the publication.
-        source: The publication of the numbers.
-        data: The recipe's option for the folder of the data.
+        recipe: Recipe in ``recipes/``.
+        words: Description of the setting for the report, with all reductions.
+        source: Publication.
+        data: The recipe's option for the data folder.
         methods: The methods.
-        monitor: What is compared.
-        small: Arguments of the recipe that make it smaller.
-        variants: Name to further arguments of the recipe.
-        published: Variant and method's name to the published accuracy, in percent.
+        monitor: Compared metric.
+        small: Recipe arguments for the reduced setting.
+        variants: Name to further recipe arguments.
+        published: Variant and method to published accuracy, in percent.
         seeds: Seeds.
-        rounds: Rounds of the small setting.
-
+        rounds: Rounds in the reduced setting.
     """
 
     recipe: str
@@ -126,11 +125,11 @@ STUDIES = {
         rounds=60,
     ),
 }
-TWO_EPOCHS = ("ditto", "fedrep")  # a round of theirs has two local epochs, of the others one
+TWO_EPOCHS = ("ditto", "fedrep")  # methods with two local epochs per round instead of one
 
 
 def make_plans(name: str, variant: str, arguments: argparse.Namespace) -> list[Plan]:
-    """The plan, or with `--equal-steps` that of the methods with one epoch a round and that of the others."""
+    """Returns the plan; with `--equal-steps` separate plans for methods with one and with two epochs per round."""
     methods = arguments.methods or STUDIES[name].methods
     if not arguments.equal_steps:
         return [make_plan(name, variant, arguments, methods, arguments.rounds)]
@@ -161,25 +160,23 @@ def make_plan(name: str, variant: str, arguments: argparse.Namespace, methods: S
 
 
 def score(run: Mapping[str, Any], monitor: str, last: int, megabytes: float = math.inf) -> float:
-    """Mean over the last rounds, or the last that these bytes pay, in percent."""
+    """Mean over the last rounds within a budget of transmitted megabytes, in percent."""
     values = [values[monitor] for values in run["rounds"] if monitor in values and megabytes_of(values) <= megabytes]
     return 100 * statistics.fmean(values[-last:])
 
 
 def megabytes_of(values: Mapping[str, float]) -> float:
-    """What has travelled up to a round, both ways."""
     return (values["comm/total_up_bytes"] + values["comm/total_down_bytes"]) / 1e6
 
 
 def against_fedavg(scores: Mapping[str, Mapping[int, float]], method: str) -> list[str]:
-    """A method's score, and its difference to federated averaging."""
+    """Score of a method, and difference to federated averaging."""
     own, others = scores[method], scores.get("fedavg", {})
     apart = [value - others[seed] for seed, value in own.items() if seed in others and method != "fedavg"]
     return [spread(list(own.values()), 2), paired(apart, 2)]
 
 
 def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.Namespace) -> str:
-    """The tables of a study, of all runs that are there."""
     study = STUDIES[name]
     command = f"python benchmarks/drift.py --data DATA --studies {name}{' --full' if arguments.full else ''}"
     given = {key: getattr(arguments, key) for key in ("variants", "methods", "seeds")}

@@ -1,7 +1,7 @@
-"""Why three drives of CamVid lose to central training: the optimizer that starts anew, the averaging, or the drives.
+"""Causes of the lower scores for CamVid's three drives than for central training: optimizer resets, averaging, or data.
 
-One part after another is added to central training, with the same frames, network and number of passes; then the local
-work is shortened. The network is that of `appearance.py --small`, the frames have a quarter of the pixels there.
+The script adds one part after another to central training, with equal frames, network and passes, and then shortens
+the local work. The network is from `appearance.py --small`; the frames have a quarter of the pixels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AGAINST = ("central", "three alike", "three drives")
 
 
 def clients_of(kind: str, data: Any, seed: int) -> FederatedDataModule:
-    """All frames at one client, in parts of the drives' sizes, or by drive."""
+    """All frames at one client, random parts with the drives' sizes, or the drives."""
     if kind == "drives":
         return FederatedDataModule(dict(data.clients), batch_size=appearance.BATCH)
     pooled: ConcatDataset[Any] = ConcatDataset(data.clients.values())
@@ -52,7 +52,7 @@ def data_of(seed: int, arguments: argparse.Namespace) -> PartitionedData:
 
 
 def balance(data: PartitionedData, seed: int) -> dict[str, float]:
-    """How far a client's share of pixels by class is from that of all: the total variation, mean over the clients."""
+    """Mean total variation distance between a client's and the overall class distribution of pixels."""
     found = {}
     for kind in ("alike", "drives"):
         parts = [torch.stack([mask for _, mask in frames]) for frames in clients_of(kind, data, seed).clients.values()]
@@ -68,7 +68,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     curve, options = Curve(f"{name} {seed}:"), dict(WAYS[name])
     task.lr *= options.pop("rate", 1)
     rounds = ROUNDS * options.pop("longer", 1)
-    if "local_steps" in options:  # as many steps in all as the clients have in the mean
+    if "local_steps" in options:  # equals the clients' mean number of steps
         batches = sum(-(-len(frames) // appearance.BATCH) for frames in data.clients.values()) / len(data.clients)
         rounds = round(ROUNDS * EPOCHS * batches / STEPS)
     if arguments.quick:

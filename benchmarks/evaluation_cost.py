@@ -1,8 +1,8 @@
-"""Seconds and bytes per round of evaluating clients, beside training and Lightning's own validation.
+"""Seconds and bytes per round for client evaluation, compared with training and with Lightning's validation.
 
-All fits train the same clients in one process, alternating: every repetition runs a short fit of each, and ratios are
-taken within a repetition. Each client has a quarter as many validation as training examples. Loggers, progress bars and
-checkpoints are off.
+All fits train the same clients in one process, in alternation: every repetition runs a short fit of each variant, and
+ratios are computed within a repetition. Each client has a quarter as many validation examples as training examples.
+Loggers, progress bars and checkpoints are off.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZES = {"mcmahan_cnn": (4, 200), "deeplab": (2, 32)}  # clients and examples
 
 
 def run(setting: Setting, kind: str) -> tuple[tuple[float, float], dict[str, float]]:
-    """Wall and process seconds of a fit's second round, and what the evaluation has counted."""
+    """Wall-clock and CPU seconds for a fit's second round, and the counted bytes."""
     watch = Stopwatch()
     callbacks = [watch, ClientEvaluation(1 if kind == "clients" else 0)]
     val = {key: Subset(data, range(len(data) // 4)) for key, data in setting.clients.items()}  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ def run(setting: Setting, kind: str) -> tuple[tuple[float, float], dict[str, flo
 
 
 def measure(setting: Setting, repetitions: int) -> dict[str, Any]:
-    """Seconds per round of each kind, for every repetition but the first."""
+    """Seconds per round for each variant and repetition, without the first repetition."""
     start = {name: value.clone() for name, value in setting.module.state_dict().items()}
     seconds: dict[str, list[list[float]]] = {name: [] for name in KINDS}
     names, counted = list(KINDS), {}

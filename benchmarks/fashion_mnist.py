@@ -1,8 +1,8 @@
-"""Fashion-MNIST: FedAvg through `FederatedTrainer` against a hand-written PyTorch loop; the curves must be equal.
+"""FedAvg on Fashion-MNIST: `FederatedTrainer` and a hand-written PyTorch loop must have equal curves.
 
-The hand-written loop shares with the package what defines the experiment: the split over clients, the schedule (who
-takes part, with which seed) and the initial weights. Local training, the cutting of batches and the averaging are its
-own. A third line is the same network trained on the pooled data for the same number of steps.
+Both share the definition of the experiment: split over clients, schedule (cohorts and seeds) and initial weights. The
+hand-written loop has separate code for local training, batches and averaging. A third curve shows the same network on
+pooled data with the same number of steps.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def train_ours(data: FashionMNIST, arguments: argparse.Namespace) -> dict[str, A
 
 
 def train_centrally(data: FashionMNIST, steps: list[int], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The same number of steps as the federation took, validated where it was: ``steps`` counts them from 0."""
+    """Trains on pooled data, with a validation after each of the federation's step counts in ``steps``."""
     task, curve = make_task(arguments), Curve("central")
     marks = iter(np.diff([0, *steps]).tolist())
     accuracies = []
@@ -95,7 +95,7 @@ def train_by_hand(data: FashionMNIST, arguments: argparse.Namespace) -> dict[str
 
 
 def batches(indices: np.ndarray) -> list[Tensor]:
-    """Batches of 20; a single example that is left over joins the batch before it."""
+    """Batches of 20; a single remaining example joins the last batch."""
     places = list(range(0, len(indices), BATCH_SIZE))
     if len(places) > 1 and len(indices) % BATCH_SIZE == 1:
         places.pop()
@@ -103,7 +103,6 @@ def batches(indices: np.ndarray) -> list[Tensor]:
 
 
 def plain(dataset: Any) -> tuple[Tensor, Tensor]:
-    """Normalised images and classes."""
     images = dataset.inputs.float() / 255
     return (images - 0.2860) / 0.3530, dataset.targets
 
@@ -128,7 +127,6 @@ def finished(network: nn.Module, data: FashionMNIST, accuracies: list[float], cu
 
 
 def kept(path: Path, train: Any) -> dict[str, Any]:
-    """The result on disk, or else of training."""
     result, weights = load_json(path), path.with_suffix(".pt")
     if result is None:
         result = train()

@@ -1,11 +1,11 @@
-"""FedFusion against federated averaging: rounds to milestones, accuracies, and clients that were never seen.
+"""FedFusion compared with federated averaging: rounds to milestones, accuracies, and unseen clients.
 
-Settings of the paper and a segmentation model, sized for two cores: parts of the data and narrow networks. Trains what
-is not trained yet, through `lightning_fed.compare`, one run after another; the same command goes on where it stopped.
+The settings are from the paper, plus a segmentation model, reduced for two cores: parts of the data and narrow
+networks. The script trains missing runs through `lightning_fed.compare`, one after another; a repeated command resumes.
 
-The learning rate is chosen once, with federated averaging, by its score on validation data under a seed of its own
-(`--tune`), and all methods have it. Milestones are shares of what federated averaging ends with: the paper's 94 % and
-95 %, where it ends at 95.2 %, belong to all of MNIST and the full network.
+`--tune` chooses the learning rate once, with federated averaging, by the validation score under a separate seed; all
+methods use this rate. Milestones are fractions of federated averaging's final score, because the paper's milestones
+(94 % and 95 % with a final 95.2 %) require all of MNIST and the full network.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from lightning_fed.compare.run import Run
 ROOT = Path(__file__).parents[1]
 CONV, LOCAL = "fedfusion:operator=conv", "fedfusion:operator=conv:conv_init=local"
 METHODS = ("fedavg", "fedfusion:operator=single", "fedfusion:operator=multi", CONV, LOCAL)
-CONTROL = "fedavg, 1x1 convolution"  # the operator's layer alone
-READINGS = (  # of the paper and its program, where they differ or say nothing
+CONTROL = "fedavg, 1x1 convolution"  # only the operator's layer
+READINGS = (  # alternatives for differences and gaps in the paper and the published program
     f"{CONV}:conv_init=average",
     f"{CONV}:conv_bias=false",
     f"{CONV}:eval_reference=current",
@@ -39,32 +39,31 @@ READINGS = (  # of the paper and its program, where they differ or say nothing
     "fedavg:optimizer_state=keep",
     f"{CONV}:optimizer_state=keep",
 )
-KEPT = ":optimizer_state=keep"  # compared with federated averaging that keeps it too
-SHARES = (0.90, 0.95, 0.99)  # of the score of federated averaging: the milestones
+KEPT = ":optimizer_state=keep"  # the baseline keeps the optimizer state, too
+SHARES = (0.90, 0.95, 0.99)  # milestones as fractions of federated averaging's score
 MONITORS = ("fed/val_acc/mean", "clients/local/val_acc", "val_acc")
 OF_CLIENTS = "--data.source.data_dir"
-LABELS_OF_TWO = (  # the program has even and odd digits
+LABELS_OF_TWO = (  # even and odd digits, as in the published program
     '{"class_path": "LabelsPerClient", "init_args": {"num_clients": 2, "labels_per_client": 5, "assignment": "even"}}'
 )
 
 
 @dataclass(frozen=True)
 class Study:
-    """One setting.
+    """A setting.
 
     Args:
-        recipe: Its recipe, in ``recipes/``.
-        words: The setting, as the report says it.
-        rates: Learning rates to choose from; none where the recipe's was chosen before.
+        recipe: Recipe in ``recipes/``.
+        words: Description for the report.
+        rates: Candidate learning rates; empty for the recipe's rate.
         methods: The methods.
-        readings: Further ones, trained with ``--readings``.
-        newcomers: Clients that were never seen: how many, and images each, half of them for validation.
-        monitors: What is compared; rounds to milestones are counted for all but the last of several.
-        overrides: Options of the recipe.
-        rate_of: The study whose learning rate it has.
-        has_control: Whether the network with the operator's layer, and without the operator, is trained too.
-        data: The recipe's option for the folder of the data.
-
+        readings: Further methods for ``--readings``.
+        newcomers: Number of unseen clients and images per client; half of the images are for validation.
+        monitors: Compared metrics; with several metrics, the last metric has no milestones.
+        overrides: Recipe options.
+        rate_of: Name of the study with the tuned learning rate.
+        has_control: Whether to train a network with the operator's layer, but without the operator.
+        data: The recipe's option for the data folder.
     """
 
     recipe: str
@@ -137,7 +136,7 @@ STUDIES = {
         methods=("fedavg", f"{LOCAL}:levels=[2,-1]"),
         monitors=("val_miou",),
         data="--data.data_dir",
-        has_control=False,  # its maps are two
+        has_control=False,  # the model fuses two feature maps
     ),
 }
 
@@ -147,7 +146,7 @@ def folder(name: str, arguments: argparse.Namespace) -> Path:
 
 
 def best_rate(name: str, arguments: argparse.Namespace) -> float | None:
-    """The rate that was chosen, for the study or the one whose rate it has; ``None`` for the recipe's."""
+    """Tuned learning rate; ``None`` for the recipe's rate."""
     return tuning.best_rate(folder(STUDIES[name].rate_of or name, arguments))
 
 
@@ -169,7 +168,6 @@ def make_plan(name: str, methods: Sequence[str], arguments: argparse.Namespace, 
 
 
 def make_control(plan: Plan) -> Plan:
-    """The plan of the control, which is federated averaging of another network."""
     task = f"{fusion_control.OneMoreConvolution.__module__}.{fusion_control.OneMoreConvolution.__qualname__}"
     return replace(
         plan, methods=plan.methods[:1], out=plan.out / "control", overrides=["--model", task, *plan.overrides]
@@ -177,7 +175,6 @@ def make_control(plan: Plan) -> Plan:
 
 
 def named_as_control(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Results of the control under its own name."""
     return [{**run, "method": CONTROL + (KEPT if KEPT in run["method"] else "")} for run in results]
 
 
@@ -185,19 +182,18 @@ def named_as_control(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def milestones_of(results: Sequence[Mapping[str, Any]], last: int) -> list[float]:
-    """Shares of what federated averaging ends with, in whole percent."""
+    """Milestones in whole percent."""
     base = [run for run in results if run["method"] in ("fedavg", f"fedavg{KEPT}")]
     return sorted({math.floor(100 * share * tuning.score(base, last)) / 100 for share in SHARES}) if base else []
 
 
 def first_round(run: Mapping[str, Any], milestone: float) -> int | None:
-    """The first round, from 1, whose accuracy reaches the milestone."""
     values = [values.get(run["monitor"], -1.0) for values in run["rounds"]]
     return next((number for number, value in enumerate(values, start=1) if value >= milestone), None)
 
 
 def milestone_table(results: Sequence[Mapping[str, Any]], milestones: Sequence[float]) -> str:
-    """Rounds, mean over the seeds that reach it, and the reductions against federated averaging and the control."""
+    """Rounds to milestones, mean over seeds, and reductions compared with federated averaging and the control."""
     rounds = {(run["method"], run["seed"], one): first_round(run, one) for run in results for one in milestones}
     rows, bases = [], bases_of(results)
     for method in dict.fromkeys(run["method"] for run in results):
@@ -217,13 +213,12 @@ def milestone_table(results: Sequence[Mapping[str, Any]], milestones: Sequence[f
 
 
 def bases_of(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the methods are compared with: federated averaging, and the control where it is there."""
     names = {run["method"].replace(KEPT, "") for run in results}
     return [name for name in ("fedavg", CONTROL) if name in names]
 
 
 def score_table(results: Sequence[Mapping[str, Any]], monitors: Sequence[str], last: int) -> str:
-    """Scores at the end, and what they cost."""
+    """Final scores and costs."""
     cells = {name: summarize([{**run, "monitor": name} for run in results], last=last) for name in monitors}
     scores = {
         (run["method"], run["seed"]): statistics.fmean(values[monitors[0]] for values in run["rounds"][-last:])
@@ -248,7 +243,7 @@ def score_table(results: Sequence[Mapping[str, Any]], monitors: Sequence[str], l
 
 
 def operator_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """What is logged of the operators, by round, mean over seeds: how far they are from doing nothing."""
+    """Logged values of the fusion operators by round, mean over seeds: distance from the identity."""
     logged = {(run["method"], name) for run in results for name in run["rounds"][-1] if name.startswith("fedfusion/")}
     rows = []
     for method, name in sorted(logged):
@@ -315,7 +310,7 @@ def report(
 
 
 def run_study(name: str, arguments: argparse.Namespace) -> None:
-    """Trains what is missing, and writes the section of what is there."""
+    """Trains missing runs, and writes the section with stored results."""
     study, rate = STUDIES[name], best_rate(name, arguments)
     methods = (study.methods[0], study.methods[-1]) if arguments.quick else study.methods
     methods = [text for text in methods if not arguments.methods or text in (study.methods[0], *arguments.methods)]

@@ -1,8 +1,8 @@
-"""FedMA against federated averaging, FedProx, PFNM and its own ablations, against rounds and against what travels.
+"""FedMA compared with federated averaging, FedProx, PFNM and ablations, by rounds and by transmitted bytes.
 
-Trains what is not trained yet, through `lightning_fed.compare`, and makes the tables and pictures of what is there.
-The learning rate is chosen once, with federated averaging, by its score on validation data under a seed of its own
-(`--tune`); all methods have it. By local epochs FedMA has a rate of its own too, chosen in the same way.
+The script trains missing runs through `lightning_fed.compare`, and makes tables and figures from stored results.
+`--tune` chooses the learning rate once, with federated averaging, by the validation score under a separate seed; all
+methods use this rate. The study with different local epochs also tunes a separate rate for FedMA.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ METHODS = (
     "fedma:score=published",
     "fedma.PublishedFedMA",
 )
-PUBLISHED_LSTM = f"{METHODS[-1]}:gamma=0.001:last_layer=size"  # as the authors' program for this network has it
+PUBLISHED_LSTM = f"{METHODS[-1]}:gamma=0.001:last_layer=size"  # as in the authors' program for this network
 
 
 class PublishedFedMA(Method):
-    """FedMA with independent initial models, the published score, and clients that weigh the same."""
+    """FedMA with independent initial models, the published score, and equal client weights."""
 
     def __init__(self, gamma: float | None = None, last_layer: Literal["class", "size"] = "class") -> None:
         rule = FedMA(initial="independent", score="published", gamma=gamma, last_layer=last_layer)
@@ -50,17 +50,16 @@ class PublishedFedMA(Method):
 
 @dataclass(frozen=True)
 class Study:
-    """One data set.
+    """A data set.
 
     Args:
-        recipe: Its recipe, in ``recipes/``.
-        words: The setting, as the report says it.
-        rates: Learning rates to choose from; none where the recipe's was chosen before.
+        recipe: Recipe in ``recipes/``.
+        words: Description for the report.
+        rates: Candidate learning rates; empty for the recipe's rate.
         methods: The methods.
-        monitor: What is compared.
-        overrides: Options of the recipe.
-        tuned_with: The method with which the rate is chosen.
-
+        monitor: Compared metric.
+        overrides: Recipe options.
+        tuned_with: Method for the choice of the rate.
     """
 
     recipe: str
@@ -112,7 +111,7 @@ STUDIES = {
     ),
 }
 
-# As many steps before an exchange as published: 940 for 980.
+# About as many steps before an exchange as published: 940 instead of 980.
 STUDIES["cifar10_long"] = Study(
     STUDIES["cifar10"].recipe,
     "CIFAR-10 (12,000 images) with a quarter of VGG-9's channels: 4 clients, Dirichlet 0.5 per class, 10 epochs in"
@@ -154,7 +153,7 @@ WHOLE_PASSES = {
     "resnet": (5, 3),
     "camvid": (10, 2),
 }
-"""Epochs of a client in a pass of FedMA, and passes."""
+"""A client's epochs in a FedMA pass, and the passes."""
 LONG_ROUNDS = ", {} epochs a round"
 for of, (epochs, passes) in WHOLE_PASSES.items():
     STUDIES[f"{of}_whole_passes"] = Study(
@@ -168,7 +167,7 @@ for of, (epochs, passes) in WHOLE_PASSES.items():
     )
 
 EPOCHS = {1: (0.01, 0.02, 0.05, 0.1), 3: (0.01, 0.02, 0.05), 10: (0.01, 0.02, 0.05), 30: (0.005, 0.01, 0.02, 0.05)}
-"""Local epochs before an exchange, and the learning rates to choose from."""
+"""Local epochs before an exchange, and candidate learning rates."""
 SHARED_RATE = ", the rate of `fedavg`"
 for epochs, rates in EPOCHS.items():
     STUDIES[f"mnist_{epochs}_epochs"] = Study(
@@ -210,7 +209,6 @@ def make_plan(name: str, arguments: argparse.Namespace, rate: float | None) -> P
 
 
 def is_long(method: str) -> bool:
-    """Whether a name is one of :func:`with_whole_passes`."""
     return method.endswith(LONG_ROUNDS.partition("{}")[2])
 
 
@@ -219,7 +217,7 @@ def megabytes(values: Mapping[str, float]) -> float:
 
 
 def with_whole_passes(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> list[Any]:
-    """The runs of a study and those with the epochs of a whole pass in a round, by a name that says so."""
+    """Runs of a study, and renamed runs with a whole pass's epochs per round."""
     if name not in WHOLE_PASSES:
         return list(runs)
     longer = f"{name}_whole_passes"
@@ -229,7 +227,7 @@ def with_whole_passes(name: str, runs: Sequence[Mapping[str, Any]], arguments: a
 
 
 def is_in_another_table(name: str, arguments: argparse.Namespace) -> bool:
-    """Whether the runs are rows of the table of a study with shorter rounds, because that has run too."""
+    """True if the table of the study with shorter rounds already has the runs as rows."""
     shorter = name.removesuffix("_whole_passes")
     return (
         shorter != name
@@ -239,7 +237,7 @@ def is_in_another_table(name: str, arguments: argparse.Namespace) -> bool:
 
 
 def agreement(run: Mapping[str, Any]) -> list[float]:
-    """What is logged of how far matched neurons agree at the end of the first pass, mean over its layers."""
+    """Agreement between matched neurons after the first pass, mean over the layers."""
     shares: dict[str, float] = {}
     for values in run["rounds"]:
         shares |= {name: value for name, value in values.items() if name.endswith("/agreement")}
@@ -249,13 +247,12 @@ def agreement(run: Mapping[str, Any]) -> list[float]:
 
 
 def tried_rates(name: str, arguments: argparse.Namespace) -> str:
-    """The learning rates that were tried for a study, in words."""
     rates = load_json(folder(name, arguments) / "rates.json") or {}
     return ", ".join(f"{rate} {found:.3f}" for rate, found in rates.items())
 
 
 def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> str:
-    """A row for each method: the score at the end, and with the bytes that the thriftiest with as many rounds sends."""
+    """A row for each method: final score, and score within the smallest method's total of transmitted bytes."""
     study = STUDIES[name]
     federated = [run for run in runs if run["method"] != CENTRAL and not is_long(run["method"])]
     budget = min((megabytes(run["rounds"][-1]) for run in federated), default=0.0)
@@ -311,7 +308,7 @@ def report(name: str, runs: Sequence[Mapping[str, Any]], arguments: argparse.Nam
 
 
 def by_round(runs: Sequence[Mapping[str, Any]], monitor: str) -> str:
-    """The score after every round, and the megabytes until then, mean over seeds."""
+    """Score and total megabytes after each round, mean over seeds."""
     rows = []
     for method in dict.fromkeys(run["method"] for run in runs):
         rounds = list(zip(*(run["rounds"] for run in runs if run["method"] == method), strict=True))
@@ -324,13 +321,13 @@ def by_round(runs: Sequence[Mapping[str, Any]], monitor: str) -> str:
 
 
 def with_bytes(run: Mapping[str, Any], budget: float, monitor: str) -> float:
-    """The score when a run had sent no more than this many megabytes, or 5 % more; that of its first round at least."""
+    """Last score within a budget of megabytes (with 5 % tolerance), or else the first round's score."""
     scores: list[float] = [values[monitor] for values in run["rounds"] if megabytes(values) <= budget * 1.05]
     return scores[-1] if scores else float(run["rounds"][0][monitor])
 
 
 def of_epochs(epochs: int, plans: Mapping[str, Plan]) -> list[Any]:
-    """The runs with a number of local epochs: FedMA with its own rate, and with federated averaging's."""
+    """Runs for one local epoch count: FedMA with a separate rate, and with federated averaging's rate."""
     shared, own = (
         load_results(plans[name]) if name in plans else []
         for name in (f"mnist_{epochs}_epochs", f"mnist_{epochs}_epochs_fedma")
@@ -345,7 +342,7 @@ def of_epochs(epochs: int, plans: Mapping[str, Plan]) -> list[Any]:
 
 
 def report_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], arguments: argparse.Namespace) -> str:
-    """A row for each number of local epochs and method, with what it has more than federated averaging."""
+    """A row for each local epoch count and method, with the difference to federated averaging."""
     names = [f"mnist_{epochs}_epochs{own}" for own in ("", "_fedma") for epochs in EPOCHS]
     rows = []
     for epochs, runs in found.items():
@@ -357,7 +354,7 @@ def report_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], arguments: a
         }
         for method in dict.fromkeys(run["method"] for run in runs):
             own = [run for run in runs if run["method"] == method]
-            scores = {  # at the end, and with as few megabytes
+            scores = {  # final, and within the budget
                 run["seed"]: (run["rounds"][-1]["val_acc"], with_bytes(run, budget, "val_acc")) for run in own
             }
             pairs = [(scores[seed], other) for seed, other in baselines.items() if seed in scores]
@@ -401,7 +398,7 @@ def report_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], arguments: a
 
 
 def draw_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """The score by local epochs: after all rounds, and with the megabytes of the thriftiest method; means."""
+    """Draws the mean score by local epochs: after all rounds, and within the smallest total of megabytes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -431,7 +428,7 @@ def draw_epochs(found: Mapping[int, Sequence[Mapping[str, Any]]], path: Path) ->
 
 
 def draw(name: str, runs: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The score by rounds, and by megabytes; means over seeds. FedMA has a model at the end of a pass only."""
+    """Draws the mean score by rounds and by megabytes. FedMA only has a model at the end of each pass."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6), layout="constrained")
@@ -491,7 +488,7 @@ def main() -> None:
         if arguments.figures is not None:
             draw_epochs(found, arguments.figures / "fedma_epochs.png")
     for name in [name for name in plans if "_epochs" not in name]:
-        # when all are there: a table has the rows of two studies
+        # after all studies are loaded: a table has rows from two studies
         runs = load_results(plans[name])
         if runs and not arguments.methods:
             runs = with_whole_passes(name, runs, arguments)

@@ -1,8 +1,9 @@
-"""FedMargin against the methods of its paper, on equal rounds and under stragglers: four data sets, one recipe each.
+"""FedMargin compared with the paper's baselines, on equal rounds and with stragglers: four data sets, one recipe each.
 
-Trains what is not trained yet, through `lightning_fed.compare`, and makes the tables of what is there. Learning rates
-were tuned with FedAvg on validation data (seed 0, grid 0.02, 0.05, 0.1, for CamVid to 0.4); all methods have the same.
-With FEMNIST 0.1 was a little better for FedAvg than the 0.05 that is used, and FedMargin fell to 0.19 in single rounds.
+The script trains missing runs through `lightning_fed.compare`, and makes tables from stored results. Learning rates
+were tuned with FedAvg on validation data (seed 0, grid 0.02, 0.05, 0.1; up to 0.4 for CamVid); all methods use the same
+rate. On FEMNIST, 0.1 was slightly better for FedAvg than the chosen 0.05, but FedMargin dropped to 0.19 in single
+rounds.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from lightning_fed.modules import extract_features
 
 ROOT = Path(__file__).parents[1]
 BASELINES = ("central", "fedavg", "fairavg", "fedprox:mu=0.1", "fedatt", "feddane", "fesem", "fedper", "fedrep")
-OPTIONS = (  # of FedMargin: with OPTION_STRAGGLERS alone
+OPTIONS = (  # FedMargin's options, only with OPTION_STRAGGLERS
     "fedmargin:combine=lpm",
     "fedmargin:combine=apm",
     "fedmargin:combine=product",
@@ -52,31 +53,30 @@ OPTIONS = (  # of FedMargin: with OPTION_STRAGGLERS alone
     "fedmargin:server_lr=0.5",
     "fedmargin:server_lr=1.5",
 )
-LONGER_STEP = "fedavgm:lr=1.2:momentum=0:aggregator=fairavg"  # FairAvg with FedAtt's step
-ATTENTIVE_STEP = "fedmargin:attention=softmax:server_lr=1.2"  # FedAtt's form with margins for its distances
+LONGER_STEP = "fedavgm:lr=1.2:momentum=0:aggregator=fairavg"  # FairAvg with FedAtt's server step
+ATTENTIVE_STEP = "fedmargin:attention=softmax:server_lr=1.2"  # FedAtt's formula, with margins instead of distances
 LAYER = "fedmargin:layer=model.classifier.0"  # LeNet's convolutions, before the hidden units
 OPTION_STRAGGLERS = 0.5
-DRAWN = ("--data.seed", "{seed}")  # the clients' data are another draw with every seed
+DRAWN = ("--data.seed", "{seed}")  # each seed draws other client data
 
 
 @dataclass(frozen=True)
 class Study:
-    """One data set.
+    """A data set.
 
     Args:
-        recipe: Its recipe, in ``recipes/``.
-        words: The setting, as the report says it.
-        data: The recipe's option for the folder of the data; empty where it reads none.
+        recipe: Recipe in ``recipes/``.
+        words: Description for the report.
+        data: The recipe's option for the data folder; empty for generated data.
         methods: The methods.
-        options: Further ones, that vary FedMargin.
-        monitors: What is compared: a table for each.
-        stragglers: Fractions of the cohort that straggle.
-        variants: Name to further arguments of the recipe; a folder, and a panel of the report, for each.
-        last: Rounds at the end whose mean is the score.
-        against: Methods to which all are compared, paired by seed and stragglers; the first in the analysis too.
+        options: FedMargin variants.
+        monitors: Compared metrics, with one table each.
+        stragglers: Fractions of stragglers.
+        variants: Name to further recipe arguments, with one folder and one panel each.
+        last: Number of final rounds in the mean score.
+        against: Baselines for paired differences; the analysis uses the first baseline.
         cohort: Clients in a round.
-        overrides: Options of the recipe.
-
+        overrides: Recipe options.
     """
 
     recipe: str
@@ -167,10 +167,10 @@ STUDIES = {
         "compare_camvid.yaml",
         "CamVid at 96x64 (184 frames) with a narrow DeepLabV3+: 8 clients of equal sizes, 4 in a round, 2 local epochs",
         "--data.data_dir",
-        ("central", "fedavg", "fedprox:mu=0.1", "fedmargin"),  # of clients of equal sizes FairAvg is FedAvg
+        ("central", "fedavg", "fedprox:mu=0.1", "fedmargin"),  # with equal client sizes FairAvg is FedAvg
         (),
         ("val_miou",),
-        (0.0,),  # 36 runs of two minutes as it is
+        (0.0,),  # still 36 runs with two minutes each
         {f"Dirichlet {alpha}": ("--trainer.partition.alpha", alpha) for alpha in ("0.01", "0.1", "1", "10")},
     ),
     "shapes": Study(
@@ -209,7 +209,7 @@ def make_plan(
 
 
 def make_plans(name: str, arguments: argparse.Namespace) -> dict[str, list[Plan]]:
-    """The plans of a study, by variant; centralised training knows no partition: once is enough."""
+    """Plans by variant. Centralised training ignores the partition and runs only once."""
     plans: dict[str, list[Plan]] = {}
     for variant in STUDIES[name].variants:
         plans[variant] = []
@@ -225,7 +225,6 @@ def make_plans(name: str, arguments: argparse.Namespace) -> dict[str, list[Plan]
 
 
 def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.Namespace) -> str:
-    """The tables of a study, of all runs that are there."""
     study, last = STUDIES[name], arguments.last or STUDIES[name].last
     of_cohort = "".join(f" {part:g}" for part in arguments.stragglers)
     command = f"python benchmarks/fedmargin.py --data DATA --studies {name}"
@@ -259,7 +258,7 @@ def report(name: str, results: Mapping[str, Sequence[Any]], arguments: argparse.
 
 
 def floor(plan: Plan) -> str:
-    """Mean IoU of class 0 everywhere on the validation data, over the seeds."""
+    """Mean IoU for a constant class 0 on the validation data, over the seeds."""
     found = []
     for seed in plan.seeds:
         with quiet():
@@ -273,7 +272,7 @@ def floor(plan: Plan) -> str:
 
 
 def compare_pairs(found: Sequence[Any], study: Study, monitor: str, last: int) -> str:
-    """Differences of every method to others, and how far FedMargin's attention is from equal weights."""
+    """Differences between methods and baselines, and the distance of FedMargin's attention from equal weights."""
     against = [other for other in study.against if any(run["method"] == other for run in found)]
     scores: dict[str, dict[Any, float]] = {}
     attention: dict[str, list[tuple[float, float]]] = {}
@@ -305,11 +304,11 @@ def compare_pairs(found: Sequence[Any], study: Study, monitor: str, last: int) -
 
 
 def fewer_rounds(found: Sequence[Any], method: str, against: Sequence[str]) -> list[str]:
-    """How many fewer rounds than others a method needs to 80 % of the same seed's central score, in %, by pairs."""
+    """Reduction in rounds to 80 % of the central score, in percent, by pairs with equal seeds."""
     reached: dict[str, dict[Any, int]] = {}
     for (name, part), cell in summarize(found).items():
         seeds = [run["seed"] for run in found if (run["method"], run["stragglers"]) == (name, part)]
-        for seed, number in zip(seeds, cell.rounds_to_target, strict=False):  # of central training there are none
+        for seed, number in zip(seeds, cell.rounds_to_target, strict=False):  # central training has none
             if number is not None:
                 reached.setdefault(name, {})[seed, part] = number
     own = reached.get(method, {})
@@ -322,10 +321,10 @@ def fewer_rounds(found: Sequence[Any], method: str, against: Sequence[str]) -> l
 
 
 def measure_attention(rounds: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
-    """Entropy and largest weight of the attention, means over the rounds; nothing of a method without."""
+    """Mean entropy and mean largest attention weight over the rounds; empty for methods without attention."""
     entropies, largest = [], []
     for before, after in itertools.pairwise([{}, *rounds]):
-        # The values of clients of earlier rounds stay in Lightning's `callback_metrics`: those that changed are new.
+        # Lightning's `callback_metrics` still has values from earlier rounds: only changed values are new.
         new = {name: value for name, value in after.items() if before.get(name) != value}
         weights = [value for name, value in new.items() if name.startswith("fedmargin/attention/")]
         if weights:
@@ -335,7 +334,7 @@ def measure_attention(rounds: Sequence[Mapping[str, float]]) -> list[tuple[float
 
 
 def differences(scores: Mapping[str, Mapping[Any, float]], method: str, against: Sequence[str]) -> list[str]:
-    """Differences of a method to others in words, over the pairs that both have; nothing to itself."""
+    """Paired differences to each baseline as text; empty for the method itself."""
     others = [{} if other == method else scores.get(other, {}) for other in against]
     return [
         paired(by_seed({key: score - other[key] for key, score in scores[method].items() if key in other}))
@@ -344,13 +343,13 @@ def differences(scores: Mapping[str, Mapping[Any, float]], method: str, against:
 
 
 def by_seed(values: Mapping[Any, float]) -> list[float]:
-    """Means over the fractions of stragglers, one for each seed: the runs of a seed are much alike."""
+    """Mean over the fractions of stragglers for each seed, because runs with equal seeds are correlated."""
     seeds = dict.fromkeys(seed for seed, _ in values)
     return [statistics.fmean(value for key, value in values.items() if key[0] == seed) for seed in seeds]
 
 
 def compare_options(found: Sequence[Any], options: Sequence[str], monitor: str, last: int) -> str:
-    """Score of each option, and its difference to the default over the seeds that both have."""
+    """Score of each option, and the paired difference to the default."""
     scores: dict[str, dict[int, float]] = {}
     for run in found:
         if run["method"] in ("fedavg", "fedmargin", *options) and run["stragglers"] == OPTION_STRAGGLERS:
@@ -366,7 +365,6 @@ def compare_options(found: Sequence[Any], options: Sequence[str], monitor: str, 
 
 
 def overview(results: Mapping[str, Sequence[Any]], last: int) -> str:
-    """Methods by variants."""
     cells = {variant: summarize(found, last=last) for variant, found in results.items()}
     methods = dict.fromkeys(method for of_variant in cells.values() for method, _ in of_variant)
     rows = []
@@ -389,7 +387,7 @@ MEASURES = {
 
 
 def analyse(names: Sequence[str], arguments: argparse.Namespace) -> str:
-    """Margins, discrepancies and entropies of the final models, of all runs whose central one is there too."""
+    """Margins, discrepancies and entropies of final models, for seeds with a finished central run."""
     parts = [
         "`python benchmarks/fedmargin.py --data DATA --studies steps mnist-users --analysis --out"
         " benchmarks/results/fedmargin.md`, from the final global models, on validation data. Aggregate margin:"
@@ -425,7 +423,7 @@ def analyse(names: Sequence[str], arguments: argparse.Namespace) -> str:
 
 
 def measure_runs(plan: Plan) -> list[tuple[Run, dict[str, float]]]:
-    """Measures of every finished run whose central run is finished; kept beside the run's result."""
+    """Measures for every run with a finished central run, stored with the run's result."""
     measured = []
     for seed in plan.seeds:
         central = plan.out / "runs" / Run(MethodChoice.parse(CENTRAL), seed, None).name
@@ -447,7 +445,7 @@ def measure_runs(plan: Plan) -> list[tuple[Run, dict[str, float]]]:
 
 
 def outputs(plan: Plan, seed: int, folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Features, logits and labels of a run's final model on the validation data."""
+    """Features, logits and labels from a run's final model on the validation data."""
     with quiet():
         cli = plan.build(seed)
     cli.model.load_state_dict(torch.load(folder / CHECKPOINT, weights_only=True)["state_dict"])
@@ -456,7 +454,6 @@ def outputs(plan: Plan, seed: int, folder: Path) -> tuple[torch.Tensor, torch.Te
 
 
 def outputs_of(cli: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Features, logits and labels of a model as it is, on the validation data."""
     batches = list(cli.datamodule.val_dataloader())
     features = extract_features(cli.model, batches, max_samples=None)
     with torch.no_grad():
@@ -467,7 +464,7 @@ def outputs_of(cli: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def measure(
     features: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, reference: torch.Tensor, bandwidth: float
 ) -> dict[str, float]:
-    """The numbers of :data:`MEASURES`."""
+    """Values for :data:`MEASURES`."""
     margins = {}
     for name, normalize in (("amm", False), ("normalised", True)):
         margin = AggregateMeanMargin(logits.shape[1], features.shape[1], normalize=normalize)
@@ -518,7 +515,7 @@ def main() -> None:
                     arguments.figures / f"fedmargin_{plans[0].out.name}.png",
                     last=arguments.last or STUDIES[name].last,
                 )
-            text = without_columns(report(name, results, arguments), "wall s")  # it measures the neighbours
+            text = without_columns(report(name, results, arguments), "wall s")  # distorted by other programs
             write_section(arguments.out, f"fedmargin-{name}", text)
     if arguments.analysis:
         names = [name for name in arguments.studies if STUDIES[name].against]

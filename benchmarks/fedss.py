@@ -1,14 +1,15 @@
-"""FedSS on Omniglot: 964 classes of which each client has a few, against its ablations, FedAwS and the full softmax.
+"""FedSS on Omniglot: 964 classes, few classes per client; compared with ablations, FedAwS and the full softmax.
 
-In the study "sop" a client has 20 classes, as in the paper's Stanford Online Products; in "landmarks" it has 43, and as
-few others are drawn as in its Landmarks-User-160k: the same shares of the label space (90 and 5 to 80 of 2,028 there).
-Runs one (study, method, classes held, seed) after another, writes each to a JSON file, skips those that are done, and
-makes tables and pictures from what is there. Learning rates were tuned on validation drawers with seed 0 (``--tune``,
-from 0.01, 0.03, 0.1): 0.03 was best for FullSoftmax, PosOnly and NegOnly with 60 classes, and level with 0.01 for FedSS
-with 60; centralised, 0.05 of 0.02, 0.05; "landmarks" has these rates too. The strength of FedAwS's step was tuned
-likewise, in 200 rounds (``--spread-out``, from 0.003, 0.01, 0.03, 0.1, 0.3, 1: 17.7, 17.7, 17.1, 14.2, 9.9, 6.2 % on
-validation drawers). The test drawers and the alphabets that nobody trains on are looked at when a run has ended, and
-nothing is chosen by them.
+In the study "sop" a client has 20 classes, like Stanford Online Products in the paper. In "landmarks" a client has 43
+classes and few negatives, with the label space fractions of Landmarks-User-160k (90 and 5 to 80 out of 2,028). The
+script runs one (study, method, classes held, seed) after another, stores each result as JSON, skips finished runs, and
+makes tables and figures from stored results.
+
+Learning rates were tuned on validation drawers with seed 0 (``--tune``, grid 0.01, 0.03, 0.1): 0.03 was best for
+FullSoftmax, and with 60 classes for PosOnly and NegOnly; FedSS with 60 classes was equal with 0.01. Central training:
+0.05 (grid 0.02, 0.05). "landmarks" uses the same rates. The strength of FedAwS's step was tuned in 200 rounds
+(``--spread-out``, grid 0.003, 0.01, 0.03, 0.1, 0.3, 1: 17.7, 17.7, 17.1, 14.2, 9.9, 6.2 % on validation drawers). Test
+drawers and held-out alphabets are only evaluated at the end of a run; no choice depends on the results.
 """
 
 from __future__ import annotations
@@ -59,13 +60,12 @@ EXTRACTOR = 32
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the tables.
+    """A row of the tables.
 
     Args:
-        words: What it is.
-        objective: The client's loss; ``None`` for centralised training.
+        words: Description.
+        objective: The client's loss; ``None`` for central training.
         spread_out: Strength of FedAwS's step on the server; 0 for none.
-
     """
 
     words: str
@@ -85,13 +85,12 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Study:
-    """A number of classes of a client, and how many are drawn.
+    """Classes per client, and drawn classes.
 
     Args:
-        own: Classes of which a client has images.
-        held: Name of a method to the classes that a client holds, its own among them, for each run.
-        prefix: Of the names of the files with the results.
-
+        own: Number of classes with images at a client.
+        held: Method to numbers of classes held by a client (including classes with images), one run each.
+        prefix: Prefix for result file names.
     """
 
     own: int
@@ -129,7 +128,7 @@ Found = dict[tuple[str, int], list[dict[str, Any]]]
 
 
 class Embedder(L.LightningModule):
-    """Four convolutions with GroupNorm, an embedding of 64, cosine logits; it knows nothing of clients."""
+    """Four convolutions with GroupNorm, an embedding with 64 features, and cosine logits."""
 
     def __init__(self, num_classes: int, lr: float, momentum: float) -> None:
         super().__init__()
@@ -163,7 +162,7 @@ class Embedder(L.LightningModule):
 
 
 class Clients(FederatedDataModule):
-    """Every client has images of some classes of its own; validation drawers are for the global model."""
+    """Clients with images from some classes; validation drawers for the global model."""
 
     def __init__(self, frames: Any, validation: Any, own: int, seed: int) -> None:
         parts = self.split(frames, own, seed)
@@ -172,7 +171,6 @@ class Clients(FederatedDataModule):
         self.own_count, self.validation = own, validation
 
     def split(self, frames: Any, own: int, seed: int) -> Mapping[Any, Any]:
-        """Indices of every client's images."""
         return LabelsPerClient(CLIENTS, own, assignment="even").split(frames, seed)
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -181,7 +179,7 @@ class Clients(FederatedDataModule):
 
 @torch.no_grad()
 def evaluate(model: Embedder, source: Any) -> dict[str, float]:
-    """Top-1 on test and training images, and MAP@10 on those for retrieval."""
+    """Top-1 accuracy on test and training images, and MAP@10 on retrieval images."""
     model.eval()
     values = {}
     for name, dataset in (("test_top1", source.test_dataset), ("train_top1", source.train_dataset)):
@@ -200,14 +198,14 @@ def evaluate(model: Embedder, source: Any) -> dict[str, float]:
 def run(
     data: Clients, source: Any, name: str, held: int, seed: int, lr: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Trains once; the curve, the final model's numbers, and what travelled."""
+    """Trains once; returns the curve, the final scores and the transmitted bytes."""
     method, rounds = METHODS[name], 2 if arguments.quick else arguments.rounds
     L.seed_everything(seed, verbose=False)
     model = Embedder(source.num_classes, lr, 0.9 if method.objective is None else 0.0)
     every = max(1, rounds // 10)
     curve = Curve(f"{name} {held} {seed} {lr}:")
     options: dict[str, Any] = {**QUIET, "check_val_every_n_epoch": every, "callbacks": [curve]}
-    if method.objective is None:  # as many examples, in the same batches
+    if method.objective is None:  # equal number of examples and batch size
         epochs = max(1, round(rounds * COHORT / len(data.own)))
         options["check_val_every_n_epoch"] = max(1, epochs // 10)
         trainer = L.Trainer(max_epochs=epochs, **options)
@@ -242,7 +240,7 @@ def result_path(arguments: argparse.Namespace, study: Study, name: str, held: in
 
 
 def train(arguments: argparse.Namespace, omniglot: Omniglot) -> None:
-    """One seed after another, so that what is there is comparable at any time."""
+    # Seeds in the outer loop: interrupted studies have comparable results.
     for seed, study in itertools.product(arguments.seeds, [STUDIES[name] for name in arguments.studies]):
         for name in arguments.methods:
             for held in arguments.held or study.held.get(name, ()):
@@ -254,12 +252,11 @@ def train(arguments: argparse.Namespace, omniglot: Omniglot) -> None:
 
 
 def rate_of(name: str, arguments: argparse.Namespace) -> float:
-    """The learning rate that was chosen for a method."""
     return float(arguments.central_lr if METHODS[name].objective is None else arguments.lr)
 
 
 def collect(study: Study, arguments: argparse.Namespace) -> Found:
-    """Results with the chosen learning rates, by method and classes held."""
+    """Results with the chosen learning rates, by method and class count."""
     found: Found = {}
     for name, sizes in study.held.items():
         for held in sizes:
@@ -272,7 +269,7 @@ def collect(study: Study, arguments: argparse.Namespace) -> Found:
 
 
 def report(study_name: str, found: Found, arguments: argparse.Namespace) -> str:
-    """A row for every method and number of classes, and how its top-1 differs from PosOnly's, paired by seed."""
+    """A row by method and class count, with paired top-1 differences to PosOnly."""
     own = STUDIES[study_name].own
     first = next(iter(found.values()))[0]
     body, rows = first["parameters"], []
@@ -313,7 +310,7 @@ def report(study_name: str, found: Found, arguments: argparse.Namespace) -> str:
 
 
 def differences(results: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> str:
-    """Differences of the top-1 on test drawers to another method's; empty for that method itself."""
+    """Top-1 differences on test drawers to another method; empty for the method itself."""
     scores = {other["seed"]: other["test_top1"] for other in others}
     if results is others:
         return ""
@@ -321,7 +318,7 @@ def differences(results: Sequence[Mapping[str, Any]], others: Sequence[Mapping[s
 
 
 def draw(found: Found, path: Path) -> None:
-    """Scores by what travels, and top-1 on the validation drawers by round."""
+    """Draws scores by transmitted bytes, and top-1 on validation drawers by round."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.2), layout="constrained")
@@ -340,7 +337,7 @@ def draw(found: Found, path: Path) -> None:
                 axes.errorbar(sent, means, errors, color=color, marker="o", capsize=3, label=METHODS[name].words)
         if sizes and name != "central":
             curves = [result["rounds"] for result in found[name, sizes[-1]]]
-            every = max(1, len(curves[0]) // 10)  # rounds between validations, which are logged until the next
+            every = max(1, len(curves[0]) // 10)  # rounds between validations; the log repeats the last value
             points = [
                 (place, [curve[place - 1]["val_top1"] for curve in curves])
                 for place in range(every, len(curves[0]) + 1, every)
@@ -368,7 +365,7 @@ def draw(found: Found, path: Path) -> None:
 
 
 def tuned(arguments: argparse.Namespace) -> str:
-    """The last validation score of every run that is there, by learning rate."""
+    """Table with the last validation score of all runs, by learning rate."""
     rows = []
     for path in sorted((Path(arguments.runs) / "fedss").glob("*.json")):
         result = load_json(path)

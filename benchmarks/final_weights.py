@@ -1,9 +1,9 @@
-"""Compares the final weights of one small fit per method with those of another version of the package, bit for bit.
+"""Bit-for-bit comparison of final weights between two versions of the package, with one small fit per method.
 
-    python benchmarks/final_weights.py --out before.json        # in the one version
-    python benchmarks/final_weights.py --compare before.json    # in the other, on the same machine
+    python benchmarks/final_weights.py --out before.json        # in the first version
+    python benchmarks/final_weights.py --compare before.json    # in the second version, on the same machine
 
-The fits are those of `tests/draws_script.py`: each method, and a few combinations, on five small clients.
+The fits are from `tests/draws_script.py`: each method, and a few combinations, on five small clients.
 """
 
 import argparse
@@ -20,7 +20,6 @@ from tests.draws_script import JOBS
 
 
 def digest(state):
-    """A hash of all entries' names, types, shapes and bytes."""
     content = hashlib.sha256()
     for name, value in sorted(state.items()):
         content.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())

@@ -1,6 +1,6 @@
-"""Fine-tuning across clients: all weights, adapters of low rank, or the head alone, by accuracy, bytes and memory.
+"""Federated fine-tuning of all weights, low-rank adapters, or only the head: accuracy, bytes and memory.
 
-A small vision transformer is trained on FEMNIST's digits, centrally; then writers fine-tune it to letters.
+A small vision transformer is trained centrally on FEMNIST's digits. Then writers fine-tune the network on letters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLIENTS_PER_ROUND, LOCAL_EPOCHS = 10, 2
 
 
 class Letters(Dataset):
-    """The letters of a data set; capital and small ones are one class."""
+    """The letters of a data set, without distinction between upper and lower case."""
 
     def __init__(self, images: Dataset):
         self.images = images
@@ -67,12 +67,11 @@ def transformer(classes: int) -> VisionTransformer:
 
 
 def split(data: Dataset, labels: torch.Tensor) -> tuple[Subset, Subset]:
-    """The digits and the letters."""
     return Subset(data, torch.where(labels < 10)[0].tolist()), Subset(data, torch.where(labels >= 10)[0].tolist())
 
 
 def pretrained(digits: Dataset, seed: int, arguments: argparse.Namespace) -> dict[str, torch.Tensor]:
-    """The transformer's weights after training on digits, of all writers together; from disk if they are there."""
+    """Weights after central training on digits; stored on disk."""
     path = arguments.runs / "finetuning" / f"digits_{seed}.pt"
     if not path.exists():
         L.seed_everything(seed, verbose=False)
@@ -85,7 +84,7 @@ def pretrained(digits: Dataset, seed: int, arguments: argparse.Namespace) -> dic
 
 
 def adapted(name: str, net: VisionTransformer) -> torch.nn.Module:
-    """The network with what trains of it."""
+    """Makes the network's parameters trainable according to the method."""
     if name == "all weights":
         return net
     if name == "head alone":
@@ -98,7 +97,7 @@ def adapted(name: str, net: VisionTransformer) -> torch.nn.Module:
 
 
 def run(name: str, seed: int, arguments: argparse.Namespace, steps: Sequence[UpdateStep] = ()) -> dict[str, Any]:
-    """The fit in a process of its own, whose memory nobody has used before."""
+    """Runs the fit in a new process, for a correct peak memory."""
     data = FEMNIST(arguments.data, seed=0)
     data.setup("fit")
     pretrained(split(data.train_dataset, data.train_dataset.targets)[0], seed, arguments)
@@ -116,7 +115,7 @@ def finetune(name: str, seed: int, arguments: argparse.Namespace, steps: Sequenc
     clients = {}
     for writer in sorted(set(train.groups)):
         own = np.flatnonzero((train.groups == writer) & (train.targets.numpy() >= 10)).tolist()
-        if own:  # some wrote digits alone
+        if own:  # some writers only wrote digits
             clients[writer] = DataLoader(Letters(Subset(train, own)), batch_size=20, shuffle=True)
     _, letters = split(val, val.targets)
     L.seed_everything(seed, verbose=False)
@@ -127,7 +126,7 @@ def finetune(name: str, seed: int, arguments: argparse.Namespace, steps: Sequenc
     trained = sum(value.numel() for value in module.parameters() if value.requires_grad)
     gc.collect()
     if Path("/proc/self/clear_refs").exists():
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, curve = peak_bytes(), Curve(name if not arguments.quick else "")
     trainer = FederatedTrainer(
         max_rounds=2 if arguments.quick else arguments.rounds, clients_per_round=CLIENTS_PER_ROUND, seed=seed,

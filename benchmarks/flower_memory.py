@@ -1,7 +1,7 @@
-"""Time, and peak memory of every process, of a fit of a large model over Flower: a SuperLink and two SuperNodes here.
+"""Round time and peak memory per process for a large model over Flower, with a SuperLink and two SuperNodes.
 
-The same fit is run with a small model; a process' memory is counted from its peak in that fit on, in models. The plain
-fit beside it is an ordinary Trainer on one client's data, in a process of its own.
+A first fit with a small model gives each process's base memory. The table shows the increase for the large model, in
+units of the model size. A plain fit on one client's data runs in a separate process for comparison.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = {
     "worker": "flower worker",
     "process of a message": "flwr-clientapp",
 }
-"""Processes, and what their command lines hold."""
+"""Process to text in the command line."""
 
 COMMON = """
 import json, os, time
@@ -88,7 +88,7 @@ with open("/proc/self/status") as status:
 
 
 class Peaks:
-    """Peak memory of the processes that have the folder in their environment, by kind, in bytes; looks all the time."""
+    """Polls the peak memory in bytes, by kind of process, for processes with the folder in the environment."""
 
     def __init__(self, folder: Path) -> None:
         self._marks = f"FLWR_HOME={folder / 'flower'}".encode(), threading.Event()
@@ -118,7 +118,7 @@ class Peaks:
 
 
 def run(width: int, layers: int) -> tuple[dict[str, int], float]:
-    """Peak bytes by kind of process, and seconds of a round after the first."""
+    """Peak bytes by kind of process, and seconds per round without the first round."""
     folder = Path(tempfile.mkdtemp(prefix="flower-"))
     environment = {
         "FLOWER_WIDTH": str(width), "FLOWER_LAYERS": str(layers), "FLOWER_CLOCK": str(folder / "clock"),

@@ -37,21 +37,21 @@ SIZES = {"mcmahan_cnn": (4, 100), "deeplab": (2, 16)}  # clients and examples
 
 
 def run(setting: Setting, method: str, epochs: int) -> tuple[float, float]:
-    """Wall and process seconds of a fit's second round."""
+    """Wall-clock and CPU seconds for a fit's second round."""
     watch = Stopwatch()
     options = METHODS[method][1]
-    # A 1x1 convolution that starts as the identity: what is timed does not depend on its values.
+    # The 1x1 convolution starts as the identity; the values do not influence the time.
     callbacks = [FeatureFusion(**options, conv_init="local")] if options else []
     trainer = FederatedTrainer(
         max_rounds=2, local_epochs=epochs, batch_norm="average", seed=0, callbacks=[*callbacks, watch], **QUIET
     )
-    module = copy.deepcopy(setting.module)  # the fit leaves its fusion in it
+    module = copy.deepcopy(setting.module)  # the fit modifies the module
     trainer.fit(module, datamodule=FederatedDataModule(setting.clients, batch_size=setting.batch_size))
     return elapsed(watch.begin, watch.end)
 
 
 def measure(setting: Setting, epochs: int, methods: tuple[str, ...], repetitions: int) -> dict[str, Any]:
-    """Seconds per round of each method, for every repetition but the first."""
+    """Seconds per round for each method and repetition, without the first repetition."""
     seconds: dict[str, list[list[float]]] = {name: [] for name in methods}
     for repetition in range(repetitions + 1):
         turn = repetition % len(methods)

@@ -1,8 +1,8 @@
-"""Seconds per round, clients per second and peak memory on a GPU, of every way to train a round's clients.
+"""Seconds per round, clients per second and peak memory on a GPU, for all ways to train a round's clients.
 
 A loop by hand, a plain Trainer, ordinary, fused and vectorised visits, CUDA graphs, and several processes train the
-same networks on the same data with the same steps, and end with the same weights, which is checked. They take turns,
-repetition by repetition, and ratios are taken within a repetition. Nothing is downloaded.
+same networks on the same data with the same steps; a check compares the final weights. The variants alternate by
+repetition, with ratios within a repetition. The script downloads nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ DEVICE = torch.device("cuda", 0)
 
 
 def deeplab50() -> nn.Module:
-    """DeepLabV3+ on a ResNet-50, with BatchNorm."""
     from segmentation_models_pytorch import DeepLabV3Plus
 
     return DeepLabV3Plus("resnet50", encoder_weights=None, classes=12)
@@ -56,12 +55,10 @@ PROCESSES = (2, 4)
 
 
 class Net(L.LightningModule):
-    """A network with the least around it."""
-
     def __init__(self, network: nn.Module, forward: nn.Module | None = None) -> None:
         super().__init__()
         self.network = network
-        self.run = [network if forward is None else forward]  # compiled, it would be in the state twice
+        self.run = [network if forward is None else forward]  # a list: a compiled copy would duplicate the state
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.cross_entropy(self.run[0](batch[0]), batch[1])
@@ -71,7 +68,7 @@ class Net(L.LightningModule):
 
 
 class Stamps(L.Callback):
-    """When rounds begin, and when the last one ends; the device is waited for."""
+    """Start times of rounds, and the end of the last round, after device synchronisation."""
 
     def __init__(self) -> None:
         self.stamps: list[float] = []
@@ -84,8 +81,6 @@ class Stamps(L.Callback):
 
 
 class Batches:
-    """The batches of all clients, by slicing."""
-
     def __init__(self, work: Work, clients: Sequence[tuple[Tensor, Tensor]]) -> None:
         self.work, self.clients = work, clients
 
@@ -98,13 +93,12 @@ class Batches:
 
 
 def now() -> float:
-    """A clock that has waited for the device."""
-    torch.cuda.synchronize()
+    torch.cuda.synchronize()  # kernels run asynchronously
     return time.perf_counter()
 
 
 class Bench:
-    """One network's contestants: each trains some rounds and tells when they began and ended."""
+    """Variants for one network: each method trains some rounds and returns the time stamps."""
 
     def __init__(self, key: str) -> None:
         _, self.count, self.work = WORKS[key]
@@ -113,7 +107,7 @@ class Bench:
         self.compiled: tuple[nn.Module, nn.Module] | None = None
 
     def by_hand(self, rounds: int) -> tuple[list[float], nn.Module]:
-        """One network, the global values copied in before each client, a running sum in float64."""
+        """Loop by hand: one network, a copy of the global values before each client, a running sum in float64."""
         net, stamps = copy.deepcopy(self.start).to(DEVICE), []
         entries = [value for value in net.state_dict().values() if value.is_floating_point()]
         for _ in range(rounds):
@@ -135,13 +129,13 @@ class Bench:
         return [*stamps, now()], net
 
     def trainer(self, rounds: int) -> tuple[list[float], nn.Module]:
-        """A plain Trainer on all batches: no federation."""
+        """Plain Trainer on all batches, without federation."""
         watch, net = Stamps(), Net(copy.deepcopy(self.start))
         L.Trainer(max_epochs=rounds, callbacks=[watch], **on_gpu()).fit(net, Batches(self.work, self.data))
         return watch.stamps, net.network
 
     def federated(self, rounds: int, graphs: bool = False, **options: Any) -> tuple[list[float], nn.Module]:
-        """A federated Trainer; with ``graphs`` the network is replayed from CUDA graphs."""
+        """Federated Trainer; with ``graphs`` through CUDA graphs."""
         watch, network, forward = Stamps(), copy.deepcopy(self.start), None
         if graphs:
             if self.compiled is None:
@@ -162,7 +156,7 @@ def on_gpu() -> dict[str, Any]:
 
 
 def contestants(key: str, bench: Bench) -> dict[str, Callable[[int], tuple[list[float], nn.Module]]]:
-    """Name to what trains some rounds in this process."""
+    """Name to function for training in this process."""
     found: dict[str, Callable[[int], tuple[list[float], nn.Module]]] = {
         "PyTorch loop by hand": bench.by_hand,
         "plain `L.Trainer`, no federation": bench.trainer,
@@ -178,7 +172,7 @@ def contestants(key: str, bench: Bench) -> dict[str, Callable[[int], tuple[list[
 
 
 def in_processes(key: str, number: int, rounds: int, devices: int) -> dict[str, Any]:
-    """The stamps and weights of several processes, on one device or on one each."""
+    """Time stamps and weights from several processes, on a common device or on one device each."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         command = [
@@ -195,7 +189,6 @@ def in_processes(key: str, number: int, rounds: int, devices: int) -> dict[str, 
 
 
 def process(key: str, rounds: int, devices: int, out: Path) -> None:
-    """One of several processes."""
     bench, number = Bench(key), int(os.environ["WORLD_SIZE"])
     if devices == 1:  # NCCL refuses two processes on a device
         strategy = ClientParallelStrategy(parallel_devices=[DEVICE] * number, process_group_backend="gloo")
@@ -209,19 +202,17 @@ def process(key: str, rounds: int, devices: int, out: Path) -> None:
 
 
 def weights_of(net: nn.Module) -> list[float]:
-    """Some of the final weights."""
     flat = torch.cat([value.detach().flatten() for value in net.parameters()])
     some: list[float] = flat[:: max(1, len(flat) // 2000)].double().tolist()
     return some
 
 
 def seconds_of(stamps: Sequence[float]) -> list[float]:
-    """Seconds of the rounds after the first, in which libraries and compilers start."""
+    """Seconds per round without the first round, because libraries and compilers start in the first round."""
     return [end - begin for begin, end in itertools.pairwise(stamps[1:])]
 
 
 def measure(key: str, arguments: argparse.Namespace) -> str:
-    """The table of one network."""
     title, count, work = WORKS[key]
     if arguments.quick:
         count = min(count, 4)
@@ -276,7 +267,7 @@ def report(
     weights: dict[str, list[float]],
     failed: dict[str, str],
 ) -> str:
-    """The table, and whose weights are others than the loop's."""
+    """Table for one network, with a note on differing weights."""
     base = [statistics.median(part) for part in times["PyTorch loop by hand"]]
     rows, notes = [], []
     for name, parts in times.items():

@@ -1,4 +1,4 @@
-"""Gradient noise of sampled softmax (figure 9 of the FedSS paper): how far a round is from one with the full softmax.
+"""Gradient noise of sampled softmax (figure 9 in the FedSS paper), compared with full softmax.
 
 All clients in the simulated round hold the same batch with the same positive classes, but draw separate negatives. The
 noise is the norm of the difference between the round's mean gradient and the full softmax gradient, at the same
@@ -28,15 +28,15 @@ SIZES = (0, 5, 10, 20, 50, 100, 200, 500, 900)
 
 
 def gradients(model: Embedder, features: Tensor, loss: Tensor) -> list[Tensor]:
-    """Gradients of the extractor, in one vector, and of the head."""
+    """The extractor's gradients in one vector, and the head's gradient."""
     parts = torch.autograd.grad(loss, [*model.body.parameters(), model.head.weight], retain_graph=True)
     return [torch.cat([part.flatten() for part in parts[:-1]]), parts[-1].flatten()]
 
 
 def noise(model: Embedder, batches: Iterator[Any], count: int, seed: int) -> dict[str, list[list[float]]]:
-    """For every number of negatives, the noise of every batch: of the extractor and of the head."""
+    """The extractor's and the head's noise in every batch, by number of negatives."""
     generator, found = np.random.default_rng(seed), {str(size): [] for size in (*SIZES, CLASSES)}
-    model.eval()  # neither dropout nor BatchNorm is there
+    model.eval()  # the network has neither dropout nor BatchNorm
     for _ in range(count):
         images, labels = next(batches)
         own = labels.unique()
@@ -108,7 +108,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 float(np.mean([each[place] for each in results["noise"][when][str(size)]])) for size in SIZES
             ]
             axes.plot(SIZES, means, style, marker="o", color=f"C{place}", label=f"{part}, {when}")
-    axes.set_xscale("symlog", linthresh=5)  # none is among the numbers
+    axes.set_xscale("symlog", linthresh=5)  # the numbers include 0
     axes.set(yscale="log", xlabel="negatives per client", ylabel="gradient noise (L2)")
     axes.grid(alpha=0.3)
     axes.legend()

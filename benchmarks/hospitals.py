@@ -1,7 +1,7 @@
-"""Two hospitals: vessels of the retina in pictures of two cameras, DRIVE and CHASE, one client each.
+"""Two hospitals: retinal vessel segmentation with two cameras, DRIVE and CHASE, one client each.
 
-The ways to train and to treat BatchNorm are the same as in `appearance.py`. The patients follow the data sets' split:
-40 pictures for training, 28 for the test, at a quarter of the pixels. The ceiling is a second annotator.
+The training methods and BatchNorm treatments equal `appearance.py`. The patients follow the data sets' split: 40 images
+for training, 28 images for the test, with a quarter of the pixels. A second annotator's score is the ceiling.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES = ("central", "alone", *appearance.TREATMENTS, *appearance.METHODS)
 
 
 def smaller(masks: Tensor) -> Tensor:
-    """Masks of half the side: a vessel if more than a third of the counted pixels are vessel, as in the file."""
+    """Halves the masks' sides: a vessel if more than a third of the valid pixels are vessel, as in the file."""
     counts = (masks != IGNORED).float()[:, None]
     vessels = F.avg_pool2d((masks == 1).float()[:, None] * counts, 2) / F.avg_pool2d(counts, 2).clamp_min(1e-6)
     made = (vessels > 1 / 3).long()
@@ -36,7 +36,7 @@ def smaller(masks: Tensor) -> Tensor:
 
 
 class Retina:
-    """The file `retina/retina_256.npz`: images in [0, 1], masks, and patients."""
+    """Images in [0, 1], masks and patients from `retina/retina_256.npz`."""
 
     def __init__(self, folder: Path) -> None:
         with np.load(folder / "retina" / "retina_256.npz") as file:
@@ -51,7 +51,7 @@ class Retina:
         self.names = [str(name) for name in kept["camera_names"]]
 
     def hospitals(self) -> FederatedDataModule:
-        """A client for each camera, with test pictures."""
+        """One client per camera, with test images."""
         parts: list[dict[str, TensorDataset]] = [{}, {}]
         for camera, name in enumerate(self.names):
             for split, datasets in enumerate(parts):
@@ -60,7 +60,7 @@ class Retina:
         return FederatedDataModule(parts[0], test=parts[1], batch_size=appearance.BATCH)
 
     def ceiling(self) -> dict[str, float]:
-        """Dice of the second annotator's vessels with the first one's, by camera, on the test pictures."""
+        """Dice between the second and the first annotator on test images, by camera."""
         found = {}
         for camera, name in enumerate(self.names):
             places = (self.camera == camera) & (self.split == 1)
@@ -72,7 +72,7 @@ class Retina:
 
 
 def rows_of(found: dict[str, list[dict[str, Any]]], names: list[str]) -> list[list[str]]:
-    """Dice of every way by camera, and differences in the mean over cameras."""
+    """Dice by camera for every method, and differences in the mean over cameras."""
     rows = []
     means = {
         name: {run["seed"]: statistics.fmean(run["scores"][way]["dice"].values()) for run in runs}

@@ -25,8 +25,6 @@ VALIDATION, TEST = 3, 5
 
 
 class Characters(Dataset[tuple[Tensor, int]]):
-    """Characters in some typefaces, stored as bytes."""
-
     def __init__(self, images: Tensor, targets: Tensor, typefaces: Tensor) -> None:
         self.images, self.targets, self.typefaces = images, targets, typefaces
 
@@ -38,7 +36,7 @@ class Characters(Dataset[tuple[Tensor, int]]):
 
 
 class Kanji:
-    """The file `kanji/kanji32.npz`, by typefaces; the held-out typefaces do not depend on the run's seed."""
+    """Images from `kanji/kanji32.npz`, by typeface; the held-out typefaces do not depend on the run's seed."""
 
     num_classes = CLASSES
 
@@ -57,7 +55,7 @@ class Kanji:
 
 
 class Shares(Clients):
-    """A client has some characters in one typeface, one image per character."""
+    """Clients with some characters in one typeface, one image per character."""
 
     def split(self, frames: Any, own: int, seed: int) -> Mapping[Any, Any]:
         generator, parts = np.random.default_rng(seed), {}
@@ -69,7 +67,7 @@ class Shares(Clients):
 
 
 def sizes_of(name: str, own: int) -> tuple[int, ...]:
-    """Numbers of classes at a client, including the client's own classes."""
+    """Numbers of classes at a client, including classes with images."""
     return {"fedss": tuple(own + drawn for drawn in DRAWN), "negonly": tuple(own + drawn for drawn in DRAWN)}.get(
         name, (own,) if METHODS[name].objective == "posonly" else (CLASSES,)
     )
@@ -80,7 +78,6 @@ def path_of(arguments: argparse.Namespace, name: str, held: int, seed: int) -> P
 
 
 def report(found: Mapping[tuple[str, int], list[dict[str, Any]]], clients: int, arguments: argparse.Namespace) -> str:
-    """Makes a row for every method and number of classes."""
     own, body = arguments.own, next(iter(found.values()))[0]["parameters"]
     rows = []
     for (name, held), runs in found.items():

@@ -1,8 +1,7 @@
-"""What the clients' own models reach without a federation: each alone, and their ensemble (baselines of FedMA's paper).
+"""Accuracy of the clients' separate models and of the ensemble (baselines in the FedMA paper).
 
-The data, network, split and learning rate are those of `cifar10_long`, or with `--full` of `cifar10_full`, in
-`fedma.py`. Each client starts with weights of its own and trains with a plain Trainer; the ensemble's prediction is the
-mean of their class probabilities.
+Data, network, split and learning rate equal `cifar10_long` in `fedma.py`, or `cifar10_full` with `--full`. Each client
+starts from different weights and trains with a plain Trainer. The ensemble averages the class probabilities.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ EPOCHS = {"10 epochs": 10, "30 epochs": 30}
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of `fedma.py`: its study, images, clients, batch and network."""
-
     study: str
     images: int
     clients: int

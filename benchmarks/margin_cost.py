@@ -1,8 +1,8 @@
-"""Seconds per round of FedMargin beside FedAvg, with prototypes of exact and of online passes.
+"""Seconds per round for FedMargin, with prototypes from exact and from online passes, compared with FedAvg.
 
-All three train the same clients with one local epoch, in one process, alternating: every repetition runs a short fit of
-each, and ratios are taken within a repetition. Validation, loggers, progress bars and checkpoints are off, and
-BatchNorm's statistics are averaged, because recalibration would add the same pass to each of them.
+All three train the same clients with one local epoch, in one process, in alternation: every repetition runs a short fit
+of each variant, and ratios are computed within a repetition. Validation, loggers, progress bars and checkpoints are
+off. BatchNorm's statistics are averaged, because recalibration would add the same pass to each method.
 """
 
 from __future__ import annotations
@@ -34,15 +34,7 @@ WORDS = {
 
 @dataclass
 class Setting:
-    """A model and its clients.
-
-    Args:
-        words: What they are.
-        module: The module; every fit starts from the weights it has now.
-        clients: The clients' data.
-        batch_size: Examples per batch.
-
-    """
+    """A model and clients. Every fit starts from the module's current weights."""
 
     words: str
     module: L.LightningModule
@@ -74,7 +66,7 @@ SETTINGS = {"mcmahan_cnn": (digits, (10, 200)), "deeplab": (scenes, (4, 32))}
 
 
 def run(setting: Setting, method: str, rounds: int) -> tuple[float, float]:
-    """Wall and process seconds of a fit, without its first round."""
+    """Wall-clock and CPU seconds for a fit, without the first round."""
     watch = Stopwatch()
     callbacks = [] if method == "fedavg" else [ClassPrototypes(passes=method)]  # type: ignore[arg-type]
     trainer = FederatedTrainer(
@@ -90,7 +82,7 @@ def run(setting: Setting, method: str, rounds: int) -> tuple[float, float]:
 
 
 def measure(setting: Setting, rounds: int, repetitions: int) -> dict[str, Any]:
-    """Seconds per round of each method, for every repetition but the first."""
+    """Seconds per round for each method and repetition, without the first repetition."""
     start = {name: value.clone() for name, value in setting.module.state_dict().items()}
     seconds: dict[str, list[list[float]]] = {name: [] for name in WORDS}
     names = list(WORDS)

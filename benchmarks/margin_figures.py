@@ -1,7 +1,7 @@
-"""FedMargin's figures: training loss, aggregate margin and discrepancy by round; segmentations and their entropy.
+"""FedMargin's figures: training loss, aggregate margin and discrepancy by round; segmentations with entropy.
 
-The first is on Synthetic(1,1), other clients with every seed, half of them stragglers; the second on the generated
-scenes of the study `shapes`. Both are of the same recipes and methods as `fedmargin.py`.
+The first figure uses Synthetic(1,1) with different clients for every seed, half of the clients stragglers. The second
+figure uses generated scenes from the study `shapes`. Recipes and methods equal `fedmargin.py`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,7 @@ SCENES, SCENE_ROUNDS = 4, 20
 
 
 class Watch(L.Callback):
-    """Measures the global model after every round.
-
-    Args:
-        cli: Model and data.
-        reference: Features of the central model.
-
-    """
+    """Measures the global model after every round, compared with the central model's features."""
 
     def __init__(self, cli: Any, reference: torch.Tensor) -> None:
         self.cli, self.reference, self.bandwidth = cli, reference, median_distance(reference)
@@ -49,7 +43,6 @@ class Watch(L.Callback):
 
 
 def train_quietly(cli: Any, method: str, seed: int, stragglers: float | None) -> list[dict[str, float]]:
-    """Trains the recipe's model with a method; returns the numbers by round."""
     with TemporaryDirectory() as folder, quiet():
         run = Run(MethodChoice.parse(method), seed, stragglers)
         rounds: list[dict[str, float]] = train(cli, run, Path(folder), Path(folder), lambda *_: None)["rounds"]
@@ -57,7 +50,7 @@ def train_quietly(cli: Any, method: str, seed: int, stragglers: float | None) ->
 
 
 def curves(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The measures for every method by round, and for central training at the end."""
+    """Measures for every method by round, and for central training at the end."""
     plan = fedmargin.make_plan("steps", "", METHODS, [0.5], arguments)
     with quiet():
         central = plan.build(seed)

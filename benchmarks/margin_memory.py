@@ -1,6 +1,6 @@
 """Peak memory of FedMargin's analysis on large inputs, each in a separate process.
 
-Measured is the process' peak resident memory: once with only the inputs, once with the computation.
+The script measures the process's peak resident memory twice: with only the inputs, and with the computation.
 """
 
 from __future__ import annotations

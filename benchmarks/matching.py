@@ -22,7 +22,7 @@ from scipy.optimize import linear_sum_assignment
 from lightning_fed.matching import PermutationGroups, match_neurons
 
 CLIENTS = 16
-LAYERS = {  # VGG-9 on CIFAR-10: neurons, numbers of each
+LAYERS = {  # VGG-9 on CIFAR-10: neurons, weights per neuron
     "conv 1": (32, 28),
     "conv 2": (64, 289),
     "conv 3": (128, 577),
@@ -43,13 +43,13 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
 
 
 def random_clients(count: int, neurons: int, numbers: int) -> list[torch.Tensor]:
-    """Small weights without common neurons, as in the published prior."""
     generator = torch.Generator().manual_seed(0)
+    # small weights without common neurons, as in the published prior
     return [0.05 * torch.randn(neurons, numbers, generator=generator) for _ in range(count)]
 
 
 def shared_clients(count: int, neurons: int, numbers: int) -> list[torch.Tensor]:
-    """Three in four neurons are common to all clients, except for noise; the others belong to one client."""
+    """Weights with three quarters of the neurons common to all clients, except for noise."""
     generator = torch.Generator().manual_seed(0)
     common = torch.randn(3 * neurons // 4, numbers, generator=generator)
     clients = []
@@ -61,7 +61,7 @@ def shared_clients(count: int, neurons: int, numbers: int) -> list[torch.Tensor]
 
 
 def loop_scores(rows: np.ndarray, sums: np.ndarray, owners: np.ndarray, clients: int) -> np.ndarray:
-    """Scores of neurons with the global ones, row by row, all variances 1."""
+    """Scores for all pairs of local and global neurons, row by row, with unit variances."""
     scores = np.empty((len(rows), len(sums)), np.float32)
     precisions = 1.0 + owners[:, None]
     popularity = np.log(np.minimum(owners, 10) / (clients - np.minimum(owners, 10)))
@@ -72,7 +72,6 @@ def loop_scores(rows: np.ndarray, sums: np.ndarray, owners: np.ndarray, clients:
 
 
 def seconds(work: Callable[[], Any], repetitions: int) -> float:
-    """The median of process seconds."""
     times = []
     for _ in range(repetitions):
         begin = time.process_time()
@@ -82,7 +81,6 @@ def seconds(work: Callable[[], Any], repetitions: int) -> float:
 
 
 def measure_layer(neurons: int, numbers: int, clients: int, passes: int, repetitions: int) -> dict[str, float]:
-    """Times the package's matching, and loops for the same assignments."""
     own = random_clients(clients, neurons, numbers)
     match = None
 
@@ -92,7 +90,7 @@ def measure_layer(neurons: int, numbers: int, clients: int, passes: int, repetit
 
     whole = seconds(ours, repetitions)
     assignments = clients - 1 + clients * match.passes
-    # the state in which a client of the last pass is matched
+    # the state before a match in the last pass
     owners = np.minimum(match.owners.numpy(), clients - 1).astype(np.float32)
     sums = (match.means.numpy() * owners[:, None]).astype(np.float32)
     rows = own[0].numpy()[: max(2, min(neurons, 40_000_000 // sums.size))]
@@ -111,7 +109,7 @@ def measure_layer(neurons: int, numbers: int, clients: int, passes: int, repetit
 
 
 def measure_model(make: Callable[[], torch.nn.Module], repetitions: int) -> dict[str, float]:
-    """The seconds of finding and trying out a module's groups."""
+    """Seconds to find and verify a module's permutation groups."""
     module, example = make(), torch.randn(2, 3, 64, 64)
     found = []
     with warnings.catch_warnings():

@@ -59,7 +59,7 @@ def small_lenet() -> nn.Module:
 
 
 def patterns(size: int) -> tuple[Tensor, Tensor]:
-    """1,200 images to train on, and 600, with their labels."""
+    """1,800 images with labels: 1,200 for training, 600 for the test."""
     generator = torch.Generator().manual_seed(0)
     smooth = F.interpolate(torch.randn(10, 1, 4, 4, generator=generator), size=8, mode="bicubic")
     labels = torch.randint(10, (1800,), generator=generator)
@@ -79,7 +79,7 @@ def train(net: nn.Module, images: Tensor, labels: Tensor, epochs: int, seed: int
 
 
 def moved(start: nn.Module, images: Tensor, labels: Tensor, seed: int) -> list[nn.Module]:
-    """Trains eight clients from a start, and permutes the neurons in every group."""
+    """Trains eight clients from a common start, and permutes the neurons in every group."""
     groups, nets = PermutationGroups.of(start, images[:2]), []
     for client in range(8):
         own = slice(150 * client, 150 * (client + 1))
@@ -97,7 +97,7 @@ def accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """The networks' mean accuracy, and the accuracy of each merged network."""
+    """Mean accuracy of the networks, and accuracy of each merged network."""
     architecture, kind = name.split(", ")
     make: Callable[[], nn.Module] = small_lenet if architecture == "LeNet" else resnet
     images, labels = patterns(16 if architecture == "LeNet" else 8)

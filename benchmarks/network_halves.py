@@ -40,7 +40,7 @@ def model() -> L.LightningModule:
 
 
 def server_half(make: Callable[..., Any], **options: Any) -> Any:
-    """A server's half, with recorded times for a round's start, sent packets, and each answer."""
+    """Server half with recorded times: start of a round, sent packets, and each answer."""
     ask = Transport.ask
 
     def watched(self: Transport, kind: str, packets: Iterator[Any], round: int, again: Any = None) -> Iterator[Any]:
@@ -60,7 +60,7 @@ def server_half(make: Callable[..., Any], **options: Any) -> Any:
 
 
 def client_half(make: Callable[..., Any]) -> Any:
-    """A client's half, with recorded times for a packet's arrival, the training, and the answer."""
+    """Client half with recorded times: arrival of a packet, training, and answer."""
     for name, begins, ends in (("answer", "arrives", "leaves"), ("_fit", "fit", "trained")):
         setattr(ClientRunner, name, timed(getattr(ClientRunner, name), begins, ends))
     torch.set_num_threads(1)
@@ -68,7 +68,7 @@ def client_half(make: Callable[..., Any]) -> Any:
 
 
 def data_of(node: Mapping[str, Any]) -> FederatedDataModule:
-    """Data for an NVFLARE site; or for both sites, because a Flower node selects the node's own site."""
+    """Data for an NVFLARE site; on Flower for both sites, because a node selects the node's site."""
     sites = [node["site"]] if "site" in node else CLIENTS
     return FederatedDataModule({site: dataset(site) for site in sites}, batch_size=BATCH)
 

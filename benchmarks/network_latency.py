@@ -58,7 +58,7 @@ class Client(FederationExecutor):
 
 
 def write_flower_app(folder: Path, name: str, **sources: str) -> Path:
-    """Writes an app with these modules, and the standard files from `lightning-fed flower new`."""
+    """Writes an app with these modules, and standard files from `lightning-fed flower new`."""
     package = folder / "app" / name
     package.mkdir(parents=True)
     for file, template in {"../pyproject.toml": "pyproject.toml.txt", "client.py": "client.py.txt"}.items():
@@ -72,7 +72,6 @@ def write_flower_app(folder: Path, name: str, **sources: str) -> Path:
 def run_flower(
     folder: Path, app: Path, has_workers: bool, seconds: float, environment: Mapping[str, str] | None = None
 ) -> None:
-    """Runs an app on a SuperLink and two SuperNodes."""
     from lightning_fed.backends.flower.start import SERVER_ENVIRONMENT
     from tests.backends.flower.processes import Deployment
 
@@ -99,7 +98,7 @@ def on_flower(folder: Path, has_workers: bool = True) -> None:
 
 
 def on_nvflare(folder: Path) -> None:
-    """Runs a job in POC mode, with the standard configuration from `lightning-fed nvflare new`."""
+    """Runs a job in POC mode, with standard configuration from `lightning-fed nvflare new`."""
     from tests.backends.nvflare.processes import Poc
 
     app = folder / "latency" / "app"
@@ -124,7 +123,7 @@ PARTS = ("training", "messages", "waiting for the message", "waiting for the ans
 
 
 def measure(train: Callable[[Path], None], rounds: int) -> list[list[float]]:
-    """Seconds per round without the first and the last round: in total, and for each part."""
+    """Seconds per round, in total and for each part, without the first and the last round."""
     with tempfile.TemporaryDirectory(prefix="net-") as folder:
         os.environ |= {"LATENCY_FOLDER": folder, "LATENCY_ROUNDS": f"{rounds + 2}"}
         train(Path(folder))
@@ -134,7 +133,7 @@ def measure(train: Callable[[Path], None], rounds: int) -> list[list[float]]:
 
 
 def parts_of(notes: list[dict[str, Any]]) -> list[float]:
-    """The parts of a round, from one start to the next, for the client with the last answer."""
+    """Parts of a round, for the client with the last answer."""
     client = [note["process"] for note in notes if note["what"] == "leaves"][-1]
     server = notes[0]["process"]
     times = {note["what"]: note["time"] for note in notes[:-1] if note["process"] in (server, client)}
@@ -151,7 +150,7 @@ def parts_of(notes: list[dict[str, Any]]) -> list[float]:
 
 
 def plain_epochs(epochs: int) -> list[float]:
-    """Seconds per epoch, without the first, for a plain Trainer on one client's data."""
+    """Seconds per epoch for a plain Trainer on one client's data, without the first epoch."""
     curve = Curve()
     trainer = L.Trainer(**{**QUIET, **OPTIONS}, max_epochs=epochs + 1, callbacks=[curve])
     trainer.fit(model(), DataLoader(dataset(CLIENTS[0]), batch_size=BATCH, shuffle=True))

@@ -1,4 +1,4 @@
-"""Clients that were never seen train the global models of a comparison (figure 4 of the FedFusion paper)."""
+"""Training of global models on unseen clients (figure 4 in the FedFusion paper)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EPOCHS_SHOWN = (1, 2, 5, 10)
 
 
 class Unseen(L.LightningDataModule):
-    """Some of the test images of another datamodule."""
+    """A subset of another datamodule's test images."""
 
     def __init__(self, source: Any, count: int) -> None:
         super().__init__()
@@ -37,9 +37,9 @@ class Unseen(L.LightningDataModule):
 
 
 def measure(plan: Plan, run: Run, count: int, size: int, epochs: int) -> dict[str, Any]:
-    """Accuracies before training and after every epoch, of each client; on disk when it is done.
+    """Accuracies before training and after every epoch, by client; stored on disk.
 
-    The clients are those of a split of test images with another seed: other permutations, other classes.
+    The clients come from a split of the test images with another seed: other permutations, other classes.
     """
     folder = plan.out / "runs" / run.name
     known: dict[str, Any] | None = load_json(folder / FILE)
@@ -71,7 +71,7 @@ def measure(plan: Plan, run: Run, count: int, size: int, epochs: int) -> dict[st
 
 
 def report(found: Sequence[Mapping[str, Any]]) -> str:
-    """Epochs to converge, mean and deviation over seeds of the mean over clients; accuracies on the way."""
+    """Epochs to converge (mean over clients, mean and deviation over seeds), and accuracies by epoch."""
     rows = []
     for method in dict.fromkeys(one["method"] for one in found):
         seeds = [one["curves"] for one in found if one["method"] == method]
@@ -85,7 +85,6 @@ def report(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Accuracy by local epoch, mean over clients and seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

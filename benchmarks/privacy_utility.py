@@ -1,7 +1,8 @@
 """Accuracy cost of central differential privacy, compared with `pfl` on the same data, clip and noise.
 
-Rounds of 50 clients with the noise for 1,000 clients drawn from a million, as in pfl-research's benchmarks, or for 100:
-the budgets are simulated. The learning rate and the clip are chosen without noise, and are equal in all runs.
+Rounds have 50 clients, with the noise for 1,000 clients drawn from a million (as in pfl-research's benchmarks), or for
+100 clients: the budgets are simulated. The learning rate and the clip are chosen without noise, and are equal in all
+runs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from lightning_fed.datasets import CIFAR10, FEMNIST, FashionMNIST
 from lightning_fed.privacy.accounting import calibrate
 from lightning_fed.tasks import ClassificationTask
 
-COHORT, DELTA, SHARE = 50, 1e-6, 1_000  # of the clients one in so many is in a round
+COHORT, DELTA, SHARE = 50, 1e-6, 1_000  # SHARE: population size relative to the cohort
 BATCH, LAST, TEST, MOST = 10, 5, 2_000, 50
 EPSILONS = (8.0, 4.0, 2.0)
 WITHOUT, TIMED = "no privacy", "timed"
@@ -41,16 +42,15 @@ TIMED_ROUNDS = 6
 
 @dataclass(frozen=True)
 class Study:
-    """A data set, its clients and its network.
+    """A data set, with clients and network.
 
     Args:
-        words: What the table calls it.
-        network: Name of the network, its classes, channels and side.
-        lr: Learning rate of the clients.
-        clip: Length of a client's step.
+        words: Name in the table.
+        network: Network name, number of classes, channels and image side.
+        lr: The clients' learning rate.
+        clip: Maximum norm of a client's step.
         rounds: Number of rounds.
-        noise_cohort: Number of clients in a round whose noise is simulated.
-
+        noise_cohort: Simulated cohort size for the noise.
     """
 
     words: str
@@ -87,7 +87,6 @@ def tensors_of(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
 
 @cache
 def clients_of(study: str, folder: Path, seed: int) -> tuple[list[TensorDataset], TensorDataset]:
-    """The clients' examples, and the test images."""
     source: FEMNIST | FashionMNIST | CIFAR10
     partition: Partition
     if study == "femnist":
@@ -127,7 +126,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
                 SimulatedDP(study.clip, DELTA, multiplier, study.noise_cohort, study.noise_cohort * SHARE, key=seed)
             )
         trainer = FederatedTrainer(
-            "fairavg",  # as with privacy, clients count the same
+            "fairavg",  # equal client weights, as with privacy
             max_rounds=rounds,
             clients_per_round=COHORT,
             local_epochs=1,
@@ -158,7 +157,7 @@ def beside(
     seed: int,
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
-    """The same by `pfl`, in a process of its own."""
+    """Trains in a separate process with `pfl`."""
     work: Mapping[str, Any] = {
         "root": str(Path(__file__).resolve().parents[1]), "network": study.network, "state": task.model.state_dict(),
         "clients": [client.tensors for client in clients], "test": test.tensors, "rounds": rounds, "last": LAST,
@@ -190,12 +189,12 @@ def names(arguments: argparse.Namespace) -> list[str]:
     for key in arguments.studies:
         made += [f"{key} / lightning_fed / {budget}" for budget in (WITHOUT, *map(str, EPSILONS))]
         made += [f"{key} / pfl / {budget}" for budget in (WITHOUT, str(EPSILONS[-1]))]
-        made += [f"{key} / {who} / {TIMED}" for who in ("lightning_fed", "pfl")]  # one after the other
+        made += [f"{key} / {who} / {TIMED}" for who in ("lightning_fed", "pfl")]  # timed runs follow each other
     return made
 
 
 def section(key: str, results: dict[str, list[dict[str, Any]]]) -> str:
-    """A study's table: accuracy in percent, what privacy takes away by seed, seconds."""
+    """Table for a study: accuracy in percent, paired losses due to privacy, seconds."""
     rows = []
     for name, runs in results.items():
         study, who, budget = name.split(" / ")

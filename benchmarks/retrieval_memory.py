@@ -1,6 +1,6 @@
-"""Peak memory of MAP@R over as many embeddings as Stanford Online Products has test images, in a separate process.
+"""Peak memory of MAP@R with Stanford Online Products' number of test images, in a separate process.
 
-Measured is the process' peak resident memory: once with only the embeddings, once with the computation.
+The script measures the process's peak resident memory twice: with only the embeddings, and with the computation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Robust rules against attacks: accuracy in the worst case, for 0 to 4 malicious clients of 10 with unlike data.
+"""Robust rules against attacks: worst-case accuracy with 0 to 4 malicious clients among 10 clients with non-IID data.
 
-Every rule meets every attack. Malicious clients are the same for all rules and attacks of a seed. A larger number
-of malicious clients includes the clients of a smaller number. Two processes with different `--seeds` share the work.
-Results of single runs are stored, and `--report` makes tables from the stored results.
+All combinations are trained. For each seed, all rules and attacks have the same malicious clients. A larger number
+includes the malicious clients from a smaller number. Two processes with different `--seeds` share the work.
+Single runs are stored, and `--report` makes tables from the stored results.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def names(arguments: argparse.Namespace) -> list[str]:
 
 
 def report(results: dict[str, list[dict[str, Any]]], alpha: float) -> str:
-    """The worst case by number of malicious clients, and all attacks for one number."""
+    """Table of the worst case by number of malicious clients, and table of all attacks for one number."""
     means = {parse(name): statistics.fmean(run["accuracy"] for run in found) for name, found in results.items()}
     worst_rows, rows = [], []
     attacks = [attack for attack in ATTACKS if any(key[1:] == (attack, SHOWN, alpha) for key in means)]

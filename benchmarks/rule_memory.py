@@ -1,8 +1,8 @@
-"""Peak memory of a round of every rule's server, over the size of the model.
+"""Peak memory of the server in a round, for every rule, relative to the model size.
 
 Each rule runs in a separate forked process: a server starts a round, sends the model to the clients and receives the
-updates one after another, like updates from other machines. Measured is the rise of the process' peak resident memory
-above the memory with only the global model. One model of the rise is the current update.
+updates one after another, like updates from other machines. The script measures the increase in the process's peak
+resident memory above the memory with only the global model. The increase includes the current update.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENTRIES, PARAMETERS, CLIENTS = 10, 12_500_000, 8
 
 
 def round_of(rule: str, parameters: int, clients: int) -> float:
-    """Peak memory of a round above the global model's, in models."""
+    """Increase in peak memory during a round, in models."""
     generator = torch.Generator().manual_seed(0)
     state = {f"{entry}.weight": torch.randn(parameters // ENTRIES, generator=generator) for entry in range(ENTRIES)}
     method = build_method(rule)
@@ -47,7 +47,6 @@ def round_of(rule: str, parameters: int, clients: int) -> float:
 
 
 def in_child(rule: str, parameters: int, clients: int) -> float:
-    """The same in a forked process."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,8 +1,8 @@
-"""What a visit with few classes of very many costs: seconds on the client and on the server, memory, bytes.
+"""Cost of a visit with few out of very many classes: client and server seconds, memory, bytes.
 
-The same clients train a small network whose head has more and more classes, of which each client holds the same number
-every time, and a server averages without and with momentum. Numbers of classes and rules alternate within a repetition,
-and ratios are taken within it.
+The same clients train a small network with an increasing number of classes in the head. Each client always holds the
+same number of classes. The server averages with and without momentum. Class numbers and rules alternate within a
+repetition, with ratios within a repetition.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ CASES = [(rule, count) for rule in RULES for count in COUNTS]
 
 
 class Classifier(L.LightningModule):
-    """A convolution or two, an embedding, and a head of many classes."""
-
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
@@ -52,7 +50,7 @@ class Classifier(L.LightningModule):
 
 
 class Clock(FederatedCallback):
-    """Seconds of the visits, from the request to the answer, and of whole rounds: the first callback."""
+    """Seconds per visit (from the request to the answer), and seconds per round. Must be the first callback."""
 
     def __init__(self) -> None:
         self.visits: list[float] = []
@@ -83,7 +81,7 @@ def clients(num_classes: int) -> dict[int, TensorDataset]:
 
 
 def fit(rule: str, num_classes: int, held: int, rounds: int) -> dict[str, float]:
-    """Process seconds of a client's visit and of what else a round has, and bytes down per client."""
+    """CPU seconds for a client's visit and for the rest of a round, and bytes down per client."""
     torch.manual_seed(0)
     module, clock = Classifier(num_classes), Clock()
     data = clients(num_classes)
@@ -102,7 +100,7 @@ def fit(rule: str, num_classes: int, held: int, rounds: int) -> dict[str, float]
 
 
 def peak(rule: str, num_classes: int, held: int) -> float:
-    """Peak memory of a process that trains two rounds, in MB."""
+    """Peak memory of a process during two rounds, in MB."""
     call = f"own.fit({rule!r}, {num_classes}, {held}, 1)"
     code = f"import sampled_softmax_cost as own; own.prepare_alone(); {call}; own.say()"
     here = Path(__file__).parent
@@ -112,12 +110,10 @@ def peak(rule: str, num_classes: int, held: int) -> float:
 
 
 def prepare_alone() -> None:
-    """What :func:`peak` needs in its process."""
     torch.set_num_threads(1)
 
 
 def say() -> None:
-    """Prints the process' peak memory in MB."""
     print(peak_bytes() / 1e6)
 
 

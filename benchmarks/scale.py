@@ -58,8 +58,7 @@ class Net(L.LightningModule):
 
 
 def dataset(client: Any) -> TensorDataset:
-    """A client's examples."""
-    generator = torch.Generator().manual_seed(client)
+    generator = torch.Generator().manual_seed(client)  # lazily made clients must be reproducible
     count = STEPS * BATCH_SIZE
     return TensorDataset(torch.randn(count, INPUTS, generator=generator), torch.zeros(count, dtype=torch.int64))
 
@@ -78,7 +77,7 @@ class Stamps(L.Callback):
 
 
 def fit(population: int, cohort: int, parameters: int, rounds: int) -> float:
-    """Seconds per round of a fit, without its first round."""
+    """Seconds per round, without the first round."""
     watch = Stamps()
     trainer = FederatedTrainer(max_rounds=rounds + 1, clients_per_round=cohort, seed=0, callbacks=[watch], **QUIET)
     trainer.fit(Net(parameters), FederatedDataModule(LazyClients(range(population), dataset), batch_size=BATCH_SIZE))
@@ -86,7 +85,7 @@ def fit(population: int, cohort: int, parameters: int, rounds: int) -> float:
 
 
 def best(function: Callable[[], Any], repetitions: int = 5) -> float:
-    """The least seconds of a call: other work on the machine only adds."""
+    """Minimum seconds of several calls: other processes only increase the time."""
     seconds = []
     for _ in range(repetitions):
         start = time.perf_counter()
@@ -96,7 +95,7 @@ def best(function: Callable[[], Any], repetitions: int = 5) -> float:
 
 
 def per_parameter(size: int) -> dict[str, float]:
-    """Seconds per parameter for every part of a visit with work on the whole model."""
+    """Seconds per parameter, for every part of a visit with cost proportional to the model size."""
     net = nn.ParameterDict({f"{part}": nn.Parameter(torch.randn(size // 10)) for part in range(10)})
     with tempfile.TemporaryDirectory() as folder:
         store = FolderStore(folder)
@@ -130,7 +129,7 @@ def per_parameter(size: int) -> dict[str, float]:
 
 
 def child(kind: str, *numbers: int) -> dict[str, float]:
-    """A measurement in a separate process, without memory used by other measurements."""
+    """Runs a measurement in a separate process, for a correct peak memory."""
     done = subprocess.run(
         [sys.executable, __file__, "--child", kind, *map(str, numbers)], capture_output=True, text=True, check=True
     )
@@ -139,7 +138,6 @@ def child(kind: str, *numbers: int) -> dict[str, float]:
 
 
 def run_child(kind: str, numbers: list[int]) -> dict[str, float]:
-    """Runs a measurement in a child process."""
     if kind == "parameters":
         return per_parameter(numbers[0])
     population, cohort, parameters, rounds = numbers
@@ -150,7 +148,6 @@ def run_child(kind: str, numbers: list[int]) -> dict[str, float]:
 
 
 def measure(quick: bool) -> str:
-    """The section of the document."""
     sizes, cohorts = SIZES[:2] if quick else SIZES, COHORTS
     drawn = {size: child("fit", size, 10, 1, 20) for size in POPULATIONS}
     clients = {cohort: child("fit", 10**6, cohort, 1, 2) for cohort in cohorts}

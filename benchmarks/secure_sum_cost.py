@@ -41,7 +41,7 @@ CONTEXT = context_of("0a", 0)
 
 
 def seconds_of(function: Callable[[], Any], repetitions: int) -> tuple[float, Any]:
-    """Median of this process' own seconds in a call after a first one, and its last result."""
+    """Median CPU seconds per call, after a warm-up, and the last result."""
     seconds, result = [], function()
     for _ in range(repetitions):
         start = time.process_time()
@@ -51,7 +51,7 @@ def seconds_of(function: Callable[[], Any], repetitions: int) -> tuple[float, An
 
 
 def measure(size: int, count: int, repetitions: int) -> dict[str, Any]:
-    """A round of ``count`` clients with vectors of ``size`` numbers."""
+    """Measures a round with ``count`` clients and vectors with ``size`` numbers."""
     least, names = SecureSum(1.0).least_clients(count), list(range(count))
     secrets = {name: make_secrets() for name in names}
     public = {name: secret.public for name, secret in secrets.items()}
@@ -106,13 +106,12 @@ def measure(size: int, count: int, repetitions: int) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "down": sum(len(packet.data) + len(packet.text) for packet in down),
-        "up": sum(len(packet.data) + len(packet.text) for packet in up) + 4,  # the weight is a number of the sum
+        "up": sum(len(packet.data) + len(packet.text) for packet in up) + 4,  # the sum also includes the weight
         "least": least,
     }
 
 
 def report(results: dict[str, Any], threads: int) -> str:
-    """The section."""
     load = os.getloadavg()[0]
     busy = f"; other programs were running, load average {load:.1f}" if load > threads + 0.5 else ""
     header = [

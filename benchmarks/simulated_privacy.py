@@ -9,20 +9,19 @@ from lightning_fed.privacy import Budget, CentralDP
 
 
 class SimulatedDP(CentralDP):
-    """The training clients' mean has the noise for a mean over more clients.
+    """Central differential privacy with noise scaled to a larger, simulated cohort.
 
     The budget applies to the simulated clients, and is logged as ``privacy/simulated_epsilon``: no bound holds for the
     training clients.
 
     Args:
-        clip: Length of a client's step.
+        clip: Maximum norm of a client's step.
         delta: Probability of a violation of the bound.
         noise_multiplier: Noise multiplier for the simulated clients.
         cohort: Number of simulated clients in a round.
         population: Number of simulated clients.
-        key: The key for the draws and the noise, not a secret.
-        adaptive: Whether the clip follows the median length of the steps.
-
+        key: Public seed for draws and noise.
+        adaptive: Whether the clip follows the median norm of the steps.
     """
 
     def __init__(
@@ -40,15 +39,13 @@ class SimulatedDP(CentralDP):
         self.trained_cohort = 0
 
     def draw_key(self) -> int:
-        """Returns the public key."""
         return self.known_key
 
     def plan(self, population: int, cohort: int, rounds: int | None) -> Budget:
-        """The budget of the simulated clients.
+        """Returns the simulated clients' budget.
 
         Raises:
             ValueError: If the simulated clients are fewer than the training clients.
-
         """
         if cohort > self.simulated_cohort or population > self.simulated_population:
             raise ValueError(
@@ -60,15 +57,13 @@ class SimulatedDP(CentralDP):
 
     @property
     def cohort(self) -> int:
-        """Expected number of training clients in a round: the divisor of the sum."""
-        return self.trained_cohort
+        return self.trained_cohort  # divisor for the training clients' sum
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise on the training clients' sum."""
+        """Standard deviation of the noise in the training clients' sum."""
         return super().noise_std * self.trained_cohort / self.simulated_cohort
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """The budget under a name with ``simulated``."""
         metrics = super().metrics(norms)
         return {name.replace("privacy/epsilon", "privacy/simulated_epsilon"): metrics[name] for name in metrics}

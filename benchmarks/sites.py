@@ -1,6 +1,6 @@
-"""The recipe of CamVid's drives at a small size: the best model by their own frames, their table, models by sites.
+"""Small version of the recipe for CamVid's drives: best model by client validation data, and tables by client.
 
-It is `recipes/camvid_sites.yaml` with fewer and smaller frames and less patience, once.
+The script trains once with `recipes/camvid_sites.yaml`, with fewer and smaller frames and less patience.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATIENCE = 3
 
 
 def run(data: Path, rounds: int, folder: Path) -> dict[str, Any]:
-    """Trains, and evaluates the best model once more; returns tables and scores."""
+    """Trains, and evaluates the best model again; returns tables and scores."""
     folder.mkdir(parents=True, exist_ok=True)
     options = ["--data.source.data_dir", str(data.resolve()), *SMALLER, "--trainer.max_rounds", str(rounds)]
     options += ["--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false"]

@@ -1,11 +1,12 @@
 """Seconds per round: a PyTorch loop by hand, a plain Trainer, FederatedTrainer, and a new Trainer per client.
 
-FederatedTrainer is there twice, with fused visits and with Lightning's own loop, and so is the plain Trainer: with a
-bare generator, and with a ``DataLoader``, as clients have one. All train on the same batches of the same random data,
-in one process, alternating: every repetition runs a short fit of each, and ratios are taken within a repetition.
-Validation, loggers, progress bars and checkpoints are off. The second part measures the peak memory of rounds of 10,
-50 and 200 clients, the third a round over 1,000 and over 1,000,000 clients, and the last rounds whose clients train
-at once.
+FederatedTrainer appears with fused visits and with Lightning's loop; the plain Trainer appears with a plain generator
+and with a ``DataLoader`` as in federated clients. All train on the same batches of random data, in one process, in
+alternation: every repetition runs a short fit of each variant, and ratios are computed within a repetition. Validation,
+loggers, progress bars and checkpoints are off.
+
+Further parts: peak memory of rounds with 10, 50 and 200 clients; a round with a population of 1,000 and of 1,000,000
+clients; and rounds with simultaneous clients.
 """
 
 from __future__ import annotations
@@ -53,8 +54,6 @@ TOGETHER = ("by hand", "trainer", "ours", "vectorized", "vmap by hand")
 
 
 class Net(L.LightningModule):
-    """A network with the least around it."""
-
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
@@ -68,7 +67,7 @@ class Net(L.LightningModule):
 
 
 class Stopwatch(L.Callback):
-    """Times a fit from its second epoch on."""
+    """Times a fit from the second epoch on."""
 
     def __init__(self) -> None:
         self.begin = self.end = (0.0, 0.0)
@@ -82,18 +81,16 @@ class Stopwatch(L.Callback):
 
 
 def now() -> tuple[float, float]:
-    """Wall clock and the process' own seconds."""
-    return time.perf_counter(), time.process_time()
+    return time.perf_counter(), time.process_time()  # wall clock, CPU
 
 
 class Experiment:
-    """The data, the schedule and the initial weights that all share.
+    """Common data, schedule and initial weights.
 
     Args:
-        network: Name of the network.
-        rounds: Timed rounds of a fit; one more comes before them.
+        network: Network name.
+        rounds: Number of timed rounds, after one warm-up round.
         cohort: Clients in a round.
-
     """
 
     def __init__(self, network: str, rounds: int, cohort: int = COHORT) -> None:
@@ -109,7 +106,7 @@ class Experiment:
         return self.schedule.cohort(number, range(POPULATION)).visits
 
     def orders(self, visit: Visit) -> Sequence[Tensor]:
-        """The examples of each batch of a visit."""
+        """Example indices for each batch in a visit."""
         order = np.random.default_rng([visit.seed, 0]).permutation(SAMPLES) + SAMPLES * int(visit.client)
         return torch.from_numpy(order).split(BATCH_SIZE)
 
@@ -143,7 +140,7 @@ class Experiment:
         return self.ours(visits=Vectorized(self.cohort))
 
     def vmap_by_hand(self) -> tuple[float, float]:
-        """What all clients at once cost at the least: the same steps without Lightning."""
+        """Lower bound for simultaneous clients: the same steps without Lightning."""
 
         def loss(state: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(functional_call(self.network, state, (inputs,)), targets)
@@ -219,7 +216,7 @@ class Experiment:
 
 
 class Epoch:
-    """Batches of some visits, without the cost of a ``DataLoader``; another part of the visits in every epoch."""
+    """Batches for some visits without the cost of a ``DataLoader``; every epoch has other visits."""
 
     def __init__(self, experiment: Experiment, visits: Sequence[Visit], per_epoch: int = 1) -> None:
         self.experiment = experiment
@@ -235,14 +232,13 @@ class Epoch:
             yield from self.experiment.batches(visit)
 
     def next_visits(self) -> Sequence[Visit]:
-        """Those of the next epoch."""
         first = self.epoch % (len(self.visits) // self.per_epoch) * self.per_epoch
         self.epoch += 1
         return self.visits[first : first + self.per_epoch]
 
 
 class Orders:
-    """The examples of the same batches, for a ``DataLoader``."""
+    """Example indices for the same batches, for a ``DataLoader``."""
 
     def __init__(self, epochs: Epoch) -> None:
         self.epochs = epochs
@@ -256,8 +252,6 @@ class Orders:
 
 
 class Data(L.LightningDataModule):
-    """Hands over a loader."""
-
     def __init__(self, loader: Any) -> None:
         super().__init__()
         self.loader = loader
@@ -282,7 +276,7 @@ def measure(
     names: Sequence[str] = SIX,
     cohort: int = COHORT,
 ) -> dict[str, Any]:
-    """Wall and process seconds per round of each, for every repetition; how far weights are from those by hand."""
+    """Wall-clock and CPU seconds per round for each repetition, and distances to the weights from the loop by hand."""
     experiment = Experiment(network, rounds, cohort)
     runs = {name: getattr(experiment, name.replace(" ", "_")) for name in names}
     seconds: dict[str, list[list[float]]] = {name: [] for name in names}
@@ -313,7 +307,7 @@ def measure(
 
 
 def population_cost(repetitions: int, rounds: int) -> dict[str, list[list[float]]]:
-    """Seconds per round over 1,000 and 1,000,000 clients that are built when they are asked for."""
+    """Seconds per round with 1,000 and with 1,000,000 lazily built clients."""
     seconds: dict[str, list[list[float]]] = {"1000": [], "1000000": []}
     inputs, targets = torch.randn(SAMPLES, 1, 28, 28), torch.randint(10, (SAMPLES,))
     for repetition in range(repetitions + 1):
@@ -331,7 +325,6 @@ def population_cost(repetitions: int, rounds: int) -> dict[str, list[list[float]
 
 
 def peak_memory(cohort: int) -> int:
-    """Peak resident bytes of this process over one round of ``cohort`` clients."""
     inputs, targets = torch.randn(BATCH_SIZE, 1, 28, 28), torch.randint(10, (BATCH_SIZE,))
     clients = LazyClients(range(1000), lambda client: TensorDataset(inputs, targets))
     trainer = FederatedTrainer(max_rounds=1, clients_per_round=cohort, seed=0, **QUIET)

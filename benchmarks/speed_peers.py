@@ -1,4 +1,4 @@
-"""Seconds per round, start-up and memory against Flower's simulation, Apple's pfl, plain Lightning and a loop by hand.
+"""Seconds per round, start-up and memory for Flower's simulation, Apple's pfl, plain Lightning and a loop by hand.
 
 All contestants train the same networks on the same data with the same steps; a check compares the final weights. Each
 contestant runs in separate processes, alternating by repetition, with ratios within a repetition. Each peer has a
@@ -38,7 +38,6 @@ class Contestant:
         package: Package for the contestant's environment; empty for this environment.
         processes: Number of training processes; the cores are divided among the processes as threads.
         launcher: Python's arguments before the script.
-
     """
 
     words: str
@@ -62,7 +61,7 @@ CONTESTANTS = {
     "flwr": Contestant("`flwr` simulation, Ray, two clients at once", "flower_round.py", "flwr[simulation]", 2),
 }
 SAME = 1e-2
-"""Largest difference of weights after the same work: 1e-7 in the CNN's first weights is 2e-3 three rounds later."""
+"""Tolerance for final weights: 1e-7 in the CNN's first weights grows to 2e-3 in three rounds."""
 ROWS = {  # name: network, clients in a round, timed rounds
     "MLP, 10 clients": ("mlp", 10, 12),
     "MLP, 100 clients": ("mlp", 100, 3),
@@ -95,7 +94,7 @@ def installed(package: str, python: str) -> str:
 
 
 def memory_of(process: int) -> int:
-    """Proportional bytes of a process and all descendants: shared memory counts once."""
+    """Proportional bytes for a process and all descendants: shared memory counts once."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -116,7 +115,7 @@ def memory_of(process: int) -> int:
 
 
 def run(name: str, row: str, rounds: int, arguments: argparse.Namespace, tries: int = 3) -> dict[str, Any]:
-    """Runs a contestant to the end; tries again after an error, because two processes fail now and then."""
+    """Runs a contestant, with another attempt after an error, because setups with two processes sometimes fail."""
     contestant, (work, clients, _) = CONTESTANTS[name], ROWS[row]
     python = environment(contestant.package, arguments.runs / "peers")
     threads = max(1, arguments.cores // contestant.processes)
@@ -142,7 +141,7 @@ def run(name: str, row: str, rounds: int, arguments: argparse.Namespace, tries: 
     stamps = found["stamps"]
     return {
         "round": float(np.mean(np.diff(stamps[1:]))),
-        "start": stamps[1] - begin,  # with the first round, in which much is imported
+        "start": stamps[1] - begin,  # includes the first round with most imports
         "memory": peak,
         "bytes": found["bytes"],
         "weights": found["weights"],
@@ -152,7 +151,7 @@ def run(name: str, row: str, rounds: int, arguments: argparse.Namespace, tries: 
 def measure(
     row: str, names: Sequence[str], before: Mapping[str, Any], arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Adds missing repetitions to the row; raises for a contestant with different final weights."""
+    """Adds missing repetitions to the row; raises an error for a contestant with different final weights."""
     rounds = 1 if arguments.quick else ROWS[row][2]
     is_same = list(before) == list(names)
     found: dict[str, Any] = {name: list(before[name]) if is_same else [] for name in names}
@@ -171,13 +170,12 @@ def measure(
 
 
 def ratios(result: Mapping[str, Any], name: str) -> list[float]:
-    """Ratio of seconds per round to the loop by hand, within each repetition."""
     seconds = result["seconds"]
     return [one["round"] / base["round"] for one, base in zip(seconds[name], seconds["by_hand"], strict=True)]
 
 
 def overview(results: Mapping[str, Any]) -> str:
-    """Median ratios to the loop by hand: a row for each contestant, a column for each row of the benchmark."""
+    """Median ratios to the loop by hand, by contestant and row."""
     rows = []
     for name, contestant in CONTESTANTS.items():
         cells = [f"{np.median(ratios(one, name)):.2f}" if name in one["seconds"] else "" for one in results.values()]

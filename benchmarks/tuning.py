@@ -13,7 +13,7 @@ from common import load_json, save_json
 from lightning_fed.compare import MethodChoice, Plan, run_comparison, summarize
 
 SEED = 1_000
-"""Other seeds train what is reported."""
+"""Separate from the seeds of reported runs."""
 
 
 def tune(
@@ -24,16 +24,15 @@ def tune(
     last: int,
     method: str = "fedavg",
 ) -> None:
-    """Trains a method with every rate, and stores the scores.
+    """Trains a method with every rate, and stores the scores in ``rates.json``.
 
     Args:
         name: Printed name.
         rates: Learning rates.
         folder: Folder for the runs and ``rates.json``.
-        make_plan: The study's plan with a rate; the plan's methods, seeds and folder are ignored.
-        last: Number of final rounds; the score is the mean over these rounds.
+        make_plan: Function from rate to plan; the plan's methods, seeds and folder are ignored.
+        last: Number of final rounds in the mean score.
         method: The method.
-
     """
     scores = {}
     for rate in rates:
@@ -48,12 +47,10 @@ def tune(
 
 
 def score(results: Sequence[Mapping[str, Any]], last: int) -> float:
-    """The mean over seeds of the metric in the last rounds."""
     (cell,) = summarize(results, last=last).values()
     return statistics.fmean(cell.score)
 
 
 def best_rate(folder: Path) -> float | None:
-    """The chosen rate; ``None`` before a choice."""
     scores = load_json(folder / "rates.json")
     return float(max(scores, key=scores.__getitem__)) if scores else None

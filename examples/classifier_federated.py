@@ -1,4 +1,4 @@
-"""Image classification with Lightning, on small pictures of digits made on the fly."""
+"""Image classification with Lightning, on small generated images of digits."""
 
 import argparse
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAccuracy
 
-SEGMENTS = {  # rows and columns of the seven strokes of a digit, in a picture of 10 x 6 pixels
+SEGMENTS = {  # rows and columns for a digit's seven strokes, in 10 x 6 pixels
     "a": (slice(0, 2), slice(0, 6)), "b": (slice(0, 5), slice(4, 6)), "c": (slice(5, 10), slice(4, 6)),
     "d": (slice(8, 10), slice(0, 6)), "e": (slice(5, 10), slice(0, 2)), "f": (slice(0, 5), slice(0, 2)),
     "g": (slice(4, 6), slice(0, 6)),
@@ -20,7 +20,7 @@ DIGITS = ["abcdef", "bc", "abged", "abgcd", "fgbc", "afgcd", "afgedc", "abc", "a
 
 
 class Digits(Dataset):
-    """Digits of seven strokes at a random place of a 16 x 16 picture, some strokes pale, in noise."""
+    """Digits with seven strokes at a random position in a noisy 16 x 16 image; some strokes are pale."""
 
     def __init__(self, num_samples: int, seed: int):
         generator = torch.Generator().manual_seed(seed)

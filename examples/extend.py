@@ -1,7 +1,7 @@
-"""A federation with parts of one's own: a rule of the server, and two update steps.
+"""A federation with a custom aggregation rule and two custom update steps.
 
-Two of ten clients send poison. The mean follows them, the median does not. Every honest change is clipped and gets a
-little noise before it is sent.
+Two of ten clients send poisoned updates. The mean follows the poison, the median does not. Each honest update is
+clipped and receives a little noise before the client sends the update.
 """
 
 import argparse
@@ -13,13 +13,13 @@ from lightning_fed.algorithms import FedAvg
 from lightning_fed.data import IID
 from lightning_fed.steps import UpdateStep, trained_entries
 
-from classifier import Classifier, DigitsDataModule  # the plain project beside this file
+from classifier import Classifier, DigitsDataModule  # the plain project next to this file
 
 
 class ClipAndNoise(UpdateStep):
-    """Clips each client's change to the Euclidean norm ``clip`` and adds Gaussian noise of deviation ``noise * clip``.
+    """Clips each client's update to the Euclidean norm ``clip`` and adds Gaussian noise (deviation ``noise * clip``).
 
-    It works on the entries that train; running statistics of BatchNorm travel as they are.
+    Applies to trainable entries only; BatchNorm's running statistics are sent unchanged.
     McMahan et al., "Learning Differentially Private Recurrent Language Models", ICLR 2018.
     """
 
@@ -32,14 +32,14 @@ class ClipAndNoise(UpdateStep):
         changes = {name: update.state[name] - start[name] for name in trained_entries(self.info, start)}
         length = float(torch.stack([change.norm() for change in changes.values()]).norm())
         factor = min(1.0, self.clip / length) if length > 0 else 1.0
-        for name, change in changes.items():  # the visit has seeded the generator: the noise is the same in every run
+        for name, change in changes.items():  # the visit seeds the generator: every run has the same noise
             update.state[name] = start[name] + factor * change + self.noise * self.clip * torch.randn_like(change)
-        update.metrics["clipped"] = float(factor < 1)  # the log has the mean over clients, `clients/clipped`
+        update.metrics["clipped"] = float(factor < 1)  # logged as `clients/clipped`, the mean over clients
         return update
 
 
 class Poison(UpdateStep):
-    """Some clients send a change the wrong way round, and large."""
+    """Some clients send a large update in the opposite direction."""
 
     def __init__(self, clients: set[int], scale: float = 5.0):
         self.clients = clients
@@ -54,7 +54,7 @@ class Poison(UpdateStep):
 
 
 class CoordinateMedian(Aggregator):
-    """The median of every single entry over the clients; it keeps all updates of a round in memory.
+    """Median of every entry over the clients. The server stores all updates of a round.
 
     Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", ICML 2018.
     """
@@ -76,14 +76,13 @@ class CoordinateMedian(Aggregator):
 
 
 def median(values):
-    """Median over the first dimension: the mean of the middle two of an even number, the lower one of integers."""
+    """Median over the first dimension. With an even number of values: mean of the middle two, or the lower integer."""
     ordered = values.sort(dim=0).values
     low, high = ordered[(len(values) - 1) // 2], ordered[len(values) // 2]
     return (low + high) / 2 if values.is_floating_point() else low
 
 
 def train(method, steps, rounds, samples):
-    """Validation accuracy after a federated fit."""
     L.seed_everything(1)
     trainer = FederatedTrainer(
         max_rounds=rounds,
@@ -107,7 +106,10 @@ def main():
     args = parser.parse_args()
 
     for method in (FedAvg(), CoordinateMedian()):
-        steps = [ClipAndNoise(clip=5.0, noise=1e-4), Poison(clients={3, 7})]  # from the model to the wire
+        steps = [
+            ClipAndNoise(clip=5.0, noise=1e-4),
+            Poison(clients={3, 7}),
+        ]  # from model to network
         accuracy = train(method, steps, args.rounds, args.samples)
         print(f"{type(method).__name__}: validation accuracy {accuracy:.3f}")
 

@@ -1,4 +1,4 @@
-"""Fine-tuning of a text classifier with LoRA: transformers and peft in Lightning, from a model in a local folder."""
+"""LoRA fine-tuning of a text classifier: transformers and peft in Lightning, with a model from a local folder."""
 
 import argparse
 from pathlib import Path
@@ -29,7 +29,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *COMMON.split(), *" ".join(TOPICS.v
 
 
 def make_folder(folder: Path):
-    """Puts a small BERT without training where a downloaded model would be."""
+    """Writes a small untrained BERT in place of a downloaded model."""
     vocabulary = {word: index for index, word in enumerate(WORDS)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -43,7 +43,7 @@ def make_folder(folder: Path):
 
 
 def make_texts(count: int, seed: int):
-    """Sentences of common words with two of their topic's, and the topics."""
+    """Sentences with common words and two words from a topic, and the topics as labels."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(words):
@@ -60,8 +60,6 @@ def make_texts(count: int, seed: int):
 
 
 class Collate:
-    """Makes a batch of texts, padded to the longest."""
-
     def __init__(self, folder: Path):
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
 

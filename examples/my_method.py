@@ -1,4 +1,4 @@
-"""A method of one's own in one file: clients with a larger loss count for more.
+"""A custom method in one file: clients with a larger loss have a larger weight.
 
 python my_method.py
 lightning-fed fit -c RECIPE --trainer.method my_method.FedLoss --trainer.method.q 2
@@ -13,11 +13,11 @@ from lightning_fed import FederatedCallback, FederatedTrainer, Method
 from lightning_fed.algorithms import AveragingAggregator
 from lightning_fed.data import Dirichlet
 
-from classifier import Classifier, DigitsDataModule  # the plain project beside this file
+from classifier import Classifier, DigitsDataModule  # the plain project next to this file
 
 
 class ReportLoss(FederatedCallback):
-    """The client's half: it sends the mean loss of the visit along."""
+    """Client half: sends the visit's mean loss with the update."""
 
     def on_client_start(self, trainer, module, client, broadcast):
         self.losses = []
@@ -30,7 +30,7 @@ class ReportLoss(FederatedCallback):
 
 
 class LossAverage(AveragingAggregator):
-    """The server's half: clients weigh by examples times loss to the q."""
+    """Server half: weights clients by examples times loss to the power ``q``."""
 
     def __init__(self, q: float):
         super().__init__()
@@ -41,14 +41,13 @@ class LossAverage(AveragingAggregator):
 
 
 class FedLoss(Method):
-    """Clients with a larger loss count for more; ``q=0`` is plain averaging."""
+    """Weighted average with larger weights for larger losses; ``q=0`` is plain averaging."""
 
     def __init__(self, q: float = 1.0):
         super().__init__(LossAverage(q), [ReportLoss()])
 
 
 def train(method, rounds, samples):
-    """Validation accuracy after a federated fit."""
     L.seed_everything(1)
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = FederatedTrainer(method, max_rounds=rounds, partition=Dirichlet(10, alpha=0.3), **options)

@@ -1,4 +1,4 @@
-"""Image segmentation with segmentation_models_pytorch and Lightning, on small scenes made on the fly."""
+"""Image segmentation with segmentation_models_pytorch and Lightning, on small generated scenes."""
 
 import argparse
 
@@ -26,7 +26,7 @@ class Scenes(Dataset):
         image = rng.normal(0.5, 0.1, (3, self.size, self.size)).astype(np.float32)
         mask = np.zeros((self.size, self.size), dtype=np.int64)
         y, x = np.mgrid[: self.size, : self.size]
-        favourite = rng.integers(1, 3)  # most objects of a scene are of one class
+        favourite = rng.integers(1, 3)  # most objects in a scene have the same class
         for _ in range(rng.integers(2, 5)):
             shape = favourite if rng.random() < 0.8 else 3 - favourite
             (row, column), radius = rng.uniform(0, self.size, 2), rng.uniform(0.1, 0.2) * self.size

@@ -1,4 +1,4 @@
-"""A loop by hand: one model, the global weights copied in before each client, a running sum in float64."""
+"""Loop by hand: one model, a copy of the global weights before each client, a running sum in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flower's simulation (`flwr`) on its Ray backend: as many client processes as cores, with a thread each."""
+"""Flower's simulation (`flwr`) on Ray: one client process per core, with one thread each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(message: Message, context: Context) -> Message:
 
 
 class Stamped(FedAvg):
-    """Notes when rounds begin."""
+    """FedAvg with start times of rounds."""
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -1,4 +1,4 @@
-"""Lightning: one Trainer on all batches without federation, a Trainer for each client, and `FederatedTrainer`."""
+"""Lightning: one Trainer on all batches without federation, one Trainer per client, and `FederatedTrainer`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ QUIET: dict[str, Any] = {
 
 
 class Net(L.LightningModule):
-    """A network with the least around it."""
-
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
@@ -37,7 +35,7 @@ class Net(L.LightningModule):
 
 
 class Stamps(L.Callback):
-    """When rounds begin, and when the last one ends."""
+    """Start times of rounds, and the end of the last round."""
 
     def __init__(self) -> None:
         self.stamps: list[float] = []
@@ -53,8 +51,6 @@ class Stamps(L.Callback):
 
 
 class Batches:
-    """Batches by slicing, as a loop by hand takes them."""
-
     def __init__(self, work: Work, clients: Sequence[tuple[Tensor, Tensor]]) -> None:
         self.work = work
         self.clients = clients
@@ -68,7 +64,7 @@ class Batches:
 
 
 def trainers(net: Net, work: Work, clients: int, rounds: int) -> list[float]:
-    """A new Trainer for every visit."""
+    """Trains with a new Trainer for every visit."""
     data, stamps = [work.make_data(client) for client in range(clients)], []
     for _ in range(rounds):
         stamps.append(now())

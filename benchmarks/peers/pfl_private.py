@@ -1,4 +1,4 @@
-"""`pfl` with central differential privacy, on the clients and with the noise that `privacy_utility.py` hands it."""
+"""`pfl` with central differential privacy, on clients and noise from `privacy_utility.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from work import now
 
 
 class Scores(TrainingProcessCallback):
-    """Accuracy on the test images after each of the last rounds, and when rounds end."""
+    """Test accuracy after each of the last rounds, and end times of rounds."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, rounds: int, last: int) -> None:
         self.images, self.labels, self.first = images, labels, rounds - last
@@ -53,10 +53,10 @@ def main() -> None:
     given = made.parse_args()
     work = torch.load(given.work, weights_only=True)
     sys.path.insert(0, work["root"])
-    from lightning_fed.tasks.networks import build_network  # its network, and nothing else of it
+    from lightning_fed.tasks.networks import build_network  # only for the network
 
     torch.set_num_threads(1)
-    np.random.seed(work["seed"])  # noqa: NPY002 - pfl draws clients from it
+    np.random.seed(work["seed"])  # noqa: NPY002 - pfl draws clients from this generator
     torch.manual_seed(work["seed"])
     network = build_network(*work["network"])
     network.load_state_dict(work["state"])

@@ -1,4 +1,4 @@
-"""`pfl` (Apple's pfl-research), in one process or, under ``torchrun``, in several."""
+"""`pfl` (Apple's pfl-research), in one process, or in several processes with ``torchrun``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from work import RATE, WORKS, arguments, now, save
 
 
 class Net(nn.Module):
-    """A network with what `pfl` asks of it."""
+    """A network with pfl's interface."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 class Stamps(TrainingProcessCallback):
-    """When rounds end."""
+    """End times of rounds."""
 
     def __init__(self) -> None:
         self.stamps: list[float] = []
@@ -53,7 +53,7 @@ class Stamps(TrainingProcessCallback):
 
 
 class InTurn:
-    """Names one client after another, round after round."""
+    """Selects one client after another."""
 
     def __init__(self, clients: int) -> None:
         self.clients, self.asked = clients, 0
@@ -74,7 +74,7 @@ def main() -> None:
     FederatedAveraging().run(
         NNAlgorithmParams(
             central_num_iterations=given.rounds,
-            evaluation_frequency=given.rounds + 1,  # in the first round, which is not timed
+            evaluation_frequency=given.rounds + 1,  # only in the first round, without a timer
             train_cohort_size=given.clients,
             val_cohort_size=None,
         ),

@@ -1,7 +1,7 @@
-"""The work that every contestant does: the same data, networks and steps; it needs PyTorch alone.
+"""Common work of all contestants: data, networks and steps. Requires only PyTorch.
 
-All clients of a round train, each on its own examples in their order, with plain SGD and a fresh optimizer; updates are
-averaged with equal weights. So all contestants end with the same weights but for rounding.
+All clients in a round train on private examples in a fixed order, with plain SGD and a new optimizer; updates are
+averaged with equal weights. Thus all contestants have equal final weights, up to rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 RATE = 0.05
 KEPT = 2_000
-"""Values of the final weights that are compared."""
+"""Number of compared final weights."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,8 @@ class Work:
         image: Shape of an example.
         classes: Number of classes.
         batch_size: Examples in a batch.
-        batches: Batches of a client.
+        batches: Batches per client.
         dense: Whether every pixel has a label.
-
     """
 
     network: Callable[[], nn.Module]
@@ -47,12 +46,10 @@ class Work:
         return self.batch_size * self.batches
 
     def make_network(self) -> nn.Module:
-        """The network with the weights that all start from."""
         torch.manual_seed(0)
         return self.network()
 
     def make_data(self, client: int) -> tuple[Tensor, Tensor]:
-        """A client's examples and labels."""
         generator = torch.Generator().manual_seed(1_000 + client)
         inputs = torch.randn(self.samples, *self.image, generator=generator)
         shape = (self.samples, *(self.image[1:] if self.dense else ()))
@@ -64,7 +61,7 @@ def mlp() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """The CNN of McMahan et al., with 1.66 million parameters."""
+    # McMahan et al.; 1.66 million parameters
     return nn.Sequential(
         *(nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
@@ -73,7 +70,7 @@ def cnn() -> nn.Module:
 
 
 def resnet18() -> nn.Module:
-    """With GroupNorm and a small stem, for images of 32 x 32."""
+    """ResNet-18 with GroupNorm and a small stem, for images with 32 x 32 pixels."""
     from torchvision.models import resnet18 as build
 
     network = build(num_classes=10, norm_layer=lambda channels: nn.GroupNorm(2, channels))
@@ -104,7 +101,6 @@ WORKS = {
 
 
 def arguments() -> argparse.Namespace:
-    """What the driver says to a contestant."""
     made = argparse.ArgumentParser()
     made.add_argument("--contestant", default="")
     made.add_argument("--work", choices=list(WORKS), required=True)
@@ -118,7 +114,7 @@ def arguments() -> argparse.Namespace:
 
 
 def save(out: str, stamps: list[float], network: nn.Module, sent: float | None = None) -> None:
-    """Writes when every round began and the last ended, what the weights are, and what was sent in a round."""
+    """Writes start times of rounds, the end of the last round, final weights, and bytes per round."""
     flat = torch.cat([value.detach().flatten() for value in network.parameters()])
     some = flat[:: max(1, len(flat) // KEPT)].double().tolist()
     with open(out, "w") as file:
@@ -126,12 +122,10 @@ def save(out: str, stamps: list[float], network: nn.Module, sent: float | None =
 
 
 def batches_of(work: Work, data: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """A client's batches, in order."""
     return zip(data[0].split(work.batch_size), data[1].split(work.batch_size), strict=True)
 
 
 def visit(network: nn.Module, work: Work, data: tuple[Tensor, Tensor]) -> None:
-    """Trains as somebody would write it by hand."""
     optimizer = torch.optim.SGD(network.parameters(), lr=RATE)
     for inputs, targets in batches_of(work, data):
         optimizer.zero_grad()
@@ -140,5 +134,4 @@ def visit(network: nn.Module, work: Work, data: tuple[Tensor, Tensor]) -> None:
 
 
 def now() -> float:
-    """A clock that processes share."""
-    return time.time()
+    return time.time()  # comparable between processes
