@@ -15,7 +15,7 @@ PAGES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index"
 SECTION = re.compile(r"<!-- (?P<name>[^/].*?) -->.*?<!-- /(?P=name) -->", re.S)
 SCORE = re.compile(r"(?<![\w.,])\d+\.\d+(?![\w.]*\d)")
 # what is computed from two numbers of a table, and what is another's
-DERIVED = re.compile(r"\s*(?:±\s*[\d.]+\s*)?(?:(?:and|to)\s+[\d.]+\s*)?(?:%|points?\b|times\b|seconds\b)")
+DERIVED = re.compile(r"\s*(?:±\s*[\d.]+\s*)?(?:(?:and|to)\s+-?[\d.]+\s*)?(?:%|points?\b|times\b|seconds\b)")
 OF_OTHERS = re.compile(r"(?:published|paper)[^()]*\)", re.S)
 
 # Pages elsewhere whose sentences have scores; what is a setting, a version or about code that is gone in them.
