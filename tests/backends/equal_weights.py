@@ -1,7 +1,7 @@
-"""The same module, seeds and clients on every backend: prints a table with a digest of the global model of each.
+"""The same module, seeds and clients on every backend: prints a table with a digest of each global model.
 
-``python -m tests.backends.equal_weights [WAY...]``; with another version of Flower or NVFLARE before the installed one
-in ``PYTHONPATH``, it is that version's row. Flower and NVFLARE run as their own processes on the loopback address.
+``python -m tests.backends.equal_weights [WAY...]``. For another version of Flower or NVFLARE, prepend the version to
+``PYTHONPATH``. Flower and NVFLARE run as separate processes on the loopback address.
 """
 
 import subprocess

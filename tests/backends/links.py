@@ -1,4 +1,4 @@
-"""A loopback link that can be cut: a proxy that passes TCP connections on, until so many bytes have gone one way."""
+"""A loopback proxy for TCP connections that can be cut after a number of bytes in one direction."""
 
 import contextlib
 import socket
@@ -7,16 +7,16 @@ import threading
 
 
 class Link:
-    """Passes connections to a port on. A cut resets all of them, and refuses new ones, until the link is mended.
+    """Forwards connections to a port. A cut resets all connections, and refuses new connections until the link is
+    mended.
 
     Args:
         address: ``host:port`` behind the link.
 
     Attributes:
-        address: ``host:port`` to connect to instead.
-        passed: Bytes that have gone ``"down"``, to who connects, and ``"up"``.
+        address: ``host:port`` of the proxy.
+        passed: Number of bytes ``"down"``, to the connecting side, and ``"up"``.
         cuts: Number of cuts.
-
     """
 
     def __init__(self, address):
@@ -29,18 +29,17 @@ class Link:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut_after(self, way, count, seconds):
-        """Cuts the link for some time when ``count`` more bytes have gone one way."""
+        """Cuts the link for some seconds after ``count`` more bytes in one direction."""
         with self._lock:
             self._plan = way, self.passed[way] + count, seconds
 
     def cut(self, seconds):
-        """Cuts the link for some time."""
         with self._lock:
             self._is_cut, self._plan, ends, self._open = True, None, self._open, set()
             self.cuts += 1
         for end in ends:
             with contextlib.suppress(OSError):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # sends a reset
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
         timer = threading.Timer(seconds, self.mend)
@@ -53,7 +52,7 @@ class Link:
 
     def close(self):
         self.cut(0)
-        self._listener.shutdown(socket.SHUT_RDWR)  # which ends `accept`
+        self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
         self._listener.close()
 
     def _accept(self):

@@ -1,4 +1,4 @@
-"""What a Trainer and its loaders do in a plain fit, they do in a federated one."""
+"""Federated fits treat Trainer options and data loaders as a plain fit does."""
 
 import copy
 import itertools
@@ -44,7 +44,7 @@ def momentum_module(**options):
 
 
 class Combines(models.Module):
-    """Trains on a batch of every loader."""
+    """Trains on one batch from every loader."""
 
     def training_step(self, batch, batch_idx):
         batches = batch.values() if isinstance(batch, dict) else batch
@@ -52,7 +52,7 @@ class Combines(models.Module):
         return sum(losses)
 
 
-# --- one client trains as a plain fit ---------------------------------------------------------------------------------
+# --- One client equals a plain fit ------------------------------------------------------------------------------------
 
 PLAIN = {  # arguments of the Trainer, callbacks
     "accumulation": ({"accumulate_grad_batches": 2}, list),
@@ -65,7 +65,7 @@ PLAIN = {  # arguments of the Trainer, callbacks
 
 
 class Watch(L.Callback):
-    """Notes the model at every validation."""
+    """Records the model at every validation."""
 
     def __init__(self):
         self.seen = []
@@ -91,7 +91,7 @@ def test_one_client_trains_as_in_a_plain_fit(case, plain_trainer):
 
 @pytest.mark.skipif(L.__version__.startswith("2.5."), reason="new in Lightning 2.6")
 def test_validation_by_time_counts_over_rounds(plain_trainer, monkeypatch):
-    """A validation every 7 seconds, where a batch takes one and an epoch has five."""
+    """Validates every 7 seconds; a batch takes one second, an epoch has five batches."""
     ends = []
     for federation in ([], [Federation(partition=IID(1), **KEEP)]):
         watch = Watch()
@@ -117,7 +117,7 @@ def test_a_batch_that_is_none_is_left_out_with_lightnings_warning(plain_trainer)
 
 
 class Silent(models.Module):
-    """Returns no loss in one epoch, and none of every third batch in the others."""
+    """Returns no loss in one epoch, and in the other epochs for every third batch."""
 
     def training_step(self, batch, batch_idx):
         if self.current_epoch == 1 or batch_idx % 3 == 0:
@@ -151,7 +151,7 @@ def test_a_second_fit_begins_with_new_optimizers(plain_trainer):
 
 @pytest.mark.parametrize("visits", ["fused", "lightning"])
 def test_a_hook_that_something_has_wrapped_is_called(visits, plain_trainer):
-    """It may be one that the module leaves empty."""
+    """Even if the module does not implement the hook."""
     called, own = [], models.Module(models.mlp())
     own.on_train_batch_end = wraps(own.on_train_batch_end)(lambda *args: called.append(args))
     trainer = plain_trainer(max_epochs=2, callbacks=[Federation(partition=IID(1), visits=visits)])
@@ -160,7 +160,7 @@ def test_a_hook_that_something_has_wrapped_is_called(visits, plain_trainer):
 
 
 class Clears(models.Module):
-    """Counts what clears its gradients."""
+    """Counts calls of `zero_grad`."""
 
     cleared = 0
 
@@ -179,7 +179,7 @@ def test_a_visit_clears_gradients_without_the_modules_own_method(plain_trainer):
 
 
 class Fails(models.Module):
-    """Cannot train on the third batch."""
+    """Raises in the third batch."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 2:
@@ -199,7 +199,7 @@ def test_an_error_of_the_only_client_comes_at_once(plain_trainer):
 
 
 class Counts(L.LightningModule):
-    """Learns without an optimizer: a running mean."""
+    """Computes a running mean without an optimizer."""
 
     def __init__(self):
         super().__init__()
@@ -226,7 +226,7 @@ def test_a_module_without_an_optimizer(state, plain_trainer):
 
 
 class NoState:
-    """A scheduler with nothing to save."""
+    """A scheduler without state."""
 
     def __init__(self, optimizer):
         self.optimizer, self.last_epoch = optimizer, 0
@@ -266,12 +266,12 @@ def test_lbfgs_with_a_state_that_is_kept_is_refused_before_it_trains(plain_train
     assert not recorder.visits
 
 
-# --- several clients --------------------------------------------------------------------------------------------------
+# --- Several clients --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 5}, {"val_check_interval": 10}])
 def test_what_falls_on_the_ends_of_visits_or_rounds_is_taken(options, plain_trainer):
-    """Two clients of five batches each."""
+    """Two clients with five batches each."""
     clients = models.as_datasets(models.vectors({"a": 40, "b": 40}))
     watch = Watch()
     trainer = plain_trainer(max_epochs=2, callbacks=[Federation(), watch], **options)
@@ -281,7 +281,7 @@ def test_what_falls_on_the_ends_of_visits_or_rounds_is_taken(options, plain_trai
 
 
 class Reads(models.Module):
-    """Notes the first number of every example that it trains on."""
+    """Records the first number of every training example."""
 
     def training_step(self, batch, batch_idx):
         self.read = [*getattr(self, "read", []), *batch[0][:, 0].tolist()]
@@ -289,7 +289,7 @@ class Reads(models.Module):
 
 
 SIZES = {"a": 40, "b": 10, "c": 4}
-SHUFFLED = {  # the loader of a data set, in batches of 4
+SHUFFLED = {  # builds the loader of a data set, in batches of 4
     "data set": lambda data: data,
     "loader": lambda data: DataLoader(data, 4, shuffle=True),
     "weighted loader": lambda data: DataLoader(data, 4, sampler=WeightedRandomSampler([1.0] * len(data), 9)),
@@ -300,7 +300,7 @@ SHUFFLED = {  # the loader of a data set, in batches of 4
 @pytest.mark.parametrize("kind", SHUFFLED)
 @pytest.mark.parametrize(("overfit", "counts"), [(2, (8, 8, 4)), (0.5, (20, 4, 4))])
 def test_every_client_overfits_on_its_first_batches(kind, overfit, counts, plain_trainer):
-    """In every pass, whatever the order of its data was."""
+    """In every pass, for any data order."""
     data = {name: TensorDataset(*part) for name, part in models.vectors(SIZES).items()}
     own = Reads(models.mlp())
     trainer = plain_trainer(max_epochs=2, overfit_batches=overfit, callbacks=[Federation(local_epochs=2)])
@@ -320,7 +320,7 @@ def test_every_part_of_a_split_loader_overfits(plain_trainer):
     assert own.read[32:] == 2 * own.read[:32]
 
 
-# --- the Trainer afterwards -------------------------------------------------------------------------------------------
+# --- The Trainer after the fit ----------------------------------------------------------------------------------------
 
 
 class Holds(L.Callback):
@@ -346,7 +346,7 @@ def test_a_trainer_can_be_copied_and_pickled_afterwards(data, plain_trainer, tmp
         assert again.trainer is not trainer
 
 
-# --- loaders ----------------------------------------------------------------------------------------------------------
+# --- Loaders ----------------------------------------------------------------------------------------------------------
 
 
 class Looks(models.Module):
@@ -373,7 +373,7 @@ def test_lightning_advises_on_workers(data, kind, plain_trainer, monkeypatch):
 
 
 def test_a_clients_sampler_is_told_the_pass(federated_trainer):
-    """Two local epochs in each of two rounds: four passes, each in an order of its own."""
+    """Two rounds of two local epochs: four passes with different orders."""
     passes = []
 
     class Sampler(DistributedSampler):
@@ -394,11 +394,11 @@ def test_a_clients_sampler_is_told_the_pass(federated_trainer):
 def test_a_clients_persistent_workers_end_with_the_fit(federated_trainer):
     own = loader(num_workers=1, persistent_workers=True)
     federated_trainer(max_rounds=2).fit(models.Module(models.mlp()), {"a": own})
-    assert own._iterator is None  # noqa: SLF001 - torch gives it no public name
+    assert own._iterator is None  # noqa: SLF001 - torch has no public name
 
 
 class InBatches(TensorDataset):
-    """Takes the indices of a whole batch at once, and nothing else."""
+    """Only accepts the indices of a whole batch."""
 
     def __getitem__(self, index):
         assert isinstance(index, list)
@@ -422,11 +422,11 @@ def test_a_sampler_of_whole_batches_is_split(shuffle, num_clients, plain_trainer
     torch.testing.assert_close(seen.sum(0), EXAMPLES[0].sum(0))
 
 
-# --- one client takes whatever a plain Trainer takes ------------------------------------------------------------------
+# --- One client accepts all data of a plain Trainer -------------------------------------------------------------------
 
 
 class Stream:
-    """Batches from elsewhere, without a length: neither a ``DataLoader`` nor a data set."""
+    """Batches without a length: neither a ``DataLoader`` nor a data set."""
 
     def __iter__(self):
         return (tuple(part[start : start + 8] for part in EXAMPLES) for start in range(0, 40, 8))
@@ -451,7 +451,7 @@ class Streamed(IterableDataset):
 
 
 class Backwards(DataLoader):
-    """A subclass, whose batches come in another order than a plain one's."""
+    """A subclass with another order of batches."""
 
     def __iter__(self):
         return reversed(list(super().__iter__()))
@@ -488,7 +488,7 @@ WHOLE = {  # training data, class of the module, arguments of the Trainer
     ("case", "visits"), quick(itertools.product(WHOLE, VISITS), zip(WHOLE, itertools.cycle(VISITS), strict=False))
 )
 def test_one_client_takes_whatever_a_plain_trainer_takes(case, visits, plain_trainer):
-    """To the last bit, with the same validations; also handed to ``fit``."""
+    """Weights and validations are equal bit for bit, for a datamodule and for loaders passed to ``fit``."""
     data, kind, options = WHOLE[case]
     visits = "auto" if "val_check_interval" in options else visits
     ends = []
@@ -503,7 +503,7 @@ def test_one_client_takes_whatever_a_plain_trainer_takes(case, visits, plain_tra
 
 @pytest.mark.parametrize(("data", "options"), [(Batches, {"local_epochs": 2}), (Stream, {})])
 def test_examples_are_counted_as_they_come(data, options, plain_trainer):
-    """Each once, whatever the number of passes."""
+    """Each example counts once, for any number of passes."""
     trainer = plain_trainer(max_epochs=2, callbacks=[Federation(partition=IID(1), **options)])
     trainer.fit(models.Module(models.mlp()), data())
     assert trainer.callback_metrics["fed/num_samples"] == 40

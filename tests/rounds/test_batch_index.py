@@ -1,4 +1,4 @@
-"""The index of a batch that `training_step` is given: in a visit that of the client's epoch, beside it the pass's."""
+"""The batch index in `training_step`: position in the client's epoch during a visit, position in the pass otherwise."""
 
 import lightning as L
 import torch
@@ -13,7 +13,7 @@ BATCH, SIZES = 4, {"a": 12, "b": 8}
 
 
 class Noting(L.LightningModule):
-    """Notes every index with the client whose visit it is, or none."""
+    """Records every index, with the visiting client or `None`."""
 
     def __init__(self, note):
         super().__init__()
@@ -30,7 +30,7 @@ class Noting(L.LightningModule):
 
 
 def test_beside_visits_the_batches_of_a_pass_are_counted(federated_trainer):
-    """Where clients measure BatchNorm's statistics after a round, the last visit's last index is not theirs."""
+    """The pass for BatchNorm statistics after a round must not continue the last visit's index."""
     clients = {client: TensorDataset(torch.rand(size, 2), torch.rand(size, 1)) for client, size in SIZES.items()}
     noted = []
     trainer = federated_trainer(max_rounds=1, batch_norm="recalibrate")

@@ -1,4 +1,6 @@
-"""Each client's BatchNorm statistics, measured with the aggregated weights, and the default's decision for them."""
+"""BatchNorm statistics per client, measured with the aggregated weights, and the default's choice between
+treatments.
+"""
 
 import logging
 
@@ -44,7 +46,7 @@ def unlike(sizes=models.SIZES, offset=20.0):
 
 
 def measured_reference(aggregate, clients, client, round, seed=SEED):
-    """Running statistics after one pass by hand through the aggregate."""
+    """Running statistics after one manual pass through the aggregate."""
     net = models.norm_mlp()
     net.load_state_dict({name.removeprefix("net."): value for name, value in aggregate.items()}, strict=False)
     pass_seed = recalibration_seed_reference(visit_seed_reference(seed, round, client))
@@ -75,13 +77,13 @@ def decisions(caplog):
     return [message for message in caplog.messages if message.startswith("BatchNorm: ")]
 
 
-# --- the statistics of a client ---------------------------------------------------------------------------------------
+# --- Statistics of a client -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_norm", ["auto", LocalStatistics(), LocalStatistics("pooled")], ids=str)
 @pytest.mark.parametrize("cohort", [1.0, 3])
 def test_statistics_are_one_pass_through_the_averaged_weights(batch_norm, cohort, federated_trainer):
-    """Every client after the fit, also a client outside the last round."""
+    """For every client after the fit, including clients outside the last round."""
     clients = unlike()
     trainer, module, recorder = fit(federated_trainer, clients, batch_norm=batch_norm, clients_per_round=cohort)
     for client in clients:
@@ -91,7 +93,7 @@ def test_statistics_are_one_pass_through_the_averaged_weights(batch_norm, cohort
 
 
 def test_known_clients_are_evaluated_with_their_statistics(federated_trainer):
-    """In validation after every round; a client without training data has batch statistics."""
+    """In validation after every round; a client without training data is normalised by batch."""
     clients = unlike()
     data = {**clients, "new": models.vectors({"new": 20})["new"]}
     val = {client: DataLoader(TensorDataset(*tensors), len(tensors[0])) for client, tensors in data.items()}
@@ -110,11 +112,11 @@ def test_known_clients_are_evaluated_with_their_statistics(federated_trainer):
         assert trainer.callback_metrics[f"client/{client}/val_loss"].item() == pytest.approx(expected, rel=1e-5)
 
 
-# --- the decision -----------------------------------------------------------------------------------------------------
+# --- Decision ---------------------------------------------------------------------------------------------------------
 
 
 class Decisions(FederatedCallback):
-    """The decision after each round, with the clients of the round."""
+    """Records decision and cohort of each round."""
 
     def __init__(self):
         self.clients, self.decisions = [], []
@@ -128,7 +130,7 @@ class Decisions(FederatedCallback):
 
 @pytest.mark.parametrize(("offset", "decision"), [(0.0, "pooled"), (20.0, "own")])
 def test_the_default_decides_once(offset, decision, federated_trainer, caplog):
-    """Weights equal "recalibrate" bit for bit, and pooled statistics too."""
+    """Weights and pooled statistics equal "recalibrate" bit for bit."""
     clients = unlike(offset=offset)
     with caplog.at_level(logging.INFO, "lightning_fed"):
         trainer, module, _ = fit(federated_trainer, clients)
@@ -146,7 +148,7 @@ def test_the_default_decides_once(offset, decision, federated_trainer, caplog):
 
 
 def test_a_decision_survives_similar_clients(federated_trainer, caplog):
-    """Own statistics are never undone, and a preset decision needs no reports."""
+    """Own statistics are permanent, and a preset decision needs no reports."""
     clients = unlike(offset=0.0)
     module = models.Module(models.norm_mlp(), models.momentum)
     trainer = federated_trainer(max_rounds=1, seed=SEED)
@@ -160,7 +162,7 @@ def test_a_decision_survives_similar_clients(federated_trainer, caplog):
 
 
 def test_one_client_equals_plain_lightning(federated_trainer, plain_trainer, caplog):
-    """Weights and running statistics, bit for bit."""
+    """Compares weights and running statistics bit for bit."""
     clients = models.vectors({"ann": 40})
     with caplog.at_level(logging.INFO, "lightning_fed"):
         trainer, module, _ = fit(federated_trainer, clients, max_rounds=2)
@@ -227,7 +229,7 @@ def test_hidden_updates_have_own_statistics_without_reports(make_steps, federate
 
 
 def test_clients_with_some_rows_of_an_entry_have_own_statistics(federated_trainer, caplog):
-    """No client is sent the whole table to measure."""
+    """No client receives the whole table for measuring."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), SampledSoftmaxHead(8, 30))
     clients = {client: (inputs, targets % 10) for client, (inputs, targets) in unlike().items()}
@@ -274,13 +276,13 @@ def test_a_client_that_cannot_measure_is_served_by_its_batch(federated_trainer, 
     [
         (1, ROUNDS, 1, [True, True]),
         (3, 1, 1, [False, True]),  # fewer than half of five
-        (3, ROUNDS, 1, [False, True]),  # the second round decides with few reports, too
+        (3, ROUNDS, 1, [False, True]),  # round 1 decides even with few reports
         (4, ROUNDS, 1, [False, False]),  # one report shows no difference
         (1, ROUNDS, 5, [False, False]),
     ],
 )
 def test_rounds_that_decide(failing, rounds, min_clients, decided, federated_trainer, monkeypatch, caplog):
-    """The log states once that a decision is open."""
+    """The log states once that the decision is open."""
     clients, seen = unlike(), Decisions()
     Fails(monkeypatch, list(clients)[:failing], range(rounds))
     faults = Faults(min_clients=min_clients)
@@ -292,7 +294,7 @@ def test_rounds_that_decide(failing, rounds, min_clients, decided, federated_tra
 
 @pytest.mark.parametrize(("method", "decision"), [("fedavg", "own"), ("trimmed_mean:num_malicious=1", "pooled")])
 def test_clients_that_a_robust_rule_trims_do_not_decide(method, decision, federated_trainer):
-    """One client in five looks different."""
+    """One of five clients looks different."""
     clients = models.vectors()
     clients["eve"] = (clients["eve"][0] + 50.0, clients["eve"][1])
     trainer, *_ = fit(federated_trainer, clients, max_rounds=1, method=method)
@@ -338,7 +340,7 @@ def test_the_treatment_of_a_method_replaces_the_default(federated_trainer, caplo
 
 @pytest.mark.parametrize(("is_far", "decision"), [(False, "pooled"), (True, "own")])
 def test_each_model_of_a_clustered_rule_is_compared_within_its_clients(is_far, decision, federated_trainer):
-    """Two looks, one for each model; then a mixed cluster."""
+    """Two different groups, one per model; then a mixed cluster."""
 
     class Clusters(FedAvg):
         has_clusters = True
@@ -375,7 +377,7 @@ def test_fedma_decides_after_its_last_stage(federated_trainer):
     assert not torch.equal(states[0]["net.1.running_mean"], states[1]["net.1.running_mean"])
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- Checkpoints ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("store", [None, "folder"])
@@ -413,7 +415,7 @@ def test_a_resume_with_another_choice_is_refused(federated_trainer, tmp_path):
         )
 
 
-# --- scores and new places --------------------------------------------------------------------------------------------
+# --- Metrics and new clients ------------------------------------------------------------------------------------------
 
 
 def loaders(clients, batch_size=8):
@@ -423,7 +425,7 @@ def loaders(clients, batch_size=8):
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("unseen", ["batch", "data"])
 def test_a_checkpoint_reproduces_the_monitored_values(unseen, federated_trainer, tmp_path):
-    """In another Trainer without the training data: known clients, and a client without statistics."""
+    """In a new Trainer without training data, for known clients and for a client without statistics."""
     clients = unlike()
     val = loaders({**clients, "new": models.vectors({"new": 20})["new"]})
     saver = ModelCheckpoint(tmp_path, monitor="fed/val_loss/mean")
@@ -443,7 +445,7 @@ def test_a_checkpoint_reproduces_the_monitored_values(unseen, federated_trainer,
 
 @pytest.mark.parametrize("unseen", ["batch", "data", "pooled"])
 def test_statistics_of_data_without_a_client(unseen, federated_trainer):
-    """Against a pass by hand, with different means in the batches."""
+    """Against a manual pass over batches with different means."""
     inputs, targets = models.vectors({"new": 24})["new"]
     inputs = inputs + torch.arange(24)[:, None] // 8 * 3.0
     trainer, module, _ = fit(federated_trainer, unlike(), batch_norm=LocalStatistics(unseen), max_rounds=1)
@@ -456,7 +458,7 @@ def test_statistics_of_data_without_a_client(unseen, federated_trainer):
         report = batch_norm_reference(net, {"1": net[1], "5": net[5]}, [images for images, _ in loader])
         for layer, (mean, variance) in report.items():
             net[int(layer)].running_mean.copy_(mean)
-            net[int(layer)].running_var.copy_(variance * 23 / 24)  # biased, as of a batch
+            net[int(layer)].running_var.copy_(variance * 23 / 24)  # biased, as in a batch
         net.eval()
     with torch.no_grad():
         outputs = [normalised_by_batch(net, x) if unseen == "batch" else net.eval()(x) for x, _ in loader]
@@ -466,7 +468,7 @@ def test_statistics_of_data_without_a_client(unseen, federated_trainer):
 
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 def test_a_measured_loader_with_persistent_workers_is_evaluated_whole(federated_trainer):
-    """One loader, and the loaders of two clients."""
+    """With one loader, and with the loaders of two clients."""
     clients = unlike()
     trainer, module, _ = fit(federated_trainer, clients, batch_norm=LocalStatistics("data"), max_rounds=1)
     data = TensorDataset(*models.vectors({"new": 24})["new"])

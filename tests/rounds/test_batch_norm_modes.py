@@ -1,4 +1,7 @@
-"""What becomes of BatchNorm's running statistics: SiloBN, FixBN, data of no known client, and how clients differ."""
+"""Treatments of BatchNorm's running statistics:
+
+SiloBN, FixBN, data from unknown clients, and differences of clients.
+"""
 
 import itertools
 import logging
@@ -46,12 +49,12 @@ def val_loader(tensors):
     return DataLoader(TensorDataset(*tensors), len(tensors[0]))
 
 
-# --- against the papers -----------------------------------------------------------------------------------------------
+# --- Papers -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", [SiloBN(), "silobn:unseen=pooled"])
 def test_silobn_is_the_papers_loop_bit_for_bit(method, federated_trainer):
-    """BatchNorm, dropout, momentum, unequal clients, three of five: shared entries, and each client's entries."""
+    """BatchNorm, dropout, momentum, unequal clients, three of five: compares shared and personal entries."""
     clients = models.vectors()
     history, own = silobn_reference(
         models.norm_mlp(), clients, cross_entropy, models.momentum, rounds=4, cohort_size=COHORT, seed=SEED, epochs=2
@@ -62,7 +65,7 @@ def test_silobn_is_the_papers_loop_bit_for_bit(method, federated_trainer):
     )
     trainer.fit(module, models.as_datasets(clients))
     for aggregate, expected in zip(recorder.aggregates, history, strict=True):
-        assert_same(prefixed(expected), aggregate)  # no statistic travels
+        assert_same(prefixed(expected), aggregate)  # messages contain no statistics
     assert len(own) > COHORT
     for client, statistics in own.items():
         assert_same(prefixed({**history[-1], **statistics}), trainer.federation.client_state(client))
@@ -89,7 +92,7 @@ def test_fixbn_is_the_papers_loop_bit_for_bit(after, federated_trainer):
 
 
 def test_only_statistics_differ_before_they_are_fixed(federated_trainer):
-    """In training BatchNorm normalises by batch: weights do not depend on what becomes of running statistics."""
+    """In training BatchNorm normalises by batch, so weights do not depend on running statistics."""
     states = {}
     for name, batch_norm in {
         "average": "average", "recalibrate": "recalibrate", "local": LocalStatistics(), "fixed": FixedStatistics(3),
@@ -105,7 +108,7 @@ def test_only_statistics_differ_before_they_are_fixed(federated_trainer):
     assert not torch.equal(states["average"]["net.0.weight"], states["late"]["net.0.weight"])
 
 
-# --- whom which statistics serve --------------------------------------------------------------------------------------
+# --- Statistics in evaluation -----------------------------------------------------------------------------------------
 
 
 def fit_local(federated_trainer, unseen, val=None, rounds=2, **options):
@@ -129,7 +132,7 @@ def test_data_of_no_known_client_with_the_batchs_statistics(federated_trainer):
     assert trainer.callback_metrics["val_loss"].item() == pytest.approx(expected.item(), rel=1e-5)
     again = trainer.validate(module, val_loader(val), verbose=False)[0]["val_loss"]
     assert again == pytest.approx(expected.item(), rel=1e-5)
-    with torch.no_grad():  # the hooks are gone
+    with torch.no_grad():  # the hooks are removed
         plain = F.cross_entropy(module.eval()(val[0]), val[1])
     assert abs(plain.item() - expected.item()) > 1e-3
     assert_same(
@@ -150,7 +153,7 @@ def test_pooled_statistics_of_the_global_model_are_those_of_recalibration(federa
 
 @pytest.mark.parametrize("unseen", ["batch", "pooled"])
 def test_known_clients_are_evaluated_with_their_own(unseen, federated_trainer):
-    """In rounds, and in `validate`; a client without training has the same statistics as unseen data."""
+    """After rounds and in `validate`; a client without training uses the statistics for unseen data."""
     data = {**models.vectors({"ann": 8, "eve": 11}), "new": models.vectors({"new": 20})["new"]}
     val = {client: val_loader(tensors) for client, tensors in data.items()}
     trainer, module = fit_local(federated_trainer, unseen, val)
@@ -188,7 +191,7 @@ def test_layers_that_the_user_keeps_in_evaluation_mode_keep_their_statistics(fed
     assert trainer.callback_metrics["val_loss"].item() == pytest.approx(expected, rel=1e-5)
 
 
-# --- the layers by themselves -----------------------------------------------------------------------------------------
+# --- Layers -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
@@ -197,7 +200,7 @@ def test_statistics_of_a_batch_are_those_of_training(precision):
     expected = normalised_by_batch(models.deeplab().to(precision), inputs)
     with UnseenStatistics(net.eval()), torch.no_grad():
         outputs = net(inputs)
-    # 1e-3: 60 layers whose sums are in another order; bfloat16 has 8 bits
+    # 1e-3: 60 layers with sums in another order; bfloat16 has 8 bits
     tolerance = 1e-3 if precision == torch.float32 else 0.5
     assert (outputs.float() - expected.float()).abs().max() <= tolerance * expected.float().abs().max()
     with torch.no_grad():
@@ -239,7 +242,7 @@ def test_training_and_switched_off_layers_are_left_alone():
     statistics.remove()
 
 
-# --- how clients differ -----------------------------------------------------------------------------------------------
+# --- Differences of clients -------------------------------------------------------------------------------------------
 
 
 def test_share_between_clients_is_that_of_all_values_at_once():
@@ -285,7 +288,7 @@ def test_shift_by_hand(reports, num_malicious, shift):
 
 
 def test_pooled_and_own_statistics_by_hand():
-    """The worked example: inputs 0 and 2 in one client; 4, 6 and 8 in the other one."""
+    """Inputs 0 and 2 in one client; 4, 6 and 8 in the other client."""
     reports = [report_of(0, 2), report_of(4, 6, 8)]
     assert [float(report["batch_norm:0:count"]) for report in reports] == [2, 3]
     assert [value.item() for value in pool_statistics(reports, "0")] == pytest.approx([4, 10])
@@ -295,7 +298,7 @@ def test_pooled_and_own_statistics_by_hand():
 
 @pytest.mark.parametrize("size", [10, 50, 200, 1000])
 def test_equal_clients_with_rare_large_values_have_a_small_shift(size):
-    """Fifty channels, each with 2 % non-zero values."""
+    """Fifty channels with 2 % non-zero values each."""
     generator = torch.Generator().manual_seed(0)
     is_large = torch.rand(6, size, 50, generator=generator) < 0.02
     inputs = torch.where(is_large, 5 * torch.randn(6, size, 50, generator=generator).abs(), 0.0)
@@ -311,7 +314,7 @@ def test_equal_clients_with_rare_large_values_have_a_small_shift(size):
 
 @pytest.mark.parametrize(("count", "num_remaining"), [(2, 2), (3, 3), (4, 2), (5, 3), (8, 4)])
 def test_half_of_the_values_remain_under_any_number_of_malicious_clients(count, num_remaining):
-    """Equal clients, whose means are 0, 1, 4, 9, ..."""
+    """Equal clients with means 0, 1, 4, 9, ..."""
     reports = [report_of(place**2 - 1, place**2 + 1) for place in range(count)]
     found = shift_between(reports, "0", (count - 1) // 2 or 1)
     first = (count - num_remaining) // 2
@@ -348,7 +351,7 @@ def test_statistics_that_are_never_fixed(after, count, federated_trainer, caplog
     assert sum("never fixes the running statistics" in message for message in caplog.messages) == count
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_method_keeps_its_own_treatment():
@@ -380,7 +383,7 @@ def test_statistics_of_frozen_layers_stay_the_servers(federated_trainer):
 
 
 def test_an_error_before_a_fit_with_fixed_statistics_is_seen(either_trainer):
-    """An error in the package once hid the original error."""
+    """A second error in the package must not hide the original error."""
     module = models.Module(models.norm_mlp())
     module.configure_optimizers = None
     trainer = either_trainer(max_rounds=1, batch_norm=FixedStatistics(1))

@@ -1,4 +1,4 @@
-"""What callbacks keep for a client between its visits, whose visit it is, and what an aggregator reports."""
+"""Client memory of callbacks, the current visit, and metrics reported by aggregators."""
 
 import math
 
@@ -22,7 +22,7 @@ def find(trainer):
 
 
 class Tally(FederatedCallback):
-    """Counts each client's visits in its memory, and notes what it found there."""
+    """Counts each client's visits in the client memory, and records the found values."""
 
     def __init__(self):
         self.found = []
@@ -39,7 +39,7 @@ class Tally(FederatedCallback):
 @pytest.mark.parametrize("options", [{}, {"personal": ["net.head.*"], "optimizer_state": "keep"}])
 @pytest.mark.parametrize("kind", ["memory", "folder"])
 def test_what_a_client_keeps(kind, options, federated_trainer, tmp_path):
-    """It finds what it left, and nothing else; beside its layers and its optimizer's state."""
+    """A client finds exactly its stored memory; the store also holds personal layers and optimizer state."""
     store = MemoryStore() if kind == "memory" else FolderStore(tmp_path / "clients")
     tally, recorder = Tally(), Recorder()
     trainer = federated_trainer(
@@ -78,7 +78,7 @@ def test_nothing_is_kept_by_itself(federated_trainer):
 
 
 class Watch(FederatedCallback):
-    """Notes whose visit it is, in every hook."""
+    """Records the visiting client in every hook."""
 
     def __init__(self):
         self.seen = []
@@ -112,7 +112,7 @@ class Watch(FederatedCallback):
 
 
 def test_whose_visit_it_is(federated_trainer):
-    """From the moment the client has its model until its answer is sent."""
+    """From the loaded model until the sent update."""
     watch = Watch()
     trainer = federated_trainer(max_rounds=1, callbacks=[watch])
     trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors({"a": 40, "b": 20})))
@@ -142,7 +142,7 @@ def test_an_error_in_the_answer_names_the_visit(federated_trainer):
 
 
 class Reporting(Aggregator):
-    """FedAvg that reports how many clients it has averaged, in all rounds."""
+    """FedAvg with the number of averaged clients over all rounds as a metric."""
 
     def __init__(self):
         self.inner = FedAvg()
@@ -169,7 +169,7 @@ class Reporting(Aggregator):
 
 
 def test_what_an_aggregator_reports_is_logged(federated_trainer):
-    """Of every round with a new global model, where callbacks find it too."""
+    """For every round with a new global model, visible to callbacks."""
 
     class Nonsense(FederatedCallback):
         def on_client_end(self, trainer, module, client, update):

@@ -1,4 +1,4 @@
-"""A round that ends before its last batch, with one client as a plain fit ends, and what is saved at a round's end."""
+"""Rounds cut before the last batch, the end of a fit with one client, and checkpoints at the end of a round."""
 
 import lightning as L
 import pytest
@@ -12,7 +12,7 @@ from lightning_fed.data import IID, LoaderDataModule
 from tests import models
 from tests.recorders import MemoryLogger, Recorder, StepCheckpoint, assert_same, state_of
 
-# Many fits here only train, with modules that could validate.
+# Most fits only train, but the modules define a validation step.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 EXAMPLES = models.vectors({"a": 40})["a"]
@@ -25,7 +25,7 @@ def data():
 
 
 class Stops(L.Callback):
-    """Tells the Trainer to stop after the seventh step, which is the second of the second epoch."""
+    """Stops the Trainer after step 7, the second step of the second epoch."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         trainer.should_stop = trainer.global_step == 7
@@ -70,7 +70,9 @@ def test_an_epoch_ends_as_in_a_plain_fit(how, visits, plain_trainer):
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_fit_goes_on_behind_a_round_that_was_cut(plain_trainer, tmp_path):
-    """From a checkpoint of the validation after it: the next round is whole, and logged where the last one ended."""
+    """From a checkpoint of the following validation: the next round is complete, and logging continues at the last
+    step.
+    """
     save, logger = ModelCheckpoint(tmp_path, "cut", save_on_train_epoch_end=False), MemoryLogger()
     options = {"logger": logger, "log_every_n_steps": 1}
     callbacks = [Federation(partition=IID(1)), Stops(), save]
@@ -90,7 +92,7 @@ def test_a_fit_goes_on_behind_a_round_that_was_cut(plain_trainer, tmp_path):
 @pytest.mark.parametrize("limit_val_batches", [0, 1])
 @pytest.mark.parametrize("steps", [5, 7])
 def test_more_steps_begin_with_a_whole_round(steps, limit_val_batches, taken, plain_trainer, tmp_path):
-    """Rounds have five batches: the checkpoint is one of a round's end, or of a round that was cut."""
+    """Rounds have five batches: the checkpoint is from the end of a round, or from a cut round."""
     options = {"max_epochs": -1, "limit_val_batches": limit_val_batches}
     save = ModelCheckpoint(tmp_path, "end", save_on_train_epoch_end=True)
     callbacks = [Federation(partition=IID(1)), save]
@@ -106,7 +108,7 @@ def test_more_steps_begin_with_a_whole_round(steps, limit_val_batches, taken, pl
 
 
 def test_schedules_go_by_the_visits_that_were_served(federated_trainer):
-    """Stragglers are dropped; a per-step schedule makes the steps of a visit in each round."""
+    """Stragglers are dropped; a per-step schedule advances by the steps of one visit per round."""
     clients = models.as_datasets(models.vectors(dict.fromkeys("abc", 40)))
     made = models.Module(
         models.mlp(),
@@ -126,7 +128,7 @@ def test_a_module_that_ends_a_visit_leaves_the_others_alone(federated_trainer):
     }
     trainer = federated_trainer(max_rounds=2, callbacks=[recorder])
     trainer.fit(Skips(models.mlp()), clients)
-    assert [len(visit.batches) for visit in recorder.visits] == [5, 3, 3, 3]  # with the one that is skipped
+    assert [len(visit.batches) for visit in recorder.visits] == [5, 3, 3, 3]  # including the skipped batch
     assert trainer.callback_metrics["fed/clients"] == 2
 
 
@@ -182,10 +184,10 @@ BROKEN = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`?.fit.ckpt_path=")  # Lightning's, wherever there is an `OnExceptionCheckpoint`
+@pytest.mark.filterwarnings("ignore:`?.fit.ckpt_path=")  # Lightning's warning for every `OnExceptionCheckpoint`
 @pytest.mark.parametrize("where", BROKEN)
 def test_an_error_at_the_end_of_a_round(where, federated_trainer, tmp_path):
-    """The round is over, or trained again: a checkpoint holds all from after it, or all from before."""
+    """The round is either complete or repeated: a checkpoint never mixes the states before and after."""
 
     def make(callbacks=(), **options):
         callbacks = [OnExceptionCheckpoint(tmp_path, "broken"), *callbacks]

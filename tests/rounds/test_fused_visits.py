@@ -1,4 +1,4 @@
-"""Fused visits do what Lightning's own loop does: the same calls with the same arguments, counts, logs and weights."""
+"""Fused visits equal Lightning's loop: calls with arguments, counts, logs and weights."""
 
 import itertools
 import logging
@@ -51,7 +51,7 @@ HOOKS = (
 
 
 def fingerprint(value):
-    """What a hook was given, comparable: tensors by their bits, objects by their kind."""
+    """Comparable hook arguments: tensors by their bits, other objects by type."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), value.detach().reshape(-1).view(torch.uint8).tolist()
     if isinstance(value, dict):
@@ -62,7 +62,7 @@ def fingerprint(value):
 
 
 class Tracer(FederatedCallback):
-    """Notes every call of a hook, with all that can be asked for in it."""
+    """Records every hook call with all public Trainer state."""
 
     def __init__(self):
         self.calls = []
@@ -75,7 +75,7 @@ def _note(hook):
             {
                 "hook": hook,
                 "arguments": fingerprint(arguments) if hook != "on_save_checkpoint" else None,
-                "fx": module._current_fx_name,  # noqa: SLF001 - the hook that a logged value belongs to
+                "fx": module._current_fx_name,  # noqa: SLF001 - the hook of a logged value
                 "step": trainer.global_step,
                 "is_last": trainer.is_last_batch,
                 "progress": repr({name: part for name, part in progress.items() if name != "state_dict"}),
@@ -97,11 +97,11 @@ for _hook in HOOKS:
     setattr(Tracer, _hook, _note(_hook))
 
 
-# --- modules --------------------------------------------------------------------------------------------------------
+# --- Modules ----------------------------------------------------------------------------------------------------------
 
 
 class Logging(models.Module):
-    """Logs in every way: per epoch, per step, both, a metric of a largest value, in the bar."""
+    """Logs per epoch, per step, both, a maximum metric, and to the progress bar."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -113,7 +113,7 @@ class Logging(models.Module):
 
 
 class Hooked(models.Module):
-    """Implements the hooks of a batch, and logs in some."""
+    """Implements the batch hooks and logs in some."""
 
     def on_before_zero_grad(self, optimizer):
         self.log("zeroed", float(len(optimizer.param_groups)), on_step=False, on_epoch=True, reduce_fx="sum")
@@ -149,7 +149,7 @@ class OwnStep(models.Module):
 
 
 class Skipping(models.Module):
-    """Has no loss for some batches, and one that is no number for a client."""
+    """Returns no loss for some batches, and NaN for one client."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -159,7 +159,7 @@ class Skipping(models.Module):
 
 
 class Failing(models.Module):
-    """Cannot train on some batches, nor go back through others."""
+    """Raises in the step or in the backward pass of some batches."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and len(batch[0]) == 3:
@@ -185,7 +185,7 @@ class StopsAfterStep(L.Callback):
 
 
 class Broken(Dataset):
-    """Data that raise from the third example on."""
+    """Raises from the third example."""
 
     def __len__(self):
         return 9
@@ -280,7 +280,7 @@ ALIKE += ("stopped after a step", "min_epochs", "limited", "nobody", "vectorized
 
 @pytest.fixture
 def fit(tmp_path):
-    """Trains a row; gives the module and the Trainer."""
+    """Fits one row of the table; returns module and Trainer."""
 
     def run(row, visits, *callbacks, ckpt_path=None, **options):
         own = {name: value() if callable(value) else value for name, value in row.trainer.items()}
@@ -302,7 +302,7 @@ def fit(tmp_path):
 
 
 def outcome(module, trainer):
-    """What is left of a fit."""
+    """State to compare after a fit."""
     logger = trainer.logger
     return {
         "weights": fingerprint(state_of(module)),
@@ -317,7 +317,7 @@ def outcome(module, trainer):
 
 
 def take_checkpoints(folder):
-    """What the checkpoints in a folder hold, by their names; the folder is empty afterwards."""
+    """Contents of the checkpoints in a folder by name; empties the folder."""
     found = {path.name: fingerprint(torch.load(path, weights_only=True)) for path in folder.glob("*.ckpt")}
     shutil.rmtree(folder, ignore_errors=True)
     return found
@@ -325,7 +325,7 @@ def take_checkpoints(folder):
 
 @pytest.mark.parametrize("name", quick(TABLE, [name for name in TABLE if name not in ALIKE]))
 def test_the_same_as_in_lightnings_loop(name, fit, tmp_path):
-    """With and without somebody who looks at everything: the weights, the log, the counts, and all checkpoints."""
+    """With and without a callback for all hooks: weights, log, counts and checkpoints."""
     row, found, traced = TABLE[name], {}, {}
     for visits in ("lightning", "fused"):
         saver = StepCheckpoint(tmp_path / "saved", 3)
@@ -352,7 +352,7 @@ def test_a_fit_goes_on_from_a_checkpoint_of_the_other_way(fit, tmp_path):
 
 
 class Bar(FederatedProgressBar):
-    """Notes what it draws."""
+    """Records the drawn values."""
 
     def __init__(self):
         super().__init__()
@@ -365,7 +365,7 @@ class Bar(FederatedProgressBar):
 
 
 def test_the_progress_bar_shows_the_same(fit, monkeypatch):
-    """By the clock, which here goes on by a tenth of a second with every batch, and at the round's last batch."""
+    """A fake clock advances by a tenth of a second per batch; includes the last batch of a round."""
     drawn = {}
     for visits in ("lightning", "fused"):
         clock = itertools.count()
@@ -386,10 +386,10 @@ def test_an_empty_bar_has_the_number_of_the_round_that_begins(fit, capsys):
     empty = re.findall(r"Round (\d)/3: +0%", capsys.readouterr().out)
     assert list(dict.fromkeys(empty)) == ["1", "2", "3"]
     assert empty == sorted(empty)
-    assert empty.count("1") == empty.count("3")  # not shown again when the second round begins
+    assert empty.count("1") == empty.count("3")  # not shown again at the start of the second round
 
 
-# --- what is fused ----------------------------------------------------------------------------------------------------
+# --- Choice of the loop -----------------------------------------------------------------------------------------------
 
 
 class Starting(models.Module):
@@ -398,7 +398,7 @@ class Starting(models.Module):
 
 
 class Counting(L.Callback):
-    """Counts the batches that come by way of Lightning's loop."""
+    """Counts the batches of Lightning's loop."""
 
     def __init__(self):
         self.batches = 0
@@ -421,17 +421,17 @@ def test_lightnings_loop_sees_one_batch_of_a_round(fit):
         fit(TABLE["plain"], visits, counting)
         numbers[visits] = counting.batches
     assert numbers["lightning"] > 10
-    assert numbers["fused"] == numbers["auto"] == 2  # of two rounds
+    assert numbers["fused"] == numbers["auto"] == 2  # from two rounds
 
 
 def test_several_processes_are_no_obstacle(federated_trainer):
-    """Their results are in the tests of the backend."""
+    """The backend's tests compare results."""
     trainer = federated_trainer(strategy="client_parallel", devices=1)
     assert batch_loop.find_obstacle(trainer, models.Module(models.mlp()), has_batch_start=False) is None
 
 
 class OtherStrategy(SingleDeviceStrategy):
-    """A user's strategy, which may do anything in a step."""
+    """A user's strategy, with unknown behaviour in a step."""
 
 
 OBSTACLES = {

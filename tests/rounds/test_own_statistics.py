@@ -1,4 +1,4 @@
-"""Own BatchNorm statistics belong to one set of weights: with averaged weights, in checkpoints, in failed rounds."""
+"""Own BatchNorm statistics belong to one set of weights: averaged weights, checkpoints, failed rounds."""
 
 import logging
 
@@ -53,7 +53,7 @@ def own_loss(net, weights, statistics, tensors):
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("cohort", [1.0, 3])
 def test_averaged_weights_have_their_statistics(cohort, federated_trainer, tmp_path):
-    """In the store, in the last validation, and after a load elsewhere."""
+    """In the store, in the last validation, and after loading in a new Trainer."""
     averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
     clients = unlike()
     val = loaders(clients, 1000)
@@ -75,7 +75,7 @@ def test_averaged_weights_have_their_statistics(cohort, federated_trainer, tmp_p
 
 
 class SavesAtEnds(L.Callback):
-    """Saves a checkpoint after each round, and as the fit ends."""
+    """Saves a checkpoint after each round and at the end of the fit."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -89,7 +89,7 @@ class SavesAtEnds(L.Callback):
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_stale_statistics_are_not_served(federated_trainer, tmp_path, caplog):
-    """The fit's end measures all visited clients; elsewhere a stale client is normalised by batch."""
+    """The end of the fit measures all visited clients; in other checkpoints a stale client is normalised by batch."""
     clients = unlike()
     options = {"clients_per_round": 2, "callbacks": [SavesAtEnds(tmp_path)], "batch_norm": LocalStatistics()}
     _, module, recorder = fit(federated_trainer, clients, **options)
@@ -137,7 +137,7 @@ def test_a_round_that_is_taken_back_decides_and_stores_nothing(federated_trainer
 
 @pytest.mark.parametrize(("treatment", "reports"), [("auto", 1), (LocalStatistics("pooled"), ROUNDS)], ids=str)
 def test_own_statistics_need_no_reports_after_the_decision(treatment, reports, federated_trainer):
-    """A report sends the model once more down, and the statistics up."""
+    """A report sends the model down again and the statistics up."""
     logger = MemoryLogger()
     _, _, recorder = fit(federated_trainer, unlike(), batch_norm=treatment, logger=logger)
     rounds = [values for _, values in logger.lines if "comm/down_bytes" in values]

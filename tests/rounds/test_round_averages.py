@@ -1,4 +1,4 @@
-"""Lightning's averages of weights, of global models: against sums written by hand, and against Lightning's own."""
+"""Lightning's weight averaging over global models, against explicit sums and against a plain fit."""
 
 import logging
 
@@ -42,14 +42,14 @@ def ema(**options):
 
 
 class RoundMean(callbacks.WeightAveraging):
-    """The mean of the models of epochs, which Lightning updates after validation."""
+    """Mean over epochs, updated by Lightning after validation."""
 
     def should_update(self, step_idx=None, epoch_idx=None):
         return epoch_idx is not None
 
 
 def moving_averages(states, decay=DECAY):
-    """The average after each of the models, of which the first is taken over."""
+    """The average after each model; the first average is the first model."""
     averages = [states[0]]
     for state in states[1:]:
         before = averages[-1]
@@ -58,7 +58,7 @@ def moving_averages(states, decay=DECAY):
 
 
 def assert_close(left, right):
-    """Compares parameters and statistics; counts of batches are cut to integers in every average."""
+    """Compares parameters and statistics; averages truncate batch counts to integers."""
     assert left.keys() == right.keys()
     for name, value in right.items():
         if not name.endswith("num_batches_tracked"):
@@ -66,7 +66,7 @@ def assert_close(left, right):
 
 
 class GlobalModels(FederatedCallback):
-    """Notes the module's state at the end of every round, statistics of BatchNorm included, and what is validated."""
+    """Records the state at the end of every round, including BatchNorm statistics, and the validated state."""
 
     def __init__(self):
         self.states, self.validated = [], []
@@ -81,7 +81,7 @@ class GlobalModels(FederatedCallback):
 
 @pytest.mark.parametrize("visits", ["lightning", "fused"])
 def test_a_moving_average_of_the_global_models(visits, either_trainer):
-    """It is validated in the round in which it was made, saved, and left in the module; clients train on without it."""
+    """The average is validated in the same round, saved, and left in the module; clients train without averaging."""
     seen, average, plain = GlobalModels(), ema(), GlobalModels()
     own = module()
     trainer = either_trainer(ROUNDS, callbacks=[seen, average], visits=visits, local_epochs=2)
@@ -108,9 +108,9 @@ def test_a_moving_average_of_the_global_models(visits, either_trainer):
     ],
 )
 def test_as_in_a_plain_fit_of_one_step_per_epoch(options, either_trainer, plain_trainer):
-    """One client whose visit is one batch: a step, an epoch and a round are the same, and so are the averages.
+    """One client with one batch per visit: step, epoch and round coincide, and so do the averages.
 
-    But for an average of both steps and epochs, which takes a round's model once.
+    Exception: averaging over both steps and epochs takes each round's model once.
     """
     clients = {"a": CLIENTS["a"]}
     own, seen, runs = module(), GlobalModels(), []
@@ -139,7 +139,7 @@ def test_averages_of_epochs_come_after_validation(federated_trainer):
 
 
 def test_clients_are_evaluated_with_the_average(federated_trainer):
-    """Without entries of their own the mean over the clients' examples is the loss of the model that is validated."""
+    """Without personal entries the weighted mean over the clients is the loss of the validated model."""
     logger = MemoryLogger()
     federated_trainer(max_rounds=3, callbacks=[ema()], logger=logger).fit(module(), datamodule=data())
     sizes = {name: len(targets) for name, (_, targets) in CLIENTS.items()}
@@ -150,7 +150,7 @@ def test_clients_are_evaluated_with_the_average(federated_trainer):
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 def test_on_a_server_without_data_as_in_one_process(federated_trainer, tmp_path):
-    """Validation has the average; models of clients beside it are theirs."""
+    """Validation uses the average; the site matrix also evaluates the clients' models."""
     matrices = SiteMatrix("val_loss"), SiteMatrix("val_loss")
     held_out = models.as_datasets(CLIENTS)
     _, trainer = in_process(federated_trainer, module, CLIENTS, Federation(), 2, [matrices[0], ema()], held_out)
@@ -196,7 +196,7 @@ def test_a_failed_round_is_not_averaged(federated_trainer):
 
 
 class StopsIn(L.Callback):
-    """Saves what there is in one hook of a round, and breaks the fit off."""
+    """Saves a checkpoint in one hook of a round, then ends the fit."""
 
     def __init__(self, round, path, hook="on_train_batch_end"):
         self.round, self.path = round, path
@@ -229,7 +229,7 @@ def test_resumed(hook, average, federated_trainer, tmp_path):
 
 
 def test_checkpoints_hold_the_average_and_the_global_model(federated_trainer, tmp_path):
-    """Inside a round too: no client's model."""
+    """Inside a round the checkpoint contains no client model."""
     path, seen = tmp_path / "inside.ckpt", GlobalModels()
     trainer = federated_trainer(max_rounds=ROUNDS, callbacks=[seen, ema(), StopsIn(2, path)])
     with pytest.raises(KeyError):
@@ -253,7 +253,7 @@ def test_the_callback_is_left_as_it_was(federated_trainer):
 
 
 def test_a_method_that_changes_the_module(plain_trainer):
-    """The average is a copy of the module as the method has made it, or the order of the callbacks is refused."""
+    """The average copies the module changed by the method; the wrong order of callbacks is refused."""
 
     def trainer(*order):
         return plain_trainer(max_epochs=2, callbacks=list(order))

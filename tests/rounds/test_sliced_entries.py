@@ -1,7 +1,7 @@
-"""Entries of which clients hold some rows only: an embedding table, trained with the words that each client has.
+"""Sliced entries: clients hold some rows of an embedding table, for their words.
 
-Words that a client does not have get no gradient. So training with the rows of its own words alone is, with an
-optimizer that leaves rows without gradient as they are, training with the whole table: to the last bit.
+Words missing at a client get no gradient. For optimizers without updates on zero gradients, training on the rows
+equals training on the whole table bit for bit.
 """
 
 import copy
@@ -30,7 +30,7 @@ WORDS, WIDTH, CLIENTS = 40, 5, 6
 
 
 class Reader(nn.Module):
-    """The mean of a text's words, and a class."""
+    """Classifies the mean of a text's word embeddings."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Reader(nn.Module):
 
 
 class OwnWords(FederatedCallback):
-    """Asks for the rows of the client's words, and numbers the words of its texts accordingly."""
+    """Requests the rows for the client's words, and renumbers the words in the texts."""
 
     def __init__(self, data, entry="net.words.weight", sliced=("net.words.weight",)):
         self.rows = {client: dataset.tensors[0].unique() for client, dataset in data.items()}
@@ -70,7 +70,7 @@ def texts(seed=0):
     generator = torch.Generator().manual_seed(seed)
     data = {}
     for client in range(CLIENTS):
-        own = torch.randperm(WORDS - 4, generator=generator)[: 6 + 2 * client]  # nobody has the last four
+        own = torch.randperm(WORDS - 4, generator=generator)[: 6 + 2 * client]  # no client has the last four words
         inputs = own[torch.randint(len(own), (9 + 3 * client, 4), generator=generator)]
         data[f"c{client}"] = TensorDataset(inputs, torch.randint(3, (len(inputs),), generator=generator))
     return data
@@ -105,7 +105,7 @@ def test_it_is_training_with_the_whole_table(aggregator, optimizer, federated_tr
     federated_trainer(method=aggregator(), **options).fit(whole, texts())
     asking = OwnWords(texts())
     federated_trainer(method=aggregator(), callbacks=[asking], **options).fit(rows, texts())
-    # The table has other rows, so vector instructions take them in other groups; adaptive rates enlarge the difference.
+    # Fewer rows change the grouping in vector instructions; adaptive rates enlarge the difference.
     torch.testing.assert_close(state_of(rows), state_of(whole), rtol=1e-4, atol=2e-5)
     assert {shape[0] for shape in asking.shapes} < {len(asking.rows[client]) for client in asking.rows} | {0}
     assert max(shape[0] for shape in asking.shapes) < WORDS
@@ -154,7 +154,7 @@ def test_the_bytes_are_those_of_the_rows(federated_trainer):
 
 
 def test_optimizers_hold_the_rows_alone(federated_trainer):
-    """Momentum of the table is as small as the rows; and the module's parameter stays the same object."""
+    """Momentum only covers the rows, and the parameter remains the same object."""
     module, sizes = reader(plain_momentum), []
     parameter = module.net.words.weight
 
@@ -173,7 +173,7 @@ def test_optimizers_hold_the_rows_alone(federated_trainer):
 
 
 def test_the_whole_table_is_never_copied(federated_trainer):
-    """Through visits and validations it is the same memory; a round's end brings the new one."""
+    """Visits and validations use the same memory; the end of a round brings new memory."""
     places, given, data = [], [], texts()
 
     class Rule(FedAvg):
@@ -196,7 +196,7 @@ def test_the_whole_table_is_never_copied(federated_trainer):
 
 
 class Failing(models.Module):
-    """Ends the fit after its n-th step, outside of what is a client's."""
+    """Raises after step n, with an error not caused by a client."""
 
     def __init__(self, net, after):
         super().__init__(net)
@@ -238,7 +238,7 @@ def test_a_client_that_fails_is_left_too(federated_trainer):
 
 
 def test_checkpoints_hold_the_whole_table(federated_trainer, tmp_path):
-    """Inside a round, where the module has a client's rows; and resuming from there loses nothing."""
+    """During a visit the module holds a client's rows; resuming loses nothing."""
     data = texts()
     options = {"max_rounds": 3, "clients_per_round": 3, "enable_checkpointing": True}
     whole = reader(adagrad)
@@ -275,7 +275,7 @@ def test_clients_are_evaluated_with_the_whole_table(federated_trainer):
 
 
 def test_a_graph_of_the_visit_before_may_live_on(federated_trainer):
-    """What autograd remembers of a parameter of another shape does no harm."""
+    """Autograd state for a parameter of another shape is harmless."""
     data, kept = texts(), []
 
     class Keeping(models.Module):
@@ -332,7 +332,7 @@ def test_batch_norm_is_not_measured_with_all_rows(federated_trainer):
 
 
 def test_an_embedding_with_a_padding_word(federated_trainer):
-    """Its number would be another word's among the rows."""
+    """Among the rows the padding index would be another word."""
     module = reader()
     module.net.words = nn.Embedding(WORDS, WIDTH, padding_idx=0)
     with pytest.raises(MisconfigurationException, match="padding_idx=0 would be another word"):
@@ -340,7 +340,7 @@ def test_an_embedding_with_a_padding_word(federated_trainer):
 
 
 def test_an_aggregate_that_callbacks_have_spoiled(federated_trainer, caplog):
-    """It is not used, and the rounds go on from the last good one."""
+    """The aggregate is dropped, and the next round starts from the last valid model."""
 
     class Spoil(FederatedCallback):
         def __init__(self, how):
@@ -365,7 +365,7 @@ def test_an_aggregate_that_callbacks_have_spoiled(federated_trainer, caplog):
 
 @pytest.mark.parametrize("start", [1.0, 0.0])
 def test_optimizer_state_that_is_there_from_the_start_is_not_copied_as_a_whole(start, federated_trainer, monkeypatch):
-    """A visit copies Adagrad's sums for the client's rows, and never for the whole table."""
+    """A visit copies Adagrad's sums for the client's rows, never for the whole table."""
     sizes, data = [], texts()
     real = torch.Tensor.clone
 

@@ -1,4 +1,4 @@
-"""What a client keeps is as if it had not taken part, where its update does not count in the end."""
+"""Client state after a rejected update equals the state without participation."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ CLIENTS = {"ann": 9, "bob": 14, "cid": 6}
 
 
 class RefusesLate(CollectingStep):
-    """Leaves a client out in round 1, when all updates are there."""
+    """Excludes a client in round 1 after all updates have arrived."""
 
     def collect(self, updates):
         if self.info.round == 1 and "bob" in [update.client for update, _ in updates]:
@@ -34,7 +34,7 @@ class Implausible(FederatedCallback):
 
 
 class Remembers(FederatedCallback):
-    """Counts a client's visits in its memory."""
+    """Counts visits in the client memory."""
 
     def on_client_end(self, trainer, module, client, update):
         memory = trainer.federation.client_memory
@@ -67,7 +67,7 @@ def test_a_refused_client_keeps_what_it_had(kind, options, callbacks, refused, f
     def store(name):
         return MemoryStore() if kind == "memory" else FolderStore(tmp_path / name)
 
-    never = "method" in options  # no round of these fits succeeds
+    never = "method" in options  # every round of these fits fails
     before = fit(federated_trainer, store("one"), 1, [Remembers(), *callbacks], **options)
     after = fit(federated_trainer, store("two"), 2, [Remembers(), *callbacks], **options)
     for client in CLIENTS:
@@ -81,7 +81,7 @@ def test_a_refused_client_keeps_what_it_had(kind, options, callbacks, refused, f
 
 
 def test_a_schedule_goes_on_from_clients_that_count(federated_trainer):
-    """A visit that is refused is not among those of whose steps the median is taken."""
+    """The median number of steps ignores rejected visits."""
 
     def per_batch(optimizer):
         return {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}

@@ -1,4 +1,4 @@
-"""Tensors in an optimizer have an entry in the module's state; a fit refuses other tensors before the first batch."""
+"""Trained tensors need an entry in the module's state; a fit refuses other tensors before the first batch."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ REFUSED = [
 
 
 class Training(models.Module):
-    """Trains the net, and from an epoch on the tensors from a function."""
+    """Trains the net, and from some epoch on additional tensors."""
 
     def __init__(self, add, epoch=0):
         super().__init__(models.mlp())
@@ -94,7 +94,7 @@ def test_a_tensor_is_refused_in_the_first_round_with_a_gradient(federated_traine
     module, clients = Training(add_scalar, epoch=1), models.as_datasets(models.vectors({"ann": 4, "bob": 4}))
     with pytest.raises(OptionError, match="Expected SGD to train"):
         federated_trainer(max_rounds=2).fit(module, clients)
-    assert module.num_batches == 2  # the first round's
+    assert module.num_batches == 2  # the batches of round 0
 
 
 def add_layers_of_a_module_list(module):
@@ -103,7 +103,7 @@ def add_layers_of_a_module_list(module):
 
 
 def tie_parameter(module):
-    module.again = module.net[0].weight.detach().requires_grad_()  # the same memory, as in flat optimizers
+    module.again = module.net[0].weight.detach().requires_grad_()  # shared memory, as in flat optimizers
     return [module.again]
 
 

@@ -1,4 +1,4 @@
-"""Entries that do not train stay where they are, and the weights are those of a fit in which everything travels."""
+"""Untrained entries are not sent, and weights equal a fit with all entries sent."""
 
 import logging
 import math
@@ -29,7 +29,7 @@ DATA = models.as_datasets(models.vectors(SIZES))
 
 
 class Adapted(models.Module):
-    """A frozen layer with a low-rank adapter beside it, a frozen BatchNorm layer, and a head."""
+    """A frozen layer with a low-rank adapter, a frozen BatchNorm layer, and a head."""
 
     def __init__(self, optimizer=models.momentum):
         torch.manual_seed(0)
@@ -43,7 +43,7 @@ class Adapted(models.Module):
 
 
 class Following(Adapted):
-    """The frozen layer follows the head all the same, as a teacher does."""
+    """The frozen layer follows the head, as a teacher model does."""
 
     @torch.no_grad()
     def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -51,7 +51,7 @@ class Following(Adapted):
 
 
 class Switched(Adapted):
-    """The base trains in rounds 2 and 3 only."""
+    """The base trains only in rounds 2 and 3."""
 
     def on_train_epoch_start(self):
         self.base[0].requires_grad_(self.current_epoch in (2, 3))
@@ -121,7 +121,7 @@ def test_weights_are_those_of_a_fit_in_which_everything_travels(make_module, met
 
 
 def test_what_a_module_writes_into_travels(fit):
-    """Up in every round; down from the second on, in which it is another."""
+    """Up in every round; down from round 1, once the value has changed."""
     recorder, _ = fit(module := Following(), clients_per_round=4)
     adapters, written = bytes_of(module, *ADAPTERS), bytes_of(module, "base.0.weight")
     assert logged(recorder, "up") == [4 * (adapters + written)] * 3
@@ -129,7 +129,7 @@ def test_what_a_module_writes_into_travels(fit):
 
 
 def simulated_bytes(recorder, adapters, base, trains):
-    """What must travel down, client by client: who has which values of the base."""
+    """Expected bytes down: tracks each client's version of the base."""
     version, held, down = 0, {}, []
     rounds = max(visit.round for visit in recorder.visits) + 1
     for number in range(rounds):
@@ -144,7 +144,7 @@ def simulated_bytes(recorder, adapters, base, trains):
 
 
 def test_entries_that_train_for_some_rounds(fit):
-    """A client that was not there when they stopped gets them once."""
+    """A client absent at the end of training receives the entries once."""
     recorder, _ = fit(module := Switched(), rounds=9, clients_per_round=2, seed=3)
     adapters, base = bytes_of(module, *ADAPTERS), bytes_of(module, "base.0.")
     assert logged(recorder, "up") == [2 * (adapters + (base if number in (2, 3) else 0)) for number in range(9)]
@@ -155,7 +155,7 @@ def test_entries_that_train_for_some_rounds(fit):
 
 @pytest.mark.parametrize(("make_module", "stop"), [slow((Switched, 1)), (Switched, 3), (Switched, 5), (Following, 2)])
 def test_resuming(make_module, stop, fit, tmp_path):
-    """Weights, and the bytes of the rounds after."""
+    """Compares weights and bytes of later rounds."""
     options = {"clients_per_round": 2, "seed": 3, "method": "fedadam"}
     whole, _ = fit(expected := make_module(models.adam), rounds=9, **options)
     _, trainer = fit(make_module(models.adam), rounds=stop, **options)
@@ -167,7 +167,7 @@ def test_resuming(make_module, stop, fit, tmp_path):
 
 
 def test_going_on_in_the_same_trainer(fit):
-    """Its `max_epochs` is raised: the clients still have what they had."""
+    """With a higher `max_epochs` clients still hold the earlier entries."""
     whole, _ = fit(expected := Switched(), rounds=9, clients_per_round=2, seed=3)
     recorder, trainer = fit(module := Switched(), rounds=5, clients_per_round=2, seed=3)
     trainer.fit_loop.max_epochs = 9
@@ -177,7 +177,7 @@ def test_going_on_in_the_same_trainer(fit):
 
 
 def test_another_fit_begins_with_its_own_model(fit):
-    """All clients have the model that it begins with."""
+    """All clients hold the model at the start of the fit."""
     federation = Federation(clients_per_round=2, seed=3)
     first, _ = fit(module := Switched(), rounds=5, federation=federation)
     second, _ = fit(module, rounds=2, federation=federation)
@@ -208,7 +208,7 @@ def test_backbone_finetuning(fit):
 
 
 class Writes(L.Callback):
-    """Gives the frozen layer other values between two rounds."""
+    """Changes the frozen layer between two rounds."""
 
     def on_train_epoch_start(self, trainer, module):
         if trainer.current_epoch == 1:
@@ -254,7 +254,7 @@ def test_differential_privacy_adds_no_noise_to_what_does_not_train(outside, fit)
 
 
 class OneClient(FedAvg):
-    """The new model is that of the round's first client."""
+    """The new model is the update of the first client."""
 
     def start(self, info, state):
         super().start(info, state)
@@ -273,7 +273,7 @@ class WritesIntoTheAggregate(FederatedCallback):
 
 
 def test_a_callback_may_write_into_an_aggregate_that_is_one_clients_update(fit):
-    """Into copies: the round's own tensors, by which the server knows what clients have, stay what they were."""
+    """Writes go to copies: the server compares later messages with the unchanged tensors."""
     recorder, _ = fit(module := Adapted(), method=OneClient(), callbacks=[WritesIntoTheAggregate()])
     adapters, written = 4 * bytes_of(module, *ADAPTERS), 4 * bytes_of(module, "base.0.bias")
     assert logged(recorder, "down") == [adapters, adapters + written, adapters + written]
@@ -281,7 +281,7 @@ def test_a_callback_may_write_into_an_aggregate_that_is_one_clients_update(fit):
 
 
 class SumsInPlace(OneClient):
-    """Writes into updates as if all of their tensors were its own."""
+    """Writes into the tensors of updates."""
 
     def receive(self, update):
         super().receive(update)
@@ -291,15 +291,15 @@ class SumsInPlace(OneClient):
 
 
 def test_a_rule_that_writes_into_what_messages_share_is_refused(fit):
-    """Every later client of the round would have been sent other weights."""
+    """Every later client in the round would receive other weights."""
     with pytest.raises(MisconfigurationException, match=r"left as they are, but 'base.0.weight' was .* by SumsInPlace"):
         fit(Adapted(), method=SumsInPlace())
 
 
 def test_double_precision_does_not_drift(fit):
-    """A mean of equal numbers, each times a weight, can be off by a last bit, and would then be sent again."""
+    """A weighted mean of equal numbers can differ in the last bit and would be sent again."""
     module = Adapted().double()
-    module.base[0].weight.data /= 3  # so that all bits are in use
+    module.base[0].weight.data /= 3  # to use all bits
     start = state_of(module)
     data = models.as_datasets({name: (x.double(), y) for name, (x, y) in models.vectors({"a": 23, "b": 26}).items()})
     recorder, _ = fit(module, rounds=4, data=data)
@@ -308,7 +308,7 @@ def test_double_precision_does_not_drift(fit):
 
 
 def test_recalibration_sends_adapters_too(fit):
-    """Of the base that the clients have just had; BatchNorm in training mode is measured and travels."""
+    """The base is not sent again; BatchNorm in training mode is measured and sent."""
 
     class Normed(Adapted):
         def __init__(self):
@@ -322,7 +322,7 @@ def test_recalibration_sends_adapters_too(fit):
 
 
 class WithThreshold(models.Module):
-    """A threshold that validation finds, and a mask with infinities."""
+    """A threshold set in validation, and a mask with infinities."""
 
     def __init__(self):
         super().__init__(models.mlp(), models.momentum)
@@ -339,7 +339,7 @@ class WithThreshold(models.Module):
 
 
 def test_buffers_that_are_not_finite_stay(either_trainer, caplog):
-    """They are the server's, as validation leaves them; the rest is as without them."""
+    """The server keeps the values from validation; everything else equals a fit without these buffers."""
     data = FederatedDataModule(DATA, val=DATA["a"], batch_size=8)
     plain, module, recorder = models.Module(models.mlp(), models.momentum), WithThreshold(), Recorder()
     either_trainer(max_rounds=3).fit(plain, datamodule=data)
@@ -358,7 +358,7 @@ def test_buffers_that_are_not_finite_stay(either_trainer, caplog):
 
 
 class FillsThreshold(WithThreshold):
-    """Visits write into the threshold as well."""
+    """Visits also write into the threshold."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -367,7 +367,7 @@ class FillsThreshold(WithThreshold):
 
 
 def test_buffers_that_were_not_finite_stay_in_a_resumed_fit(fit, tmp_path):
-    """By then validation has given them values."""
+    """Validation has set the values before the resume."""
     data = FederatedDataModule(DATA, val=DATA["a"], batch_size=8)
     whole, _ = fit(expected := FillsThreshold(), rounds=4, data=data)
     _, trainer = fit(FillsThreshold(), rounds=2, data=data)
@@ -384,7 +384,7 @@ def test_buffers_that_were_not_finite_stay_in_a_resumed_fit(fit, tmp_path):
 
 @pytest.mark.parametrize("option", [{}, {"frozen": ["threshold"]}, {"personal": ["threshold"]}], ids=str)
 def test_what_visits_write_into_a_buffer_that_does_not_travel_is_said(option, fit, caplog):
-    """Unless an option says that it is meant so."""
+    """Unless an option declares the intention."""
     with caplog.at_level(logging.WARNING, "lightning_fed"):
         fit(FillsThreshold(), **option)
     said = [text for text in caplog.messages if "visits write into 1 buffers" in text]

@@ -192,7 +192,7 @@ def test_by_default_a_mixture_expects_fewer_than_half_to_be_malicious():
 
 @pytest.mark.parametrize(("size", "bucket_size"), [(9, 3), (10, 3), (7, 1)])
 def test_bucketing(size, bucket_size):
-    """Groups are drawn from (seed, round), so rounds differ."""
+    """(seed, round) defines the groups, so rounds differ."""
     rows, results = matrix(size), []
     for seed, round in ((0, 0), (0, 1), (5, 0)):
         order = np.random.default_rng(np.random.SeedSequence([seed, round])).permutation(size)
@@ -427,7 +427,7 @@ MAKES = [Krum, MultiKrum, TrimmedMean, Median, lambda f: FedAvgM(aggregator=Krum
     ),
 )
 def test_a_client_whose_update_is_refused_is_one_of_the_malicious(make, value, before):
-    """Ten clients with up to three malicious, two of them unusable: up to one malicious among eight."""
+    """Up to three of ten clients are malicious; two unusable updates leave up to one among eight."""
     rows = matrix(10)
     rows[3], rows[7] = value, value
     state, report = finished(make(3), rows, steps=mixtures(before, 3))
@@ -568,7 +568,7 @@ def excluded(rule, size):
 
 @pytest.mark.parametrize("before", [["nnm"], ["arc"], ["arc", "nnm"], ["nnm", "nnm"]])
 def test_shares_after_mixtures(before):
-    """Krum selects one row: a client counts by the share of the step in this row."""
+    """Krum selects one row: a client counts by the step's share in this row."""
     rows, rule, references = matrix(9, 3, 2), Krum(2), {"nnm": nnm_reference, "arc": arc_reference}
     aggregated(rule, rows, steps=mixtures(before, 2))
     mixed, mixing = rows, np.eye(9)

@@ -1,4 +1,4 @@
-"""Federated runs in two processes: shared by the tests of `test_client_parallel.py`, and run as processes there.
+"""Federated runs in two processes: imported by `test_client_parallel.py`, and run as processes by these tests.
 
 A serving process runs each job in two forked children, connected as under `torchrun`; forks import the libraries once.
 Each job writes results to `<folder>/<job>-<rank>.pt` and the output to `<folder>/<job>-<rank>.log`.
@@ -91,7 +91,7 @@ class Net(L.LightningModule):
 
 
 class Talkative(Net):
-    """Logs in every way there is, and synchronises wherever it can."""
+    """Logs in all ways, and synchronises wherever possible."""
 
     def __init__(self):
         super().__init__()
@@ -222,7 +222,7 @@ class Seen(FederatedCallback):
         self.models.append({name: value.clone() for name, value in module.state_dict().items()})
 
 
-# --- jobs: functions of a folder and the Trainer's parallel options; the results are comparable ----------------------
+# --- Jobs: functions of a folder and the Trainer's options; results are comparable ------------------------------------
 
 
 def train(folder, processes, module, data, rounds=3, callbacks=(), trainer=None, **federation):
@@ -355,7 +355,7 @@ def by_batches(folder, processes):
 
 
 def nobody(folder, processes):
-    """Rounds in which all drop out."""
+    """Rounds without any available client."""
     return train(
         folder,
         processes,
@@ -659,7 +659,7 @@ class OwnStore(ClientStore):
 
 
 def refusals(folder, processes):
-    """Errors for refused settings, by name."""
+    """Error messages for refused settings, by name."""
     said = {}
 
     def attempt(name, module=Net, callbacks=(), method="fedavg", trainer=None, data=None, **federation):

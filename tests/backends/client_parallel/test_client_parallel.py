@@ -1,4 +1,4 @@
-"""Invariant 4: the number of processes does not matter. The runs are those of `parallel_script.py`."""
+"""Invariant 4: the number of processes does not matter. `parallel_script.py` defines the runs."""
 
 import contextlib
 import itertools
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
 ]
 
-# All that one process returns is what two return.
+# One process and two processes return equal results.
 ALIKE = [
     "schedulers", "personal-in-folder", "two-optimizers", "sampled-classes", "one-client", "by-batches", "nobody",
     "faults", "own-rule", "own-statistics", "private-examples", "fused-features", "compressed-down",
@@ -32,17 +32,17 @@ SLOW = [
     "corrected-gradients", "server-moments", "talkative", "three-clients", "switched", "counted", "spread-out",
     "evaluated-locally", "noisy", "four-rounds", "local-batch-norm-in-folder", "regularizers",
 ]  # fmt: skip
-OF_PROCESSES = {"clients", "batches", "models"}  # what each has of its own, or sees
-OF_ONE = (r"_step", "so_far")  # what is logged of single batches, and of what a process has seen so far
+OF_PROCESSES = {"clients", "batches", "models"}  # differs between processes
+OF_ONE = (r"_step", "so_far")  # logged per batch, or an average so far
 
 
-AFTER = {f"after-{job}": job for job in ("killed", "raising", "hanging")}  # what goes on where another job ended
+AFTER = {f"after-{job}": job for job in ("killed", "raising", "hanging")}  # jobs that resume another job
 
 
 class Pair:
-    """Runs jobs in two processes, each job once and only when it is asked for, and knows what came of it.
+    """Runs each requested job once in two processes, and stores the results.
 
-    The process that forks the two is one for all jobs, so that what a job imports is imported once.
+    One serving process forks the children of all jobs, so imports run once.
     """
 
     def __init__(self, folder):
@@ -53,7 +53,7 @@ class Pair:
         self.ends = {}
 
     def ended(self, job):
-        """How the processes ended, and when."""
+        """Exit codes and durations of both processes."""
         if job not in self.ends:
             if job in AFTER:
                 self.ended(AFTER[job])
@@ -63,7 +63,7 @@ class Pair:
         return self.ends[job]
 
     def found(self, job):
-        """What a job returned in both processes."""
+        """Results from both processes."""
         codes = [code for code, _ in self.ended(job).values()]
         assert codes == [0, 0], "\n".join(self.log(rank, job)[-4000:] for rank in range(2))
         return [torch.load(self.folder / f"{job}-{rank}.pt", weights_only=False) for rank in range(2)]
@@ -84,7 +84,7 @@ def two(tmp_path_factory):
 
 
 def numbers(value, path=""):
-    """Everything in nested containers, by path."""
+    """All leaves in nested containers, by path."""
     if isinstance(value, dict | list | tuple):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         return {name: each for key, inside in pairs for name, each in numbers(inside, f"{path}/{key}").items()}
@@ -96,7 +96,7 @@ def is_of_one(path):
 
 
 def assert_alike(one, other):
-    """Weights to 1e-6 of their norm, numbers to 1e-5; all else is the same."""
+    """Weights to 1e-6 of their norm, numbers to 1e-5; everything else is equal."""
     ours, theirs = (
         {path: each for path, each in numbers(found).items() if not OF_PROCESSES & set(path.split("/"))}
         for found in (one, other)
@@ -111,7 +111,7 @@ def assert_alike(one, other):
             assert theirs[path].dtype == value.dtype, path
             distance = (theirs[path].double() - value.double()).norm()
             assert distance <= 1e-6 * value.double().norm(), path
-        elif isinstance(value, str) and _is_number(value):  # of a file
+        elif isinstance(value, str) and _is_number(value):  # in a file
             assert float(theirs[path]) == pytest.approx(float(value), rel=1e-5, abs=1e-9, nan_ok=True), path
         elif isinstance(value, float):
             assert theirs[path] == pytest.approx(value, rel=1e-5, abs=1e-9, nan_ok=True), path
@@ -148,7 +148,7 @@ def test_two_processes_do_what_one_does(job, two, tmp_path):
 
 
 def test_both_processes_train(two, tmp_path):
-    """Every client once, in one of them; the shares differ by no more than a visit; both serve as many batches."""
+    """Every client trains once; shares differ by at most one visit; both processes serve equally many batches."""
     one = JOBS["by-batches"](str(tmp_path), {"devices": 1})
     first, second = two.found("by-batches")
     for round, chosen in enumerate(one["clients"]):
@@ -167,7 +167,7 @@ def test_one_client_is_trained_by_one_process(two):
 
 
 def test_a_visit_is_alone(two, tmp_path):
-    """A training step sees one process, of which it may ask what it likes; afterwards there are two."""
+    """A training step sees one process, even when asking `torch.distributed`; after the fit there are two."""
     one = JOBS["worlds"](str(tmp_path), {"devices": 1})
     for found in two.found("worlds"):
         assert found["worlds"] == one["worlds"] == [(1, ())]
@@ -183,7 +183,7 @@ def test_a_trainer_that_is_told_to_stop_in_one_process_stops_in_all_after_the_ro
 
 
 def test_what_callbacks_draw_for_the_aggregate_is_drawn_anew_in_every_round(two):
-    """That one process and two draw the same is in the table above."""
+    """The table above compares one process with two."""
     drawn = two.found("noisy")[0]["drawn"]
     assert len(drawn) == 3
     for first, second in itertools.combinations(drawn, 2):
@@ -191,7 +191,7 @@ def test_what_callbacks_draw_for_the_aggregate_is_drawn_anew_in_every_round(two)
         assert not torch.equal(first, second)
 
 
-RESUMED = {  # the rounds that such a run trains; one that is only slow trains all
+RESUMED = {  # rounds trained by the resumed run; the slow job trains all rounds
     "resumed": None, "slow": range(4), "after-killed": (2, 3), "after-raising": (1, 2, 3), "after-hanging": (1, 2, 3),
 }  # fmt: skip
 
@@ -202,7 +202,7 @@ def test_a_resumed_run_ends_as_one_that_never_was_broken_off(job, two):
     for found in two.found(job):
         assert_same(found["state"], whole["state"])
         assert found["steps"] == whole["steps"]
-    if RESUMED[job] is not None:  # there is a logger
+    if RESUMED[job] is not None:  # with a logger
         logged = two.found(job)[0]["lines"]
         assert list(logged) == list(RESUMED[job])
         assert numbers(logged) == pytest.approx(numbers({round: whole["lines"][round] for round in logged}), rel=1e-6)
@@ -234,7 +234,7 @@ def test_a_visit_that_hangs_leaves_its_client_out_in_all(two):
     (client,) = {client for visits in found[1]["clients"][1:2] for client in visits[:1]}
     for one in found:
         assert one["rounds"] == 3
-        assert one["report"]["failed"] == {}  # of the last round
+        assert one["report"]["failed"] == {}  # from the last round
     assert [found[0]["lines"][round]["fed/failed"] for round in range(3)] == [0, 1, 0]
     said = f"Round 2: client {client!r} is left out: its visit took longer than visit_timeout=8 seconds"
     assert said in two.log(1, "stuck")
@@ -277,7 +277,7 @@ def test_lightnings_own_launcher_ends_all(tmp_path):
 
 @pytest.fixture
 def own_process_group():
-    """What Lightning leaves behind of a group of processes."""
+    """Destroys the process group left by Lightning."""
     before = dict(os.environ)
     yield
     torch.distributed.destroy_process_group()
@@ -285,7 +285,7 @@ def own_process_group():
     os.environ.update(before)
 
 
-@pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist")  # Lightning's, with one process too
+@pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist")  # Lightning warns even with one process
 def test_the_strategy_in_one_process_changes_nothing(own_process_group, tmp_path):
     data = FederatedDataModule(clients(), batch_size=4)
     plain = train(str(tmp_path), {"devices": 1}, Net, data)

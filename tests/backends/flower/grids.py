@@ -1,4 +1,4 @@
-"""Flower's grid without Flower's processes: messages go to client apps in this one, by way of their bytes."""
+"""Flower's grid without Flower's processes: serialised messages go to client apps in the same process."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -12,24 +12,22 @@ from flwr.supercore.task_identity import TaskIdentity
 
 
 class FakeGrid:
-    """Nodes with client apps. Answers are made when they are asked for, and are gone when their message has expired.
+    """Nodes with client apps. Answers are computed on request, and dropped once the message has expired.
 
-    As with Flower's, what an app raises comes back as an error, and what cannot be put together is raised here.
+    As in Flower, exceptions in an app come back as errors, and invalid objects raise at the receiver.
 
     Args:
-        apps: Node to its client app.
-        configs: Node to its configuration.
-        change: Called with (node, message, answer's content) before an answer is delivered; returns the contents to
-            deliver, one after another.
+        apps: Client app by node.
+        configs: Node configuration by node.
+        change: Called with (node, message, answer's content) before delivery; returns the contents to deliver in turn.
 
     Attributes:
         sent: All (node, message) so far.
-        gone: Nodes that are not there.
+        gone: Disconnected nodes.
         silent: Nodes that never answer.
-        errors: What apps have raised.
-        late: Node to the number of looks for an answer of it that find none.
-        keys: Node to its public key, as Flower keeps it.
-
+        errors: Exceptions raised in apps.
+        late: Number of polls without an answer, by node.
+        keys: Public key by node, as Flower stores keys.
     """
 
     def __init__(self, apps: dict, configs: dict | None = None, change: Callable | None = None):
@@ -38,7 +36,7 @@ class FakeGrid:
         self.sent, self.gone, self.silent = [], set(), set()
         self.late, self.errors, self.keys = {}, [], {}
         self._waiting, self._names = {}, count()
-        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # what Flower's own processes do
+        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # as set by Flower's processes
 
     def get_node_ids(self) -> Iterable[int]:
         return [node for node in self.apps if node not in self.gone]
@@ -68,7 +66,8 @@ class FakeGrid:
                 self.late[node] -= 1
                 continue
             del self._waiting[name]
-            if message.metadata.created_at + message.metadata.ttl <= time.time():  # a SuperLink keeps neither then
+            # after expiry a SuperLink keeps neither
+            if message.metadata.created_at + message.metadata.ttl <= time.time():
                 answers.append(_error(name, "the message has expired"))
                 continue
             context = Context(1, node, self.configs.get(node, {}), RecordDict(), {})

@@ -1,4 +1,4 @@
-"""The same federation in one process, and as two halves with Flower's apps and a fake grid between them."""
+"""The same federation in one process, and as server and clients with Flower's apps and a fake grid in between."""
 
 import json
 import os
@@ -37,13 +37,13 @@ ROUND, LOST = 1, "bob"
 
 
 def is_lost(message, content):
-    """Returns whether this is the answer that is lost."""
+    """Whether to drop this answer."""
     sent = json.loads(from_records(message.content).text)["header"]
     return (sent.get("visit") or {}).get("client") == LOST and sent["visit"]["round"] == ROUND
 
 
 class Loses(FederatedCallback):
-    """In one process: updates of a client, of some rounds, that cannot be used."""
+    """In one process: invalidates some clients' updates in some rounds."""
 
     def __init__(self, client=LOST, rounds=(ROUND,)):
         self.client, self.rounds = client, rounds
@@ -54,11 +54,10 @@ class Loses(FederatedCallback):
 
 
 class Padded(FederatedCallback):
-    """Updates of some clients with as much beside them as the server reads, and some bytes.
+    """Pads some clients' updates to the server's size limit, plus some bytes.
 
     Args:
-        excess: Client to the number of bytes beyond the limit.
-
+        excess: Number of bytes beyond the limit, by client.
     """
 
     def __init__(self, excess):
@@ -66,7 +65,7 @@ class Padded(FederatedCallback):
 
     def on_client_end(self, trainer, module, client, update):
         if client in self.excess:
-            base, factor = packets._DATA  # noqa: SLF001 - the limit is not the user's to set
+            base, factor = packets._DATA  # noqa: SLF001 - users cannot set the limit
             size = base + factor * tensor_bytes(module.state_dict()) + self.excess[client] - update.nbytes
             update.extras["padding"] = torch.randint(
                 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(len(client))
@@ -89,28 +88,27 @@ def on_flower(
     folder, make_module, data, federation, rounds=3, callbacks=list, val=None, change=None, options=(), limit=5,
     server_callbacks=(), grids=None, server_options=(), key=None, held_out=None,
 ):  # fmt: skip
-    """Two nodes: the first has every other client, the second the rest.
+    """Fits with two nodes: node 11 has every other client, node 12 the rest.
 
     Args:
-        folder: Where both halves keep what is theirs.
+        folder: Where both sides store their state.
         make_module: Makes the module.
         data: Tensors by client.
         federation: Makes the federation.
-        rounds: Their number.
-        callbacks: Makes the callbacks of both halves.
+        rounds: Number of rounds.
+        callbacks: Makes the callbacks on both sides.
         val: The server's validation data.
         change: See `FakeGrid`.
-        options: Arguments of both Trainers.
-        limit: Seconds in which a round's clients must answer, or a `Deadline`.
-        server_callbacks: Callbacks of the server alone.
-        grids: A list that the grid is put into.
-        server_options: Arguments of the server's Trainer alone.
+        options: Trainer arguments on both sides.
+        limit: Time limit of a round in seconds, or a `Deadline`.
+        server_callbacks: Additional callbacks on the server.
+        grids: A list that receives the grid.
+        server_options: Additional Trainer arguments on the server.
         key: The server's key.
         held_out: The clients' validation and test data.
 
     Returns:
-        The server's module, its Trainer, the transport and the grid.
-
+        The server's module, the server's Trainer, the transport and the grid.
     """
     apps = {
         node: client_app(
@@ -137,7 +135,7 @@ def on_flower(
 
 @dataclass
 class Case:
-    """A federation, what it trains and on what; whether on Flower it has messages that one process does not need."""
+    """A federation with module and data; `has_more_messages` if Flower needs more messages than one process."""
 
     federation: Callable
     module: Callable = lambda: models.Module(models.dropout_mlp(), models.momentum)
@@ -149,7 +147,7 @@ class Case:
 
 
 class Sleeping(models.Module):
-    """A client's visit in round 1 sleeps once, if the environment says whose."""
+    """One visit in round 1 sleeps once; the environment names the client."""
 
     def training_step(self, batch, batch_idx):
         client, seconds, path = os.environ.get("SLEEPER", "::").split(":")
@@ -165,7 +163,7 @@ def sleeping_module():
 
 
 def wide_module():
-    """A megabyte and a half: a message of it can be cut in the middle."""
+    """1.5 MB, so that a connection can break in the middle of a message."""
     torch.manual_seed(0)
     return Sleeping(nn.Sequential(nn.Linear(6, 40_000), nn.ReLU(), nn.Linear(40_000, 3)), models.momentum)
 

@@ -1,8 +1,8 @@
-"""Fits on Flower's own processes of which one is killed at a point, and started again as the guide says.
+"""Kills one of Flower's processes at a given point of a fit, and restarts the process as described in the guide.
 
-The halves' processes watch the functions of `crash_points.SEAMS`: at the point that the environment names, the process
-that reaches it kills one (itself, or Flower's), with SIGKILL. What the finished fit has left is compared, bit for bit,
-with what the two halves leave in one process that nobody kills, where the same messages of the same client are lost.
+All processes watch the functions in `crash_points.SEAMS`. At the point named by the environment, the process kills
+itself or a Flower process with SIGKILL. The result must equal, bit for bit, an uninterrupted fit in one process in
+which the same client's messages are lost.
 """
 
 import csv
@@ -52,9 +52,9 @@ IN_VISIT = ("message out, before", "visit start, before", "store write, after", 
 
 
 def lost_rounds(process, point):
-    """Rounds of which the client of node 1 may miss one: those of the server are done again.
+    """Rounds that the client of node 1 may miss. Rounds interrupted on the server are repeated.
 
-    Until Flower misses a node that was killed, messages for its client go there.
+    Until Flower detects the killed node, messages to this client are lost.
     """
     if process not in ("worker1", "node1"):
         return set()
@@ -62,12 +62,11 @@ def lost_rounds(process, point):
 
 
 class KillPoint(Points):
-    """Kills a process at the point that the environment names, once.
+    """Kills a process once, at the point named by the environment.
 
     Args:
-        half: Name of the process that watches.
-        folder: Folder of the deployment, with the processes' ids.
-
+        half: Name of the watching process.
+        folder: Deployment folder with the process ids.
     """
 
     def __init__(self, half, folder):
@@ -85,7 +84,7 @@ class KillPoint(Points):
 
 
 class Hold(L.Callback):
-    """Holds the server before the next round until the client's process was started again."""
+    """Delays the server's next round until the client's process has restarted."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -98,7 +97,7 @@ class Hold(L.Callback):
 
 
 def watched(folder):
-    """Callbacks and Trainer's arguments of a server that is to be killed, or whose clients are; in its process."""
+    """Callbacks and Trainer arguments for a server process in a test with kills."""
     if "KILL" not in os.environ:
         return [], {}
     deployment = Path(folder).parent
@@ -113,7 +112,6 @@ def _logger(folder):
 
 
 def work(node, folder):
-    """A node's worker."""
     logging.basicConfig(level=logging.INFO)
     KillPoint(f"worker{node}", folder).watch()
     app = client_app(
@@ -123,17 +121,16 @@ def work(node, folder):
     serve(app, folder / f"node{node}" / "worker")
 
 
-# --- the fit ----------------------------------------------------------------------------------------------------------
+# --- Fit --------------------------------------------------------------------------------------------------------------
 
 
 class Fit:
-    """A SuperLink, two nodes with their workers, and a run.
+    """A SuperLink, two nodes with workers, and a run.
 
     Args:
         folder: An empty folder.
-        process: Name of the process that is to be killed.
+        process: Name of the process to kill.
         point: Name of the point.
-
     """
 
     def __init__(self, folder, process, point):
@@ -147,7 +144,7 @@ class Fit:
         self.deployment.configure()
 
     def start(self, *names):
-        """Starts workers and nodes, and waits until all are there."""
+        """Starts workers and nodes, and waits for all."""
         said = {"worker": "Waiting for messages", "node": "SuperNode ID"}
         for name in names:
             kind, node = name[:-1], name[-1]
@@ -165,10 +162,10 @@ class Fit:
         self.deployment.run(self.app, "--run-config", config)
 
     def restart(self, process):
-        """Starts again what was killed, as the guide says."""
+        """Restarts the killed process, as described in the guide."""
         deployment = self.deployment
         if process in deployment.processes:
-            deployment.processes[process].wait(60)  # a zombie would pass for a process that its children wait for
+            deployment.processes[process].wait(60)  # a zombie still counts as a running process for its children
         if process in ("worker1", "node1"):
             wait_until((self.folder / "holding").exists)
             deployment.kill(process)
@@ -183,7 +180,7 @@ class Fit:
         if process == "superlink":
             deployment.kill("superlink")
             deployment.start_link()
-            for node in ("node0", "node1"):  # which it does not know
+            for node in ("node0", "node1"):  # unknown to the restarted SuperLink
                 deployment.processes[node].wait(STATED_SECONDS)
                 deployment.kill(node)
             self.start("node0", "node1")
@@ -195,7 +192,7 @@ class Fit:
 
 
 def kill(folder, process, point):
-    """Kills a process at a point; returns what the fit has left, its rows, and what was lost of the client's rounds."""
+    """Kills a process at a point; returns the ending, the logged rows, and the client's lost rounds."""
     folder.mkdir(parents=True, exist_ok=True)
     fit = Fit(folder, process, point)
     with fit.deployment as deployment:
@@ -211,7 +208,7 @@ def kill(folder, process, point):
 
 @cache
 def expected(lost):
-    """The same of the halves in one process, where the client's updates of some rounds are lost."""
+    """The same results in one process without kills, with the client's updates in these rounds lost."""
 
     def lose(node, message, content):
         visit = json.loads(from_records(message.content).text)["header"].get("visit") or {}
@@ -228,7 +225,7 @@ def expected(lost):
 
 
 def kill_everywhere(folder, process, only=None):
-    """Kills a process at every point; returns the points' names, and by point the `crash_points.differences`."""
+    """Kills a process at every point; returns the names of the points, and `crash_points.differences` by point."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_fed"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     points, found = list(POINTS), {}
@@ -241,22 +238,22 @@ def kill_everywhere(folder, process, only=None):
 
 
 def compare(folder, process, point):
-    """Where a fit of which a process was killed at a point differs from one of which none was."""
+    """Differences between an interrupted fit and the fit in one process."""
     left, logged, lost = kill(folder, process, point)
     assert lost <= lost_rounds(process, point)
     whole, whole_rows = expected(lost)
     return differences(left, whole, logged, whole_rows)
 
 
-# --- what it has left -------------------------------------------------------------------------------------------------
+# --- Results ----------------------------------------------------------------------------------------------------------
 
 
 def ending(folder, stores):
-    """The last checkpoint's weights and counters, and what the clients have kept."""
+    """Weights and counters in the last checkpoint, and the stored client states."""
     checkpoint = torch.load(folder / "last.ckpt", weights_only=True)
     (federation,) = (state for name, state in checkpoint["callbacks"].items() if name.startswith("Federation"))
-    store = {name: value for name, value in federation["store"].items() if name != "run"}  # which is drawn
-    kept = {}  # of the rounds that the server knows of; a version of an update that was lost is nobody's
+    store = {name: value for name, value in federation["store"].items() if name != "run"}  # random
+    kept = {}  # only rounds known to the server; a version for a lost update has no owner
     for client, round in zip(store["clients"], store["rounds"], strict=True):
         (path,) = (
             path
@@ -278,7 +275,7 @@ def ending(folder, stores):
 
 
 def rows(folder):
-    """What was logged, by round, of all parts of the fit: round to name to value."""
+    """Logged values by round and name, over all parts of the fit."""
     by_round = {}
     for path in sorted(folder.glob("log/*/metrics.csv")):
         with path.open(newline="") as file:

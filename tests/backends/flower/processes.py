@@ -1,4 +1,4 @@
-"""A SuperLink and SuperNodes as real processes on the loopback address, and what runs on them."""
+"""A SuperLink and SuperNodes as real processes on the loopback address."""
 
 import contextlib
 import os
@@ -20,18 +20,17 @@ def free_port() -> int:
 
 
 class Deployment:
-    """One SuperLink, and nodes that are started by name; everything ends with it.
+    """One SuperLink, and nodes started by name; exiting stops all processes.
 
     Args:
-        folder: Where logs and Flower's own files are.
-        tls: Arguments of the SuperLink and of everyone else beside the address, instead of ``--insecure``.
-
+        folder: Logs and Flower's files.
+        tls: TLS arguments for the SuperLink and all clients, instead of ``--insecure``.
     """
 
     def __init__(self, folder: Path, link_options=("--insecure",), environment=None):
         self.folder = folder
         self.address = f"127.0.0.1:{free_port()}"
-        self.temporary = tempfile.TemporaryDirectory(prefix="fl-")  # a socket's path must be short
+        self.temporary = tempfile.TemporaryDirectory(prefix="fl-")  # socket paths must be short
         self.environment = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -48,12 +47,12 @@ class Deployment:
         self.link_options = link_options
         try:
             self.start_link()
-        except BaseException:  # nobody else has it yet
+        except BaseException:  # no caller has the object yet
             self.close()
             raise
 
     def start_link(self) -> None:
-        """Starts the SuperLink, also again, at the same address."""
+        """Starts or restarts the SuperLink at the same address."""
         host, port = self.address.split(":")
         link = self.start(
             "superlink", "flower-superlink", *self.link_options, "--host", host, "--port", port,
@@ -62,7 +61,7 @@ class Deployment:
         self.wait_for("superlink", "Uvicorn running", 300, since=f"process {link.pid}\n")
 
     def start(self, name: str, *command: str) -> subprocess.Popen:
-        """Starts a process; its log begins with a line with its number, which is in ``<name>.pid`` as well."""
+        """Starts a process; the process id is in the first line of the log and in ``<name>.pid``."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 command,
@@ -83,7 +82,6 @@ class Deployment:
         )  # fmt: skip
 
     def run(self, app: Path, *options: str) -> subprocess.Popen:
-        """``flwr run``, until the run is over."""
         return self.start("run", "flwr", "run", str(app), "here", "--stream", *options)
 
     def configure(self, lines: str = "insecure = true") -> None:
@@ -94,7 +92,7 @@ class Deployment:
         return path.read_text() if path.exists() else ""
 
     def wait_for(self, name: str, text: str, seconds: float, since: str = "") -> None:
-        """Waits for a text in a log, behind another one."""
+        """Waits for a text in a log after the text `since`."""
         deadline = time.monotonic() + seconds
         while text not in self.log(name)[self.log(name).find(since) :]:
             if time.monotonic() > deadline:
@@ -108,13 +106,13 @@ class Deployment:
         process.wait(timeout=20)
 
     def server_apps(self) -> list[int]:
-        """The processes of the server's half, which are in a session of their own: by the SuperLink's address."""
+        """Ids of the server app processes, which run in a separate session: found by the SuperLink's address."""
         pattern = f"flwr-serverapp --runtime-api-address {self.address}"
         result = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True, check=False)
         return [int(process) for process in result.stdout.split()]
 
     def kill_server_app(self) -> None:
-        """Kills the server's half; Flower's SuperLink stays."""
+        """Kills the server app, but not the SuperLink."""
         for process in self.server_apps():
             os.kill(process, signal.SIGKILL)
 

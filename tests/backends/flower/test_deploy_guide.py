@@ -1,4 +1,4 @@
-"""The deployment guide's commands as they stand in the page, and then a stranger who holds the server's `ca.crt`."""
+"""The commands in the deployment guide, then an attacker with the server's `ca.crt`."""
 
 import contextlib
 import os
@@ -44,7 +44,7 @@ HERE = "localhost:9092"
 
 
 def read_commands():
-    """The lines of the section's blocks, in their order."""
+    """Command lines of the section, in order."""
     page = PAGE.read_text()
     (new,) = re.findall(r"^    (lightning-fed flower new .*)$", page, re.M)
     section = page.split("## Several machines")[1].split("\n###")[0]
@@ -52,7 +52,7 @@ def read_commands():
 
 
 class Shell:
-    """Runs lines as a shell would that has a folder of its own for home and all."""
+    """Runs command lines in a shell with a separate home folder."""
 
     def __init__(self, folder):
         self.folder, self.background = folder, []
@@ -110,7 +110,7 @@ def skip_if_taken(*ports):
 
 
 def follow(shell):
-    """Runs the page up to the run itself, which is returned."""
+    """Runs the commands of the page; returns the started run."""
     for line in read_commands():
         if line.startswith("export "):
             name, value = line.removeprefix("export ").split("=")
@@ -160,9 +160,9 @@ def test_the_guide_and_a_stranger(tmp_path):
 
 
 def exhaust(ca):
-    """Opens 1,005 silent connections, and 20 endless bodies of 64 MiB, while three nodes train.
+    """Opens 1,005 silent connections and 20 endless bodies of 64 MiB while three nodes train.
 
-    The stranger has another address than the nodes.
+    The attacker has another address than the nodes.
     """
     name, port = HERE.split(":")
     there = {"address": ("127.0.0.1", int(port)), "source_address": ("127.0.0.2", 0)}
@@ -176,7 +176,7 @@ def exhaust(ca):
 
 
 def be_a_stranger(shell, folder):
-    """Tries what took a federation over that had TLS and registered keys; yields the action and whether it failed."""
+    """Attacks that once succeeded despite TLS and registered keys; yields each attack and whether it failed."""
     stranger = Shell(folder / "stranger")
     stranger.folder.mkdir()
     stranger.environment["HOME"] = str(stranger.folder)
@@ -213,14 +213,14 @@ def be_a_stranger(shell, folder):
         yield "take a task of the server's", all(call.status_code in (403, 404) for call in calls)
         unsigned = client.post(f"https://{HERE}/v1/fleet/pull-messages", **body)
         yield "pull messages without a key", unsigned.status_code == 401
-        # A user of the server's machine, who does not know the secret.
+        # A user on the server machine without the secret.
         local = client.post("https://127.0.0.1:8000/v1/runtime/acquire-task", **body)
         yield "take a task at the SuperLink itself", local.status_code == 401
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only the administrator can be another user")
 def test_another_user_of_the_machines():
-    """All calls of apps at the ports of SuperLink and SuperNode, without the secret of the start; and the files."""
+    """All app calls at the ports of SuperLink and SuperNode without the start's secret; and all files."""
     server, link = free_port(), free_port()
     with tempfile.TemporaryDirectory(prefix="fl-") as name, Shell(Path(name)) as shell:
         folder = Path(name)
@@ -277,7 +277,7 @@ def test_another_user_of_the_machines():
 
 
 def read_command_lines(folder):
-    """Of the processes whose home the folder is."""
+    """Command lines of the processes with this home folder."""
     lines = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A federation on Flower: the same model as in one process, from the same seeds."""
+"""A federation on Flower gives the same model as one process with the same seeds."""
 
 import pytest
 
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 def numbers_of(book):
-    """Values that the last round logged, except for times."""
+    """Values logged in the last round, without times."""
     return {name: value for name, value in book.state_dict()["last"].items() if not name.endswith("seconds")}
 
 
-# Rules that differ in no message are slow: each is compared with its paper in one process.
+# Rules with equal messages are slow tests: other tests compare each rule with the paper in one process.
 ALIKE = ("fedadam", "fairavg", "fedatt", "feddyn", "moon", "fedala", "krum", "deeplab", "silobn, pooled", "fedbn")
 ALIKE += ("fedavgm", "qffl", "a schedule of rounds", "frozen", "last local prototypes", "fedprox", "kept optimizers")
 ALIKE += ("sleeping", "dropout", "kept heads", "overfitting")
@@ -31,7 +31,7 @@ ALIKE += ("sleeping", "dropout", "kept heads", "overfitting")
 
 @pytest.mark.parametrize("name", quick(CASES, [name for name in CASES if name not in ALIKE]))
 def test_methods(name, federated_trainer, tmp_path):
-    """Three rounds: the global models, the bytes, and what the log says of the rounds."""
+    """Three rounds: compares global models, bytes and the round log."""
     case = CASES[name]
     data = case.data(SIZES)
     here, trainer = in_process(
@@ -52,7 +52,7 @@ def test_methods(name, federated_trainer, tmp_path):
 
 
 def test_a_server_without_data_spreads_out_the_students_class_vectors(federated_trainer, tmp_path):
-    """Where no training step can be followed, and the teacher's parameters require gradients."""
+    """The server cannot trace a training step, and the teacher's parameters require gradients."""
 
     def module():
         torch.manual_seed(0)
@@ -83,7 +83,7 @@ def test_a_global_model_without_statistics_is_validated_as_in_one_process(unseen
 
 @pytest.mark.parametrize("name", ["fedss", "frozen"])
 def test_the_traffic_by_part_is_that_of_one_process(name, federated_trainer, tmp_path):
-    """Also of requests, and of entries that do not travel since the clients have them."""
+    """Includes requests, and entries not sent again."""
     case, data = CASES[name], models.vectors(SIZES)
     here, there = CommunicationReport(), CommunicationReport()
     _, trainer = in_process(federated_trainer, case.module, data, case.federation(), callbacks=[here])

@@ -1,4 +1,4 @@
-"""``lightning-fed flower``: the app of a recipe, and the worker beside a client's data."""
+"""``lightning-fed flower``: the app for a recipe, and the worker next to a client's data."""
 
 import importlib
 import sys
@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture
 def imports(monkeypatch):
-    """Modules that a test imports from a folder are gone afterwards."""
+    """Removes modules imported by a test."""
     before = set(sys.modules)
 
     def find(folder):
@@ -50,7 +50,7 @@ def imports(monkeypatch):
 
 
 def shrunk(folder):
-    """A recipe of the repository, with few clients and rounds."""
+    """A recipe from the repository, with few clients and rounds."""
     text = (Path(__file__).parents[3] / "recipes" / "synthetic.yaml").read_text()
     quiet = "accelerator: cpu\n  enable_progress_bar: false\n  enable_model_summary: false"
     for long, short in {
@@ -104,7 +104,7 @@ def test_what_is_no_app(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-# --- the worker -------------------------------------------------------------------------------------------------------
+# --- Worker -----------------------------------------------------------------------------------------------------------
 
 
 def light_app():
@@ -115,12 +115,12 @@ def light_app():
 
 
 def test_visits_in_workers(federated_trainer, tmp_path, monkeypatch):
-    """The file that SuperNodes start takes messages to the worker and brings its answers, bit for bit."""
+    """The file started by SuperNodes forwards messages to the worker and returns the answers, bit for bit."""
 
     def module():
         return models.Module(models.dropout_mlp(), models.momentum)
 
-    monkeypatch.setattr(flower_transport, "_ARRAY", 500)  # a message is in several parts
+    monkeypatch.setattr(flower_transport, "_ARRAY", 500)  # splits messages into several parts
     data = models.vectors(SIZES)
     here, _ = in_process(federated_trainer, module, data, Federation(), 2)
     whole = client_app(Federation(), module, clients_of(data), OPTIONS, store=tmp_path / "clients")
@@ -140,7 +140,7 @@ def test_visits_in_workers(federated_trainer, tmp_path, monkeypatch):
 
 
 def test_what_a_worker_cannot_answer(tmp_path):
-    """Nonsense is said to be that, whoever brings a message may break off, and the worker goes on."""
+    """Invalid messages are rejected, senders may disconnect, and the worker continues."""
     whole = client_app(Federation(), lambda: None, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path)
     socket = tmp_path / "private" / "worker"
     thread = threading.Thread(target=serve, args=(whole, socket), daemon=True)
@@ -162,7 +162,7 @@ def test_what_a_worker_cannot_answer(tmp_path):
 
 
 def test_one_worker_for_several_nodes(tmp_path):
-    """Data that depend on the node's configuration are each node's own, and are read once."""
+    """Data that depend on the node's configuration are separate, and read once per node."""
     read = []
 
     def data(node):

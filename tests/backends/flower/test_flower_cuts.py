@@ -1,4 +1,4 @@
-"""The connection of a node is cut in the middle of a download, of training and of an upload, on Flower's processes."""
+"""Cuts a node's connection during a download, training and an upload, on Flower's processes."""
 
 import re
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ CASE, ROUNDS, SECONDS = ALL_CASES["wide"], 3, 8.0
 
 @contextmanager
 def two_nodes(folder):
-    """A deployment, and the link by which the second of its two nodes is connected."""
+    """A deployment, and the link to the second of two nodes."""
     with Deployment(folder) as deployment, Workers(folder, "wide"), Link(deployment.address) as link:
         deployment.configure()
         start_node(deployment, 0)
@@ -45,13 +45,13 @@ def two_nodes(folder):
 
 @pytest.mark.parametrize("phase", ["download", "training", "upload"])
 def test_the_link_is_back_within_the_time_limit(phase, federated_trainer, tmp_path, sleeper):
-    """The run ends with the weights of one process: nothing is lost, and nothing trains twice."""
+    """The run ends with the weights of one process: no message is lost, no visit is repeated."""
     asleep = sleeper("bob", 2 * SECONDS if phase == "training" else 0)
     here, _ = in_process(federated_trainer, CASE.module, CASE.data(SIZES), CASE.federation(), ROUNDS)
     asleep.unlink(missing_ok=True)
     size = tensor_bytes(here.state_dict())
     with two_nodes(tmp_path) as (deployment, link):
-        if phase != "training":  # in the middle of the second round's
+        if phase != "training":  # in the middle of round 1
             link.cut_after("down" if phase == "download" else "up", int(1.5 * size), SECONDS)
         process = run(deployment, write_app(tmp_path), tmp_path / "run", "wide", rounds=ROUNDS)
         if phase == "training":
@@ -64,7 +64,7 @@ def test_the_link_is_back_within_the_time_limit(phase, federated_trainer, tmp_pa
 
 
 def test_the_link_is_back_after_the_time_limit(federated_trainer, tmp_path, sleeper):
-    """The round goes on without the client, whose answer is dropped with a line when it comes; then it takes part."""
+    """The round ends without the client; the late answer is dropped with a log line; then the client joins again."""
     asleep, rounds = sleeper("bob", 1), 5
     with two_nodes(tmp_path) as (deployment, link):
         process = run(deployment, write_app(tmp_path), tmp_path / "run", "wide", rounds=rounds, limit=40.0)

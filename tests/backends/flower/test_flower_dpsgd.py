@@ -1,4 +1,4 @@
-"""DP-SGD with clients on other machines: the steps of one process, and accounts that stay with the clients."""
+"""DP-SGD with remote clients: the steps of one process, and accounts stored at the clients."""
 
 import json
 import logging
@@ -30,10 +30,11 @@ def module():
 
 def accounts(folder):
     read = [json.loads(path.read_text()) for path in folder.glob("1?/dpsgd/*.json")]
-    return {account["account"][0]: account["account"][2] for account in read}  # number of examples to steps
+    return {account["account"][0]: account["account"][2] for account in read}  # number of steps by number of examples
 
 
-STEPS = {33: 2, 20: 2, 48: 3}  # of an epoch, by number of examples; the last batch of 33 would have one of them
+# steps per epoch by number of examples; the last batch of 33 examples would have one example
+STEPS = {33: 2, 20: 2, 48: 3}
 
 
 SUMS = [[], [UniformWeights(), SecureSum(5.0)]]
@@ -41,7 +42,7 @@ SUMS = [[], [UniformWeights(), SecureSum(5.0)]]
 
 @pytest.mark.parametrize("sums", quick(SUMS, SUMS[1:]), ids=["", "secure sum"])
 def test_its_steps_are_those_of_one_process(sums, federated_trainer, tmp_path, caplog):
-    """With a key that is known: bit for bit; the accounts are as long."""
+    """With a known key, bit for bit; the accounts are equal too."""
     data, callbacks = models.vectors(SIZES), lambda: [DPSGD(1.0, 0.5, 1e-3, key_for_tests=KEY)]
     federation = lambda: Federation("fedavg", local_epochs=2, seed=3, steps=sums)  # noqa: E731
     (own,) = callbacks()
@@ -52,14 +53,14 @@ def test_its_steps_are_those_of_one_process(sums, federated_trainer, tmp_path, c
     assert accounts(tmp_path) == {samples: 3 * 2 * steps for samples, steps in STEPS.items()}
     assert accounts(tmp_path) == {counts[0]: counts[2] for counts in own.state_dict()["accounts"].values()}
     assert "dp/epsilon" in trainer.callback_metrics
-    assert "dp/epsilon" not in server.callback_metrics  # the server does not know
+    assert "dp/epsilon" not in server.callback_metrics  # unknown to the server
     epsilon = Budget(0.5, 1e-3, SIZES["bob"], 16).epsilon(12)
     assert f"client 'bob' has taken 12 steps so far, epsilon {epsilon:.4g} at delta 0.001" in caplog.text
     assert float(trainer.callback_metrics["dp/epsilon"]) == pytest.approx(epsilon)
 
 
 def test_every_visit_has_noise_of_its_own(tmp_path):
-    """The same round, asked for again: another release, and paid for again."""
+    """Repeating a round is a second release, and costs privacy again."""
     data, made = models.vectors(SIZES), lambda: [DPSGD(1.0, 0.5, 1e-3)]
     states = []
     for _ in range(2):
@@ -70,7 +71,7 @@ def test_every_visit_has_noise_of_its_own(tmp_path):
 
 
 def test_a_client_answers_until_its_budget_is_used_up(tmp_path, caplog):
-    """Two visits of the smallest client, and no third, in this fit or another one."""
+    """The smallest client answers two visits and no third, in this fit or another fit."""
     bound = (Budget(1.0, 1e-3, 20, 16).epsilon(4) + Budget(1.0, 1e-3, 20, 16).epsilon(6)) / 2
     data, made = models.vectors({"ann": 100, "bob": 20}), lambda: [DPSGD(1.0, 1.0, 1e-3, max_epsilon=bound)]
     for fit in range(2):
@@ -83,7 +84,7 @@ def test_a_client_answers_until_its_budget_is_used_up(tmp_path, caplog):
 
 
 class EndsMeanwhile(FederatedCallback):
-    """A visit of the same client in another process, of two steps, that ends while this one is under way."""
+    """A concurrent visit of the same client with two steps ends during this visit."""
 
     keeps_privacy = True
 
@@ -99,16 +100,16 @@ class EndsMeanwhile(FederatedCallback):
 
 
 def test_two_visits_at_once_are_paid_for(tmp_path):
-    """As where a server was killed and asks again while clients still train."""
+    """For example, a restarted server asks again while clients still train."""
     made = lambda: [DPSGD(1.0, 0.5, 1e-3), EndsMeanwhile(tmp_path)]  # noqa: E731
     on_flower(tmp_path, module, models.vectors(SIZES), Federation, 2, made)
     assert accounts(tmp_path) == {samples: 2 * steps + 2 for samples, steps in STEPS.items()}
 
 
 def test_a_large_delta_is_told_once(tmp_path, caplog):
-    """Not at every visit, which is a fit of its own."""
+    """Not at every visit, although a visit is a separate fit."""
     on_flower(tmp_path, module, models.vectors(SIZES), Federation, 2, lambda: [DPSGD(1.0, 0.5, 0.1)])
-    assert caplog.text.count("it allows to give one of them away") == 2  # by each of the two nodes
+    assert caplog.text.count("it allows to give one of them away") == 2  # once per node
 
 
 def test_another_noise_needs_another_account(tmp_path, caplog):
@@ -122,7 +123,7 @@ def test_another_noise_needs_another_account(tmp_path, caplog):
 
 
 def test_the_noise_of_an_epsilon_is_refused(tmp_path):
-    """Nobody knows all clients' numbers of examples."""
+    """No party knows all clients' numbers of examples."""
     with pytest.raises(
         MisconfigurationException, match=r"`DPSGD` does not work yet .* `lightning_fed\.privacy\.calibrate`"
     ):

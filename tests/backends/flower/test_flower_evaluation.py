@@ -1,4 +1,4 @@
-"""Evaluation at clients on other machines: the values of one process, a server without data, failing clients."""
+"""Evaluation at remote clients: the values of one process, a server without data, failing clients."""
 
 import csv
 import logging
@@ -76,7 +76,7 @@ TREATMENTS = ["auto", LocalStatistics(), LocalStatistics("pooled")]
 
 @pytest.mark.parametrize("batch_norm", quick(TREATMENTS, TREATMENTS[:2]), ids=str)
 def test_clients_have_the_statistics_of_one_process(batch_norm, federated_trainer, tmp_path):
-    """Clients with different images: the decision, the clients' scores, and the scores of a client without a visit."""
+    """Clients with different images: compares the decision and the scores, including a client without a visit."""
     data = {
         client: (inputs + 20.0 * place, targets)
         for place, (client, (inputs, targets)) in enumerate(models.vectors(TRAIN).items())
@@ -98,7 +98,7 @@ def test_clients_have_the_statistics_of_one_process(batch_norm, federated_traine
 
 
 def test_a_client_without_a_measurement_has_the_statistics_of_one_process(federated_trainer, tmp_path, monkeypatch):
-    """Evaluation with the statistics of the batch."""
+    """Such a client is evaluated with batch statistics."""
     measure = batch_norm.client_statistics
 
     def failing(trainer, module, population, visit, *arguments):
@@ -157,7 +157,7 @@ def test_lightnings_callbacks_need_not_know_of_clients(tmp_path):
 
 
 class Fails(ClientEvaluation):
-    """Bob's evaluation fails, and cid refuses."""
+    """Bob's evaluation raises, and cid refuses."""
 
     def on_client_question(self, trainer, module, client, question):
         if client == "bob":
@@ -212,7 +212,7 @@ def test_a_half_without_the_callback_says_so(tmp_path, caplog):
 
 
 def test_a_checkpoint_is_evaluated_without_training(tmp_path):
-    """With personal heads stored at the clients: equal to the run's heads."""
+    """With personal heads stored at the clients: equal to the heads of the run."""
     held_out = evaluations.held_out(models.vectors, 1)
 
     def federation():
@@ -303,7 +303,7 @@ def test_an_error_at_a_client_names_client_and_stage(has_norm, tmp_path, caplog)
 
 
 class Confusions(models.Module):
-    """Hands a picture to the logger in the first step and at the epoch's end."""
+    """Logs an image in the first step and at the end of the epoch."""
 
     def __init__(self):
         super().__init__(models.mlp())
@@ -321,7 +321,7 @@ class Confusions(models.Module):
 
 
 class Gallery(MemoryLogger):
-    """Stores logged pictures: (name, picture)."""
+    """Stores logged images: (name, image)."""
 
     def __init__(self):
         super().__init__()
@@ -336,7 +336,7 @@ class Gallery(MemoryLogger):
 
 
 def test_pictures_come_once_of_the_global_model(federated_trainer, tmp_path):
-    """Also pictures at the epoch's end on a server without data: from all clients' states."""
+    """A server without data draws the image at the end of the epoch from the clients' metric states."""
     here, there = Gallery(), Gallery()
     data, held_out = models.vectors(TRAIN), evaluations.held_out(models.vectors, 1)
     in_process(
@@ -356,7 +356,7 @@ def test_pictures_come_once_of_the_global_model(federated_trainer, tmp_path):
     [("sum", "their scores would not be in the secure sum"), ("noise", "no noise covers their scores")],
 )
 def test_private_federations_evaluate_no_client_and_say_so(step, reason, tmp_path, caplog):
-    """On a server without data, without questions to clients."""
+    """A server without data sends no question to the clients."""
     if step == "noise":
         pytest.importorskip("dp_accounting")
 
@@ -399,7 +399,7 @@ def test_a_server_without_data_has_a_score_at_every_validation(tmp_path):
 
 
 class Breaks(ClientEvaluation):
-    """The server's program ends when the clients of round 1 have answered."""
+    """The server program ends after the clients have answered in round 1."""
 
     def evaluate(self, trainer, *arguments, **options):
         reports = super().evaluate(trainer, *arguments, **options)
@@ -434,7 +434,7 @@ DRIVES = ["0001TP", "0006R0", "0016E5"]
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_the_recipe_of_sites(tmp_path, monkeypatch):
-    """A server without data has the table of the drives, the best model by their frames, and the matrix."""
+    """A server without data has the table of drives, the best model by frames, and the matrix."""
     pytest.importorskip("matplotlib")
     if not (DATA / "camvid").is_dir():
         pytest.skip(f"no data at {DATA / 'camvid'}")

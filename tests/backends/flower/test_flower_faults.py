@@ -1,4 +1,4 @@
-"""Faults between a server and its clients: clients that are left out, rounds that go on, state that is not lost."""
+"""Faults between server and clients: clients are excluded, rounds continue, and no state is lost."""
 
 import errno
 import json
@@ -45,7 +45,7 @@ def make_module():
 
 
 def spoilt(message_type, changes):
-    """Changes the answers of the lost client, of every round in another way."""
+    """Changes each answer of the lost client, in every round differently."""
 
     def on_the_way(node, message, content):
         if message.metadata.message_type != message_type:
@@ -58,7 +58,7 @@ def spoilt(message_type, changes):
 
 
 def changed(text=None, **header):
-    """An answer with another header."""
+    """Changes the header of an answer."""
 
     def change(content):
         packet = from_records(content)
@@ -166,7 +166,7 @@ NONSENSE = {
 
 
 def test_answers_that_cannot_be_used(federated_trainer, tmp_path, caplog):
-    """In every round another: the client is left out by name; the run ends as where it was left out in process."""
+    """A different invalid answer per round: the client is excluded by name; the run equals one process without it."""
     data, rounds = models.vectors(SIZES), len(NONSENSE) + 1
     loses = Loses(rounds=range(len(NONSENSE)))
     here, _ = in_process(federated_trainer, make_module, data, Federation(seed=1), rounds, [loses])
@@ -183,12 +183,12 @@ def test_answers_that_cannot_be_used(federated_trainer, tmp_path, caplog):
         assert reason in message
 
 
-COUNTED = ["no JSON", "a huge shape", "not finite", "another name", "steps of a year"]  # among the malicious
-NOT_COUNTED = ["no answer", "a program that failed"]  # honest clients do that as well
+COUNTED = ["no JSON", "a huge shape", "not finite", "another name", "steps of a year"]  # counted as malicious
+NOT_COUNTED = ["no answer", "a program that failed"]  # honest clients may fail like this
 
 
 def test_a_robust_rule_counts_an_answer_that_was_refused(tmp_path, caplog):
-    """One of three may be malicious: where it has shown itself two are enough, and otherwise three are needed."""
+    """Up to one of three is malicious: with one exposed client two updates suffice, otherwise three are needed."""
     names = [*COUNTED, *NOT_COUNTED]
     changes = [NONSENSE[name][0] for name in names]
     on_flower(
@@ -200,7 +200,7 @@ def test_a_robust_rule_counts_an_answer_that_was_refused(tmp_path, caplog):
 
 
 def test_statistics_that_cannot_be_used(tmp_path, caplog):
-    """The client's statistics are left out, its update is not."""
+    """The statistics are dropped, but the update counts."""
     changes = [table(reshaped_statistics), table(poisoned), table(huge)]
     failed = []
 
@@ -231,9 +231,9 @@ def test_an_answer_that_comes_twice(federated_trainer, tmp_path):
 
 @pytest.mark.parametrize("looks", [0, 3])
 def test_a_node_that_goes_and_comes_back(looks, federated_trainer, tmp_path, caplog):
-    """While it is away its clients are left out; afterwards they take part under the node's new name.
+    """While away, clients are excluded; afterwards they take part under the node's new name.
 
-    Also where it does not say at once who its clients are: the round waits for that.
+    If the node does not list its clients at once, the round waits.
     """
     data = models.vectors(SIZES)
 
@@ -274,9 +274,9 @@ def test_a_new_node_that_says_nothing_holds_up_no_round(monkeypatch, tmp_path, c
 
 @pytest.mark.parametrize(("days", "lost"), [(-1, ()), (1, ("bob", "cid"))])
 def test_the_clock_of_the_servers_machine_is_set(days, lost, federated_trainer, tmp_path, monkeypatch, caplog):
-    """In a round, after its first answer: back, nothing comes of it; forward, the others' messages have expired.
+    """Changed after the first answer of a round: no effect backwards; forwards, the other messages have expired.
 
-    No time limit of ours has to do with that clock; the life of Flower's messages has.
+    Only the lifetime of Flower's messages depends on this clock, not our time limits.
     """
     shift, of_machine, of_flower = [0.0], time.time, message_module.now
     monkeypatch.setattr(time, "time", lambda: of_machine() + shift[0])
@@ -301,7 +301,7 @@ def test_the_clock_of_the_servers_machine_is_set(days, lost, federated_trainer, 
 
 
 def full(function, is_full):
-    """Writes as the function does, until the disk is full."""
+    """Wraps a write function with an error for a full disk."""
 
     def write(*arguments, **options):
         if is_full(*arguments):
@@ -312,7 +312,7 @@ def full(function, is_full):
 
 
 def test_a_client_whose_disk_is_full_misses_the_round(federated_trainer, tmp_path, monkeypatch, caplog):
-    """It cannot keep what is its own of the visit; when there is room again it goes on from what it had before."""
+    """The client cannot store its state, and resumes from the previous state once space is free."""
     case, written = CASES["kept heads"], []
 
     def is_full(copies, path, *_):
@@ -328,7 +328,7 @@ def test_a_client_whose_disk_is_full_misses_the_round(federated_trainer, tmp_pat
 
 
 def test_full_disks_that_cost_nothing(tmp_path, monkeypatch, caplog, federated_trainer):
-    """Of a client's last answer, and of the server's folder for answers that wait for their turn."""
+    """For a client's last answer, and for answers waiting on the server."""
     monkeypatch.setattr(answer_file, "atomic_write", full(answer_file.atomic_write, lambda *_: True))
     monkeypatch.setattr(wire_transport.tempfile, "TemporaryFile", full(tempfile.TemporaryFile, lambda *_: True))
     deadline = Deadline(5, min_clients=3, rest=5, reconnect=0)
@@ -339,11 +339,11 @@ def test_full_disks_that_cost_nothing(tmp_path, monkeypatch, caplog, federated_t
     assert "An answer waits in memory, because it cannot be written" in caplog.text
 
 
-# --- the server is killed ---------------------------------------------------------------------------------------------
+# --- Killed server ----------------------------------------------------------------------------------------------------
 
 
 class KilledError(BaseException):
-    """Stands for a killed process: nothing of it goes on."""
+    """Simulates a killed process."""
 
 
 def head_module():
@@ -364,7 +364,7 @@ KILLS = [(name, moment) for name in RESUMED for moment in ("between rounds", "in
     ("name", "moment"), quick(KILLS, [("fedper", "inside a round"), ("fedmargin", "between rounds")])
 )
 def test_the_server_is_killed_and_started_again(name, moment, federated_trainer, tmp_path):
-    """The run ends as one that nobody killed; what clients kept for a round that never was is not seen."""
+    """The run equals an uninterrupted run; client state from the unfinished round is ignored."""
     federation, module, callbacks = RESUMED[name]
     data = models.vectors(SIZES)
     here, _ = in_process(federated_trainer, module, data, federation(), callbacks=callbacks())
@@ -392,7 +392,7 @@ def is_of(message, client):
 
 
 def test_a_client_whose_folder_is_lost(tmp_path, caplog):
-    """It says so instead of starting anew."""
+    """The client reports the loss instead of starting anew."""
     data = models.vectors(SIZES)
 
     def lose(node, message, content):
@@ -413,11 +413,11 @@ def test_a_client_whose_folder_is_lost(tmp_path, caplog):
     assert "client 'bob' is left out: it does not have any more what it kept in round 1." in caplog.text
 
 
-# --- programs that do not fit -----------------------------------------------------------------------------------------
+# --- Faulty programs --------------------------------------------------------------------------------------------------
 
 
 def test_programs_that_all_fail_end_the_run(tmp_path):
-    """After some rounds: what clients say of themselves in one round ends nothing."""
+    """Only after several rounds: clients' reports from a single round do not end the run."""
 
     class Broken(models.Module):
         def training_step(self, batch, batch_idx):
@@ -428,7 +428,7 @@ def test_programs_that_all_fail_end_the_run(tmp_path):
 
 
 def test_one_client_that_says_its_program_is_at_fault_ends_no_run(tmp_path, caplog):
-    """Also where it is all of a round's cohort."""
+    """Even if the client is the whole cohort."""
 
     def on_the_way(node, message, content):
         if message.metadata.message_type != "train" or not is_of(message, LOST):
@@ -510,7 +510,7 @@ def test_two_nodes_with_the_same_client(tmp_path, caplog):
 
 
 def test_an_answer_in_time_is_read_after_the_time_limit(tmp_path):
-    """Answers are read in the order of the clients: one that waits for its turn behind a silent client is not lost."""
+    """Answers are read in client order: an answer waiting behind a silent client is not lost."""
     apps = {
         node: client_app(
             Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / f"{node}"
@@ -523,7 +523,7 @@ def test_an_answer_in_time_is_read_after_the_time_limit(tmp_path):
     grid.silent.add(12)
     answers = transport.ask("query", ((client, write_packet("hello", {})) for client in ("bob", "cid")), 0)
     assert next(answers) == ("bob", "it did not answer within 0 s")
-    time.sleep(0.1)  # what the server does with an answer before it takes the next takes time too
+    time.sleep(0.1)  # processing an answer takes time
     client, answer = next(answers)
     assert client == "cid"
     assert isinstance(answer, Packet)
@@ -537,7 +537,7 @@ def test_a_message_of_nonsense_to_a_client(tmp_path):
         app.runner.answer("train", write_packet("train", {"visit": {"client": "ann", "round": 0, "seed": 0}}), {})
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_needs_data_on_the_server_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""Harm by well-formed messages from one half to the other, and faults in a run's folder."""
+"""Attacks by well-formed messages in both directions, and damaged run folders."""
 
 import json
 import multiprocessing
@@ -69,7 +69,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize(("case", "header", "reason"), NUMBERS.values(), ids=NUMBERS)
 def test_numbers_that_cannot_be_used(case, header, reason, tmp_path, caplog):
-    """The client is left out by name, and the run goes on."""
+    """The client is excluded by name, and the run continues."""
     case = CASES[case]
 
     def on_the_way(node, message, content):
@@ -93,7 +93,7 @@ def base_and_head():
 
 @pytest.fixture(scope="module")
 def an_order(tmp_path_factory):
-    """A good one."""
+    """A valid training request."""
     train_requests = []
 
     def listen(node, message, content):
@@ -108,7 +108,7 @@ def an_order(tmp_path_factory):
 
 @pytest.fixture
 def runner(tmp_path):
-    """What answers it."""
+    """The runner that answers the request."""
     clients = clients_of(models.vectors(SIZES))
     return client_app(private_head(), base_and_head, clients, OPTIONS, store=tmp_path / "a" / "store").runner
 
@@ -116,7 +116,7 @@ def runner(tmp_path):
 @pytest.mark.parametrize("where", ["../../outside", "/outside", "", "a" * 65, ["a"], None, 3])
 @pytest.mark.parametrize("policy", [False, True])
 def test_a_run_is_no_path(where, policy, an_order, runner, tmp_path):
-    """A server cannot write or delete files in a store or beside the store, with or without a policy of the site."""
+    """A server cannot write or delete files in or next to a store, with or without a site policy."""
     if policy:
         (tmp_path / "a" / "store" / POLICY_FILE).touch()
     before = set(tmp_path.rglob("*"))
@@ -138,7 +138,7 @@ def test_orders_of_nonsense(change, an_order, runner):
 
 
 def test_keys_that_are_no_names(tmp_path, caplog):
-    """Another node's clients train nevertheless."""
+    """Clients of another node still train."""
     good = client_app(Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path)
     data = {"\ud800": models.as_datasets(models.vectors(SIZES))["ann"]}
     bad = client_app(Federation(), make_module, data, OPTIONS, store=tmp_path)
@@ -147,7 +147,7 @@ def test_keys_that_are_no_names(tmp_path, caplog):
 
 
 def test_another_optimizer_is_no_other_learning_rate(tmp_path):
-    """The server's Adam does not become a client's SGD."""
+    """The server's Adam must not change the client's SGD."""
     app = client_app(Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / "c")
     transport = FlowerTransport(FakeGrid({11: app}), 5, 0.01)
     with pytest.raises(RuntimeError, match=r"optimizers are \['Adam'\], and the client's \['SGD'\]"):
@@ -157,7 +157,7 @@ def test_another_optimizer_is_no_other_learning_rate(tmp_path):
         )  # fmt: skip
 
 
-# --- a client that comes back -----------------------------------------------------------------------------------------
+# --- Returning clients ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["lost", "older"])
@@ -170,7 +170,7 @@ def test_another_optimizer_is_no_other_learning_rate(tmp_path):
     ids=["personal layers", "what callbacks remember"],
 )
 def test_another_folder_is_noticed(federation, callbacks, how, tmp_path, caplog):
-    """With a folder that is empty, or of an earlier round, a client does not go on as if nothing had been."""
+    """With an empty folder or a folder from an earlier round, a client must not continue."""
 
     class Change(L.Callback):
         def on_train_epoch_end(self, trainer, module):
@@ -190,7 +190,7 @@ def test_another_folder_is_noticed(federation, callbacks, how, tmp_path, caplog)
 
 
 def test_nodes_that_come_back_with_each_others_data(tmp_path, caplog):
-    """As nodes with keys do, under their old names: who says what, is asked again."""
+    """Nodes with keys return under their old names, so the server asks again for their clients."""
 
     class Swap(L.Callback):
         def on_train_epoch_end(self, trainer, module):
@@ -206,7 +206,7 @@ def test_nodes_that_come_back_with_each_others_data(tmp_path, caplog):
 
 
 def test_a_node_that_is_back_before_it_is_missed(tmp_path, caplog):
-    """Flower notices after a minute that a killed node has gone; the one that took its place is asked from then on."""
+    """Flower detects a killed node after a minute; the replacement is asked from then on."""
     apps = {
         node: client_app(
             Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / f"{node}"
@@ -223,7 +223,7 @@ def test_a_node_that_is_back_before_it_is_missed(tmp_path, caplog):
     assert (client, read_packet(reply, "hello")[0]) == ("ann", {"clients": ["ann", "bob", "cid"]})
 
 
-# --- the server's folder ----------------------------------------------------------------------------------------------
+# --- Server folder ----------------------------------------------------------------------------------------------------
 
 
 def serve_rounds(tmp_path, apps, rounds, clients=2, patience=1.0):
@@ -235,7 +235,7 @@ def serve_rounds(tmp_path, apps, rounds, clients=2, patience=1.0):
 
 
 def test_a_run_goes_on_with_its_own_clients(tmp_path, caplog):
-    """Another client does not replace one that is late, where only their number is given."""
+    """With only a number of clients given, another client does not replace a late client."""
     data = models.as_datasets(models.vectors(SIZES))
     apps = {
         node: client_app(Federation(), make_module, {name: data[name]}, OPTIONS, store=tmp_path / name)
@@ -253,7 +253,7 @@ def test_a_run_goes_on_with_its_own_clients(tmp_path, caplog):
 
 
 def test_a_checkpoint_is_never_half_written(tmp_path, monkeypatch):
-    """Whoever is killed while it is written leaves the one before."""
+    """A process killed during the write leaves the previous checkpoint."""
     real = L.Trainer.save_checkpoint
 
     def killed(trainer, path, *args, **options):
@@ -284,7 +284,7 @@ def test_one_server_in_a_folder(tmp_path):
     context = multiprocessing.get_context("fork")
     is_there, may_go = context.Event(), context.Event()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of forks where there are threads
+        warnings.simplefilter("ignore")  # about forks with threads
         process = context.Process(target=_be_there, args=(tmp_path, is_there, may_go))
         process.start()
     assert is_there.wait(30)
@@ -296,13 +296,13 @@ def test_one_server_in_a_folder(tmp_path):
         pass
 
 
-# --- answers of the largest size, and that are none -------------------------------------------------------------------
+# --- Answers of the largest size, and invalid answers -----------------------------------------------------------------
 
 LIMIT = 2**16, 8
 
 
 def lengthened(content, size):
-    """An answer whose tensors have so many bytes."""
+    """Pads an answer's tensors to this number of bytes."""
     packet = from_records(content)
     text = json.loads(packet.text)
     more = size - len(packet.data)
@@ -312,7 +312,7 @@ def lengthened(content, size):
 
 @pytest.mark.parametrize("checked_by", ["client", "server"])
 def test_answers_at_the_limit_and_over_it(checked_by, monkeypatch, federated_trainer, tmp_path, caplog):
-    """An answer with a byte more than is read is left out by name; the client does not even send it."""
+    """A client with one byte too many is excluded by name and does not even send the answer."""
     monkeypatch.setattr(packets, "_DATA", LIMIT)
     data, seen = models.vectors(SIZES), []
     most = LIMIT[0] + LIMIT[1] * tensor_bytes(make_module().state_dict())
@@ -356,7 +356,7 @@ def out_of_order(objects):
 
 @pytest.mark.parametrize("damage", [without_chunks, of_another_kind, out_of_order])
 def test_answers_that_flower_cannot_put_together(damage, federated_trainer, tmp_path, caplog):
-    """What a node sends is put together in the server's process: what is raised there is its client's fault."""
+    """The server process assembles messages: errors there are the fault of the sending client."""
     data = models.vectors(SIZES)
 
     def put_together(node, message, content):
@@ -375,7 +375,7 @@ def test_answers_that_flower_cannot_put_together(damage, federated_trainer, tmp_
 
 
 def test_a_connection_that_fails_is_no_clients_fault(tmp_path):
-    """Where Flower itself does not answer, the run ends."""
+    """If Flower itself does not answer, the run ends."""
 
     class Failing(FakeGrid):
         def pull_messages(self, message_ids):
@@ -390,20 +390,18 @@ def test_a_connection_that_fails_is_no_clients_fault(tmp_path):
         FlowerTransport(Failing({11: None}), 5).meet(1, 1)
 
 
-# --- the worker and the app -------------------------------------------------------------------------------------------
+# --- Worker and app ---------------------------------------------------------------------------------------------------
 
 
 def test_a_worker_outlives_what_it_cannot_answer(tmp_path, caplog):
-    """Data that cannot be read are one node's affair, and orders of nonsense one message's."""
+    """Unreadable data only affect one node, and an invalid request only one message."""
 
     def data(node):
         return {node["client"]: models.as_datasets(models.vectors(SIZES))["ann"]}
 
     whole = client_app(Federation(), lambda: None, data, OPTIONS, store=tmp_path)
     path = tmp_path / "private" / "worker"
-    thread = threading.Thread(
-        target=serve, args=(whole, path), daemon=True
-    )  # how often a node is asked is a matter of time
+    thread = threading.Thread(target=serve, args=(whole, path), daemon=True)  # the number of requests depends on time
     thread.start()
     while not path.exists():
         thread.join(0.01)

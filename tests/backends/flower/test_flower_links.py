@@ -1,4 +1,4 @@
-"""Links that break: what a client has finished is not trained again."""
+"""Broken links: a finished visit is not trained again."""
 
 import pytest
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`"
 
 
 def last_visit(folder, name):
-    """The last order of a fit with its node's runner, and the node's configuration."""
+    """The runner and the configuration of a node, with the last request of a fit."""
     case = CASES[name]
     grids = []
     on_flower(folder, case.module, models.vectors(SIZES), case.federation, grids=grids)
@@ -37,6 +37,6 @@ def test_a_finished_visit_is_handed_over_again(tmp_path, monkeypatch):
 
 
 def test_no_answer_of_a_secure_sum_is_kept(tmp_path):
-    """Its masks belong to keys that are used once."""
+    """The masks belong to keys for a single use."""
     last_visit(tmp_path, "secure sum")
     assert list(tmp_path.rglob("answers")) == []

@@ -1,4 +1,4 @@
-"""Copies of a large model that the two halves hold while a client trains, and when all have answered."""
+"""Copies of a large model on both sides, during training and afterwards."""
 
 import gc
 
@@ -13,13 +13,13 @@ from lightning_fed.backends.wire.packets import Packet
 from tests import models
 from tests.backends.flower.halves import on_flower
 
-SHAPE = 2**17, 6  # of a layer's weights: 3 MiB
+SHAPE = 2**17, 6  # a layer's weights: 3 MiB
 
 
 def copies():
-    """Tensors with memory of their own, and messages."""
+    """Counts tensors with separate memory, and packets."""
     gc.collect()
-    objects = gc.get_objects()  # some of torch's warn where they are asked for their class
+    objects = gc.get_objects()  # some torch objects warn on access to the class
     tensors = [found for found in objects if issubclass(type(found), torch.Tensor)]
     tensors = {found.data_ptr() for found in tensors if found.shape == SHAPE}
     packets = {id(found.data) for found in objects if type(found) is Packet and len(found.data) > 2**21}
@@ -38,10 +38,10 @@ def module():
     return models.Module(nn.Sequential(nn.Linear(6, SHAPE[0]), nn.Linear(SHAPE[0], models.CLASSES)))
 
 
-# Nothing of it is validated.
+# No step validates.
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_the_copies_of_a_large_model(tmp_path):
-    """A client's: module, gradients, message, the round's start, update. The server's: module, start, sums."""
+    """Client: module, gradients, message, start of the round, update. Server: module, start, sums."""
     counts, before = [], copies()
     on_flower(
         tmp_path, module, models.vectors({"ann": 4, "bob": 4}), lambda: Federation(seed=1), 2,

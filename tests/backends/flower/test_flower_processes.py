@@ -1,4 +1,4 @@
-"""The same with Flower's own processes on the loopback address: a SuperLink and two SuperNodes with their workers."""
+"""Flower's processes on the loopback address: a SuperLink and two SuperNodes with workers."""
 
 import csv
 import multiprocessing
@@ -49,7 +49,7 @@ def _work(name, folder, socket):
 
 
 class Workers:
-    """A worker for each node, and no fork of this process: that may hang where its threads have computed before."""
+    """One worker per node, not forked: a fork may hang after this process has used threads."""
 
     def __init__(self, folder, name):
         context = multiprocessing.get_context("spawn")
@@ -113,7 +113,7 @@ def test_two_rounds_on_two_nodes(federated_trainer, tmp_path):
 
 @pytest.mark.slow
 def test_evaluation_on_two_nodes(federated_trainer, tmp_path):
-    """A server without data: its values are those of one process, in the fit and of the checkpoint afterwards."""
+    """A server without data: values equal one process, in the fit and from the checkpoint."""
     case, tables = ALL_CASES["evaluated"], tmp_path / "tables"
     data, federation = case.data(SIZES), case.federation()
     _, trainer = in_process(federated_trainer, case.module, data, federation, 2, case.callbacks(), case.held_out())
@@ -151,7 +151,7 @@ def test_evaluation_on_two_nodes(federated_trainer, tmp_path):
 
 @pytest.mark.slow
 def test_methods_on_two_nodes(federated_trainer, tmp_path):
-    """After three rounds, each method's global model is that of one process."""
+    """After three rounds each method's global model equals one process."""
     with Deployment(tmp_path) as deployment:
         deployment.configure()
         start_nodes(deployment)
@@ -168,7 +168,7 @@ def test_methods_on_two_nodes(federated_trainer, tmp_path):
 
 @pytest.mark.slow
 def test_answers_of_the_largest_size(federated_trainer, tmp_path):
-    """One of 64 MB is used; a client whose answer has a byte more is left out by name, with both numbers."""
+    """An answer of 64 MB is used; a client with one more byte is excluded by name, with both numbers."""
     case, rounds = ALL_CASES["padded"], range(1)
     callbacks = [Loses("bob", rounds)]
     here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), len(rounds), callbacks)
@@ -186,7 +186,7 @@ def test_answers_of_the_largest_size(federated_trainer, tmp_path):
 
 @pytest.mark.slow
 def test_two_sites_with_policies(federated_trainer, tmp_path):
-    """One lets answer the key that signs the orders; the other one keeps entries back, and is left out by name."""
+    """One policy permits the server's key; the other withholds entries, so the client is excluded by name."""
     case = CASES["fedavg"]
     here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), 2, [Loses("bob", (0, 1))])
     _, public = make_key(tmp_path / "keys", "server")
@@ -207,12 +207,12 @@ def test_two_sites_with_policies(federated_trainer, tmp_path):
     assert [rule for rule in refused if rule] == ["entries"] * 2
 
 
-# --- killed -----------------------------------------------------------------------------------------------------------
+# --- Killed processes -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def sleeper(tmp_path, monkeypatch):
-    """A file that a visit makes before it sleeps, once: who and in which round, the environment says."""
+    """A file written by a visit before sleeping once; the environment names client and round."""
 
     def set_up(client, seconds):
         monkeypatch.setenv("SLEEPER", f"{client}:{seconds}:{tmp_path / 'asleep'}")
@@ -230,7 +230,7 @@ def wait_until(condition, seconds=300):
 
 @pytest.mark.slow
 def test_a_node_is_killed_in_a_visit(federated_trainer, tmp_path, sleeper):
-    """Its client is left out, by name; the others' round is as without it."""
+    """The client is excluded by name; the round equals a round without this client."""
     asleep, case = sleeper("bob", 300), CASES["sleeping"]
     here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), 2, [Loses()])
     asleep.unlink(missing_ok=True)
@@ -249,7 +249,7 @@ def test_a_node_is_killed_in_a_visit(federated_trainer, tmp_path, sleeper):
 
 @pytest.mark.slow
 def test_the_server_is_killed_between_and_inside_rounds(federated_trainer, tmp_path, sleeper):
-    """Started again with the same folder, it ends as one that nobody killed."""
+    """Restarted with the same folder, the run equals an uninterrupted run."""
     asleep, case = sleeper("cid", 5), CASES["sleeping"]
     here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), 3)
     asleep.unlink(missing_ok=True)
@@ -278,12 +278,12 @@ def kill_server(deployment):
 @pytest.mark.parametrize("point", process_kills.POINTS)
 @pytest.mark.parametrize("process", PROCESSES.values(), ids=PROCESSES)
 def test_a_process_is_killed(process, point, tmp_path):
-    """Started again, or with its client left out of what it has missed, the fit ends as one that nobody kills."""
+    """After a restart, or without the missed rounds of the client, the fit equals an uninterrupted fit."""
     ours, of_lightning = process_kills.compare(tmp_path, process, point)
     assert (ours, of_lightning) == ([], [])
 
 
-# --- encrypted and authenticated --------------------------------------------------------------------------------------
+# --- TLS and authentication -------------------------------------------------------------------------------------------
 
 CERTIFICATES = """
 openssl req -x509 -newkey rsa:2048 -nodes -days 365 -keyout ca.key -out ca.crt -subj "/CN=Our federation"
@@ -295,7 +295,7 @@ for node in node0 node1 stranger; do ssh-keygen -q -t ecdsa -b 384 -N "" -C "" -
 
 
 def with_keys(folder):
-    """A SuperLink that speaks TLS and takes registered nodes alone."""
+    """A SuperLink with TLS that only admits registered nodes."""
     subprocess.run(["bash", "-ec", CERTIFICATES], cwd=folder, check=True, capture_output=True)
     link = ("--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.crt", "--ssl-keyfile", "server.key")
     return Deployment(folder, (*link, "--enable-supernode-auth"))
@@ -310,7 +310,7 @@ def register(deployment):
 
 
 def is_let_in(deployment, node, options):
-    """Starts a node, and says whether it is let in; it ends otherwise."""
+    """Starts a node; returns whether the node is admitted."""
     start_node(deployment, node, *options)
     name = f"node{node}"
     process = deployment.processes[name]
@@ -323,10 +323,10 @@ def is_let_in(deployment, node, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("has_key", [False, True], ids=["another number", "the same number"])
 def test_a_node_that_comes_back(has_key, tmp_path):
-    """Killed between two rounds and started again at once: without a registered key it has another number then.
+    """Killed between rounds and restarted: without a registered key the node gets another number.
 
-    It misses the round in which Flower finds it gone. With a key Flower knows it by the same number, and lets it in
-    again only then: it is to be started again until it is, and rounds that begin meanwhile go on without it.
+    The node misses the round in which Flower detects the loss. With a key the number stays, and Flower admits the node
+    only after this detection: operators must retry, and rounds started in the meantime continue without the node.
     """
     with with_keys(tmp_path) if has_key else Deployment(tmp_path) as deployment, Workers(tmp_path, "fedavg"):
         register(deployment) if has_key else deployment.configure()
@@ -348,14 +348,14 @@ def test_a_node_that_comes_back(has_key, tmp_path):
         numbers = re.findall(r'Node (\d+) has the clients \["bob"\]', deployment.log("run"))
     first = int(lost[0]) if lost else 0
     assert lost == [f"{first + index}" for index in range(len(lost))]
-    assert len(lost) <= (3 if has_key else 1)  # of six
+    assert len(lost) <= (3 if has_key else 1)  # of six rounds
     assert len(set(numbers)) == (1 if has_key else 2)
     assert (refused > 0) == has_key
 
 
 @pytest.mark.slow
 def test_encrypted_and_authenticated(federated_trainer, tmp_path):
-    """Nodes whose keys were registered train; one with another key, and one without any, get nothing."""
+    """Nodes with registered keys train; nodes with another key or without a key get no messages."""
     case = CASES["fedavg"]
     here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), 2)
     with with_keys(tmp_path) as deployment, Workers(tmp_path, "fedavg"):

@@ -1,4 +1,4 @@
-"""Secure sums on Flower: bit for bit those of one process, whoever is lost on the way, and what nobody is told."""
+"""Secure sums on Flower equal one process bit for bit with any lost clients, and reveal no update."""
 
 import errno
 import json
@@ -37,7 +37,7 @@ def module():
 
 
 class Loses(FederatedCallback):
-    """In one process: clients that fail at the end of their visits, in round 1 unless others are named."""
+    """In one process: clients fail at the end of their visits, by default in round 1."""
 
     keeps_privacy = True
 
@@ -50,7 +50,7 @@ class Loses(FederatedCallback):
 
 
 def stage_of(message):
-    """The step of a message to a client, its round and whom it is to."""
+    """Step, round and client of a message."""
     header = json.loads(from_records(message.content).text)["header"]
     if message.metadata.message_type == "train":
         return "train", header["visit"]["round"], header["visit"]["client"]
@@ -58,7 +58,7 @@ def stage_of(message):
 
 
 def losing(clients, stage):
-    """On Flower: their answers to one message of round 1 are nonsense."""
+    """On Flower: invalidates these clients' answers to one message in round 1."""
 
     def change(node, message, content):
         is_lost = stage_of(message) in [(stage, 1, client) for client in clients]
@@ -86,7 +86,7 @@ METHODS = {
 
 
 def both(trainer, folder, make, stage="train", lost=(), as_if=None, rounds=3):
-    """The two fits, of which the first has no masks; ``as_if`` are those whom it loses, where they are others."""
+    """Both fits, without and with masks; ``as_if`` overrides the clients lost in the fit without masks."""
     data = models.vectors(SIZES)
     here, there = WireRecorder(), WireRecorder()
     plain, fitted = in_process(
@@ -117,7 +117,7 @@ ON_THE_WAY = [(stage, lost) for stage in ("keys", "shares", "open", "train") for
 
 @pytest.mark.parametrize(("stage", "lost"), quick(ON_THE_WAY, [("keys", "cid"), ("open", "bob"), ("train", "cid")]))
 def test_one_that_is_lost_on_the_way(stage, lost, federated_trainer, tmp_path, caplog):
-    """Before it has shared its secrets, or after: the sum is that of the others, bit for bit."""
+    """Before or after sharing secrets: the sum equals the other clients' sum bit for bit."""
     (plain, _, here), (masked, _, there), _, _ = both(federated_trainer, tmp_path, federation, stage, [lost])
     for expected, found in zip(here.aggregates, there.aggregates, strict=True):
         assert_same(expected, found)
@@ -128,7 +128,7 @@ def test_one_that_is_lost_on_the_way(stage, lost, federated_trainer, tmp_path, c
 
 @pytest.mark.parametrize("stage", quick(["keys", "shares", "train"], ["train"]))
 def test_as_many_as_the_threshold_allows(stage, federated_trainer, tmp_path):
-    """Three of five are left, of a threshold of 0.6."""
+    """Three of five remain, with a threshold of 0.6."""
     make = lambda: federation(steps=[MaxSamples(40), SecureSum(5.0, threshold=0.6)])  # noqa: E731
     (plain, _, here), (masked, _, there), _, _ = both(federated_trainer, tmp_path, make, stage, ["ann", "eve"])
     assert len(there.aggregates) == 3
@@ -139,7 +139,7 @@ def test_as_many_as_the_threshold_allows(stage, federated_trainer, tmp_path):
 
 @pytest.mark.parametrize("stage", quick(["keys", "shares", "open", "train", "unmask"], ["open", "unmask"]))
 def test_one_more_and_the_round_comes_to_nothing(stage, federated_trainer, tmp_path, caplog):
-    """The model stays as it was, also in one process, and the next round is as ever."""
+    """The model does not change, as in one process, and the next round succeeds."""
     lost = ["ann", "dan"]
     (plain, _, here), (masked, _, there), _, grid = both(federated_trainer, tmp_path, federation, stage, lost)
     assert len(here.aggregates) == len(there.aggregates) == 2
@@ -148,9 +148,9 @@ def test_one_more_and_the_round_comes_to_nothing(stage, federated_trainer, tmp_p
     assert_same(state_of(masked), state_of(plain))
     assert [row["fed/failed"] for row in here.logged] == [row["fed/failed"] for row in there.logged] == [0, 5, 0]
     words = {"unmask": "3 clients have answered, and 4 must have", "train": "is read of 4 clients or more, and"}
-    words = words.get(stage, "have come to it")  # before anybody has trained
+    words = words.get(stage, "have come to it")  # before training
     lost_on_flower = "does not help" if stage == "unmask" else "its answer cannot be read"
-    assert words in caplog.text[caplog.text.index(lost_on_flower) :]  # those of the simulation come before
+    assert words in caplog.text[caplog.text.index(lost_on_flower) :]  # the simulation logs first
 
 
 def test_one_that_does_not_help_to_read_the_sum_is_in_it(federated_trainer, tmp_path, caplog):
@@ -161,7 +161,7 @@ def test_one_that_does_not_help_to_read_the_sum_is_in_it(federated_trainer, tmp_
 
 
 def test_a_sum_begins_again_without_one_who_seals_nonsense(federated_trainer, tmp_path, caplog):
-    """Before anybody trains: no round is lost, and it is asked for no more sums of the run."""
+    """The sum restarts before training: no round is lost, and the client joins no further sums of the run."""
 
     def seal_nonsense(node, message, content):
         stage, _, client = stage_of(message)
@@ -195,7 +195,7 @@ def test_a_sum_begins_again_without_one_who_seals_nonsense(federated_trainer, tm
 
 
 def test_one_that_nobody_else_accuses_stays(federated_trainer, tmp_path, caplog):
-    """The word of a single client, who may lie, leaves nobody out."""
+    """A single accuser may lie and excludes no client."""
 
     def accuse(node, message, content):
         if stage_of(message) != ("open", 1, "cid"):
@@ -212,7 +212,7 @@ def test_one_that_nobody_else_accuses_stays(federated_trainer, tmp_path, caplog)
 
 
 def test_one_who_shares_something_else_costs_a_round(federated_trainer, tmp_path, caplog, monkeypatch):
-    """Nobody sees it before the masks are to be taken off: the round has no aggregate."""
+    """Only detected when masks are removed: the round has no aggregate."""
     share = secure_sum_client.share_secrets
 
     def share_another(secrets, client, *arguments):
@@ -230,8 +230,8 @@ def test_one_who_shares_something_else_costs_a_round(federated_trainer, tmp_path
 
 
 def test_one_whose_disk_is_full_is_not_in_the_sum(federated_trainer, tmp_path, monkeypatch, caplog):
-    """Its secrets of round 1 find no room."""
-    put = secure_sum_client.ClientSum._put  # noqa: SLF001 - what it writes
+    """The secrets of round 1 cannot be stored."""
+    put = secure_sum_client.ClientSum._put  # noqa: SLF001 - patched
 
     def put_or_fail(half, round, *arguments):
         if (half._client, round) == ("bob", 1):  # noqa: SLF001
@@ -247,7 +247,7 @@ def test_one_whose_disk_is_full_is_not_in_the_sum(federated_trainer, tmp_path, m
 
 @needs_accountant
 def test_a_private_round_of_too_few_is_noise(federated_trainer, tmp_path):
-    """As a round of nobody: it must not tell who was there."""
+    """As for a round without clients: the result must not reveal the participants."""
     make = METHODS["private"]
     (_, fitted, here), (_, server, there), _, _ = both(federated_trainer, tmp_path, make, "train", list(SIZES)[:4])
     assert len(there.aggregates) == 3
@@ -258,7 +258,7 @@ def test_a_private_round_of_too_few_is_noise(federated_trainer, tmp_path):
 
 
 def test_what_the_server_sees_is_no_ones(federated_trainer, tmp_path):
-    """Numbers that fill the ring evenly, and others in every run of the same round."""
+    """Values are uniform on the ring, and differ between runs of the same round."""
     seen = []
 
     def listen(node, message, content):
@@ -285,7 +285,8 @@ def test_what_the_server_sees_is_no_ones(federated_trainer, tmp_path):
         )
         vectors.append(masked)
         counts = np.bincount(masked >> 28, minlength=16)
-        assert ((counts - len(masked) / 16) ** 2 / (len(masked) / 16)).sum() < 60  # chi-squared of 15 degrees
+        # chi-squared with 15 degrees of freedom
+        assert ((counts - len(masked) / 16) ** 2 / (len(masked) / 16)).sum() < 60
         assert (masked == bare).mean() < 0.05
     assert all((vectors[first] == vectors[second]).mean() < 0.05 for first in range(10) for second in range(first))
 
@@ -308,7 +309,7 @@ SUM = [MaxSamples(40), SecureSum(5.0)]
     ],
 )  # fmt: skip
 def test_halves_that_do_not_agree(ours, theirs, words, tmp_path):
-    """A client whose own federation has a secure sum sends nothing without a mask, nor for a smaller threshold."""
+    """A client with a secure sum sends no unmasked update, and refuses a smaller threshold."""
     halves = iter([federation(steps=theirs), federation(steps=theirs), federation(steps=ours)])
     with pytest.raises(RuntimeError, match=words):
         on_flower(tmp_path, module, models.vectors(SIZES), lambda: next(halves), 1)
@@ -318,7 +319,7 @@ def test_halves_that_do_not_agree(ours, theirs, words, tmp_path):
 @pytest.mark.parametrize("clip", [0.025, 0.1])
 @pytest.mark.parametrize("secure", [[], [SecureSum()]], ids=["", "secure sum"])
 def test_private_halves_with_other_clips(clip, secure, tmp_path, caplog):
-    """A round of nobody is one of noise: the log says why."""
+    """The round has no valid update and returns noise; the log gives the reason."""
     halves = iter([Federation(steps=[KnownKey(own, 1e-3, 0.5), *secure]) for own in (0.05, 0.05, clip)])
     on_flower(tmp_path, module, models.vectors(SIZES), lambda: next(halves), 1)
     for name in SIZES:

@@ -1,4 +1,4 @@
-"""Trust between a server and its clients: what orders may ask, what errors tell, who speaks for whom, what counts."""
+"""Trust between server and clients: limits of orders, error texts, client identity, and implausible numbers."""
 
 import json
 
@@ -30,7 +30,7 @@ from tests.recorders import assert_same, state_of
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 
-# --- what counts ------------------------------------------------------------------------------------------------------
+# --- Implausible numbers ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
     ids=["median", "fixed"],
 )
 def test_limits_are_those_of_one_process(steps, federated_trainer, tmp_path):
-    """Also of BatchNorm's statistics, and of the schedule, which goes on from the client with the most that counts."""
+    """Includes BatchNorm statistics, and the schedule, which follows the client with the largest weight."""
 
     def module():
         return models.Module(models.norm_mlp(), models.adam, warm_up)
@@ -75,7 +75,7 @@ def test_limits_are_those_of_one_process(steps, federated_trainer, tmp_path):
     ids=["one cycle", "sequence", "chain"],
 )
 def test_schedules_that_the_server_steps_itself(schedule, federated_trainer, tmp_path):
-    """From the number of steps that a client says, to the bits of one process."""
+    """From the reported number of steps, bit for bit as in one process."""
 
     def module():
         make = lambda optimizer: {"scheduler": schedule(optimizer), "interval": "step"}  # noqa: E731
@@ -88,7 +88,7 @@ def test_schedules_that_the_server_steps_itself(schedule, federated_trainer, tmp
 
 
 def test_a_schedule_that_ends_does_not_end_the_run(tmp_path, caplog):
-    """A client that says more steps than the schedule has: the schedule does not go on from there."""
+    """A client reports more steps than the schedule has: the schedule does not follow this client."""
 
     def change(said, data):
         said["header"]["after"]["steps"] = [20]
@@ -112,7 +112,7 @@ def test_a_schedule_that_ends_does_not_end_the_run(tmp_path, caplog):
 
 @pytest.mark.parametrize("steps", [[], [MaxSamples(30)]], ids=["by examples", "at most 30"])
 def test_one_client_does_not_set_the_learning_rate(steps, tmp_path):
-    """A client that claims 10^12 examples and 10^6 steps once left the rate at 4.9e-322 for good."""
+    """Without limits, a claim of 10^12 examples and 10^6 steps set the learning rate to 4.9e-322 permanently."""
 
     def boast(said, data):
         said["header"].update(num_samples=10**12, steps=10**6)
@@ -151,7 +151,7 @@ def huge_mean(said, data):
 
 
 def test_one_clients_statistics_do_not_brick_the_federation(tmp_path, caplog):
-    """A mean of 3e38 once made the pooled variance infinite, in the checkpoint and in every round after it."""
+    """Without checks, a mean of 3e38 made the pooled variance infinite, in the checkpoint and all later rounds."""
 
     def on_the_way(node, message, content):
         is_it = message.metadata.message_type == "evaluate" and is_lost(message, content)
@@ -166,7 +166,7 @@ def test_one_clients_statistics_do_not_brick_the_federation(tmp_path, caplog):
     assert trainer.callbacks[0].round_log.state_dict()["last"]["fed/failed"] == 0
 
 
-# --- what errors tell -------------------------------------------------------------------------------------------------
+# --- Error texts ------------------------------------------------------------------------------------------------------
 
 SECRET = "/data/anna-schmidt-1961-04-02.dcm"
 
@@ -216,7 +216,7 @@ TELLTALES = {
 
 @pytest.mark.parametrize(("module", "data", "reason"), TELLTALES.values(), ids=TELLTALES)
 def test_the_text_of_an_exception_stays_with_the_client(module, data, reason, tmp_path, caplog):
-    """The server gets our words and the exception's class; the client's log has all."""
+    """The server only gets our text and the class of the exception; the client's log has the full text."""
     sent = []
 
     def listen(node, message, content):
@@ -238,7 +238,7 @@ def test_the_text_of_an_exception_stays_with_the_client(module, data, reason, tm
     assert list(report.received) == ["ann"]
     assert report.failed == {"bob": reason}
     assert not [text for text in sent if b"anna" in text]
-    assert SECRET in caplog.text  # of the client, which is in this process
+    assert SECRET in caplog.text  # the client's log, in this process
 
 
 def test_data_that_cannot_be_read_tell_nothing(tmp_path, caplog):
@@ -251,10 +251,10 @@ def test_data_that_cannot_be_read_tell_nothing(tmp_path, caplog):
     assert error.__suppress_context__
     (warning,) = (text for text in caplog.messages if "does not say who its clients are" in text)
     assert SECRET not in warning
-    assert SECRET in caplog.text  # of the client, which is in this process
+    assert SECRET in caplog.text  # the client's log, in this process
 
 
-# --- what orders may ask ----------------------------------------------------------------------------------------------
+# --- Limits of orders -------------------------------------------------------------------------------------------------
 
 
 def order(epochs=1, steps=None, lr=0.1, **more):
@@ -308,7 +308,7 @@ def test_bounds_that_make_no_sense(arguments, text):
 
 
 def test_a_client_does_no_more_than_it_allows(tmp_path, caplog):
-    """And says so, in its own log and to the server; clients without bounds train."""
+    """The client logs and reports the refusal; clients without limits train."""
     data = models.as_datasets(models.vectors(SIZES))
     apps = {
         11: client_app(Federation(local_epochs=9), make_module, {"ann": data["ann"]}, OPTIONS, store=tmp_path / "a"),
@@ -328,11 +328,11 @@ def test_a_client_does_no_more_than_it_allows(tmp_path, caplog):
     assert "Round 1: client 'bob' does not train" in caplog.text
 
 
-# --- who speaks for whom ----------------------------------------------------------------------------------------------
+# --- Identity ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_name_is_bound_to_its_node(tmp_path, caplog):
-    """The first to claim a name does not have it; what a node claims beyond its own does not count."""
+    """Claiming a name first does not suffice; claims beyond the bound names are ignored."""
 
     def app(node, *names):
         data = {name: models.as_datasets(models.vectors(SIZES))["ann"] for name in names}
@@ -344,7 +344,7 @@ def test_a_name_is_bound_to_its_node(tmp_path, caplog):
     asked = transport.ask("train", [], 0)
     assert list(asked) == []
     assert "Node 11 is not asked for the clients" in caplog.text
-    assert 13 not in [node for node, _ in grid.sent]  # it gets no message at all
+    assert 13 not in [node for node, _ in grid.sent]  # receives no message
     with pytest.raises(TimeoutError, match=r"missing are \{'bob'\}"):
         FlowerTransport(FakeGrid({11: app(11, "ann", "bob")}), 5, 0.01, bound={"ann": 11, "bob": 12}).meet(
             ["ann", "bob"], 0
@@ -352,7 +352,7 @@ def test_a_name_is_bound_to_its_node(tmp_path, caplog):
 
 
 def test_a_name_is_bound_to_a_key(tmp_path):
-    """Whatever number Flower gives the node: after a SuperLink that has forgotten its nodes it is another one."""
+    """For any node number: a SuperLink without memory of its nodes assigns another number."""
     app = client_app(Federation(), make_module, {"ann": models.as_datasets(models.vectors(SIZES))["ann"]}, OPTIONS)
     _, public = write_node_key(tmp_path, "ann")
     key = load_ssh_public_key(public.read_bytes()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)

@@ -1,4 +1,4 @@
-"""Entries that do not train, between a server and clients on other machines."""
+"""Untrained entries between a server and remote clients."""
 
 import json
 
@@ -40,7 +40,7 @@ def federation():
 
 
 def both(federated_trainer, folder, make_module, rounds, **options):
-    """The rounds in one process and on Flower, of which the weights and the bytes must be the same."""
+    """Fits in one process and on Flower; weights and bytes must be equal."""
     here, there = Recorder(), Recorder()
     module, _ = in_process(federated_trainer, make_module, DATA, federation(), rounds, [here])
     remote, _, transport, grid = on_flower(
@@ -61,7 +61,7 @@ def test_the_same_travels_as_in_one_process(make_module, federated_trainer, tmp_
 
 
 def asked_again(grid):
-    """Clients that were sent two messages in a round to train in it."""
+    """Clients with two training requests in one round."""
     visits = [json.loads(from_records(message.content).text) for _, message in grid.sent]
     rounds = [
         (visit["header"]["visit"]["round"], visit["header"]["visit"]["client"])
@@ -73,10 +73,10 @@ def asked_again(grid):
 
 @pytest.mark.parametrize("keeps_process", [True, False])
 def test_a_server_with_other_weights_sends_them_once(keeps_process, federated_trainer, tmp_path):
-    """Also to nodes that start a process for every message: what they were sent is in their folder."""
+    """Also to nodes with a new process per message: received entries are stored in the node's folder."""
 
     class Maker:
-        """The server's module has other weights than those of the clients, which know nothing of them."""
+        """Gives the server's module other weights than the clients' modules."""
 
         def __init__(self):
             self.is_server = True
@@ -112,7 +112,8 @@ def test_a_server_with_other_weights_sends_them_once(keeps_process, federated_tr
     for number in range(5):
         total = 0
         asked = [visit.client for visit in here.round(number)]
-        lacking = [client for client in asked if nodes[client] not in had]  # all are asked before one answers
+        # all clients are asked before the first answer
+        lacking = [client for client in asked if nodes[client] not in had]
         for client in asked:
             total += adapters + (adapters + base if client in lacking else 0)
         had |= {nodes[client] for client in asked}
@@ -127,7 +128,7 @@ def test_a_server_with_other_weights_sends_them_once(keeps_process, federated_tr
 
 
 def test_an_update_that_leaves_out_what_it_does_not_say(federated_trainer, tmp_path):
-    """Its client is left out by name, and the others train."""
+    """The client is excluded by name, and the other clients train."""
 
     def change(node, message, content):
         packet = from_records(content)
@@ -142,7 +143,7 @@ def test_an_update_that_leaves_out_what_it_does_not_say(federated_trainer, tmp_p
 
 
 def test_a_type_that_cannot_be_kept(federated_trainer, tmp_path):
-    """A client that cannot write what it is sent once trains all the same, and is sent it again."""
+    """A client that cannot store the entry still trains, and receives the entry again."""
 
     class Complex(Following):
         def __init__(self):
@@ -153,7 +154,7 @@ def test_a_type_that_cannot_be_kept(federated_trainer, tmp_path):
 
 
 def test_buffers_that_are_not_finite(federated_trainer, tmp_path):
-    """They stay where they are, also where visits write into them, and in nodes whose program lives on."""
+    """The values stay on their side, even if visits write into the buffers or a node's process lives on."""
     here, there = Recorder(), Recorder()
     module, _ = in_process(federated_trainer, FillsThreshold, DATA, federation(), 4, [here])
     remote, _, _, _ = on_flower(tmp_path, FillsThreshold, DATA, federation, 4, server_callbacks=[there], limit=60)
@@ -165,7 +166,7 @@ def test_buffers_that_are_not_finite(federated_trainer, tmp_path):
 
 
 def test_a_server_that_gives_them_values_is_told(tmp_path):
-    """The clients do not have them, and would all be left out of every later round."""
+    """Clients lack these values and would fail in every later round."""
     validation = DataLoader(models.as_datasets(DATA)["ann"], batch_size=8)
     with pytest.raises(
         MisconfigurationException, match=r"has given values to \['threshold'\] .* name them in `personal`"

@@ -1,4 +1,4 @@
-"""The gateway, the certificates and the check of a connection, without Flower's processes."""
+"""The gateway, the certificates and the connection check, without Flower's processes."""
 
 import json
 import socket
@@ -45,7 +45,7 @@ PATHS = (
 
 @contextmanager
 def served(app, folder, tls=True, listeners=None):
-    """An ASGI application on the loopback address; yields its port."""
+    """Serves an ASGI application on the loopback address; yields the port."""
     port = free_port() if listeners is None else listeners[0].getsockname()[1]
     files = {"ssl_certfile": folder / "server.crt", "ssl_keyfile": folder / "server.key"} if tls else {}
     options = {"lifespan": "auto", "ws": "none", "loop": "asyncio", "log_level": "critical", **files}
@@ -62,7 +62,7 @@ def served(app, folder, tls=True, listeners=None):
 
 
 class SuperLink:
-    """Answers every call with what it was called."""
+    """Answers every call with the received call."""
 
     def __init__(self):
         self.calls = []
@@ -78,7 +78,7 @@ KEY, GONE = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.
 
 
 def signed(key=KEY, age=0.0):
-    """Headers of a SuperNode's call, as Flower's own client makes them."""
+    """Headers of a SuperNode's call, created by Flower's client."""
 
     with pytest.MonkeyPatch.context() as patched:
         later = datetime.now(UTC) - timedelta(seconds=age)
@@ -90,10 +90,10 @@ def signed(key=KEY, age=0.0):
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory):
-    """The key is registered in Flower's own database; another one was registered before."""
+    """Flower's database with this key registered, and another key registered and removed before."""
     path = str(tmp_path_factory.mktemp("superlink") / "superlink.db")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Flower's migrations
+        warnings.simplefilter("ignore")  # Flower's migrations warn
         state = LinkStateFactory(path, NoOpFederationManager(), ObjectStoreFactory()).state()
     state.create_node("owner", "owner", public_key_to_bytes(KEY.public_key()), 30)
     gone = state.create_node("owner", "owner", public_key_to_bytes(GONE.public_key()), 30)
@@ -107,7 +107,7 @@ def registry(database):
 
 
 def post(port, ca, path, body=b"body", method="POST", headers=None, length=None):
-    """A request, whose path is sent as it is; status and body."""
+    """Sends a request with an unnormalised path; returns status and body."""
     context = ssl.create_default_context(cafile=ca)
     lines = "".join(f"{name}: {value}\r\n" for name, value in (signed() if headers is None else headers).items())
     head = f"{method} {path} HTTP/1.1\r\nhost: x\r\n{lines}content-length: {length or len(body)}\r\n"
@@ -168,7 +168,7 @@ def test_no_call_of_a_stranger_passes(who, keys, registry):
 
 
 def test_a_database_that_cannot_be_read_ends_no_node(keys, database, monkeypatch):
-    """A SuperNode ends after 401. A key that was just found is accepted, and every other call can be repeated."""
+    """A SuperNode ends on 401. A recently found key is accepted, and every other call can be repeated."""
 
     def locked(*args, **kwargs):
         raise sqlite3.OperationalError("database is locked")
@@ -195,7 +195,7 @@ def test_too_many_calls_of_a_node_can_be_repeated(keys, registry, monkeypatch):
 
 @contextmanager
 def guarded(keys, registry):
-    """A gateway with its listener, and the port; the SuperLink behind it answers."""
+    """A gateway with listener in front of a fake SuperLink; yields port and listener."""
     with Listener(socket.AF_INET, ("127.0.0.1", 0)) as listener, served(SuperLink(), keys) as inner:
         gateway = Gateway(f"127.0.0.1:{inner}", str(keys / "ca.crt"), registry, [listener])
         with served(gateway, keys, listeners=[listener]) as port:
@@ -203,7 +203,7 @@ def guarded(keys, registry):
 
 
 def open_connections(port, count, ca=None, start=b""):
-    """Connections of a stranger; with a certificate after the handshake of TLS."""
+    """Connections of an unknown client; with `ca`, after the TLS handshake."""
     connections = []
     for _ in range(count):
         connection = socket.create_connection(("127.0.0.1", port))
@@ -228,7 +228,7 @@ SLOW = {
 
 @pytest.mark.parametrize("kind", SLOW)
 def test_slow_strangers_take_no_place_from_nodes(kind, keys, registry, monkeypatch):
-    """More connections than an address may have, and a call of a node from the same address passes at once."""
+    """With more connections than one address may have, a node's call from the same address passes at once."""
     monkeypatch.setattr("lightning_fed.backends.flower.gateway._STRANGERS_PER_ADDRESS", 8)
     monkeypatch.setattr("lightning_fed.backends.flower.gateway._STRANGER_SECONDS", 1.0)
     ca, options = keys / "ca.crt", dict(SLOW[kind])
@@ -346,7 +346,7 @@ def test_the_commands_say_what_is_missing(tmp_path, capsys):
 
 def test_the_gateways_process_loads_no_torch():
     command = [GATEWAY[0], "-X", "importtime", *GATEWAY[1:]]
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr  # it lacks its arguments
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr  # lacks arguments
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in said.splitlines() if "|" in line}
     assert {"uvicorn", "httpx"} <= loaded
     assert not loaded & {"torch", "lightning_fed"}

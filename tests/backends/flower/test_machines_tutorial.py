@@ -1,4 +1,4 @@
-"""The tutorial with two nodes, in the shell commands of its page."""
+"""The tutorial with two nodes: runs the shell commands on the page."""
 
 import re
 

@@ -1,7 +1,7 @@
-"""What an administrator does, as a process of its own: its warnings are NVFLARE's. Prints the answer.
+"""Administrator commands in a separate process, because NVFLARE warns. Prints the answer.
 
-``python -m tests.backends.nvflare.admin KIT SITES submit JOB`` waits for as many sites, and gives the job's name;
-``... KIT SITES status NAME`` how it is.
+``python -m tests.backends.nvflare.admin KIT SITES submit JOB`` waits for the number of sites and prints the job's
+name; ``... KIT SITES status NAME`` prints the status.
 """
 
 import os
@@ -25,4 +25,4 @@ def main(kit, sites, command, job):
 
 sys.stdout.write(f"\nanswer {main(*sys.argv[1:])}\n")
 sys.stdout.flush()
-os._exit(0)  # NVFLARE's threads would go on
+os._exit(0)  # NVFLARE's threads would continue

@@ -1,4 +1,4 @@
-"""What the tests train on NVFLARE, and in one process beside it."""
+"""Federations trained by the tests on NVFLARE and in one process."""
 
 from lightning_fed import Federation
 from lightning_fed.privacy import SecureSum

@@ -1,4 +1,4 @@
-"""NVFLARE's processes on the loopback address: its simulator, and a server with sites in POC mode."""
+"""NVFLARE's processes on the loopback address: the simulator, and a server with sites in POC mode."""
 
 import contextlib
 import json
@@ -29,12 +29,13 @@ def environment(folder, case, **deadline):
         "FEDJOB": case,
         "FEDJOB_FOLDER": str(folder),
         "FEDJOB_DEADLINE": json.dumps({"seconds": 120, **deadline}),
-        "NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "5",  # for sites that are dead, when the job is over: else 15 minutes
+        # wait for dead sites at the end of the job; the default is 15 minutes
+        "NVFLARE_CLIENT_OUTCOME_WAIT_TIMEOUT": "5",
     }
 
 
 def simulate(folder, case, job=JOB, seconds=240, **deadline):
-    """Runs a job in the simulator, and returns its log."""
+    """Runs a job in the simulator; returns the log."""
     command = [sys.executable, "-m", f"{MAIN}.simulator.simulator", str(job), "-w", str(folder / "simulator")]
     done = subprocess.run(
         [*command, "-c", "site-1,site-2", "-t", "2"],
@@ -46,17 +47,16 @@ def simulate(folder, case, job=JOB, seconds=240, **deadline):
 
 
 class Poc:
-    """A server and two sites with certificates of their own, as processes; all end with it.
+    """A server and two sites with certificates, as processes; exiting stops all of them.
 
     Args:
-        folder: Where everything is.
+        folder: Working folder.
         case: The federation.
-        has_link: Whether the second site reaches the server by a link that can be cut.
-        deadline: Options of its rounds' deadline.
+        has_link: Whether the second site connects through a link that can be cut.
+        deadline: Options for the rounds' deadline.
 
     Attributes:
         link: The link.
-
     """
 
     def __init__(self, folder, case, has_link=False, **deadline):
@@ -103,7 +103,7 @@ class Poc:
             )  # fmt: skip
 
     def kill(self, name):
-        """Kills a server or site with the processes of its jobs, at once."""
+        """Kills a server or site, and all processes for its jobs."""
         process = psutil.Process(self.processes[name].pid)
         for each in [process, *process.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -111,7 +111,7 @@ class Poc:
         self.processes[name].wait()
 
     def ask(self, sites, command, job, seconds=100):
-        """Has the administrator do something, once as many sites are connected."""
+        """Runs an administrator command after this number of sites has connected."""
         admin = [sys.executable, "-m", "tests.backends.nvflare.admin", str(self.kits / "admin@nvidia.com"), f"{sites}"]
         done = subprocess.run(
             [*admin, command, job], env=self.environment, cwd=self.folder, timeout=seconds, text=True,
@@ -120,12 +120,12 @@ class Poc:
         return done.stdout.rpartition("answer ")[2].strip()
 
     def submit(self, job=JOB):
-        """Submits a job; NVFLARE writes signatures into its folder."""
+        """Submits a copy of the job, because NVFLARE writes signatures into the folder."""
         job = shutil.copytree(job, self.folder / "job", dirs_exist_ok=True)
         return self.ask(2, "submit", str(job))
 
     def wait(self, job, seconds=180):
-        """Waits for a job's end, and returns how it ended."""
+        """Waits for the end of a job; returns the status."""
         deadline = time.monotonic() + seconds
         while not (status := self.ask(1, "status", job)).startswith("FINISHED"):
             assert time.monotonic() < deadline, status

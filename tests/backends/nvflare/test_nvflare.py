@@ -1,11 +1,11 @@
-"""NVFLARE's simulator and POC mode: the same weights as one process, also when a server or a site is killed."""
+"""NVFLARE's simulator and POC mode: weights equal one process, even after a killed server or site."""
 
 import sys
 
 import pytest
 import torch
 
-pytest.importorskip("flwr")  # some helpers are those of its tests
+pytest.importorskip("flwr")  # some shared helpers import flwr
 pytest.importorskip("nvflare", reason="`pip install lightning-fed[nvflare]`")
 
 from lightning_fed.backends.nvflare.transport import from_shareable
@@ -46,7 +46,7 @@ def test_the_job_of_a_recipe_trains_as_the_recipe(tmp_path, monkeypatch):
     text = (ROOT / "recipes" / "synthetic.yaml").read_text()
     quiet = "accelerator: cpu\n  enable_progress_bar: false\n  enable_model_summary: false"
     for long, short in {
-        "num_clients: 30": "num_clients: 5",  # of two sites
+        "num_clients: 30": "num_clients: 5",  # on two sites
         "clients_per_round: 10": "clients_per_round: 3",
         "local_epochs: 5": "local_epochs: 1",
         "max_rounds: 30": f"max_rounds: 2\n  {quiet}",
@@ -64,7 +64,7 @@ def test_the_job_of_a_recipe_trains_as_the_recipe(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_goes_on_when_the_job_is_submitted_again(federated_trainer, tmp_path):
-    """In POC mode, with certificates: inside a round, while both sites train. What they had kept then is not seen."""
+    """In POC mode with certificates, killed while both sites train. State stored in this round is ignored."""
     case = "scaffold, kept optimizers"
     with Poc(tmp_path, case) as poc:
         for site in SIZES:
@@ -82,7 +82,7 @@ def test_a_server_that_is_killed_goes_on_when_the_job_is_submitted_again(federat
 
 @pytest.mark.slow
 def test_a_site_that_is_killed_is_left_out(federated_trainer, tmp_path):
-    """NVFLARE does not start a job on a site again: its later rounds are without that site."""
+    """NVFLARE never restarts a job on a site, so later rounds exclude the site."""
     with Poc(tmp_path, "fedavg", min_clients=1, rest=20, reconnect=2) as poc:
         (tmp_path / "site-2-waits").touch()
         job = poc.submit()
@@ -94,7 +94,7 @@ def test_a_site_that_is_killed_is_left_out(federated_trainer, tmp_path):
 
 @pytest.mark.slow
 def test_a_link_that_is_cut_while_a_site_trains(federated_trainer, tmp_path):
-    """The site hands its answer over when the link is back: nothing is lost."""
+    """The site delivers the answer once the link is back, so no update is lost."""
     with Poc(tmp_path, "fedavg", has_link=True) as poc:
         (tmp_path / "site-2-waits").touch()
         job = poc.submit()
@@ -108,7 +108,7 @@ def test_a_link_that_is_cut_while_a_site_trains(federated_trainer, tmp_path):
 
 @pytest.mark.slow
 def test_an_answer_that_cannot_be_decoded_excludes_its_site(federated_trainer, tmp_path, monkeypatch):
-    """NVFLARE decodes before the controller does, and would end the job for all sites."""
+    """NVFLARE decodes before the controller and would end the job for all sites."""
     monkeypatch.setenv("FEDJOB_HOSTILE", "site-2")
     simulate(tmp_path, "fedavg", min_clients=1, rest=20)
     assert_same(weights_of(tmp_path), reference(federated_trainer, "fedavg", [Loses("site-2", rounds=(1,))]))

@@ -1,4 +1,4 @@
-"""A server without permission learns nothing: neither from a fault's text, nor from a count."""
+"""A server without permission learns nothing, neither from an error text nor from a count."""
 
 import json
 import struct
@@ -85,7 +85,7 @@ def ask(folder, largest, orders):
 
 
 def test_a_policy_that_allows_nothing_does_not_train_and_says_nothing(order, tmp_path):
-    """A binary search for the largest value of a feature sees one text, whatever the data."""
+    """A binary search for the largest feature value always sees the same text."""
     thresholds = [2.0**exponent for exponent in range(-2, 10)]
     texts = {}
     for largest in (0.5, 7.25):
@@ -98,7 +98,7 @@ def test_a_policy_that_allows_nothing_does_not_train_and_says_nothing(order, tmp
 
 
 def test_what_would_not_leave_is_not_trained(order, tmp_path, caplog):
-    """The names of an update are known before a visit."""
+    """The names of the entries in an update are known before a visit."""
     write_policy(tmp_path, entries=["net.bias"])
     (reply,) = ask(tmp_path, 1.0, [order])
     assert json.loads(reply.text)["header"]["reason"] == NOT_ANSWERED
@@ -112,7 +112,7 @@ def test_what_would_not_leave_is_not_trained(order, tmp_path, caplog):
 
 
 def test_a_model_near_the_largest_number_is_not_trained(order, tmp_path, caplog):
-    """With allowed entries as well: otherwise a fault compares an input with the server's number."""
+    """Even with allowed entries, an overflow would compare an input with the server's number."""
     write_policy(tmp_path)
     for largest in (0.5, 7.25):
         (reply,) = ask(tmp_path, largest, [comparing(order, 2.0)])
@@ -122,7 +122,7 @@ def test_a_model_near_the_largest_number_is_not_trained(order, tmp_path, caplog)
 
 
 def test_orders_count_whatever_becomes_of_them(order, tmp_path, caplog):
-    """The second order of a day does not train, although nothing has left yet."""
+    """The second order of a day does not train, although no update has left yet."""
     write_policy(tmp_path, rounds_per_day=1)
     broken = Packet(order.text, struct.pack("21f", *[1e9] * 21))  # plausible, but overflows with these inputs
     replies = ask(tmp_path, 1e30, [broken, order])
@@ -136,7 +136,7 @@ def test_orders_count_whatever_becomes_of_them(order, tmp_path, caplog):
 
 @pytest.mark.parametrize("federation", [Federation, in_sum])
 def test_an_exception_of_the_program_is_the_same_text(federation, tmp_path):
-    """Also in a secure sum: the class of an exception can depend on the data."""
+    """Also in a secure sum: the class of an exception may depend on the data."""
     left = []
 
     class Raises(Counted):
@@ -186,7 +186,7 @@ def ask_signed(folder, kind, packet, key, seconds=60.0, age=0.0):
 
 
 def test_a_signed_order_is_done_once_and_before_its_expiry(order, tmp_path, caplog):
-    """Neither twice, nor later, nor as an order of another type."""
+    """Neither twice, nor late, nor as another type of order."""
     key, public = make_key(tmp_path / "keys", "server")
     write_policy(tmp_path, servers=[public], answers=["update", "statistics"], extras=["*"])
     signed, runner = ask_signed(tmp_path, "train", order, key)
@@ -221,7 +221,7 @@ def test_a_server_without_permission_does_not_fill_the_disk(order, tmp_path, mon
     assert json.loads(reply.text)["kind"] == "update"
 
 
-# --- a policy that is missing -----------------------------------------------------------------------------------------
+# --- Missing policy ---------------------------------------------------------------------------------------------------
 
 HELLO = write_packet("hello", {})
 

@@ -1,4 +1,4 @@
-"""A site's policy: what it refuses, over the packets of a federation, and a file that cannot be trusted."""
+"""A site's policy: refusals for the messages of a federation, and untrusted policy files."""
 
 import json
 import os
@@ -39,7 +39,7 @@ ALLOWS = {
 
 
 def write_policy(folder, first="", **changes):
-    """A policy in a client's folder. JSON's lists, texts and numbers are TOML's."""
+    """Writes a policy into a client's folder. JSON lists, texts and numbers are valid TOML."""
     rules = {**ALLOWS, **changes}
     folder.mkdir(exist_ok=True)
     path = folder / "site_policy.toml"
@@ -60,7 +60,7 @@ def make_key(folder, name):
     folder.mkdir(exist_ok=True)
     subprocess.run(
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(folder / name)], check=True
-    )  # as the guide says
+    )  # as described in the guide
     return read_private_key(folder / name), (folder / f"{name}.pub").read_text().strip()
 
 
@@ -74,7 +74,7 @@ def plain_module():
 
 
 def train(folder, federation=Federation, module=plain_module, rounds=1, callbacks=list, key=None, sizes=SIZES):
-    """A fit with two nodes, of which the one of `ann` and `cid` has a folder with a policy: what left it, by kind."""
+    """Fits with two nodes, one with a policy for `ann` and `cid`; returns the answers of this node."""
     left = []
 
     def note(node, message, content):
@@ -125,11 +125,11 @@ REASONS = {
 
 @pytest.mark.parametrize("rule", REFUSALS)
 def test_each_rule_refuses(rule, tmp_path, caplog, monkeypatch):
-    """What it refuses is a fault with the reason, in the server's log and in the record; and nothing else has left."""
+    """A refusal is a fault with a reason in the server's log and in the record; no other answer leaves."""
     changes, first, options = REFUSALS[rule]
     monkeypatch.setattr("uuid.uuid4", lambda: type("Run", (), {"hex": "f" * 32}))
     write_policy(tmp_path / "11", first, **{"runs": ["f*"], **changes})
-    if rule == "servers":  # then it is not told who is there, either
+    if rule == "servers":  # then the server does not learn the clients either
         with pytest.raises(TimeoutError):
             train(tmp_path)
         left = []
@@ -150,7 +150,7 @@ def test_each_rule_refuses(rule, tmp_path, caplog, monkeypatch):
 
 
 def test_what_is_allowed_leaves_and_is_in_the_record(tmp_path):
-    """The server's key is checked, every answer has its line, and the model is that of a site without a policy."""
+    """The server's key is checked, every answer is recorded, and the model equals a fit without a policy."""
     key, public = make_key(tmp_path / "keys", "server")
     write_policy(tmp_path / "11", servers=[public], metrics=["age"])
     left = train(tmp_path, rounds=2, callbacks=lambda: [Logs()], key=key)
@@ -186,7 +186,7 @@ def test_orders_of_another_key_or_changed_on_their_way(tmp_path):
 
 @pytest.mark.parametrize("kind", ["update", "clients", "fault", ""])
 def test_messages_of_no_known_type_are_not_answered(kind, tmp_path):
-    """Also those with the name of an answer, with a policy and without one."""
+    """Includes names of answers, with and without a policy."""
     runner = client_app(Federation(), lambda: None, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path).runner
     for _ in range(2):
         with pytest.raises(PacketError):
@@ -229,7 +229,7 @@ def test_sums_and_states_of_an_evaluation_are_metrics(tmp_path):
 
 @pytest.mark.parametrize("page", ["site_policy", "evaluation"])
 def test_the_names_of_the_pages_let_an_evaluation_leave(page, tmp_path):
-    """The patterns as they stand in the pages, with the module and the metrics of these names."""
+    """Tests the patterns in the pages with a module and metrics of these names."""
     text = (Path(models.__file__).parents[1] / "docs" / "guides" / f"{page}.md").read_text()
     names = json.loads(re.findall(r'(\["val_loss".*?\])', text)[0])
     counts = {name: torch.ones(3) for name in ("tp", "fp", "tn", "fn")}
@@ -244,7 +244,7 @@ def test_the_names_of_the_pages_let_an_evaluation_leave(page, tmp_path):
 
 
 def test_numbers_of_examples_and_steps_have_a_rule(tmp_path):
-    """Behind a secure sum the number of examples is 1; the steps are hidden."""
+    """In a secure sum the number of examples is 1, and the steps are hidden."""
     write_policy(tmp_path / "11", counts=[])
     refused = train(tmp_path)
     assert [reply["kind"] for reply in refused] == ["fault", "fault"]
@@ -259,7 +259,7 @@ def test_numbers_of_examples_and_steps_have_a_rule(tmp_path):
     assert [reply["header"]["num_samples"] for reply in left] == [SIZES["ann"], SIZES["cid"]]
 
 
-# --- files that cannot be trusted -------------------------------------------------------------------------------------
+# --- Untrusted files --------------------------------------------------------------------------------------------------
 
 
 def as_link(path):
@@ -307,7 +307,7 @@ def test_a_policy_that_cannot_be_trusted_lets_nothing_leave(reason, tmp_path, ca
 
 
 def test_a_policy_that_is_changed_or_taken_away_while_the_worker_runs(tmp_path):
-    """It is read for every message; once it was there, nothing leaves without it. A named one must be there at once."""
+    """The policy is read for every message and must stay; a named policy must exist at the start."""
     data = clients_of(models.vectors(SIZES))
     runner = client_app(Federation(), lambda: None, data, OPTIONS, store=tmp_path).runner
     hello = write_packet("hello", {})
@@ -336,19 +336,19 @@ def test_a_visit_that_a_new_policy_finds_under_way_does_not_leave(tmp_path):
 
 
 def test_a_clock_that_is_set_back_gives_no_more_rounds(tmp_path, monkeypatch):
-    """The record's time does not go back; a day later the limit is free again."""
+    """The record's time never decreases; a day later the limit is reset."""
     shift = 0.0
     monkeypatch.setattr(gate, "time", SimpleNamespace(time=lambda: time.time() + shift))
     write_policy(tmp_path / "11", rounds_per_day=1)
     kinds = []
-    for rounds, shift in enumerate((0.0, -3 * 86400.0, 86400.0 + 60), start=1):  # noqa: B007 - read by the clock
+    for rounds, shift in enumerate((0.0, -3 * 86400.0, 86400.0 + 60), start=1):  # noqa: B007 - used by the clock
         kinds += [reply["kind"] for reply in train(tmp_path, rounds=rounds)]
     assert kinds == ["update"] * 2 + ["fault"] * 2 + ["update"] * 2
     behind = [round(line.get("clock_behind", 0) / 86400) for line in answers_in(tmp_path / "11")]
     assert behind == [0, 0, 0, 3, 3, 3, 0, 0, 0]
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
+# --- Pages ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_example_of_the_guide_lets_its_study_leave_and_its_first_half_nothing(tmp_path):
@@ -363,7 +363,7 @@ def test_the_example_of_the_guide_lets_its_study_leave_and_its_first_half_nothin
     assert [reply["kind"] for reply in left] == ["sum"] * 6 + ["update"] * 2 + ["sum"] * 2
     assert answers_in(tmp_path / "11")[-3]["rule"]["extras"] == ["secure_sum/weight"]
     order = gate.Order("update", "", b"", run="3f", sum_size=2)
-    for line_count in range(len(text.splitlines()) - 1):  # as it is while an editor writes it
+    for line_count in range(len(text.splitlines()) - 1):  # as seen while an editor writes the file
         path.write_text("\n".join(text.splitlines()[:line_count]))
         try:
             policy = read_policy(path)

@@ -1,4 +1,4 @@
-"""The record of a site's answers: what is found in it, after a crash and after somebody's hand; the command."""
+"""The record of a site's answers: crashes, manual changes, and the command."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ def content(number):
 
 @pytest.fixture
 def record(tmp_path):
-    """A record of four lines."""
+    """A record with four lines."""
     written = Record(tmp_path / "record.jsonl", tmp_path / HEAD_FILE)
     for number in range(4):
         with written.open():
@@ -53,7 +53,7 @@ def test_every_changed_byte_and_every_cut_inside_a_line_is_found(record):
         with pytest.raises(RecordError, match=r"line [1-4] is"):
             numbers(record)
         record.write_bytes(whole[:index])
-        if index in (0, *ends):  # what cannot be found without a head that is kept elsewhere
+        if index in (0, *ends):  # only detectable with an external copy of the head
             assert len(numbers(record)) == ([0, *ends]).index(index)
         else:
             with pytest.raises(RecordError, match="cut off in its middle"):
@@ -69,7 +69,7 @@ def test_lines_that_are_left_out_moved_or_repeated_are_found(record, kept):
 
 
 def test_a_line_that_a_crash_has_cut_off_stays_and_is_vouched_for_by_the_next(record):
-    """So the record is only ever appended to. The bytes of the cut line are as certain as those of others."""
+    """The record is append-only. The next line's digest also covers the cut line."""
     whole, third = record.read_bytes(), list(read_record(record))[2]
     record.write_bytes(whole[:-20])
     (record.parent / HEAD_FILE).write_text(json.dumps({"line": 3, "digest": third.digest}))  # written after the line
@@ -78,7 +78,7 @@ def test_a_line_that_a_crash_has_cut_off_stays_and_is_vouched_for_by_the_next(re
         again.append(content(7))
     assert record.read_bytes().startswith(whole[:-20] + b"\n")
     assert numbers(record) == [0, 1, 2, 7]
-    with again.open():  # also for the process that wrote it, and for a new one
+    with again.open():  # for the process that wrote the line and for a new process
         again.append(content(8))
     with Record(record, record.parent / HEAD_FILE).open():
         pass
@@ -90,7 +90,7 @@ def test_a_line_that_a_crash_has_cut_off_stays_and_is_vouched_for_by_the_next(re
 
 
 def test_several_may_write_one_record(record):
-    """Each has its own open file, as processes have."""
+    """Each writer has a separate open file, as processes have."""
     start = threading.Barrier(4)
 
     def write(_):
@@ -98,7 +98,7 @@ def test_several_may_write_one_record(record):
         start.wait()
         for number in range(10, 35):
             with written.open():
-                time.sleep(0.002)  # long enough for another one to come between
+                time.sleep(0.002)  # long enough for another writer to intervene
                 written.append(content(number))
 
     with ThreadPoolExecutor(4) as pool:
@@ -137,7 +137,7 @@ def test_nothing_leaves_that_the_record_cannot_have(tmp_path, caplog, spoil, rea
 
 
 def test_a_full_disk_lets_nothing_leave(tmp_path, monkeypatch):
-    """The line that was not written whole is vouched for when there is room again."""
+    """Once space is free, the next line covers the partial line."""
     runner, path = site(tmp_path)
     runner.answer("query", HELLO, {})
     write = os.write
@@ -198,7 +198,7 @@ def test_the_command(tmp_path, capsys):
 )
 @pytest.mark.parametrize("is_new", [False, True])
 def test_a_record_that_is_shorter_than_its_head_closes_the_site(spoil, reason, is_new, tmp_path, caplog):
-    """While the worker runs, and after a restart: the limits per day do not start anew."""
+    """While the worker runs, and after a restart: daily limits must not restart."""
     runner, path = site(tmp_path)
     for _ in range(3):
         runner.answer("query", HELLO, {})
@@ -222,7 +222,7 @@ def test_a_rotated_record_begins_anew(tmp_path):
 
 
 def test_a_clock_that_was_ahead_is_set_by_the_operator(tmp_path, monkeypatch, capsys):
-    """Ten years ahead for a moment; then the record's time stays there, until the operator sets the clock."""
+    """After a clock error of ten years the record's time stays ahead until the operator resets the clock."""
     runner, path = site(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(gate, "time", SimpleNamespace(time=lambda: time.time() + 3650 * 86400))

@@ -1,4 +1,4 @@
-"""A site's log under a policy: NVFLARE streams a process's log files to the server."""
+"""A site's log under a policy: NVFLARE streams log files to the server."""
 
 import logging
 import stat

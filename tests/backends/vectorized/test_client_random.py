@@ -1,4 +1,4 @@
-"""Random numbers under vmap: bit for bit those that each example would draw alone."""
+"""Random numbers under vmap equal separate draws per example, bit for bit."""
 
 import pytest
 import torch
@@ -68,6 +68,6 @@ def test_what_is_not_known_is_an_error(function):
 
 
 def test_a_generator_of_the_users_own_is_an_error():
-    """It would be one for all."""
+    """The generator would be shared by all clients."""
     with pytest.raises(RuntimeError, match="random"):
         together(lambda own: own + torch.rand(6, generator=torch.Generator()))

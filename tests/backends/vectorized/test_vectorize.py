@@ -1,4 +1,4 @@
-"""Clients that train at once: the same results as one after another, or so with the reason in the log."""
+"""Vectorized clients: results equal sequential visits, or the log gives the reason for sequential visits."""
 
 import random
 from functools import partial
@@ -29,14 +29,14 @@ LOGGER = "lightning_fed.backends.vectorized.plan"
 
 
 class Steps(L.Callback):
-    """Counts what Lightning trains on; the hook is none of a batch."""
+    """Counts Lightning's training steps without a batch hook, which would prevent vectorization."""
 
     def on_train_epoch_end(self, trainer, module):
         self.steps = trainer.global_step
 
 
 def assert_close(left, right, tolerance=1e-5):
-    """States that differ by rounding, relative to the norm of each entry."""
+    """Equal up to rounding, relative to the norm of each entry."""
     assert left.keys() == right.keys()
     for name, value in left.items():
         assert value.dtype == right[name].dtype
@@ -45,7 +45,7 @@ def assert_close(left, right, tolerance=1e-5):
 
 
 def fit(make_trainer, module, data, size, max_rounds=2, batch_size=32, callbacks=(), **options):
-    """The module's state, the last round's numbers and the number of steps."""
+    """Module state, metrics of the last round and number of steps."""
     steps = Steps()
     trainer = make_trainer(max_rounds=max_rounds, visits=Vectorized(size), callbacks=[*callbacks, steps], **options)
     loaded = data if isinstance(data, L.LightningDataModule) else FederatedDataModule(data, batch_size=batch_size)
@@ -55,9 +55,9 @@ def fit(make_trainer, module, data, size, max_rounds=2, batch_size=32, callbacks
 
 
 def compare(make_trainer, make_module, data, size=3, tolerance=1e-9, precision="64-true", **options):
-    """Trains both ways; that the clients did train at once shows in the number of steps.
+    """Trains sequentially and vectorized; the number of steps proves the vectorization.
 
-    In double precision, so that no ReLU or pooling decides otherwise because of a rounding, wherever that is done.
+    Double precision avoids different decisions in ReLU or pooling due to rounding.
     """
     options["precision"] = precision
     data = data if not isinstance(next(iter(data.values())), tuple) else models.as_datasets(data)
@@ -68,7 +68,7 @@ def compare(make_trainer, make_module, data, size=3, tolerance=1e-9, precision="
     assert_close(alone, together, tolerance)
     assert numbers.keys() == others.keys()
     for name, value in numbers.items():
-        # Drift is the length of a small difference of large vectors, which rounding of these is a larger share of.
+        # Drift is a small difference of large vectors, so rounding is a larger share.
         absolute = 1e-5 if name == "fed/drift" else 1e-6
         assert others[name] == pytest.approx(value, rel=10 * tolerance, abs=absolute), name
     return together, others
@@ -99,7 +99,7 @@ def wrapped(net, **options):
     return lambda: models.Module(net(), **options)
 
 
-# --- the same as one after another ------------------------------------------------------------------------------------
+# --- Equal to sequential visits ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def wrapped(net, **options):
     ids=["mlp", "momentum", "adam", "adagrad", "dropout", "norms", "tied"],
 )
 def test_results_are_those_of_one_after_another(make, data, federated_trainer):
-    """Clients of different sizes, short last batches, two epochs; dropout has the same masks."""
+    """Clients of different sizes, short last batches, two epochs, equal dropout masks."""
     compare(federated_trainer, make, data(), local_epochs=2)
 
 
@@ -133,12 +133,12 @@ def test_a_stack_has_room_for_the_cohort_only(options, rooms, federated_trainer,
     monkeypatch.setattr("lightning_fed.backends.vectorized.stacked_model.many", noted)
     data = models.as_datasets(models.vectors())
     fit(federated_trainer, models.Module(models.mlp()), data, **{"size": 50, **options})
-    assert max(sizes) == rooms  # the trial that precedes takes two
+    assert max(sizes) == rooms  # the preceding trial uses two
 
 
 @pytest.mark.slow
 def test_ten_rounds_differ_by_rounding(federated_trainer):
-    """In single precision, of a net without kinks."""
+    """In single precision, with a smooth network."""
     options = {"max_rounds": 10, "precision": "32-true", "tolerance": 1e-5}
     compare(federated_trainer, wrapped(smooth_mlp, optimizer=models.momentum), models.vectors(), **options)
 
@@ -168,7 +168,7 @@ OPTIONS = [
     {"frozen": ["net.0.*"]},
     {"availability": Availability(partial_work="drop", stragglers=0.4)},
 ]
-MORE_OPTIONS = [  # rules whose steps or sums are of the kinds above
+MORE_OPTIONS = [  # rules with the same kinds of steps and sums as above
     {"method": "fedadam"},
     {"method": "fedprox", "local_epochs": 2},
     {"method": "scaffold", "local_epochs": 2, "max_rounds": 3},
@@ -193,7 +193,7 @@ def test_personal_layers(federated_trainer):
 
 
 class Remembers(FederatedCallback):
-    """Keeps something of every visit in the client's memory, and sends it along in the next."""
+    """Stores a value per visit in the client memory and sends the value in the next visit."""
 
     supports_vectorize = True
 
@@ -209,17 +209,17 @@ class Remembers(FederatedCallback):
 
 
 def test_callbacks_of_a_visit_see_their_client(federated_trainer):
-    """Its model in ``on_client_end``, and its memory, which is kept."""
+    """The client's model in ``on_client_end``, and the client memory."""
     data = {"a": (torch.ones(40, 6), torch.zeros(40).long()), "bobby": (torch.zeros(40, 6), torch.ones(40).long())}
     _, numbers = compare(
         federated_trainer, wrapped(models.mlp), data, size=2, max_rounds=3, callbacks=lambda: [Remembers()]
     )
-    assert numbers["clients/visits"] == 9  # three visits of each: 3 and 15
+    assert numbers["clients/visits"] == 9  # three visits of each client: 3 and 15
 
 
 @pytest.mark.parametrize("per_step", [True, False])
 def test_schedulers(per_step, federated_trainer):
-    """Per-step ones start anew in every visit; then visits with as many batches train together."""
+    """Per-step schedulers restart in every visit, so visits with equally many batches train together."""
 
     def schedule(optimizer):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
@@ -245,7 +245,7 @@ def test_layers_with_two_names(federated_trainer):
 
 
 class Teacher(models.Module):
-    """A second net follows the one that is trained."""
+    """A second network follows the trained network."""
 
     def __init__(self):
         super().__init__(models.mlp(), models.momentum)
@@ -259,14 +259,14 @@ class Teacher(models.Module):
 
 
 def test_a_teacher_that_follows(federated_trainer):
-    """Also in steps of some of the clients, which are no neighbours in their group."""
+    """Even if only some non-adjacent clients of the group take part in a step."""
     data = models.vectors({"a": 41, "b": 40, "c": 41, "d": 40, "e": 41})
     compare(federated_trainer, Teacher, data, size=5)
 
 
 @pytest.mark.parametrize("seed", quick([0, 1], [0]))
 def test_of_clients_with_as_many_examples_the_rates_go_on_from_the_same(seed, federated_trainer):
-    """Where some do fewer epochs, so that visits that train at once come in another order."""
+    """Stragglers change the order of vectorized visits."""
 
     def schedule(optimizer):
         return {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step), "interval": "step"}
@@ -278,7 +278,7 @@ def test_of_clients_with_as_many_examples_the_rates_go_on_from_the_same(seed, fe
 
 
 class Wakes(models.Module):
-    """Dropout that is in evaluation mode until the first round."""
+    """Dropout in evaluation mode until the first round."""
 
     def __init__(self):
         super().__init__(models.dropout_mlp())
@@ -294,7 +294,7 @@ def test_dropout_that_is_off_in_the_trial(federated_trainer):
 
 
 class Noisy(models.Module):
-    """Draws in the step, and logs in several ways."""
+    """Draws random numbers in the step, and logs in several ways."""
 
     def training_step(self, batch, batch_idx):
         inputs, targets = batch
@@ -310,7 +310,7 @@ def test_random_numbers_and_logs_of_a_step(federated_trainer):
 
 
 class Augmented(torch.utils.data.Dataset):
-    """Examples with noise of Python's or PyTorch's generator."""
+    """Adds noise from Python's or PyTorch's generator to the examples."""
 
     def __init__(self, tensors, draw):
         self.tensors, self.draw = tensors, draw
@@ -324,7 +324,7 @@ class Augmented(torch.utils.data.Dataset):
 
 
 def named(data, name):
-    """Loaders whose batches have a text that the client's name gives."""
+    """Loaders whose batches contain a text derived from the client's name."""
 
     def joined(client, items):
         inputs, targets = zip(*items, strict=True)
@@ -335,7 +335,7 @@ def named(data, name):
 
 
 class Heads(models.Module):
-    """A head for each of two domains, whose name is in the batch."""
+    """Two heads for two domains; the batch names the domain."""
 
     def __init__(self, net):
         super().__init__(net, models.momentum)
@@ -347,7 +347,7 @@ class Heads(models.Module):
 
 
 def test_clients_whose_losses_are_of_other_parameters(federated_trainer):
-    """Momentum and weight decay would go on in the head that a client has no gradient for."""
+    """Momentum and weight decay would change the head without a gradient."""
     clients = named(models.vectors(), lambda client: "a" if client < "c" else "b")
     with pytest.raises(RuntimeError, match=r"are not of the same parameters .* With `visits='auto'`"):
         fit(federated_trainer, Heads(models.mlp()), clients, 5)
@@ -371,7 +371,7 @@ def test_augmentation_and_dropout_share_the_generators_of_a_visit(draw, federate
 
 
 def test_loaders_of_the_clients_own(federated_trainer):
-    """Each shuffles with the visit's generator, and makes batches of its own size."""
+    """Each loader shuffles with the visit's generator and has a separate batch size."""
     data = models.as_datasets(models.vectors({"a": 33, "b": 33, "c": 17, "d": 40}))
     clients = {name: DataLoader(each, 8 if name < "c" else 5, shuffle=True) for name, each in data.items()}
     compare(federated_trainer, wrapped(models.mlp), clients, size=4, local_epochs=2)
@@ -387,11 +387,11 @@ def test_workers_fetch_in_turns(federated_trainer):
     assert_close(states[0][0], states[1][0])
 
 
-# --- clients that fail ------------------------------------------------------------------------------------------------
+# --- Failing clients --------------------------------------------------------------------------------------------------
 
 
 class Breaking(TensorDataset):
-    """Raises from the n-th example on that is asked for, or has an infinite one."""
+    """Raises from example n on, or returns an infinite example."""
 
     def __init__(self, tensors, good=None, value=None):
         super().__init__(*(tensor.clone() for tensor in tensors))
@@ -414,7 +414,7 @@ class Breaking(TensorDataset):
     "fault", [{"value": float("nan")}, {"good": 35}, {"good": 0}, slow({"value": float("inf")})], ids=str
 )
 def test_a_client_that_fails_is_left_out_and_the_others_are_not_disturbed(fault, federated_trainer, caplog):
-    """Its numbers are not finite, or its data raise in the middle of the visit or at once."""
+    """The update is not finite, or the data raise at once or during the visit."""
     results = []
     for size in (1, 3):
         data = models.as_datasets(models.vectors())
@@ -430,7 +430,7 @@ def test_a_client_that_fails_is_left_out_and_the_others_are_not_disturbed(fault,
 
 @pytest.mark.parametrize("method", quick(["scaffold", "feddyn:alpha=0.1", "fednova", "qffl"], ["scaffold", "qffl"]))
 def test_methods_know_the_rows_of_the_others_where_one_fails(method, federated_trainer):
-    """Before its first batch, so that its row, the first, is of no visit; the others correct in round 1."""
+    """The first client fails before the first batch; methods with corrections must index the remaining rows."""
     states = []
     for size in (1, 3):
         data = models.as_datasets(models.vectors())
@@ -453,7 +453,7 @@ def test_a_single_example_on_which_batch_norm_cannot_train(federated_trainer, ca
 
 @pytest.mark.parametrize("make", [models.mlp, models.norm_mlp], ids=["mlp", "norms, dropout"])
 def test_a_client_whose_step_raises_is_excluded_by_name(make, federated_trainer, caplog):
-    """The other clients train as without the error: weights, buffers and random numbers of all rows."""
+    """The other clients train as without the error: weights, buffers and random numbers in all rows."""
     clients = models.vectors({"a": 40, "b": 40, "c": 33, "d": 40})
     clients["b"][1][20] = 99  # a label without a class, in the first or second batch
     compare(federated_trainer, wrapped(make), clients, size=4, batch_size=16)
@@ -462,7 +462,7 @@ def test_a_client_whose_step_raises_is_excluded_by_name(make, federated_trainer,
 
 
 class Branches(models.Module):
-    """From round 1 on the step depends on a value: `vmap` cannot run the step."""
+    """From round 1 the step depends on a tensor value, so `vmap` fails."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -474,7 +474,7 @@ def test_a_step_without_vmap_support_runs_row_by_row(federated_trainer):
 
 
 class Raises(models.Module):
-    """Raises an error after the trial."""
+    """Raises after the trial."""
 
     def training_step(self, batch, batch_idx):
         if self.current_epoch == 1:
@@ -505,7 +505,7 @@ def test_an_error_of_the_module_ends_the_fit_and_leaves_the_global_model(federat
 
 
 def test_a_checkpoint_inside_a_round_holds_the_global_model(federated_trainer, tmp_path):
-    """And a run that is resumed from it ends as one that was not interrupted."""
+    """A run resumed from the checkpoint equals an uninterrupted run."""
     data, make = models.as_datasets(models.vectors()), wrapped(models.mlp, optimizer=models.momentum)
     whole, _, _ = fit(federated_trainer, make(), data, 3, max_rounds=2, batch_size=16)
     saved = tmp_path / "inside.ckpt"
@@ -526,7 +526,7 @@ def test_a_checkpoint_inside_a_round_holds_the_global_model(federated_trainer, t
 
 
 def test_visits_that_break_off_end(federated_trainer):
-    """Callbacks take back what they changed for every client of the group."""
+    """Callbacks restore their changes for every client in the group."""
 
     class Ends(FederatedCallback):
         supports_vectorize = True
@@ -545,7 +545,7 @@ def test_visits_that_break_off_end(federated_trainer):
     assert sorted(ends.open) == sorted(ends.closed)
 
 
-# --- one after another, with the reason -------------------------------------------------------------------------------
+# --- Sequential visits, with the reason -------------------------------------------------------------------------------
 
 
 class Counts(models.Module):
@@ -593,7 +593,7 @@ class Notes(FederatedCallback):
 
 
 class Listed(models.Module):
-    """A penalty of parameters that are in a list; it is small."""
+    """A small penalty on parameters in a list."""
 
     def __init__(self, net):
         super().__init__(net)
@@ -654,7 +654,7 @@ class Centred(models.Module):
 
 
 class Lars(torch.optim.SGD):
-    """A step whose size goes by norms."""
+    """A step size that depends on norms."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -702,7 +702,7 @@ REASONS = [
 
 @pytest.mark.parametrize(("make", "options", "reason"), REASONS, ids=lambda value: value if type(value) is str else "")
 def test_what_falls_back(make, options, reason, federated_trainer, caplog):
-    """The log has the reason once, and the fit is bit-equal to visits one by one: the trial leaves no trace."""
+    """The log has the reason once, and the fit is bit-equal to sequential visits: the trial has no effect."""
     data = models.images() if make is REASONS[-1].values[0] else models.vectors()
     callbacks = options.get("callbacks", [])
     options = {name: value for name, value in options.items() if name != "callbacks"}
@@ -755,7 +755,7 @@ def test_both_doors_have_it(either_trainer):
     trainer.fit(
         models.Module(models.mlp()), datamodule=FederatedDataModule(models.as_datasets(models.vectors()), batch_size=16)
     )
-    assert steps.steps == 6  # of 97 examples in batches of 16, the last one with one more
+    assert steps.steps == 6  # 97 examples in batches of 16; the last batch has one example
     with pytest.raises(ValueError, match="Expected `clients` to be at least 1, but got 0"):
         either_trainer(max_rounds=1, visits=Vectorized(0))
 

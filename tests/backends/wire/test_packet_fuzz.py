@@ -1,6 +1,6 @@
-"""Whatever comes, the readers of messages return a message or raise a packet error: found by random search.
+"""Random search: for any input, message readers return a message or raise a packet error.
 
-``FUZZ_SECONDS=600 pytest tests/backends/wire/test_packet_fuzz.py`` looks for as long.
+``FUZZ_SECONDS=600 pytest tests/backends/wire/test_packet_fuzz.py`` searches for 600 seconds.
 """
 
 import json
@@ -95,7 +95,7 @@ numbers = st.one_of(
     st.sampled_from([2**31, 2**47, 2**48, 2**63, 2**64, -(2**63), 10**400, 1e308, float("nan"), float("inf"), -0.0]),
     st.floats(),
 )
-CHARACTERS = st.characters(exclude_categories=["Cs"])  # as by default, which takes seconds to find out
+CHARACTERS = st.characters(exclude_categories=["Cs"])  # the default set, which hypothesis computes in seconds
 texts = st.one_of(
     st.text(CHARACTERS, max_size=8),
     st.sampled_from(["float32", "int64", "bool", "quint8", "w", "a", "state", "extras", "\ud800", "update", "fault"]),
@@ -109,7 +109,7 @@ values = st.recursive(
 
 
 def paths(value, path=()):
-    """The places in nested containers."""
+    """Paths in nested containers."""
     yield path
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in parts:
@@ -118,7 +118,7 @@ def paths(value, path=()):
 
 @st.composite
 def changed(draw, packets):
-    """A good message with some places of its header changed, removed or doubled, and some of its bytes."""
+    """A valid message with some header fields changed, removed or doubled, and some bytes changed."""
     packet = draw(st.sampled_from(packets))
     said, data = json.loads(packet.text), packet.data
     for _ in range(draw(st.integers(1, 3))):
@@ -160,16 +160,16 @@ anything = st.one_of(
 
 
 def search(check, strategy):
-    """Looks for a message that breaks the check: a few, the same in every run, or for as long as is asked."""
+    """Runs a few fixed examples, or searches for `FUZZ_SECONDS`."""
     if not SECONDS:
         FEW(given(strategy)(check))()
-    end = time.monotonic() + SECONDS / 5  # there are five searches
+    end = time.monotonic() + SECONDS / 5  # five searches share the time
     while time.monotonic() < end:
         MANY(given(strategy)(check))()
 
 
 def read(reader, packet, *arguments):
-    """What a reader makes of a message; ``None`` where it says, in one line, that it is none."""
+    """The reader's message; ``None`` after a packet error with a printable reason in one line."""
     try:
         return reader(packet, *arguments)
     except PacketError as error:
@@ -180,7 +180,7 @@ def read(reader, packet, *arguments):
 
 
 def check_reply(packet):
-    """As the server reads a reply, checks it and aggregates it: the round ends, and its model is finite."""
+    """Reads, checks and aggregates a reply as the server does: the round ends with a finite model."""
     reply = read(read_reply, packet, "a")
     if reply is None:
         return
@@ -199,7 +199,7 @@ def check_reply(packet):
 
 
 def check_order(packet):
-    """As a client reads an order."""
+    """Reads a training request as a client does."""
     order = read(read_train_request, packet, "train")
     if order is None:
         return
@@ -214,7 +214,7 @@ def check_hello(packet):
 
 
 def check_sum_request(packet):
-    """As a client reads a request of a secure sum."""
+    """Reads a secure-sum request as a client does."""
     request = read(read_sum_request, packet)
     if request is None:
         return
@@ -224,7 +224,7 @@ def check_sum_request(packet):
 
 
 def check_sum_reply(packet):
-    """As the server reads a reply, whatever it has asked for."""
+    """Reads a secure-sum reply as the server does, for every request."""
     for request in SUMS:
         reply = read(read_sum_reply, packet, request)
         assert reply is None or isinstance(reply, Fault) or all(type(row) is bytes for row in reply)

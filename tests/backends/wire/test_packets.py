@@ -1,4 +1,4 @@
-"""Messages as text and bytes: they come out as they went in, are as long as was counted, and nothing else is read."""
+"""Messages as text and bytes: lossless, with the counted size, and strict readers."""
 
 import ast
 import itertools
@@ -55,7 +55,9 @@ TENSORS = {
 
 
 def test_a_models_large_entries_are_the_memory_that_came():
-    """What is small, in no model, or not at a place for its numbers is a copy, which does not hold a whole message."""
+    """Small entries, entries outside a model, and unaligned entries are copies, so they do not keep a whole message
+    alive.
+    """
     large = torch.arange(2.0**18)
     state = {"large": large, "small": torch.ones(3), "odd": torch.ones(1, dtype=torch.bool), "shifted": large}
     packet = write_packet("update", {}, state=state, extras={"large": large})
@@ -81,7 +83,7 @@ def test_tensors_come_out_as_they_went_in():
         assert tensors["state"][name].shape == value.shape, name
         assert torch.equal(tensors["state"][name], value), name
     assert torch.signbit(tensors["state"]["float32"][0, 1])
-    tensors["state"]["float32"].add_(1)  # it is the receiver's own
+    tensors["state"]["float32"].add_(1)  # the receiver owns the memory
     assert len(packet.data) == sum(value.numel() * value.element_size() for value in TENSORS.values())
 
 
@@ -122,7 +124,7 @@ def test_rows_that_are_the_same_travel_once():
 
 
 def test_nothing_is_unpickled():
-    """No module of the engine imports what could, and what comes from elsewhere is not loaded by torch or numpy."""
+    """No backend module imports an unpickler, and torch or numpy load no received data."""
     backends = Path(lightning_fed.backends.__file__).parent
     sources = [backends.glob(pattern) for pattern in ("wire/*.py", "flower/*.py", "flower/template/client.py.txt")]
     for path in itertools.chain(*sources):
@@ -161,7 +163,7 @@ BAD_ENTRIES = {
 
 @pytest.mark.parametrize("row", BAD_ENTRIES.values(), ids=BAD_ENTRIES)
 def test_headers_that_are_no_tables(row):
-    """Whatever is in them, it is a packet error, in words of a length that a log can take."""
+    """Any content gives a packet error with a text of bounded length."""
     header = {"client": "a", "num_samples": 1, "metrics": {}, "steps": 0, "after": None, "keeps": False}
     text = {"version": VERSION, "kind": "update", "header": header, "tensors": {"state": [row], "extras": []}}
     with pytest.raises(PacketError, match=r"its table has|has the type") as caught:
@@ -182,7 +184,7 @@ def test_replies_are_as_long_as_their_model_allows():
 
 
 def test_a_packet_is_one_copy_of_its_tensors():
-    """Beside them nothing of their size is made, neither where it is written nor where it is read."""
+    """Neither writing nor reading allocates a second copy."""
     state = {name: torch.zeros(2**18) for name in "abcd"}
     tracemalloc.start()
     try:
@@ -255,14 +257,14 @@ def test_a_digest_tells_states_apart():
 
 
 def test_the_store_forgets_what_came_to_nothing():
-    """It says of every client since when it keeps what it has; a checkpoint in a round does not know of that round."""
+    """The store records since when each client has stored state; a checkpoint in a round excludes this round."""
     client_store = RemoteClientStore()
     run = client_store.run
     client_store.note("a", 0)
     client_store.note("b", 0)
     client_store.checkpoint(1)
     client_store.note("a", 1)
-    client_store.put("b", 1, {})  # what callbacks put on the server is the client's
+    client_store.put("b", 1, {})  # values put by callbacks on the server belong to the client
     assert (client_store.kept("a"), client_store.kept("b"), client_store.kept("c"), client_store.needed) == (
         1,
         0,

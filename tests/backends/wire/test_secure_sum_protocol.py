@@ -1,4 +1,4 @@
-"""The protocol of secure sums without Flower: parties with vectors, who is lost, and who may learn what."""
+"""The secure-sum protocol without Flower: parties with vectors, lost clients, and secrecy."""
 
 import itertools
 import json
@@ -49,7 +49,7 @@ NAMES = ["ann", "bob", 3, "dan", "eve", "3", "gil"]
 
 
 class Parties:
-    """Clients up to the point at which all that have come so far know each other's keys and shares."""
+    """Clients up to the exchange of keys and shares."""
 
     def __init__(self, names, least, without_shares=()):
         self.least, self.secrets = least, {name: make_secrets() for name in names}
@@ -95,7 +95,7 @@ def vectors(names, size=1000, seed=0):
 @pytest.mark.parametrize("lost_after", [0, 1, 2])
 @pytest.mark.parametrize("helpers", ["all", "least"])
 def test_sums_of_parties(lost_before, lost_after, helpers):
-    """Seven, of whom some share no secrets, some are lost after it, and some do not help to read the sum."""
+    """Seven clients: some share no secrets, some are lost afterwards, and some do not help to unmask."""
     least = 4
     parties, values = Parties(NAMES, least, NAMES[:lost_before]), vectors(NAMES)
     survivors = NAMES[lost_before : 7 - lost_after]
@@ -111,7 +111,7 @@ def test_sums_of_parties(lost_before, lost_after, helpers):
 
 @pytest.mark.parametrize("lost", [[], ["bob"], ["bob", 3, "gil"]])
 def test_sums_are_those_of_the_simulation(lost):
-    """Bit for bit what the ring adds up without masks."""
+    """Equals the unmasked sum in the ring bit for bit."""
     ring, generator = Ring(1.0, 7), np.random.default_rng(1)
     parties, survivors = Parties(NAMES, 4), [name for name in NAMES if name not in lost]
     step = SimpleNamespace(ring=ring, least=4, vector=lambda update: update.state)
@@ -132,7 +132,7 @@ def test_below_the_threshold_nothing_is_read():
     with pytest.raises(SumError, match="4 clients have answered, and 5 must have"):
         parties.masks(10, survivors)
     shares = parties.shares(survivors, survivors)
-    with pytest.raises(SumError, match="do not restore its"):  # with fewer shares another secret comes out
+    with pytest.raises(SumError, match="do not restore its"):  # with fewer shares another secret is restored
         find_masks(10, parties.peers, survivors, shares, parties.positions, 4, CONTEXT)
 
 
@@ -156,7 +156,7 @@ def test_shares_that_are_not_those_that_were_sent():
 
 
 def test_one_who_seals_nonsense_is_named():
-    """Those who cannot open it are not to blame, and with one less it is not known who is."""
+    """Clients that cannot open the shares are not blamed; with one fewer the dealer is unknown."""
     parties = Parties(NAMES, 4)
     shares = parties.shares(NAMES, NAMES)
     for cannot in NAMES[1:4]:
@@ -200,7 +200,7 @@ def test_masks_are_different_in_every_round_and_for_every_client():
     [(bytes(PUBLIC - 1), "95 bytes instead of 96"), (bytes(PUBLIC), "a key of the sum is none")],
 )
 def test_keys_that_are_none(public, words):
-    """Also a point of low order, with which everybody would agree on the same secret."""
+    """Includes a point of low order, with which all clients would agree on the same secret."""
     check_public(make_secrets().public)
     with pytest.raises(SumError, match=words):
         check_public(public)
@@ -228,11 +228,11 @@ def test_secrets_of_a_client_do_not_follow_from_what_it_publishes():
     assert secrets.seed not in secrets.public
 
 
-# --- a client's half --------------------------------------------------------------------------------------------------
+# --- Client side ------------------------------------------------------------------------------------------------------
 
 
 class Node:
-    """A server that asks clients, each of which may be another process for every message."""
+    """A server that asks clients; every message may reach a new client process."""
 
     def __init__(self, folder, names="abcde", least=4, share=2 / 3, min_clients=2):
         self.names, self.least = list(names), least
@@ -293,11 +293,11 @@ def test_a_round_of_clients(tmp_path):
     total = (node.total.numpy().reshape(-1) % 2**32).astype(np.uint32) - masks
     np.testing.assert_array_equal(total, np.full(6, 25, np.uint32))
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {path.name for path in left} == {"released.json"}  # no secret, and no share
+    assert {path.name for path in left} == {"released.json"}  # neither secrets nor shares
 
 
 def test_nobody_is_asked_for_both_shares_of_a_client(tmp_path):
-    """However the server asks, one client gives one of them: asked again, in another way or order, it has nothing."""
+    """For any sequence of requests a client reveals a single share; further requests find no state."""
     node = Node(tmp_path).through()
     first = node.ask("unmask", "a", survivors=(True, True, True, True, False))
     assert len(first) == 5
@@ -307,13 +307,13 @@ def test_nobody_is_asked_for_both_shares_of_a_client(tmp_path):
         assert "it has nothing of round 8 for this step" in reason(node.ask(stage, "a"))
     with pytest.raises(ClientFault, match="it has nothing of round 8 for this step"):
         node.mask("a")
-    # With new keys all shares are of new secrets, which the others must have shared, too.
+    # New keys require new secrets, shared by the other clients too.
     node.ask("keys", "a")
     assert "its own keys are not among" in reason(node.ask("shares", "a"))
 
 
 def test_halves_of_the_clients_cannot_be_asked_for_one_each(tmp_path):
-    """A secret is restored by more than half of them: not one by some, and the other by the rest."""
+    """Restoring a secret needs more than half of the clients, so two halves cannot reveal one secret each."""
     node = Node(tmp_path).through()
     told = {
         name: node.ask("unmask", name, survivors=tuple(peer != "e" or name in "abe" for peer in node.names))
@@ -333,7 +333,7 @@ def test_every_step_comes_once_and_in_its_order(tmp_path):
     assert "nothing of round 8" in reason(node.ask("unmask", "a", peers=("a",), survivors=(True,)))
     assert "nothing of round 8" in reason(node.ask("open", "a", peers=("a",), rows=(bytes(SEALED),)))
     node.share()
-    assert "nothing of round 8" in reason(node.ask("shares", "a"))  # once more, among others perhaps
+    assert "nothing of round 8" in reason(node.ask("shares", "a"))  # again, perhaps with other clients
     with pytest.raises(ClientFault, match="nothing of round 8"):
         node.mask("a", ["a", "b"])
     node.open()
@@ -406,7 +406,7 @@ def test_masks_with_others_only(tmp_path):
 
 
 def test_a_round_that_is_done_again_is_read_of_the_same_clients(tmp_path):
-    """The difference of two sums of one round would be an update."""
+    """The difference of two sums over one round would reveal an update."""
     node = Node(tmp_path).through()
     assert len(node.ask("unmask", "a", survivors=(True, True, True, True, False))) == 5
     node.through()
@@ -422,7 +422,7 @@ def test_secrets_are_for_the_user_alone(tmp_path):
         assert path.stat().st_mode & 0o077 == 0
         assert path.parent.stat().st_mode & 0o077 == 0
     masked = [path for path in tmp_path.rglob("*-masked.json")]
-    assert "seed" not in json.loads(masked[0].read_text())  # with which it has masked
+    assert "seed" not in json.loads(masked[0].read_text())  # the mask's seed
 
 
 def test_a_step_that_was_killed_leaves_no_secret_for_long(tmp_path, monkeypatch):
@@ -461,7 +461,7 @@ def test_nothing_leaves_without_a_mask(state, extras, metrics, name):
     assert list(numbers) == ["w"]
 
 
-# --- messages ---------------------------------------------------------------------------------------------------------
+# --- Messages ---------------------------------------------------------------------------------------------------------
 
 UNMASK = SumRequest("unmask", "0a", 3, "a", 2, ("a", 1, "b"), (True, False, True))
 OPEN = SumRequest("open", "0a", 3, "a", 2, ("a", 1, "b"), (), (bytes(SEALED),) * 3)

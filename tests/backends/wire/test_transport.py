@@ -1,4 +1,4 @@
-"""How long a round waits for its clients, whatever the network: deadlines, quorum, lost connections, late answers."""
+"""Waiting for clients on any network: deadlines, quorum, lost connections, late answers."""
 
 import errno
 import io
@@ -14,7 +14,7 @@ from lightning_fed.backends.wire.transport import Deadline, Transport
 
 
 class Clock:
-    """Time that passes while somebody sleeps."""
+    """A clock that only advances by sleeping."""
 
     def __init__(self):
         self.now = 0.0
@@ -27,13 +27,12 @@ class Clock:
 
 
 class Network(Transport):
-    """Answers come at known times; connections have names that change with time.
+    """Answers arrive at given times; connection names change over time.
 
     Args:
         clock: The clock.
-        answers: Client to the seconds that an answer takes.
-        connections: Client to pairs of a time and the name of the connection from then on.
-
+        answers: Seconds until the answer, by client.
+        connections: Pairs of time and name of the connection from then on, by client.
     """
 
     def __init__(self, clock, deadline, answers, connections=None):
@@ -96,7 +95,7 @@ def test_a_round_waits_for_all_until_the_deadline(clock):
 
 
 def test_with_enough_answers_the_others_have_the_rest(clock):
-    """Also where the slowest is the first: answers are used in the order of the clients all the same."""
+    """Even if the first client is the slowest: answers are still used in client order."""
     network = Network(clock, Deadline(3600, min_clients=2, rest=20), {"ann": 500, "bob": 30, "cid": 10, "dan": 45})
     answers = ask(network, ["ann", "bob", "cid", "dan"])
     assert list(answers) == ["ann", "bob", "cid", "dan"]
@@ -126,7 +125,7 @@ def test_late_answers_are_counted_and_not_used(clock, caplog):
 
 
 def test_a_connection_that_is_back_goes_on_with_its_message(clock):
-    """A link that is cut ends nothing at the client: what it has finished meanwhile is handed over."""
+    """A cut link does not end the visit; the finished answer is delivered later."""
     network = Network(clock, 3600, {"ann": 20}, {"ann": [(0, "a"), (10, None), (60, "a")]})
     assert ask(network, ["ann"]) == {"ann": "ann to round 0"}
     assert 60 <= clock.now < 63
@@ -166,7 +165,7 @@ def test_deadlines_that_there_are_not(options, message):
 
 
 class Counting(Network):
-    """Notes how many packets there are while an answer is waited for."""
+    """Records the number of packets while waiting for an answer."""
 
     def __init__(self, clock):
         super().__init__(clock, 60, {"ann": 1, "bob": 2})

@@ -1,1 +1,1 @@
-"""The federations of test_flower_processes.py."""
+"""Federations for test_flower_processes.py."""

@@ -1,4 +1,4 @@
-"""The server of the case that the run's configuration names."""
+"""Server app for the case named in the run configuration."""
 
 from flwr.serverapp import ServerApp
 

@@ -1,1 +1,1 @@
-"""The job of the tests."""
+"""The job used in tests."""

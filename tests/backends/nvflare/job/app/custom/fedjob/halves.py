@@ -1,4 +1,4 @@
-"""The two halves of the federation that the tests run; the environment says what and where."""
+"""Server and client of the tested federation; the environment names case and folder."""
 
 import json
 import os
@@ -18,7 +18,7 @@ OPTIONS = {"accelerator": "cpu", "logger": False}
 
 
 class Wait(L.Callback):
-    """Notes that a visit has begun, and lets it last as long as a file is there."""
+    """Signals the start of a visit, and prolongs the visit while a file exists."""
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         site = os.environ.get("FEDJOB_SITE")
@@ -29,7 +29,7 @@ class Wait(L.Callback):
 
 @dataclass
 class Strange:
-    """An object that NVFLARE cannot decode on the server."""
+    """An object without an NVFLARE decoder on the server."""
 
     value: int
 
@@ -49,7 +49,7 @@ class Client(FederationExecutor):
         )
 
     def execute(self, task_name, shareable, fl_ctx, abort_signal):
-        """Answers a task; in the second round of a hostile site with an object."""
+        """Answers a task; a hostile site answers round 1 with an object."""
         reply = super().execute(task_name, shareable, fl_ctx, abort_signal)
         is_hostile = os.environ.get("FEDJOB_HOSTILE") == fl_ctx.get_identity_name()
         if is_hostile and task_name == "train" and '"round": 1' in shareable["text"]:
