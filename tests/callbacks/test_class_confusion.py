@@ -1,4 +1,4 @@
-"""The matrix of a client's own classes: what it counts, when, its picture, and that nothing notices it."""
+"""Confusion matrix of a client's classes: counts, rounds, picture, and unchanged training."""
 
 import logging
 
@@ -26,7 +26,7 @@ from tests.callbacks.test_segmentation_images import logged
 from tests.conftest import QUIET
 from tests.recorders import Recorder, SpoilsFiles
 
-# Most fits here only train, with modules that could validate.
+# Most fits only train, but the modules define a validation step.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 CLASSES = {"a": [0, 1, 4], "b": [2, 4], "c": [1, 2, 3], "d": [3]}
@@ -52,7 +52,7 @@ def federate(callbacks, rounds=1, module=None, data=None, logger=False, ckpt_pat
 
 
 def assert_counts(confusion, module, data, state=None):
-    """Compares with the reference's counts on the client's data, of the module as it is or in another state."""
+    """Compares with reference counts on the client's data, for the current state or another state."""
     if state is not None:
         before = {name: value.clone() for name, value in module.state_dict().items()}
         module.load_state_dict(state)
@@ -71,7 +71,7 @@ def test_the_largest_logit_among_some_classes():
     generator = torch.Generator().manual_seed(0)
     labels = torch.tensor([3, 5, 9, 5, 3, 9, 9, 3] * 5)
     logits = torch.randn(40, 12, generator=generator)
-    logits[:, 0] += 100  # a class that is not looked at
+    logits[:, 0] += 100  # a class without examples
     classes, counts = references.own_confusion_reference(logits, labels)
     result = confusion_counts(logits, labels, torch.tensor(classes))
     assert (result.dtype, result.tolist()) == (torch.int64, counts)
@@ -116,13 +116,13 @@ def test_personal_entries_are_the_clients_own():
     trainer.fit(module, datamodule=FederatedDataModule(data, batch_size=8))
     for name, dataset in data.items():
         assert_counts(confusion.latest[name], module, dataset, federation.client_state(name))
-    assert torch.equal(module.net[4].weight, net()[4].weight)  # the one that the module came with
+    assert torch.equal(module.net[4].weight, net()[4].weight)  # the initial weights
     with pytest.raises(AssertionError):
         assert_counts(confusion.latest["a"], module, data["a"])
 
 
 class Named(models.Module):
-    """Batches are dictionaries, labels are floats, and some examples have none."""
+    """Batches are dictionaries, labels are floats, and some examples have no label."""
 
     def training_step(self, batch, batch_idx):
         return F.cross_entropy(self(batch["pixels"]), batch["kind"].long(), ignore_index=-1)
@@ -149,7 +149,7 @@ def test_batches_of_any_kind():
 
 
 def test_a_head_of_which_clients_hold_some_classes():
-    """In the pass all classes are there again; the callbacks' order does not matter."""
+    """The pass uses all classes; the order of callbacks does not matter."""
     for position in (0, 1):
         torch.manual_seed(0)
         module = models.Module(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), SampledSoftmaxHead(8, num_classes=50)))
@@ -208,11 +208,11 @@ def test_a_fault_of_the_module_ends_the_fit():
         federate([OwnClassConfusion()], module=Faulty(net()))
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- Pictures ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_bare_picture(tmp_path, monkeypatch):
-    """Every cell 16 by 16 pixels, the row's share in matplotlib's colour."""
+    """Every cell has 16 by 16 pixels, coloured by the share in the row."""
     monkeypatch.setattr(pictures, "find_spec", lambda name: None)
     confusion, logger = OwnClassConfusion(["a", "c"]), TensorBoardLogger(tmp_path)
     federate([confusion], logger=logger)
@@ -241,7 +241,7 @@ def test_the_picture_with_axes(monkeypatch):
     picture = confusion_picture(confusion, ["zero", "one", "two"], "Round 3, client a")
     assert titles == ["Round 3, client a: 58% right among 3 classes"]
     assert labels[:2] == [([0, 1, 2], ["one", "4", "7"])] * 2
-    # The three rows' darkest and brightest cells stand where they should in the frame of the map.
+    # The darkest and brightest cells of three rows are at their places in the frame.
     is_black = (picture < 60).all(0).numpy()
     rows, columns = (np.nonzero(is_black.sum(axis) > 0.5 * is_black.sum(axis).max())[0] for axis in (1, 0))
     top, bottom, left = rows.min(), rows.max(), columns.min()
@@ -270,7 +270,7 @@ def test_rounds_with_pictures_and_other_loggers(tmp_path, caplog):
     ]
 
 
-# --- nothing notices --------------------------------------------------------------------------------------------------
+# --- Unchanged training -----------------------------------------------------------------------------------------------
 
 
 def test_a_fit_ends_as_one_without():

@@ -1,4 +1,4 @@
-"""One training step proves the classifier, the number of classes, the labels and the void label."""
+"""One traced training step finds the classifier, the number of classes, the labels and the void label."""
 
 import random
 
@@ -153,7 +153,7 @@ def task_of(federated_trainer, module, *tensors):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_classes(federated_trainer, name):
-    """The head has no telling name or place; the labels come from the batch."""
+    """Neither name nor place identifies the head; the labels come from the batch."""
     task = task_of(federated_trainer, classifier(LOSSES[name]))
     assert (task.layer, task.num_classes, task.ignore_index) == ("zz_head", C, None)
     batch = [object(), labels()]
@@ -183,7 +183,7 @@ def test_labels_from_a_table_are_not_the_labels_of_the_batch(federated_trainer, 
         )
 
 
-# --- segmentation -----------------------------------------------------------------------------------------------------
+# --- Segmentation -----------------------------------------------------------------------------------------------------
 
 
 def deeplab(classes):
@@ -212,7 +212,7 @@ def dice(mode, void=None):
 
 
 def valid_pixels(scores, mask):
-    """A mask removes void pixels."""
+    """A mask excludes void pixels."""
     valid = mask != 11
     losses = F.cross_entropy(scores, mask.where(valid, 0), reduction="none")
     return (losses * valid).sum() / valid.sum()
@@ -274,7 +274,7 @@ def test_a_real_network(federated_trainer):
     assert (task.layer, task.num_classes, task.ignore_index) == ("net.segmentation_head.0", C, 2)
 
 
-# --- forms of modules -------------------------------------------------------------------------------------------------
+# --- Forms of modules -------------------------------------------------------------------------------------------------
 
 
 class Mapped(nn.Module):
@@ -301,7 +301,7 @@ class Cosine(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen layer and a low-rank change."""
+    """A frozen layer with a low-rank change."""
 
     def __init__(self):
         super().__init__()
@@ -325,14 +325,14 @@ def with_head(head):
 
 
 def logged_teacher(self, batch):
-    """The teacher has a loss without gradients."""
+    """The teacher's loss has no gradient."""
     with torch.no_grad():
         self.log("teacher_loss", F.cross_entropy(self.teacher(batch[0]), batch[1]))
     return F.cross_entropy(self.student(batch[0]), batch[1])
 
 
 def pooled_over_mask(self, batch):
-    """A masked sum over probabilities feeds a layer: not a loss."""
+    """A masked sum over probabilities feeds a layer, and is not a loss."""
     gate = torch.sigmoid(self.gate(batch[0])) * (batch[1] > 0)[:, None].float()
     return F.cross_entropy(self.head(gate.sum(0, keepdim=True) + batch[0]), batch[1])
 
@@ -361,7 +361,7 @@ def test_forms_of_modules(federated_trainer, name):
 
 
 def test_labels_by_name(federated_trainer):
-    """Any name, any depth."""
+    """For any name at any depth."""
     rows = [
         {"pixels": x, "meta": {"z": torch.tensor(9.0), "kind": y}} for x, y in zip(numbers(), labels(), strict=True)
     ]
@@ -381,7 +381,7 @@ def test_labels_by_name(federated_trainer):
     assert found[0].target({"meta": {"kind": 5}}) == 5
 
 
-# --- changed labels ---------------------------------------------------------------------------------------------------
+# --- Changed labels ---------------------------------------------------------------------------------------------------
 
 CHANGED = {
     "remainder": lambda z, y: F.cross_entropy(z, y % 2),
@@ -395,7 +395,7 @@ CHANGED = {
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_other_labels_need_a_target(federated_trainer, name):
-    """The layer is known, the labels are unknown."""
+    """The layer is known, but the labels are unknown."""
     assert task_of(federated_trainer, classifier(CHANGED[name])).layer == "zz_head"
     trainer = federated_trainer(max_rounds=1, partition=IID(2), callbacks=[ClassPrototypes()])
     module = classifier(CHANGED[name])
@@ -405,7 +405,7 @@ def test_other_labels_need_a_target(federated_trainer, name):
     assert_same(state_of(module), start)
 
 
-# --- modules without classes, and steps without a trial ---------------------------------------------------------------
+# --- Modules without classes, and steps that cannot be traced ---------------------------------------------------------
 
 
 def vae(target):
@@ -466,7 +466,7 @@ def two_heads(self, batch):
 
 
 def mixture(self, batch):
-    """A layer makes only a part of the scores."""
+    """The layer contributes only a part of the scores."""
     features = self.body(batch[0])
     return F.cross_entropy(self.projector(features) + features @ torch.ones(8, 4), batch[1])
 
@@ -524,7 +524,7 @@ def test_no_classifier_is_an_error(federated_trainer, name):
 
 
 class OnNetwork:
-    """A federation with the other half on other machines."""
+    """A federation with a remote other side."""
 
     is_remote = True
 
@@ -562,7 +562,6 @@ CONSUMERS = {
 
 @pytest.mark.parametrize("name", CONSUMERS)
 def test_all_that_ask_refuse_alike(federated_trainer, name):
-    """Before the training."""
     method, remedy = CONSUMERS[name]
     module = Base(regression, net=nn.Linear(6, 4))
     start = state_of(module)
@@ -573,11 +572,11 @@ def test_all_that_ask_refuse_alike(federated_trainer, name):
     assert_same(state_of(module), start)
 
 
-# --- leaving no trace -------------------------------------------------------------------------------------------------
+# --- Unchanged training -----------------------------------------------------------------------------------------------
 
 
 class Restless(L.LightningModule):
-    """Draws random numbers in every way, counts, stores and logs."""
+    """Draws random numbers from all generators, counts, stores and logs."""
 
     def __init__(self):
         super().__init__()
@@ -605,7 +604,7 @@ class Restless(L.LightningModule):
 
 @pytest.mark.parametrize("federated", [True, False])
 def test_the_fit_is_that_with_a_named_layer(federated_trainer, plain_trainer, federated):
-    """Bit-equal, also with a loader that has a generator."""
+    """Bit-equal, also for a loader with a generator."""
     results = []
     for options in ({}, {"layer": "net.3", "num_classes": C}):
         module, prototypes = Restless(), ClassPrototypes(**options, passes="online")
@@ -628,7 +627,7 @@ def test_the_fit_is_that_with_a_named_layer(federated_trainer, plain_trainer, fe
 
 
 def test_a_stream_loses_no_batch(plain_trainer):
-    """A loader that cannot start again is not read."""
+    """A loader that cannot restart is not read."""
     trainer = plain_trainer(max_epochs=1, callbacks=[ClassPrototypes()])
     batches = iter([(numbers(4), labels(4))] * 3)
     with pytest.raises(

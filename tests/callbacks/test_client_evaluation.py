@@ -1,4 +1,4 @@
-"""What is known of a value that every client has: whose batch it weighs by, which end of it is good."""
+"""Client evaluation equals Lightning's evaluation; weights of batches and directions of metrics."""
 
 import csv
 import functools
@@ -35,7 +35,7 @@ def test_names_of_what_is_better_when_high(name):
 
 
 class Values(models.Module):
-    """Logs values of a collection, and some whose names say nothing."""
+    """Logs a metric collection, and values with uninformative names."""
 
     def __init__(self):
         super().__init__(models.mlp())
@@ -75,7 +75,7 @@ def test_metrics_and_callbacks_say_which_end_is_good(federated_trainer, tmp_path
 
 
 class Named(models.Module):
-    """Batches are dictionaries whose first entry is a list of names, or hold no tensor at all."""
+    """Batches are dictionaries starting with a list of names, or contain no tensor."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step((batch["x"], batch["y"]), batch_idx)
@@ -104,7 +104,7 @@ def test_batches_of_names_and_tensors(federated_trainer):
     assert trainer.callback_metrics["client/bob/val_names"] == pytest.approx(4 / 6)
 
 
-# --- the same as Lightning's own evaluation ---------------------------------------------------------------------------
+# --- Equal to Lightning's evaluation ----------------------------------------------------------------------------------
 
 
 HOOKS = [
@@ -118,7 +118,7 @@ NOTED = []
 
 
 class Collecting(models.Module):
-    """Collects in hooks, logs with every reduction, and notes which hook was called with how many arguments."""
+    """Collects values in hooks, logs with every reduction, and records hook calls with the number of arguments."""
 
     def __init__(self):
         super().__init__(models.mlp())
@@ -160,7 +160,7 @@ class Collecting(models.Module):
 
     def on_validation_epoch_end(self):
         self.log("collected", torch.cat(self.outputs).mean())
-        self.log("mean", -1.0, add_dataloader_idx=False)  # another hook's, as Lightning has it
+        self.log("mean", -1.0, add_dataloader_idx=False)  # from another hook, with Lightning's name
 
     def on_validation_model_train(self):
         self.train()
@@ -198,7 +198,7 @@ def test_a_client_is_evaluated_as_by_lightning(stage, count, federated_trainer, 
         run(module, loaders, verbose=False)
         expected = {key: float(value) for key, value in plain.callback_metrics.items()}
         for key in [key for key in expected if key.startswith(("step", "most_"))]:
-            del expected[key]  # of single steps
+            del expected[key]  # single steps
         found = {key.removeprefix(f"client/{name}/"): value for key, value in metrics.items()}
         assert {key: found.get(key) for key in expected} == pytest.approx(expected)
         assert not {key for key in metrics if key.startswith(f"client/{name}/step")}
@@ -211,7 +211,7 @@ def test_a_reduction_that_lightning_refuses_is_refused():
         LoggedValues().take(LogCall("middle", 1.0, reduce_fx=torch.median))
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- Tables -----------------------------------------------------------------------------------------------------------
 
 
 def test_no_clients_name_reads_as_another_row(federated_trainer, tmp_path):

@@ -1,4 +1,4 @@
-"""Evaluation client by client outside a fit, and which mappings are clients."""
+"""Client evaluation outside a fit, and mappings recognised as clients."""
 
 import logging
 
@@ -20,7 +20,7 @@ CLIENTS = models.vectors({"ann": 40, "bob": 41, "cid": 30})
 HELD_OUT = models.vectors({"ann": 11, "bob": 40, "cid": 20})
 PERSONAL = ("net.head.*",)
 
-# The checkpoints know of the ModelCheckpoint that made them.
+# A checkpoint with a ModelCheckpoint state warns on load.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 
 
@@ -45,7 +45,7 @@ def of_clients(trainer, name):
 
 @pytest.fixture(params=["memory", "folder"])
 def fitted(request, federated_trainer, tmp_path):
-    """A fit of three rounds with personal heads, a checkpoint of its end, and where its clients keep theirs."""
+    """Three rounds with personal heads: Trainer, folder with the checkpoint, and folder of the client store."""
     store = None if request.param == "memory" else tmp_path / "clients"
     checkpoints = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
     trainer = federated_trainer(
@@ -118,7 +118,7 @@ def test_a_plain_checkpoint_is_evaluated_with_what_there_is(plain_trainer, feder
 
 
 class Breaks(ClientEvaluation):
-    """Asks the clients once more when the fit is over, with a module that cannot be evaluated."""
+    """Evaluates the clients again after the fit, with a failing module."""
 
     def on_train_end(self, trainer, pl_module):
         pl_module.test_step = pl_module.validation_step = self.fail
@@ -138,7 +138,7 @@ def test_an_error_in_an_evaluation_names_client_and_stage(stage, federated_train
 
 
 class OneFails(Both):
-    """Fails with the data of one client."""
+    """Raises for the data of one client."""
 
     def fail(self, batch):
         if bool((batch[0] == 9).any()):
@@ -163,7 +163,7 @@ def test_an_error_in_lightnings_own_evaluation_names_the_client(stage, federated
     assert caught.value.__notes__ == ["In the evaluation of client 'bob'."]
 
 
-# --- which mappings are clients ---------------------------------------------------------------------------------------
+# --- Mappings of clients ----------------------------------------------------------------------------------------------
 
 
 class Several(models.Module):
@@ -200,7 +200,7 @@ def test_clients_that_do_not_train_are_named(personal, federated_trainer, caplog
     assert "client/bobb/val_acc" in trainer.callback_metrics
 
 
-# --- in which rounds --------------------------------------------------------------------------------------------------
+# --- Rounds -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("every", "val_every", "rounds"), [(1, 1, [0, 1, 2, 3, 4, 5]), (2, 2, [3]), (3, 1, [2, 5])])

@@ -1,4 +1,4 @@
-"""Values over all clients are those of one process on the pooled data."""
+"""Values over all clients equal one process with the pooled data."""
 
 import csv
 import logging
@@ -42,7 +42,8 @@ def test_predictions_stay_with_their_client(federated_trainer, caplog):
         _, trainer, _ = fitted(federated_trainer, "segmentation", evaluation)
     pooled = {name for name in trainer.callback_metrics if name.endswith("/pooled")}
     assert pooled == {"fed/val_iou/pooled", "fed/val_loss/pooled"}
-    assert {"client/ann/val_dice", "fed/val_jaccard/mean"} <= set(trainer.callback_metrics)  # which it computed itself
+    # computed by the client evaluation
+    assert {"client/ann/val_dice", "fed/val_jaccard/mean"} <= set(trainer.callback_metrics)
     reason = "its state is a list of predictions or targets, which are data."
     assert caplog.text.count(f"The state of metric 'dice' does not leave the clients: {reason}") == 1
     assert caplog.text.count("The state of metric 'jaccard' does not leave the clients: it is withheld.") == 1
@@ -50,7 +51,7 @@ def test_predictions_stay_with_their_client(federated_trainer, caplog):
 
 
 class Collects(models.Module):
-    """Values of the epoch's end from what the module has collected in attributes of its own."""
+    """Values at the end of the epoch from attributes of the module."""
 
     def __init__(self):
         super().__init__(models.mlp())
@@ -63,7 +64,7 @@ class Collects(models.Module):
         self.count += len(batch[1])
 
     def on_validation_epoch_end(self):
-        self.log("accuracy", self.hits / max(self.count, 1))  # 0 of nothing, which is wrong of all
+        self.log("accuracy", self.hits / max(self.count, 1))  # 0 of 0: undefined
         self.log("spread", torch.cat(self.outputs).std())
         self.outputs, self.hits, self.count = [], 0.0, 0
 
@@ -84,7 +85,7 @@ def test_what_is_no_function_of_the_states_is_missing_and_said(federated_trainer
 
 
 class AtTheEnd(models.Module):
-    """Metrics as objects that are logged at the epoch's end; one holds a list, and one has a name with signs in it."""
+    """Metric objects logged at the end of the epoch; one has a list state, one has special characters in the name."""
 
     def __init__(self):
         super().__init__(models.mlp())
@@ -112,7 +113,7 @@ def test_metrics_that_the_epochs_end_logs_as_objects(federated_trainer):
 
 
 def report_of(count, **extras):
-    """A report of the classifier's loss, with more in it."""
+    """A report with the classifier's loss and additional entries."""
     loss = torch.tensor([1.0 * count, count], dtype=torch.float64)
     return ClientUpdate("ann", count, {}, {"logged|mean|loss": loss, "value||loss": loss[:1] / count} | extras)
 
@@ -138,7 +139,7 @@ def test_reports_that_are_none(extras):
 
 
 def test_one_clients_word_changes_nothing_of_the_others(federated_trainer, monkeypatch, caplog):
-    """It withholds a metric, claims that values are means, and invents names."""
+    """The client withholds a metric, marks values as means, and invents names."""
     original = ClientEvaluation.on_client_question
 
     def lies(self, trainer, module, client, question):
@@ -178,7 +179,7 @@ def test_loaders_are_made_once(federated_trainer):
     trainer = federated_trainer(max_rounds=1)
     module = models.Module(models.mlp())
     trainer.fit(module, datamodule=Data(models.as_datasets(models.vectors(evaluations.TRAIN)), held_out))
-    assert len(made) == 12  # of Lightning's own validation, and of that by client
+    assert len(made) == 12  # Lightning's validation, and the validation by client
 
 
 @pytest.mark.parametrize("question", [{}, {"stage": "training", "limit": 1.0}, {"stage": "test", "limit": "all"}])
@@ -207,7 +208,7 @@ def test_a_client_with_few_examples_reports_nothing(federated_trainer, caplog):
 
 
 class OfLastClass(models.Module):
-    """Accuracy of the last class: of those who lack it there is none."""
+    """Accuracy of the last class, undefined for clients without this class."""
 
     def __init__(self):
         super().__init__(models.mlp())
@@ -266,7 +267,7 @@ class Heavy(models.Module):
 
 
 def test_the_weight_that_a_client_gives_its_value_is_bounded(federated_trainer, caplog):
-    """By 100 times the median client's, per example; the log names the client."""
+    """The bound is 100 times the median client's weight per example; the log names the client."""
     held_out = models.vectors(evaluations.HELD_OUT)
     held_out["bob"][0].fill_(9)
     trainer = federated_trainer(max_rounds=1)

@@ -1,4 +1,4 @@
-"""Segmentation client by client: scores by hand with each client's model, the chosen images, and what is written."""
+"""Segmentations by client: scores by hand with each client's model, chosen images, and written files."""
 
 import csv
 import logging
@@ -37,7 +37,7 @@ def module():
 
 
 def validation():
-    """Five and four images; `b` lacks the last class, and an image of it has no label at all."""
+    """Five and four images; `b` lacks the last class, and one image of `b` has no labels."""
     scenes = models.scenes({"a": 5, "b": 4})
     scenes["b"][1].clamp_(max=1)
     scenes["b"][1][1] = 255
@@ -51,7 +51,7 @@ def data():
 
 
 def ious(prediction, truth):
-    """Class to IoU and Dice, of the classes in truth or prediction."""
+    """IoU and Dice by class, for classes in truth or prediction."""
     prediction, truth = prediction[truth != 255], truth[truth != 255]
     found = {}
     for label in range(models.CLASSES):
@@ -78,7 +78,7 @@ def rows_of(path):
 
 @pytest.mark.parametrize("mode", [LocalStatistics(), "recalibrate"], ids=["local", "recalibrate"])
 def test_scores_and_pictures_are_those_of_each_clients_model(mode, federated_trainer, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(pictures, "has_matplotlib", lambda: False)  # the picture is the grid alone
+    monkeypatch.setattr(pictures, "has_matplotlib", lambda: False)  # the picture is only the grid
     callback = ClientSegmentations(1, tmp_path / "out", NAMES)
     trainer = federated_trainer(
         max_rounds=2, batch_norm=mode, callbacks=[callback], logger=TensorBoardLogger(tmp_path / "logs")
@@ -109,7 +109,7 @@ def test_scores_and_pictures_are_those_of_each_clients_model(mode, federated_tra
         with Image.open(tmp_path / "out" / "clients" / f"{client}.png") as file:
             drawn = torch.from_numpy(np.array(file)).permute(2, 0, 1)
         assert drawn.shape == picture.shape
-        assert (drawn.int() - picture.int()).abs().max() <= 2  # entropies of a batch and of all images at once
+        assert (drawn.int() - picture.int()).abs().max() <= 2  # entropies by batch, and over all images at once
     for tag in ("client_iou", "clients/a", "clients/b"):
         assert [round for round, _ in logged(trainer.loggers[0], f"segmentation/{tag}")] == [0, 1]
     table = (tmp_path / "out" / "scores.md").read_text()
@@ -191,7 +191,7 @@ def test_names_of_clients_as_files_and_validation_by_itself(federated_trainer, t
     trainer.validate(module(), datamodule=datamodule, verbose=False)
     names = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.png"))
     assert names == ["clients/iou.png", "clients/ward 3%2Fleft.png", "iou.png"]
-    assert {row[0] for row in callback.rows} == {0}  # the round whose model it is
+    assert {row[0] for row in callback.rows} == {0}  # the round of the model
     rows = list(callback.rows)
     trainer.validate(module(), datamodule=datamodule, verbose=False)
     assert [row[:3] for row in callback.rows] == [row[:3] for row in rows]  # the same round again
@@ -200,7 +200,7 @@ def test_names_of_clients_as_files_and_validation_by_itself(federated_trainer, t
 
 @pytest.mark.parametrize(("names", "name"), [((), "1"), (["tumour"], "tumour"), (["healthy", "tumour"], "tumour")])
 def test_a_binary_task_is_scored_by_its_class(names, name, federated_trainer, tmp_path):
-    """As `SegmentationTask` logs it; a client in which nothing is to be found, and nothing found, has no score."""
+    """Equals the log of `SegmentationTask`; a client without true and predicted pixels has no score."""
 
     def loss(logits, mask):
         valid = mask != 255
@@ -309,7 +309,7 @@ def with_void(void):
 
 @pytest.mark.parametrize("void", [11, 3, -1])
 def test_the_loss_says_which_label_is_void(void, federated_trainer, tmp_path):
-    """The scores equal the scores with the usual label; without a proof an error names the label."""
+    """The scores equal the scores with the usual label; without evidence an error names the label."""
     rows = []
     for label, options in ((255, {"ignore_index": 255}), (void, {})):
         data = models.as_datasets(with_void(label))

@@ -1,4 +1,4 @@
-"""Traffic by part, compared with the messages themselves, the formula of the specification, and federated averaging."""
+"""Traffic by part equals the messages, the formula in the specification, and federated averaging."""
 
 import csv
 
@@ -22,11 +22,11 @@ from tests.breadth import quick
 from tests.conftest import QUIET
 from tests.recorders import MemoryLogger, Recorder, bytes_of
 
-# Most fits here only train, with modules that could validate.
+# Most fits only train, but the modules define a validation step.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 SIZES = {"ann": 10, "bob": 5, "cid": 17}
-BASE, HEAD = 6 * 8 + 8, 8 * 3 + 3  # of an MLP
+BASE, HEAD = 6 * 8 + 8, 8 * 3 + 3  # sizes of an MLP
 
 
 def federate(callbacks, rounds=2, module=None, ckpt_path=None, sizes=SIZES, **options):
@@ -56,7 +56,7 @@ def test_federated_averaging_sends_all_of_the_model():
 
 
 def test_entries_of_any_type_and_extras():
-    """Integer buffers count their eight bytes; what a method sends beside the model is a part of its own."""
+    """Integer buffers count eight bytes per number; a method's extras are a separate part."""
 
     class Extras(FederatedCallback):
         def on_server_send(self, trainer, module, client, broadcast):
@@ -83,7 +83,7 @@ def test_entries_of_any_type_and_extras():
 @pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize(("num_classes", "bias"), [(30, False), (1000, False), (1000, True)])
 def test_fedss_sends_the_rows_of_its_classes(num_classes, bias, position):
-    """|phi| + d |S_k| numbers in each direction and |S_k| integers up, whatever the number of classes."""
+    """|phi| + d |S_k| numbers in each direction and |S_k| integers up, for any number of classes."""
     torch.manual_seed(0)
     head = SampledSoftmaxHead(8, num_classes, bias=bias, normalize=not bias)
     module = models.Module(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), head))
@@ -101,7 +101,7 @@ def test_fedss_sends_the_rows_of_its_classes(num_classes, bias, position):
         model = [parts["(rest)"], parts["net.2"]]
         assert sum(row.down_numel for row in model) == sum(row.up_numel for row in model) == sent
         assert sum(row.down_bytes for row in model) == sum(row.up_bytes for row in model) == 4 * sent
-        request = parts["(request)"]  # once for each of the head's entries
+        request = parts["(request)"]  # once for each entry of the head
         assert request[3:] == (0, 0, held, 8 * held)  # one list for weight and bias
     down, up = (sum(getattr(row, f"{way}_bytes") for row in report.rows) for way in ("down", "up"))
     assert trainer.callback_metrics["comm/total_down_bytes"] == down
@@ -119,7 +119,7 @@ def test_fedss_sends_the_rows_of_its_classes(num_classes, bias, position):
 
 
 class Halved(FederatedCallback):
-    """Sends half precision, both ways, and has whole numbers again before anybody needs them."""
+    """Sends half precision in both directions and converts back on receipt."""
 
     def on_server_send(self, trainer, module, client, broadcast):
         broadcast.extras = {f"half:{name}": value.half() for name, value in broadcast.state.items()}
@@ -133,7 +133,7 @@ class Halved(FederatedCallback):
 
 @pytest.mark.parametrize("position", [0, 1])
 def test_messages_count_as_they_travel(position):
-    """Not as another callback has unpacked them, wherever it stands."""
+    """For any position of the unpacking callback."""
     report, callbacks = CommunicationReport(), [Halved()]
     callbacks.insert(position, report)
     trainer = federate(callbacks, 1)
@@ -159,7 +159,7 @@ def test_what_stays_at_home_is_saved():
 
 
 def test_a_client_that_does_not_answer():
-    """Is sent the model and sends nothing; a share is one of the messages that there were."""
+    """The client is sent the model and sends nothing; shares only count existing messages."""
 
     class Broken(models.Module):
         def training_step(self, batch, batch_idx):
@@ -170,7 +170,7 @@ def test_a_client_that_does_not_answer():
     class Spoil(FederatedCallback):
         def on_client_end(self, trainer, module, client, update):
             if client == "cid":
-                update.num_samples = 0  # it comes up, and is not good
+                update.num_samples = 0  # arrives, but is invalid
 
     report = CommunicationReport()
     sizes = {"ann": 16, "bob": 1, "cid": 16}
@@ -186,7 +186,7 @@ def test_a_client_that_does_not_answer():
 
 
 class Breaking(Dataset):
-    """The first batch is good."""
+    """Only the first batch is valid."""
 
     def __init__(self, data):
         self.data = data
@@ -256,7 +256,7 @@ def test_a_fit_with_a_report_is_one_without():
 
 
 class Present(L.Callback):
-    """Notes its fits."""
+    """Counts its fits."""
 
     def __init__(self):
         self.fits = 0
@@ -266,7 +266,7 @@ class Present(L.Callback):
 
 
 def test_other_callbacks_keep_their_hooks():
-    """The report moves to the front in a loop over all callbacks."""
+    """The report moves to the front during a loop over all callbacks."""
     present = [Present() for _ in range(4)]
     trainer = federate([*present[:2], CommunicationReport(), *present[2:]], 1)
     assert [callback.fits for callback in present] == [1, 1, 1, 1]
@@ -300,7 +300,7 @@ def test_a_resumed_run_counts_as_the_uninterrupted_one(tmp_path):
 
 @pytest.mark.parametrize("keep", quick([0, 1, 3], [0, 3]))
 def test_rounds_that_are_long_over_are_sums(keep, tmp_path):
-    """The means do not change, also where a client never answers; a resumed run has the same."""
+    """The means do not change, even if a client never answers; a resumed run has the same rows."""
 
     class Silent(models.Module):
         def training_step(self, batch, batch_idx):
@@ -346,7 +346,7 @@ def test_rounds_that_are_long_over_are_sums(keep, tmp_path):
 
 
 def test_a_round_that_is_trained_again_counts_once(tmp_path):
-    """A checkpoint inside a round has part of it."""
+    """The checkpoint inside a round contains part of this round."""
     report = CommunicationReport()
     inside = tmp_path / "inside.ckpt"
 

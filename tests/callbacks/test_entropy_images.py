@@ -1,4 +1,4 @@
-"""Entropy maps beside the segmentations: the colours are those of the entropies, computed again here in numpy."""
+"""Entropy maps next to segmentations: colours equal entropies computed in numpy."""
 
 import logging
 import math
@@ -36,7 +36,7 @@ TAG = "segmentation/input_truth_prediction_softmax_entropy_feature_entropy"
 
 
 def entropy(shares):
-    """Along the first axis."""
+    """Entropy along the first axis."""
     shares = np.asarray(shares, dtype=np.float64)
     return -sum(np.where(share > 0, share * np.log(np.where(share > 0, share, 1)), 0) for share in shares)
 
@@ -46,11 +46,11 @@ def viridis(values):
     return np.moveaxis(255 * colormaps["viridis"](np.asarray(values))[..., :3], -1, 0).round().astype(int)
 
 
-# --- the picture ------------------------------------------------------------------------------------------------------
+# --- Picture ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_colours_are_those_of_viridis():
-    """Exact at every 17th of its 256 colours, straight lines between them; ever brighter."""
+    """Exact at every 17th of 256 colours, linear in between, with increasing brightness."""
     values = torch.linspace(0, 1, 256).reshape(1, -1)
     drawn = paint_numbers(values)
     assert drawn.dtype == torch.uint8
@@ -102,11 +102,11 @@ def test_refusals():
         SegmentationImages(activation="tanh")
 
 
-# --- the callback -----------------------------------------------------------------------------------------------------
+# --- Callback ---------------------------------------------------------------------------------------------------------
 
 
 class Known(L.LightningModule):
-    """Four features at half the size, one of them negative, and three logits; nothing is trained."""
+    """Four features at half the size, one of them negative, and three logits, without training."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class Known(L.LightningModule):
 
 
 def drawn_again(module, x, layer, activation):
-    """Both maps of all images, from weights alone."""
+    """Both maps of all images, computed from the weights."""
     with torch.no_grad():
         features = F.conv2d(x, module.body.weight, module.body.bias, stride=2)
         grown = features.repeat_interleave(2, 2).repeat_interleave(2, 3)
@@ -138,7 +138,7 @@ def drawn_again(module, x, layer, activation):
 
 
 def enlarged(maps):
-    """Twice as high and wide, bilinearly: pixel centres at -1/4 and 1/4 of the small ones, edges held."""
+    """Bilinear upsampling by two: pixel centres at -1/4 and 1/4 of the small pixels, edges repeated."""
     for axis in (1, 2):
         padded = np.concatenate([np.take(maps, [0], axis), maps, np.take(maps, [-1], axis)], axis)
         size = maps.shape[axis]
@@ -149,24 +149,24 @@ def enlarged(maps):
 
 
 def assert_colors(tiles, values):
-    """Rounding of float32 may tip a value over to the next colour, and our colours are within 7 of matplotlib's."""
+    """Rounding in float32 may select the next colour, and our colours are within 7 of matplotlib's."""
     assert np.abs(tiles.astype(int) - viridis(values)).max() <= 10
 
 
 @pytest.mark.parametrize("activation", ["relu", "abs", "softmax"])
 @pytest.mark.parametrize("layer", ["auto", "body"])
 def test_the_event_file_holds_the_entropies(tmp_path, layer, activation):
-    """On a plain Trainer; "auto" is the input of the last convolution, here the enlarged features."""
+    """In a plain Trainer; "auto" selects the input of the last convolution, here the upsampled features."""
     torch.manual_seed(3)
     module, logger = Known(), TensorBoardLogger(tmp_path)
     with torch.no_grad():
-        module.head.weight.mul_(6)  # from sure to unsure
+        module.head.weight.mul_(6)  # from certain to uncertain
     callback = SegmentationImages(num_images=3, class_colors=COLORS, maps=MAPS, layer=layer, activation=activation)
     loader = DataLoader(dataset(seed=1), batch_size=2)
     make_trainer(logger, [callback]).validate(module, loader, verbose=False)
     ((step, picture),) = logged(logger, TAG)
     assert step == 0
-    assert logged(logger) == []  # the tag says which columns there are
+    assert logged(logger) == []  # the tag lists the columns
     x, y = (torch.stack(parts) for parts in zip(*dataset(seed=1)[:3], strict=True))
     with torch.no_grad():
         prediction = module(x).argmax(1)
@@ -196,7 +196,7 @@ def test_columns_come_in_the_order_asked_for(tmp_path, maps):
 
 
 def test_one_logit_is_two_classes(tmp_path):
-    """Logit 0 is as unsure as can be, -20 sure, and 1 in between."""
+    """Logit 0 has maximal entropy, logit -20 almost none, logit 1 is in between."""
 
     class Binary(Known):
         def forward(self, x):
@@ -215,7 +215,7 @@ def test_one_logit_is_two_classes(tmp_path):
 
 
 def test_features_of_an_smp_model_in_a_federation(tmp_path, caplog):
-    """The encoder's last map, an eighth of the size, is found and enlarged; training is as without the callback."""
+    """The encoder's last map at an eighth of the size is found and upsampled; training does not change."""
     ends = []
     for callbacks in ([], [SegmentationImages(every_n_epochs=1, num_images=2, maps=MAPS)]):
         logger = TensorBoardLogger(tmp_path, name=str(len(callbacks)))
@@ -239,7 +239,7 @@ def test_features_of_an_smp_model_in_a_federation(tmp_path, caplog):
     values = entropy(shares / shares.sum(0)) / math.log(len(shares))
     tile = picture[:, 2:34, 2 + 4 * 34 : 34 + 4 * 34]
     expected = enlarged(enlarged(enlarged(values[None])))[0]
-    flat = slice(3, 29)  # three times twofold is not eightfold, but close to it
+    flat = slice(3, 29)  # three upsamplings by two differ slightly from one by eight
     assert np.abs(tile[:, flat, flat].astype(int) - viridis(expected)[:, flat, flat]).max() < 40
     corners = [values[0, 0], values[0, -1], values[-1, 0], values[-1, -1]]
     assert_colors(tile[:, [[0, 0], [31, 31]], [[0, 31], [0, 31]]], np.reshape(corners, (2, 2)))
@@ -254,7 +254,7 @@ def test_a_layer_that_is_not_there_is_named_before_training(tmp_path):
     module = Segmenter()
     with pytest.raises(ValueError, match="but got 'neck'"):
         make_trainer(TensorBoardLogger(tmp_path), [callback]).validate(module, DataLoader(dataset(), 2), verbose=False)
-    fit(Segmenter(), CSVLogger(tmp_path), [callback], max_epochs=1)  # no pictures, no layer
+    fit(Segmenter(), CSVLogger(tmp_path), [callback], max_epochs=1)  # without pictures no layer is needed
 
 
 def test_a_layer_that_is_not_run_is_named(tmp_path):
@@ -293,15 +293,15 @@ NEW_ENOUGH = pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reaso
 
 @pytest.mark.parametrize("kind", [InPlace, Twice, pytest.param(Compiled, marks=NEW_ENOUGH)])
 def test_features_are_those_of_the_first_pass_as_the_layer_makes_them(tmp_path, kind):
-    """Not what a layer that works in place, or a second pass, makes of them; and compiled code does not hide them."""
+    """An in-place layer or a second forward pass does not change the features; compiled code is handled."""
     pictures = []
     for which in (Known, kind):
         torch.manual_seed(0)
         module, logger = which(), TensorBoardLogger(tmp_path, name=which.__name__)
         with torch.no_grad():
-            module.eval()(torch.zeros(1, 3, 8, 8))  # compiled before anything is tapped
+            module.eval()(torch.zeros(1, 3, 8, 8))  # compiled before features are tapped
         callback = SegmentationImages(maps=["feature_entropy"], layer="body", activation="abs")
-        trainer = make_trainer(logger, [callback], inference_mode=False)  # in which it would be compiled anew
+        trainer = make_trainer(logger, [callback], inference_mode=False)  # inference mode would compile again
         trainer.validate(module, DataLoader(dataset(), 2), verbose=False)
         ((_, picture),) = logged(logger, callback.tag)
         pictures.append(picture[:, :, 32:])

@@ -1,4 +1,4 @@
-"""Forged evaluations: one client decides neither the best checkpoint nor the end of a fit."""
+"""Forged evaluations: a single client controls neither the best checkpoint nor the end of a fit."""
 
 import math
 
@@ -17,7 +17,7 @@ from tests import evaluations, models
 
 
 class Scored(models.Module):
-    """A loss and a score."""
+    """Logs a loss and a score."""
 
     def __init__(self):
         super().__init__(models.mlp())
@@ -40,7 +40,7 @@ class Scored(models.Module):
 
 
 class Forged(ClientEvaluation):
-    """Evaluation in which the answer of `bob` is forged in one round."""
+    """Forges the answer of `bob` in one round."""
 
     def __init__(self, forge, round):
         super().__init__()
@@ -66,7 +66,7 @@ def counts_of(number, **others):
     def forge(update):
         for name, value in {"tp": number, **others}.items():
             update.extras[f"state|acc|{name}"][:] = value
-        if others:  # with the value that follows from the states
+        if others:  # with the value computed from the states
             update.extras["value|h|val_acc"] = torch.tensor([1.0])
 
     return forge
@@ -84,13 +84,13 @@ def support_of(update):
 
 
 def weightless(update):
-    """A sum of zero for more examples than all other clients have."""
+    """A sum of zero, for more examples than all other clients together."""
     update.num_samples = 10**12
     loss_of(0.0, 1e12, 0.0)(update)
 
 
 def mean_of(number, metric="mean", flags=None):
-    """A state, without its value or with the flag for values that do not follow from states."""
+    """A forged state, without value or marked as independent of states."""
 
     def forge(update):
         for name in [name for name in update.extras if name.startswith(f"state|{metric}|mean_value")]:
@@ -150,7 +150,7 @@ class Broken(Dataset):
 
 
 def test_validation_data_that_raise_exclude_their_client(federated_trainer, caplog):
-    """As on another machine; the fit continues."""
+    """As for a remote client, and the fit continues."""
     trainer = federated_trainer(max_rounds=2)
     clients = models.as_datasets(models.vectors(evaluations.TRAIN))
     held_out = {**models.as_datasets(models.vectors(evaluations.HELD_OUT)), "bob": Broken()}
@@ -169,7 +169,7 @@ class Endless(models.Module):
 
 
 def test_an_infinite_value_of_all_clients_is_no_value(federated_trainer):
-    """Such a value would stay the best one for good."""
+    """An infinite value would stay the best value permanently."""
     trainer = federated_trainer(max_rounds=1)
     clients = models.as_datasets(models.vectors(evaluations.TRAIN))
     held_out = models.as_datasets(models.vectors(evaluations.HELD_OUT))
@@ -180,9 +180,9 @@ def test_an_infinite_value_of_all_clients_is_no_value(federated_trainer):
 @pytest.mark.parametrize(
     "values",
     [
-        {"ann": 0.01, "bob": 0.02, "cid": 3.0, "dan": 0.02},  # a hard client
+        {"ann": 0.01, "bob": 0.02, "cid": 3.0, "dan": 0.02},  # a client with difficult data
         {"ann": -310.0, "bob": -290.0, "cid": -5.0},  # likelihoods
-        {"ann": 0.5, "bob": -30.0},  # neither of two is the outlier
+        {"ann": 0.5, "bob": -30.0},  # with two clients neither is the outlier
         {"ann": 0.04, "bob": 0.02, "cid": -0.01, "dan": 0.03},  # likelihoods around zero
         {"ann": 0.5, "bob": -0.3, "cid": 0.4},
     ],
@@ -215,7 +215,7 @@ def test_a_score_may_be_negative():
 
 @pytest.mark.parametrize("found", [(0, 0, 4), (0, 1, 40)])
 def test_rare_events_of_one_client_are_no_outlier(found):
-    """Most clients may have none."""
+    """Most clients may have no events."""
     states = [{"lesions": MetricState(updates=3, values={"found": torch.tensor(number)})} for number in found]
     reports = {client: EvaluationReport(20, states=state) for client, state in enumerate(states)}
     assert find_outliers(reports) == {}

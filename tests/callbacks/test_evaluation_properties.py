@@ -1,6 +1,6 @@
-"""Drawn metrics: a value over all clients equals the value on the pooled data, or is missing.
+"""Random metrics: a value over all clients equals the value on pooled data, or is missing.
 
-A seed determines metrics, hooks and data. References use torchmetrics alone.
+A seed determines metrics, hooks and data. References only use torchmetrics.
 """
 
 import logging
@@ -33,8 +33,6 @@ CLASSES = 3
 
 
 class Own(Metric):
-    """Accuracy with any reduction."""
-
     full_state_update = True
 
     def __init__(self, reduction, in_attribute=False):
@@ -57,7 +55,7 @@ class Own(Metric):
 
 
 class BatchMean(Metric):
-    """Accuracy with a mean as state."""
+    """Accuracy with an average as state."""
 
     full_state_update = True
 
@@ -120,11 +118,10 @@ HOOKS = ["object", "end", "end object", "derived", "collection", "batch", "betwe
 
 
 class Drawn(L.LightningModule):
-    """A module with drawn metrics and hooks; the inputs are the scores.
+    """A module with random metrics and hooks; the inputs are the scores.
 
     Args:
         draws: Name, kind of metric and hook for each value.
-
     """
 
     def __init__(self, draws):
@@ -173,7 +170,7 @@ class Drawn(L.LightningModule):
 
 
 def draw_case(seed):
-    """Draws of a seed, data by client, and the batch size."""
+    """Metrics, data by client, and batch size for a seed."""
     draw = random.Random(seed)
     draws = [(f"value {place}", draw.choice(list(KINDS)), draw.choice(HOOKS)) for place in range(draw.randint(1, 5))]
     draws = [(name, kind, "end" if (kind, hook) == ("r2", "batch") else hook) for name, kind, hook in draws]
@@ -188,7 +185,7 @@ def draw_case(seed):
 
 
 def by_hand(draw, batches):
-    """Computes a value in one process."""
+    """The value in one process."""
     _, kind, hook = draw
     make, arguments = KINDS[kind]
     if hook == "constant":
@@ -237,7 +234,7 @@ def check(seed, caplog):
     trainer = FederatedTrainer(max_rounds=1, **QUIET)
     caplog.clear()
     with warnings.catch_warnings(), caplog.at_level(logging.INFO, "lightning_fed"):
-        warnings.simplefilter("ignore", UserWarning)  # by torchmetrics, for absent classes
+        warnings.simplefilter("ignore", UserWarning)  # torchmetrics warns for absent classes
         trainer.validate(Drawn(draws), datamodule=FederatedDataModule(data, val=data), verbose=False)
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         parts = {name: batches_of(tensors, batch_size) for name, tensors in clients.items()}
@@ -246,7 +243,7 @@ def check(seed, caplog):
             name, expected = draw[0], by_hand(draw, pooled)
             found = logged.get(f"fed/{name}/pooled", math.nan)
             if draw[2] == "batch" and (math.isnan(expected) or not is_defined(draw, pooled)):
-                # The mean leaves clients with undefined values out, and the log names the clients.
+                # The mean excludes clients with undefined values, and the log names these clients.
                 assert math.isnan(found) or f"{name!r} over all clients is without" in caplog.text, draw
                 continue
             assert math.isnan(found) or is_same(found, expected), (draw, found, expected)

@@ -73,7 +73,7 @@ def test_no_inputs():
 
 
 class Tokens(L.LightningModule):
-    """Called by name, like models in transformers."""
+    """Called with keyword arguments, like models in transformers."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ def clients():
 
 
 def test_fedma_follows_a_module_that_is_called_by_name(either_trainer, monkeypatch):
-    """The neurons equal the neurons from an explicit example; the log announces the rounds."""
+    """Neurons equal the neurons for an explicit example; the log announces the rounds."""
     found, said = [], []
     monkeypatch.setattr(callback, "rank_zero_info", said.append)
     for example in (None, {"input_ids": TOKENS, "attention_mask": MASK}):
@@ -110,7 +110,7 @@ def test_fedma_follows_a_module_that_is_called_by_name(either_trainer, monkeypat
 
 
 def test_fedfusion_asks_a_training_batch(either_trainer):
-    """The module keeps no example, and the generators stay unchanged."""
+    """The module stores no example, and the random generators do not change."""
     module, loader = GraphClassifier(), Loader(Rings(24), batch_size=8)
     trainer = either_trainer(max_rounds=1, method=FedFusion("multi"))
     trainer.fit(module, datamodule=FederatedDataModule({"a": loader, "b": loader}))

@@ -1,4 +1,4 @@
-"""Evaluation of what clients have trained."""
+"""Evaluation of the clients' models after local training."""
 
 import copy
 
@@ -31,7 +31,7 @@ def fit(federated_trainer, callbacks, module=None, **options):
 
 
 class Losses(FederatedCallback):
-    """Computes the losses by hand, with the model as it is when the client has trained."""
+    """Computes the losses by hand with the model at the end of the visit."""
 
     def __init__(self):
         self.rounds = []
@@ -52,7 +52,7 @@ class Losses(FederatedCallback):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_losses_are_those_of_the_clients_models(fused, federated_trainer):
-    """With fusion: beside the extractor that the client was sent."""
+    """With fusion, the reference extractor is the received extractor."""
     losses, recorder = Losses(), Recorder()
     callbacks = [FeatureFusion(operator="conv")] if fused else []
     module = fit(federated_trainer, [*callbacks, losses, LocalEvaluation(), recorder])
@@ -64,7 +64,7 @@ def test_losses_are_those_of_the_clients_models(fused, federated_trainer):
 
 
 class Writes(models.Module):
-    """A validation step that draws random numbers and writes a buffer."""
+    """A validation step with random numbers and a write to a buffer."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)

@@ -1,4 +1,4 @@
-"""Pictures of segmentations: right colours at right pixels, in the event file, and nothing disturbed."""
+"""Segmentation pictures: correct colours at correct pixels, in the event file, with unchanged training."""
 
 import copy
 import io
@@ -30,11 +30,11 @@ def pixel(grid, row, column):
     return tuple(grid[:, row, column].tolist())
 
 
-# --- the picture ----------------------------------------------------------------------------------------------------
+# --- Picture ----------------------------------------------------------------------------------------------------------
 
 
 def test_every_pixel_of_a_grid():
-    """Three images of 4x6 pixels; the whole picture is drawn again here, pixel by pixel."""
+    """Three images of 4x6 pixels, compared with a pixel-by-pixel drawing."""
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(3, 3, 4, 6, generator=generator)
     truth = torch.randint(3, (3, 4, 6), generator=generator)
@@ -51,7 +51,7 @@ def test_every_pixel_of_a_grid():
                 label = truth[i, y, x].item()
                 expected[:, row, 1 + x] = np.round(images[i, :, y, x].numpy() * np.float32(255))
                 expected[:, row, 8 + x] = GREY if label == IGNORED else COLORS[label]
-                expected[:, row, 15 + x] = COLORS[prediction[i, y, x].item()]  # also where the truth is ignored
+                expected[:, row, 15 + x] = COLORS[prediction[i, y, x].item()]  # even for ignored true labels
     assert np.array_equal(grid.numpy(), expected)
     with_channel = segmentation_grid(images, truth[:, None], prediction[:, None], COLORS, padding=1)
     assert torch.equal(grid, with_channel)
@@ -72,10 +72,10 @@ def test_normalised_images_come_back():
     ):
         grid = segmentation_grid(images, mask, mask, padding=0, **options)
         assert torch.equal(grid[:, :, :3], original[0])
-    # neither is given and the values leave 0 to 1: stretched to it
+    # values outside [0, 1] without mean and std: rescaled to [0, 1]
     grid = segmentation_grid(original.float() * 3 - 100, mask, mask, padding=0)
     assert torch.equal(grid[:, :, :3], original[0])
-    # given, what lies outside is cut off and not stretched
+    # with mean and std: clipped, not rescaled
     grid = segmentation_grid(original / 255 + 1.0, mask, mask, mean=0.0, padding=0)
     assert (grid[:, :, :3] == 255).all()
 
@@ -135,11 +135,11 @@ def test_refusals():
         SegmentationImages(num_images=0)
 
 
-# --- the callback ---------------------------------------------------------------------------------------------------
+# --- Callback ---------------------------------------------------------------------------------------------------------
 
 
 class Segmenter(L.LightningModule):
-    """A small segmentation module of an existing project: BatchNorm, dropout, and noise even in evaluation."""
+    """A small segmentation module with BatchNorm, dropout, and noise even in evaluation."""
 
     def __init__(self, num_outputs=3):
         super().__init__()
@@ -190,7 +190,7 @@ def fit(module, logger, callbacks=(), val=None, ckpt_path=None, **kwargs):
 
 
 def logged(logger, tag=SegmentationImages.tag):
-    """Read (epoch, picture) pairs back from the event files: of one second they come in the order of their names."""
+    """Reads (epoch, picture) pairs from the event files; files of the same second are sorted by name."""
     logger.experiment.flush()
     events = EventAccumulator(logger.log_dir, size_guidance={"images": 0})
     events.Reload()
@@ -208,7 +208,7 @@ def steps(logger):
 
 @pytest.mark.parametrize("form", [list, as_dicts])
 def test_the_event_file_holds_the_grid_of_the_validated_model(tmp_path, form):
-    """The picture in the file is the picture of the first images under the weights that were validated."""
+    """The picture shows the first images with the validated weights."""
     snapshots = {}
 
     class Snapshot(L.Callback):
@@ -232,12 +232,12 @@ def test_the_event_file_holds_the_grid_of_the_validated_model(tmp_path, form):
             prediction = module.eval()(x).argmax(1)
         assert np.array_equal(picture, segmentation_grid(x, y, prediction, COLORS).numpy())
         pictures.append(picture)
-    assert not np.array_equal(pictures[0], pictures[2])  # the model learned meanwhile
-    assert np.array_equal(pictures[0][:, :, :20], pictures[2][:, :, :20])  # input and truth are the same
+    assert not np.array_equal(pictures[0], pictures[2])  # the model has changed
+    assert np.array_equal(pictures[0][:, :, :20], pictures[2][:, :, :20])  # input and truth have not changed
 
 
 class ValidatesInTrainingMode(Segmenter):
-    """A module that stays in its own modes: the forward of the callback must not update BatchNorm, or leave a trace."""
+    """A module that controls its modes: the callback must not update BatchNorm or change the modes."""
 
     def on_validation_model_eval(self):
         pass
@@ -249,7 +249,7 @@ class ValidatesInTrainingMode(Segmenter):
 @pytest.mark.parametrize("maps", [(), ("softmax_entropy", "feature_entropy")], ids=["plain", "maps"])
 @pytest.mark.parametrize("kind", [Segmenter, ValidatesInTrainingMode])
 def test_a_run_with_the_callback_ends_as_one_without(tmp_path, kind, maps):
-    """Weights, statistics, logged values and modes are bit-equal, though the forward draws random numbers."""
+    """Weights, statistics, logs and modes are bit-equal, although the forward pass draws random numbers."""
     ends = []
     callback = SegmentationImages(every_n_epochs=1, num_images=3, maps=maps)
     for name, callbacks in (("without", []), ("with", [callback])):
@@ -266,7 +266,7 @@ def test_a_run_with_the_callback_ends_as_one_without(tmp_path, kind, maps):
         trainer = fit(module, logger, [*callbacks, Modes()], val, max_epochs=3, val_check_interval=1)
         ends.append((module.state_dict(), trainer.callback_metrics["val_loss"].item(), modes, torch.rand(1).item()))
         pictures = logged(logger, callback.tag)
-        assert len(pictures) == 3 * len(callbacks)  # once an epoch, although it validates three times
+        assert len(pictures) == 3 * len(callbacks)  # once per epoch, although the epoch validates three times
         assert not any(layer._forward_hooks for layer in module.modules())  # noqa: SLF001 - no public name
     (state, loss, modes, draw), (plain_state, plain_loss, plain_modes, plain_draw) = ends
     assert all(torch.equal(state[name], plain_state[name]) for name in state)
@@ -276,7 +276,7 @@ def test_a_run_with_the_callback_ends_as_one_without(tmp_path, kind, maps):
 
 
 def test_the_prediction_is_made_in_evaluation(tmp_path):
-    """Also where the module validates in training mode: then the modes at the forward tell."""
+    """Even if the module validates in training mode."""
     seen = []
 
     class Tells(ValidatesInTrainingMode):
@@ -287,7 +287,7 @@ def test_the_prediction_is_made_in_evaluation(tmp_path):
     options = {"max_epochs": 1, "num_sanity_val_steps": 0, "inference_mode": False}
     fit(Tells(), TensorBoardLogger(tmp_path), [SegmentationImages(num_images=3)], **options)
     assert seen[-3:] == [(1, False, False)] * 3
-    assert seen[-4] == (1, True, False)  # the last batch of the validation itself
+    assert seen[-4] == (1, True, False)  # the last batch of the validation
 
 
 @pytest.mark.parametrize(
@@ -307,12 +307,12 @@ def test_when_grids_are_logged(tmp_path, options, trainer_options, expected):
 
 
 def test_the_first_images_of_the_first_loader_stay_the_same(tmp_path):
-    """Fewer images than asked for, a new order, a second loader, a step that overwrites: still those seen first."""
+    """With fewer images than requested, a new order, a second loader, and a step that overwrites its batch."""
     logger = TensorBoardLogger(tmp_path)
     seen = []
 
     class Loader:
-        """A loader in a new order each time."""
+        """A loader with a new order in every pass."""
 
         def __init__(self, seed):
             self.pairs, self.order = dataset(3, seed=seed), [0, 1, 2]
@@ -349,7 +349,7 @@ def test_the_first_images_of_the_first_loader_stay_the_same(tmp_path):
 @pytest.mark.parametrize("federated", [False, True])
 @pytest.mark.parametrize("images", [[4, 0, 3], [2], range(1, 4)], ids=str)
 def test_chosen_images(tmp_path, federated, images):
-    """By position in the data set, of several batches, in the order in which they are named."""
+    """By position in the data set, across batches, in the given order."""
     logger, pairs = TensorBoardLogger(tmp_path), dataset(seed=1)
     callback, val = SegmentationImages(1, class_colors=COLORS, images=images), DataLoader(pairs, batch_size=2)
     if federated:
@@ -375,7 +375,7 @@ def test_images_that_are_not_there(tmp_path):
             fit(Segmenter(), logger, [SegmentationImages(images=images)], max_epochs=1)
     with pytest.raises(OptionError, match=r"in the 2 validation images, 0 to 1, but got \[2\]"):
         fit(Segmenter(), logger, [SegmentationImages(images=[0, 2])], max_epochs=1, limit_val_batches=1)
-    fit(Segmenter(), logger, [SegmentationImages(num_images=9)], max_epochs=1)  # as many as there are
+    fit(Segmenter(), logger, [SegmentationImages(num_images=9)], max_epochs=1)  # all available images
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_positions_that_cannot_be(images, message):
 
 
 def test_only_the_first_batches_are_touched(tmp_path):
-    """A batch without images and masks is refused, but only where it would be drawn."""
+    """A batch without images and masks is only refused if needed for the picture."""
     logger = TensorBoardLogger(tmp_path)
     good, odd = torch.utils.data.default_collate(dataset(2)), {"image": torch.zeros(1)}
 
@@ -412,7 +412,7 @@ def test_only_the_first_batches_are_touched(tmp_path):
         fit(Ignores(), logger, [SegmentationImages(num_images=3)], loader([good, odd]), **options)
 
 
-FORMS = {  # a batch, and where its images and masks are
+FORMS = {  # a batch, and the positions of images and masks
     "more elements": (lambda x, y: (x, y, x.mean((1, 2, 3))), {}),
     "a label of every image too": (lambda x, y: {"label": x.mean((1, 2, 3)), "image": x, "mask": y}, {}),
     "other places": (lambda x, y: (x.mean((1, 2, 3)), y, x), {"inputs": 2, "target": 1}),
@@ -504,7 +504,7 @@ def test_without_tensorboard_the_module_is_not_called(tmp_path):
 
 @pytest.mark.parametrize("kind", ["binary", "torchvision"])
 def test_other_outputs(tmp_path, kind):
-    """One logit per pixel is a binary task; torchvision's models return a dict."""
+    """One logit per pixel means a binary task; torchvision's models return a dict."""
 
     class Fixed(L.LightningModule):
         def __init__(self):
@@ -518,12 +518,12 @@ def test_other_outputs(tmp_path, kind):
         def validation_step(self, batch, batch_idx):
             pass
 
-    pairs = [(x, (x[:1] > 0.5).float()) for x, _ in dataset(3)]  # masks of shape (1, H, W), as binary losses want them
+    pairs = [(x, (x[:1] > 0.5).float()) for x, _ in dataset(3)]  # masks of shape (1, H, W), as for binary losses
     logger = TensorBoardLogger(tmp_path)
     callback = SegmentationImages(class_colors=COLORS[:2])
     make_trainer(logger, [callback]).validate(Fixed(), DataLoader(pairs, batch_size=2), verbose=False)
     ((_, picture),) = logged(logger)
-    assert np.array_equal(picture[:, :, 10:20], picture[:, :, 20:30])  # the prediction is the truth
+    assert np.array_equal(picture[:, :, 10:20], picture[:, :, 20:30])  # the prediction equals the truth
     x = torch.stack([x for x, _ in pairs])
     mask = (x[:, 0] > 0.5).long()
     assert np.array_equal(picture, segmentation_grid(x, mask, mask, COLORS).numpy())

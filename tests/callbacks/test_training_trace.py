@@ -42,7 +42,7 @@ class WithForward(NoForward):
 
 
 class Distilled(L.LightningModule):
-    """A student, then a teacher; ``kind`` tells why the teacher does not train."""
+    """A student, then a teacher; ``kind`` selects why the teacher does not train."""
 
     def __init__(self, kind):
         super().__init__()
@@ -117,14 +117,14 @@ def test_a_head_that_trains_is_personal(federated_trainer, method):
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_a_teachers_head_is_an_error(federated_trainer, kind):
-    """Personal entries must be known without data: the method does not search further."""
+    """Personal entries must be known without data, so the method does not search further."""
     trainer = federated_trainer(max_rounds=1, partition=IID(2), method="fedper")
     with pytest.raises(OptionError, match=r"'teacher.2', is not the one .* head='student.2.\*'"):
         trainer.fit(Distilled(kind), data())
 
 
 def test_a_fused_teacher_is_an_error(federated_trainer):
-    """Only the optimizers show a teacher without training, and come after the fusion."""
+    """Only the optimizers reveal an untrained teacher, and are created after the fusion."""
     trainer = federated_trainer(max_rounds=1, partition=IID(2), method=FedFusion("multi", at="teacher.1"))
     with pytest.raises(MisconfigurationException, match=r"no optimizer has parameters .* 'teacher.1': name in `at`"):
         trainer.fit(Distilled("not optimized"), data())
@@ -176,7 +176,7 @@ class TwoWithForward(TwoNetworks):
 
 
 def test_several_networks_without_forward_as_with_it(federated_trainer):
-    """The groups of neurons are the same, also of layers in both networks."""
+    """Groups of neurons are equal, including layers in both networks."""
     found = []
     for module in (TwoNetworks(), TwoWithForward()):
         trainer = federated_trainer(max_rounds=4, partition=IID(2), method=FedMA(), seed=0)

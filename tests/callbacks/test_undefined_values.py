@@ -63,7 +63,7 @@ def test_numbers_without_a_denominator(metric, scores, targets, expected):
     usual = metric.compute()
     found = compute_measured(metric, metric.compute)
     assert found.tolist() == pytest.approx(expected, nan_ok=True)
-    assert torch.equal(metric.compute(), usual)  # afterwards
+    assert torch.equal(metric.compute(), usual)  # after the pass
 
 
 class Scored(models.Module):

@@ -1,4 +1,4 @@
-"""A client has no history over epochs: a value with a history is missing, not the value of one epoch."""
+"""A client has no history over epochs: a value with a history is missing instead of wrong."""
 
 import math
 
@@ -12,7 +12,7 @@ from tests import models
 
 
 class Accuracy(models.Module):
-    """The hook at the epoch's end logs the accuracy and more values."""
+    """Logs the accuracy and more values at the end of the epoch."""
 
     def __init__(self, end, **attributes):
         super().__init__(models.mlp())
@@ -41,7 +41,7 @@ class Accuracy(models.Module):
 
 
 class WithBest(Accuracy):
-    """Writes the best accuracy."""
+    """Logs the best accuracy so far."""
 
     def on_validation_epoch_end(self):
         if self.accuracy.compute() > self.best:

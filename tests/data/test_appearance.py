@@ -1,4 +1,4 @@
-"""Clients that look different: every step against numpy, one draw per client, and the same noise for the same image."""
+"""Clients with different appearance: every step against numpy, one draw per client, fixed noise per image."""
 
 import pickle
 
@@ -61,7 +61,8 @@ def test_steps_are_those_of_numpy(look, reference, is_normalised):
     assert target == 5
     assert changed.dtype == torch.float32
     assert torch.allclose(changed, expected, atol=2e-5)
-    assert torch.equal(IMAGE, torch.rand(3, 6, 7, generator=torch.Generator().manual_seed(0)))  # not written into
+    # the input does not change
+    assert torch.equal(IMAGE, torch.rand(3, 6, 7, generator=torch.Generator().manual_seed(0)))
 
 
 def test_noise_is_of_the_image_and_the_client():

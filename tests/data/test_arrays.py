@@ -1,4 +1,4 @@
-"""`ArrayDataset`: three ways to fetch, one result, and that of torchvision and `default_collate`."""
+"""`ArrayDataset`: three ways to fetch give equal results, as torchvision and `default_collate` do."""
 
 import pickle
 
@@ -69,7 +69,7 @@ def assert_same_bits(first: object, second: object) -> None:
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor], ids=["list", "numpy", "tensor"])
 def test_every_way_to_fetch_gives_the_same_bits(name, kind):
     dataset = DATASETS[name]()
-    torch.manual_seed(5)  # the same draws for augmentation
+    torch.manual_seed(5)  # the same random numbers for augmentation
     expected = default_collate([dataset[index] for index in INDICES])
     torch.manual_seed(5)
     assert_same_bits(dataset.get_batch(kind(INDICES)), expected)
@@ -172,7 +172,7 @@ def test_bad_input_is_named(options, message):
 
 
 def test_masks_follow_their_image():
-    """Any transform of torchvision moves both, and what is fetched are plain tensors."""
+    """Any torchvision transform moves image and mask together, and returns plain tensors."""
     rows, columns = torch.meshgrid(torch.arange(1, 7), torch.arange(1, 9), indexing="ij")
     mask = 10 * rows + columns
     dataset = ArrayDataset(100.0 + mask[None, None], mask[None], augment=shift((6, 8)))

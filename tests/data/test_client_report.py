@@ -1,4 +1,4 @@
-"""The report of clients before training, against counts by hand."""
+"""The client report before training, against counts by hand."""
 
 import math
 
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fed.data import ByGroup, FederatedDataModule, Look, PartialLabels, report_clients, report_partition
 from lightning_fed.data.federated import split_loader
 
-GROUPS = ["a"] * 3 + ["b"] * 40  # more than a batch
+GROUPS = ["a"] * 3 + ["b"] * 40  # larger than a batch
 GENERATOR = torch.Generator().manual_seed(0)
 IMAGES = torch.rand(43, 3, 5, 6, generator=GENERATOR)
 MASKS = torch.randint(4, (43, 5, 6), generator=GENERATOR)

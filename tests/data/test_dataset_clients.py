@@ -1,4 +1,4 @@
-"""Clients with data sets: the examples of each batch, the order, the client; workers change nothing.
+"""Clients with data sets: examples, order and client of each batch; workers do not change batches.
 
 The expected batches come from torch's `BatchSampler` and NumPy's generator.
 """
@@ -21,7 +21,7 @@ SIZES = {"ann": 9, "bob": 4, "cid": 1, "dan": 11}
 
 
 def numbered(sizes=SIZES):
-    """Data set of numbers by client: 100 for ann's first example, 101 for ann's second, 200 for bob's first."""
+    """Numbers as data, by client: 100 and 101 for ann's first examples, 200 for bob's first."""
     return {
         name: TensorDataset(torch.arange(size) + 100 * position)
         for position, (name, size) in enumerate(sizes.items(), 1)
@@ -54,7 +54,7 @@ def plan(population, *visits):
 
 
 def served(population, *visits):
-    """The batches of the visits: (position of the visit, numbers of the batch)."""
+    """The batches of the visits: (position of the visit, numbers in the batch)."""
     try:
         return [(item.position, item.batch[0].tolist()) for item in population.stream(plan(population, *visits))]
     finally:
@@ -62,7 +62,7 @@ def served(population, *visits):
 
 
 def by_hand(client, seed, epochs=1, batch_size=4, shuffle=True):
-    """Numbers in a visit's batches, by epochs."""
+    """Numbers in a visit's batches, over all epochs."""
     first, size = 100 * (1 + list(SIZES).index(client)), SIZES[client]
     batches = []
     for epoch in range(epochs):
@@ -74,7 +74,7 @@ def by_hand(client, seed, epochs=1, batch_size=4, shuffle=True):
     return batches
 
 
-# --- cutting ----------------------------------------------------------------------------------------------------------
+# --- Cutting ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 7])
@@ -103,7 +103,7 @@ def test_a_client_has_as_many_batches_as_are_cut(drop_last):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_pass_aside_leaves_nothing_out(workers):
-    """Also for a client too small for training; the current stream continues unchanged."""
+    """Even for a client too small for training; the current stream continues unchanged."""
     visits = Visit("dan", 0, 11), Visit("ann", 0, 12)
     expected = served(separate_datasets(drop_last=True), *visits)
     population = separate_datasets(drop_last=True, loader_options={"num_workers": workers})
@@ -118,7 +118,7 @@ def test_a_pass_aside_leaves_nothing_out(workers):
     population.close()
 
 
-# --- order of the examples --------------------------------------------------------------------------------------------
+# --- Order of examples ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [separate_datasets, parts], ids=["data sets of their own", "parts of one data set"])
@@ -186,11 +186,11 @@ def test_every_round_is_served_anew():
         assert served(population, Visit("ann", 1, 5)) == expected
 
 
-# --- workers ----------------------------------------------------------------------------------------------------------
+# --- Workers ----------------------------------------------------------------------------------------------------------
 
 
 class Augmented(Dataset):
-    """Numbers, each with draws from the three generators at the fetch."""
+    """Numbers with draws from the three generators at each access."""
 
     def __init__(self, start=0, size=9):
         self.start, self.size = start, size
@@ -255,7 +255,7 @@ def test_workers_live_on_until_the_population_is_closed():
     assert not torch.multiprocessing.active_children()
 
 
-# --- contents of a batch ----------------------------------------------------------------------------------------------
+# --- Contents of a batch ----------------------------------------------------------------------------------------------
 
 
 class Doubled(TensorDataset):
@@ -349,7 +349,7 @@ def test_clients_of_a_subset_are_indexed_below_it():
     population = DatasetClients(source, 4, shuffle=False)
     assert served(population, Visit("a", 0, 0), Visit("b", 0, 0)) == [(0, [11, 19]), (1, [17, 15, 13])]
     assert [population.num_samples(client) for client in population.clients] == [2, 3]
-    assert source.dataset is dataset  # no view is left between
+    assert source.dataset is dataset  # no view is left over
 
 
 class Shifted(Subset):
@@ -386,7 +386,7 @@ def test_a_collation_of_ones_own():
     assert batches == [[number + 0.5 for number in batch] for batch in by_hand("ann", 1)]
 
 
-# --- data built on request --------------------------------------------------------------------------------------------
+# --- Data built on request --------------------------------------------------------------------------------------------
 
 
 class Heavy(TensorDataset):
@@ -425,11 +425,11 @@ def test_a_clients_data_are_known_by_its_key_alone():
     assert served(population, Visit(1, 0, 0))[0][1][0] // 100 == 1
 
 
-# --- faults -----------------------------------------------------------------------------------------------------------
+# --- Faults -----------------------------------------------------------------------------------------------------------
 
 
 class Breaks(Dataset):
-    """Cannot deliver one of its examples."""
+    """Raises for a single example."""
 
     def __init__(self, at, size=8):
         self.at, self.size = at, size

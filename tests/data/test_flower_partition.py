@@ -1,4 +1,4 @@
-"""Partitioners of `flwr-datasets` split any data set as they split their own tables."""
+"""Partitioners of `flwr-datasets` split any data set like Flower's tables."""
 
 import sys
 
@@ -22,7 +22,7 @@ WRITERS = [f"writer {number}" for number in np.random.default_rng(1).integers(0,
 
 
 class Refusing:
-    """A partitioner that has been given a data set."""
+    """A partitioner with an assigned data set."""
 
     def is_dataset_assigned(self):
         return True
@@ -65,7 +65,7 @@ def table(flower):
     )
 
 
-MAKERS = {  # name of the partitioner: arguments, and the columns that it looks at
+MAKERS = {  # name of the partitioner: arguments, and required columns
     "IidPartitioner": ({"num_partitions": 7}, []),
     "LinearPartitioner": ({"num_partitions": 4}, []),
     "DirichletPartitioner": (
@@ -82,7 +82,7 @@ MAKERS = {  # name of the partitioner: arguments, and the columns that it looks 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("kind", ["table", "tensors", "subset"])
 def test_rows_are_those_of_the_partitioner(name, kind, flower, table):
-    """Against the partitioner by itself, on the table."""
+    """Compares with the partitioner applied to the table."""
     arguments, columns = MAKERS[name]
     make = getattr(flower, name)
     own = make(**arguments)
@@ -95,7 +95,7 @@ def test_rows_are_those_of_the_partitioner(name, kind, flower, table):
     if kind == "subset":
         dataset = Subset(dataset, range(120))
     partition = FlowerPartition(make(**arguments), columns)
-    for _ in range(2):  # again and again
+    for _ in range(2):  # repeatedly
         split = partition.split(dataset, 3)
         assert [indices.tolist() for indices in split.values()] == expected
     names = sorted(set(WRITERS)) if name == "NaturalIdPartitioner" else list(range(len(expected)))

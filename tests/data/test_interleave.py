@@ -1,4 +1,4 @@
-"""Batches of several clients: whose turn it is, whose random numbers, and what can be stacked."""
+"""Interleaved batches of several clients: order, random numbers, and stacking."""
 
 import random
 from collections import OrderedDict, defaultdict, namedtuple
@@ -32,7 +32,7 @@ def test_clients_draw_in_turns_what_they_would_draw_alone():
 
 
 def test_torchs_numbers_alone():
-    """Python's and NumPy's then go on from client to client."""
+    """Python's and NumPy's generators are shared by all clients."""
     numbers = ClientGenerators([7, 8], everywhere=False)
     drawn = []
     for client in (0, 1, 0):
@@ -70,7 +70,7 @@ def test_batches_of_one_form_are_stacked_whatever_holds_them():
 
 
 def test_a_batch_with_a_default_is_rebuilt():
-    """Transformers' collators and many of users' own give them."""
+    """Collators in transformers, for example, return such batches."""
     batch = defaultdict(list, image=torch.zeros(2), tags=OrderedDict(weight=torch.ones(2)))
     (part,) = stack_batches({0: batch, 1: batch})
     assert type(part.batch) is defaultdict

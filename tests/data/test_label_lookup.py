@@ -328,7 +328,7 @@ def test_a_text_of_a_function():
 
 
 def test_numbers_are_divided_into_bins(caplog):
-    """Ten bins of equal size, in order, over all parts; whole numbers among the values are not separate labels."""
+    """Ten bins of equal size in order, over all parts; integers among the values are not separate labels."""
     values = torch.cat([torch.tensor([4.0]), torch.randn(99, generator=torch.Generator().manual_seed(0))])
     ranks = values.argsort().argsort()
     parts = [TensorDataset(torch.rand(50, 2), part) for part in values.split(50)]
@@ -410,7 +410,7 @@ def test_group_errors(dataset, group, kind, message):
     assert message in str(error.value)
 
 
-# --- labels without information ---------------------------------------------------------------------------------------
+# --- Uninformative labels ---------------------------------------------------------------------------------------------
 
 HALF_FULL = (torch.arange(6) % 2).reshape(6, 1, 1).repeat(1, 2, 2)
 SAYS_NOTHING = {  # tensors, options, log line

@@ -1,4 +1,4 @@
-"""Clients with loaders of their own: their batches as they come, counted right, again and again if a visit asks."""
+"""Clients with loaders: batches as loaded, correct counts, and repeated passes in a visit."""
 
 import itertools
 
@@ -43,7 +43,7 @@ class Measured(Stream):
 
 
 class Windows(Sampler):
-    """Draws places of a large picture, of which a data set of files knows nothing."""
+    """Samples positions in a large picture, unrelated to the number of files."""
 
     def __init__(self, length, batch_size=None):
         self.length, self.batch_size = length, batch_size
@@ -58,7 +58,7 @@ class Windows(Sampler):
 
 
 class Promising:
-    """A loader that promises more or fewer batches than it gives."""
+    """A loader with more or fewer batches than its length."""
 
     def __init__(self, length, num_given):
         self.dataset, self.length, self.num_given = DATASET, length, num_given
@@ -71,7 +71,7 @@ class Promising:
 
 
 class Breaking(Promising):
-    """It breaks after the batches that it gives."""
+    """Raises after the last batch."""
 
     def __iter__(self):
         yield from super().__iter__()
@@ -83,7 +83,7 @@ def numbers(batch):
 
 
 def served(loaders, *visits, num_batches=None):
-    """Place and numbers of every batch; instead of the numbers the error, if that is what came."""
+    """Position and numbers of every batch, or the error instead of the numbers."""
     population = LoaderClients(loaders)
     planned = [
         PlannedVisit(visit, 1, num_batches or visit.num_batches(population.batches_per_epoch(visit.client)))
@@ -92,10 +92,10 @@ def served(loaders, *visits, num_batches=None):
     return [(item.position, item.error or numbers(item.batch)) for item in population.stream(planned)]
 
 
-# --- what is counted --------------------------------------------------------------------------------------------------
+# --- Counts -----------------------------------------------------------------------------------------------------------
 
 LOADERS = {
-    # The loader, its examples and its batches.
+    # Loader, number of examples and number of batches.
     "loader": (DataLoader(DATASET, 4), 10, 3),
     "drop_last": (DataLoader(DATASET, 4, drop_last=True), 10, 2),
     "part of a shared data set": (DataLoader(DATASET, 4, sampler=SubsetRandomSampler(range(3, 8))), 5, 2),
@@ -141,7 +141,7 @@ def test_a_stream_counts_as_the_examples_of_a_visit():
 
 
 class Endless(IterableDataset):
-    """Examples of a table over and over again."""
+    """Repeats the examples of a table endlessly."""
 
     def __init__(self, *tensors):
         self.tensors = tensors
@@ -153,7 +153,7 @@ class Endless(IterableDataset):
 
 @pytest.mark.parametrize("rule", ["fedavg", "scaffold"])
 def test_streams_without_a_length_train_as_their_first_batches(rule, either_trainer):
-    """Each visit begins its stream anew, and trains on so many batches; BatchNorm is measured on some of it."""
+    """Each visit restarts the stream and trains on the given number of batches; BatchNorm is measured on a part."""
     clients = models.vectors({"a": 24, "b": 24})
     results = []
     for make in (Endless, TensorDataset):
@@ -189,7 +189,7 @@ def test_loaders_are_built_when_they_are_asked_for():
     assert set(built) == {10**8}
 
 
-# --- what is served ---------------------------------------------------------------------------------------------------
+# --- Batches ----------------------------------------------------------------------------------------------------------
 
 
 def test_loaders_are_chained_in_the_order_of_the_visits():
@@ -224,7 +224,7 @@ def test_a_loader_shuffles_from_the_generators_of_the_visit():
 
 
 def test_a_loader_with_a_generator_of_its_own_shuffles_by_the_visit():
-    """Not by the passes before it, which a resumed fit does not make; every epoch in another order."""
+    """Earlier passes, which a resumed fit skips, do not matter; every epoch has another order."""
     loaders = {"a": DataLoader(DATASET, 4, shuffle=True, generator=torch.Generator())}
     first, second = (served(loaders, Visit("a", 0, seed, epochs=2)) for seed in (1, 2))
     assert first[:3] != first[3:]
@@ -254,7 +254,7 @@ def test_an_error_ends_its_visit_and_no_other():
     assert [first, second, after] == [(0, [0]), (0, [1]), (1, [0])]
     assert error[0] == 0
     assert isinstance(error[1], OSError)
-    assert error[1].__traceback__ is None  # whose frames would keep the loader's workers waiting
+    assert error[1].__traceback__ is None  # its frames would keep the loader's workers alive
 
 
 def test_a_loader_without_a_batch_is_an_error():
@@ -294,7 +294,7 @@ def several(mode):
     [("mapping", 12, 6), ("max_size_cycle", 12, 6), ("max_size", 12, 6), ("min_size", 10, 2)],
 )
 def test_several_loaders_for_one_client(mode, num_samples, num_batches):
-    """Batches are those of Lightning's `CombinedLoader`, in a visit of two epochs; counts those of one loader."""
+    """Batches equal Lightning's `CombinedLoader` in a visit with two epochs; counts equal a single loader."""
     population = FederatedDataModule({"a": several(mode), "b": DataLoader(DATASET, 2)}).population()
     assert population.num_samples("a") == num_samples
     assert population.batches_per_epoch("a") == num_batches
@@ -392,7 +392,7 @@ def test_a_list_of_batches_is_a_loader():
     assert LoaderClients({"a": [torch.rand(4, 3), torch.rand(2, 3)]}).num_samples("a") == 6
 
 
-TIME_FIRST = {  # 7 steps of time, 4 sequences
+TIME_FIRST = {  # 7 time steps, 4 sequences
     "sequences and labels": (torch.rand(7, 4, 2), torch.zeros(4)),
     "a mapping": {"tokens": torch.rand(7, 4), "length": torch.zeros(4)},
     "nested": [torch.rand(7, 4, 2), {"state": (torch.rand(4, 5),)}],
@@ -409,7 +409,7 @@ def test_batches_with_the_time_first_are_refused_where_they_are_counted(kind):
 
 
 def test_a_table_as_a_client_is_refused():
-    """It would be iterated sample by sample."""
+    """Iterating the table would give single samples."""
 
     class Table(list):
         column_names = ("x",)
@@ -420,7 +420,7 @@ def test_a_table_as_a_client_is_refused():
 
 @pytest.mark.parametrize(("mode", "num_samples"), [("mapping", 14), ("min_size", 10)])
 def test_a_stream_without_a_length_among_several_loaders(mode, num_samples):
-    """It is the longest one, with which a pass ends but in `min_size`."""
+    """The endless loader is the longest and ends a pass, except in `min_size`."""
     loaders = {"labelled": DataLoader(DATASET, 5), "unlabelled": DataLoader(Endless(torch.arange(3)), 2)}
     population = LoaderClients({"a": loaders if mode == "mapping" else CombinedLoader(loaders, mode)})
     population.local_steps = 7
@@ -444,7 +444,7 @@ def test_nested_loaders_are_several_loaders():
 
 
 class Consistent(models.Module):
-    """A step takes labelled examples, and others without labels."""
+    """A step with labelled and unlabelled examples."""
 
     def __init__(self):
         super().__init__(models.mlp(), models.momentum)
@@ -455,7 +455,7 @@ class Consistent(models.Module):
 
 
 class Joined(Sampler):
-    """Batches in random order, of which the last two are one where a single example would be left."""
+    """Batches in random order; a single left-over example joins the previous batch."""
 
     def __init__(self, dataset, size):
         self.dataset, self.size = dataset, size
@@ -474,7 +474,7 @@ class Joined(Sampler):
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
 @pytest.mark.parametrize("mode", ["mapping", "min_size"])
 def test_several_loaders_are_split(mode, either_trainer):
-    """Each data set by itself; a client trains as with loaders of its own over its parts."""
+    """Splits each data set separately; a client trains as with loaders over its parts."""
     (inputs, labels), (others, _) = models.vectors({"a": 37, "b": 58}).values()
     data = {"labelled": TensorDataset(inputs, labels), "unlabelled": TensorDataset(others)}
     sizes = {"labelled": 9, "unlabelled": 4}  # one client has 9 + 10 examples, all have 6 * 4 + 5

@@ -1,4 +1,4 @@
-"""Clients that have annotated some classes only."""
+"""Clients with annotations for some classes only."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Clients cut out of another datamodule's training data: what trains, what is held back, and for whom."""
+"""Clients from another datamodule's training data: training and held-out examples per client."""
 
 import lightning as L
 import numpy as np
@@ -16,7 +16,7 @@ from lightning_fed.tasks import ClassificationTask
 
 
 class Numbered(L.LightningDataModule):
-    """Images whose pixels are 4 times their number and more, and classes by number."""
+    """Images with pixels starting at 4 times the image number, and labels by number."""
 
     def __init__(self, count=90, shuffle=True, drop_last=False, collate_fn=None):
         super().__init__()
@@ -70,7 +70,7 @@ def test_every_clients_data_are_cut_in_two(partition, fraction):
 
 
 def test_the_split_is_that_of_a_federation(federated_trainer):
-    """With the same seed: the clients differ by what they hold back alone."""
+    """With the same seed a client only lacks the held-out examples."""
     L.seed_everything(5, verbose=False)
     data = set_up(Dirichlet(4, 0.5))
     trainer = federated_trainer(max_rounds=1, partition=Dirichlet(4, 0.5))
@@ -86,7 +86,7 @@ def test_what_is_held_out_depends_on_seed_and_client():
               .val_clients().items()} for seed in (0, 0, 1)]  # fmt: skip
     assert split[0] == split[1] != split[2]
     held_out_positions = [sorted(number // 3 for number in held_out) for held_out in split[0].values()]
-    assert held_out_positions[0] != held_out_positions[1]  # clients of equal sizes draw alone
+    assert held_out_positions[0] != held_out_positions[1]  # clients of equal size draw independently
 
 
 def test_clients_with_test_data_of_their_own():
@@ -108,7 +108,7 @@ def test_clients_with_test_data_of_their_own():
 
 
 def test_small_clients():
-    """One of two examples is held out, one of one is not."""
+    """One of two examples is held out, but not a single example."""
     data = set_up(ByGroup([0] * 88 + [1, 2]), val_fraction=0.01)
     assert {client: data.population().num_samples(client) for client in (0, 1, 2)} == {0: 87, 1: 1, 2: 1}
     assert sorted(data.val_clients()) == [0]
@@ -160,11 +160,11 @@ def test_a_fit(federated_trainer, plain_trainer):
     assert plain.num_training_batches == -(-sum(data.population().num_samples(client) for client in range(5)) // 8)
 
 
-# --- the other datamodule's hooks -------------------------------------------------------------------------------------
+# --- Hooks of the other datamodule ------------------------------------------------------------------------------------
 
 
 class Hooked(Numbered):
-    """Has every hook that a datamodule can have; notes the calls, and where it was asked without a Trainer."""
+    """Implements all datamodule hooks; records the calls, and whether a Trainer was attached."""
 
     def __init__(self):
         super().__init__()
@@ -211,7 +211,7 @@ class Hooked(Numbered):
 
 
 class Seeing(ClassificationTask):
-    """Notes the inputs of its steps by the smallest pixel; may fail."""
+    """Records the smallest pixel of its inputs, and may raise."""
 
     def __init__(self, fails=False):
         super().__init__("mlp", 5, input_size=2, lr=1e-4)
@@ -242,7 +242,7 @@ class Seeing(ClassificationTask):
 
 @pytest.fixture
 def door(request, federated_trainer):
-    """The data as one of the doors takes them, the other datamodule behind it, and what makes the door's Trainers."""
+    """The inner datamodule, the data passed to the Trainer, and a function for Trainers."""
     source = Hooked()
     if request.param == "partition":
         return source, source, lambda **options: federated_trainer(partition=ByGroup(GROUPS), **options)
@@ -256,7 +256,7 @@ TRANSFERRED = {(4 * number + 1024) / 4 / 1024 for number in range(90)}
 
 @DOORS
 def test_steps_see_what_the_hooks_make_of_batches(door):
-    """Also in evaluation client by client, and where BatchNorm's statistics are asked for."""
+    """Includes client evaluation and the measurement of BatchNorm statistics."""
     _, data, make = door
     module, trainer = Seeing(), make(max_rounds=1)
     trainer.fit(module, datamodule=data)
@@ -271,7 +271,7 @@ def test_steps_see_what_the_hooks_make_of_batches(door):
 
 @DOORS
 def test_the_other_datamodule_notices_no_difference(door, tmp_path):
-    """Its hooks are called in the same order, with a Trainer, its state is saved and comes back."""
+    """Hooks run in the same order with a Trainer, and the state is saved and restored."""
     source, data, make = door
     module, trainer = Seeing(), make(max_rounds=1)
     trainer.fit(module, datamodule=data)
@@ -293,7 +293,7 @@ def test_the_other_datamodule_notices_no_difference(door, tmp_path):
     assert [call for call in source.calls if call[0] == "train_dataloader"] == 3 * [("train_dataloader", 1)]
 
 
-@pytest.mark.filterwarnings("ignore:.*on_after_batch_transfer")  # Lightning says it once in a process
+@pytest.mark.filterwarnings("ignore:.*on_after_batch_transfer")  # Lightning warns once per process
 def test_the_modules_own_hooks_where_the_other_datamodule_has_none(federated_trainer):
     class Halving(Seeing):
         def on_after_batch_transfer(self, batch, dataloader_idx):
@@ -352,7 +352,7 @@ def test_what_is_held_out_is_not_augmented():
 
 
 def test_an_augmentation_comes_before_a_clients_permutation():
-    """As in FedFusion's program: what is mirrored is the image, not its permuted pixels."""
+    """As in FedFusion's program: mirrors the image, not the permuted pixels."""
     images = torch.rand(6, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     dataset = ArrayDataset(images, torch.arange(6), augment=RandomHorizontalFlip(1.0))
     partition = PermutedPixels(IID(2, seed=1), seed=1)

@@ -32,7 +32,7 @@ N, K, SEED = 603, 6, 11
 LABELS = np.random.default_rng(0).choice(4, size=N, p=[0.1, 0.2, 0.3, 0.4])
 DATASET = TensorDataset(torch.rand(N, 1, 4, 4), torch.from_numpy(LABELS))
 
-# name: (partition, samples that go to nobody)
+# name: (partition, number of unassigned samples)
 CASES = {
     "IID": (IID(K), 0),
     "Dirichlet": (Dirichlet(K, 0.5), 0),
@@ -119,7 +119,7 @@ def test_clients_without_samples_are_counted(caplog):
 def test_segmentation_by_dominant_foreground_class(partition):
     masks = torch.zeros(30, 4, 4, dtype=torch.uint8)
     for index in range(30):
-        masks[index, 0, 0] = 1 + index % 3  # one pixel of foreground among the background
+        masks[index, 0, 0] = 1 + index % 3  # one foreground pixel
         masks[index, 1] = 255
     dataset = TensorDataset(torch.rand(30, 3, 4, 4), masks)
     for indices in partition.split(dataset, 0).values():
@@ -145,7 +145,7 @@ def test_label_options_reach_the_labels(kind):
         return [{index % 2 for index in indices.tolist()} for indices in split.values()]
 
     assert sorted(map(sorted, parities())) == [[0], [1]]
-    # 5 ignored, 0 background: all are 7. With label_fn: halves of the data set.
+    # 5 is ignored and 0 is background: all labels are 7. With label_fn: halves of the data set.
     labels = labels_of(dataset, ignore_index=5)
     assert set(labels.tolist()) == {7}
     assert sorted(map(sorted, parities(ignore_index=0, background=9))) == [[0], [1]]
@@ -246,7 +246,7 @@ def test_permutation_of_other_shapes_and_types():
     assert torch.equal(change(plane.flatten()), change(plane).flatten())
     assert change(IMAGE.to(torch.uint8)).dtype == torch.uint8
     assert torch.equal(change(IMAGE.to(torch.uint8)).float(), change(IMAGE))
-    large = torch.rand(3, 20, 30)  # each number of pixels has a permutation of its own
+    large = torch.rand(3, 20, 30)  # each number of pixels has a separate permutation
     assert torch.equal(change(large).flatten(1).sort().values, large.flatten(1).sort().values)
     for wrong in ((np.zeros((2, 2)), 1), "x", {}, torch.tensor(1.0)):
         with pytest.raises(TypeError, match=r"Expected the input of a sample to be a tensor of shape \(\.\.\., H, W\)"):
@@ -258,7 +258,7 @@ def test_permutations_belong_to_client_and_seed():
     image = torch.arange(784.0).reshape(1, 28, 28)
     changed = [partition.transform(client, SEED)(image) for client in range(50)]
     assert len({tuple(image.flatten().tolist()) for image in changed}) == 50
-    assert torch.equal(partition.transform(3, SEED)(image), changed[3])  # for its training and its test data
+    assert torch.equal(partition.transform(3, SEED)(image), changed[3])  # for training and test data
     assert not torch.equal(partition.transform(3, SEED + 1)(image), changed[3])
     assert torch.equal(PermutedPixels(IID(50), seed=SEED).transform(3, 0)(image), changed[3])
     again = pickle.loads(pickle.dumps(partition.transform(3, SEED)))
@@ -275,7 +275,7 @@ def test_clients_of_permuted_pixels_are_those_of_the_other_partition():
         PermutedPixels(3)
 
 
-class Changed(torch.utils.data.Dataset):  # where worker processes find it that are not forked: Python 3.14, macOS
+class Changed(torch.utils.data.Dataset):  # importable for worker processes without fork: Python 3.14, macOS
     def __init__(self, change):
         self.change = change
 
@@ -332,7 +332,7 @@ def test_permutation_in_worker_processes():
     ],
 )
 def test_errors_name_the_argument_and_its_value(call, message):
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is compared below
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - compared below
         call()
     assert message in str(error.value)
 
@@ -397,7 +397,7 @@ def test_wrong_choice_in_text_is_refused():
 )
 @pytest.mark.parametrize("partition", [Dirichlet(3, 0.5), Shards(3), LabelsPerClient(3, 1)])
 def test_data_without_labels(partition, dataset):
-    """The first words say what to do."""
+    """The first words name the remedy."""
     words = rf"^`{type(partition).__name__}` needs labels and found none; without labels: `IID\(3\)`\. Expected "
     with pytest.raises(TypeError, match=words):
         partition.split(dataset, 0)

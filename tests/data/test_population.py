@@ -1,4 +1,4 @@
-"""Populations: a fixed order, lazily built data, generators as Lightning seeds them."""
+"""Populations: a fixed order, lazily built data, generators seeded as in Lightning."""
 
 import random
 import re
@@ -22,7 +22,7 @@ DATASET = TensorDataset(torch.zeros(4, 1))
 
 
 class Built:
-    """Makes a client's data set and notes for whom."""
+    """Builds a client's data set and records the client."""
 
     def __init__(self):
         self.clients = []
@@ -32,7 +32,7 @@ class Built:
         return TensorDataset(torch.full((4, 1), float(client)))
 
 
-# --- huge populations -------------------------------------------------------------------------------------------------
+# --- Huge populations -------------------------------------------------------------------------------------------------
 
 
 def test_a_lazy_mapping_builds_what_is_looked_up_and_nothing_else():
@@ -78,7 +78,7 @@ def test_a_population_of_nobody(kind):
         kind({})
 
 
-# --- random numbers ---------------------------------------------------------------------------------------------------
+# --- Random numbers ---------------------------------------------------------------------------------------------------
 
 
 def draws():
@@ -94,7 +94,7 @@ def test_seeding_is_lightnings(seed):
 
 
 def test_what_is_drawn_aside_leaves_no_trace():
-    """Also where it ends with an error."""
+    """Even if the function raises."""
     seed_everything(3)
     expected = draws()
     seed_everything(3)
@@ -112,7 +112,7 @@ def test_what_is_drawn_aside_leaves_no_trace():
 
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
 def test_the_generators_of_other_devices(kind, monkeypatch):
-    """Played: no machine of ours has them. Seeded, put aside, and kept apart for each client."""
+    """Simulated, as no test machine has these devices. Seeds, restores and switches generators per client."""
     device = FakeDevice(kind)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -128,21 +128,21 @@ def test_the_generators_of_other_devices(kind, monkeypatch):
         numbers.switch_to(client)
         drawn.append(device.draw())
     assert drawn == [expected[0], of_eight[0], expected[1], of_eight[1]]
-    device.is_used = kind == "mps"  # whose module does not say so
+    device.is_used = kind == "mps"  # whose module has no `is_used`
     before = device.state
     seed_everything(4)
     assert (device.state == before) == (kind == "xpu")
 
 
 class FakeDevice:
-    """A device with a generator, and functions like those of ``torch.mps`` or ``torch.xpu``."""
+    """A device with a generator, and functions as in ``torch.mps`` or ``torch.xpu``."""
 
     def __init__(self, kind):
         self.state, self.is_used = None, True
         if kind == "mps":
             self.module = SimpleNamespace(get_rng_state=self.get, set_rng_state=self.set, manual_seed=self.set)
         else:
-            missing = self.set  # of the current device alone
+            missing = self.set  # only for the current device
             self.module = SimpleNamespace(
                 is_initialized=lambda: self.is_used, get_rng_state=missing, set_rng_state=missing, manual_seed=missing,
                 get_rng_state_all=lambda: [self.get()], set_rng_state_all=lambda states: self.set(*states),
@@ -160,14 +160,14 @@ class FakeDevice:
         return self.state
 
 
-@pytest.mark.filterwarnings("ignore:No seed found")  # Lightning's, of some versions
+@pytest.mark.filterwarnings("ignore:No seed found")  # warning of some Lightning versions
 def test_seeding_leaves_no_seed_for_others(monkeypatch):
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     seed_everything(3)
-    assert L.seed_everything(verbose=False) == 0  # Lightning's own, when nobody has chosen one
+    assert L.seed_everything(verbose=False) == 0  # Lightning's default seed
 
 
-# --- the length of a batch --------------------------------------------------------------------------------------------
+# --- Batch lengths ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -208,7 +208,7 @@ def test_a_batch_without_tensors(batch, kind):
         batch_length(batch)
 
 
-# --- keys -------------------------------------------------------------------------------------------------------------
+# --- Keys -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", [("ann", 1), 1.5, None, b"ann"])
@@ -225,7 +225,7 @@ def test_numpys_keys_become_pythons():
 
 
 def test_pooled_clients_have_their_own_examples():
-    """Clients that are parts of one data set are pooled as these parts, not as the set again and again."""
+    """Clients that are parts of one data set are pooled as parts, so no example repeats."""
     whole = TensorDataset(torch.arange(10))
     parts = {"a": Subset(whole, [0, 1]), "b": Subset(Subset(whole, [2, 5, 7, 9]), [1, 3]), "c": Subset(whole, [4])}
     loader = FederatedDataModule(parts, batch_size=3).train_dataloader()

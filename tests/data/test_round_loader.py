@@ -1,4 +1,4 @@
-"""The round's loader: whose batch this is, how many are left, and what Lightning sees where there is nothing."""
+"""The round loader: current client, remaining batches, and items for failed or empty clients."""
 
 import itertools
 import random
@@ -23,7 +23,7 @@ BATCHES = {"ann": 2, "bob": 1, "cid": 2}
 
 
 class Numbers(Dataset):
-    """Numbers, each with what the generators draw; breaks at one of them."""
+    """Numbers with random draws; raises for one of them."""
 
     def __init__(self, size, breaks_at=None):
         self.size, self.breaks_at = size, breaks_at
@@ -50,14 +50,14 @@ def cohort(*clients, round=0, **options):
 
 
 def walk(loader):
-    """Client, remaining batches and numbers (if any) of every batch."""
+    """Client, remaining batches and numbers (if any) for every batch."""
     return [
         (loader.current.visit.client, loader.batches_left, None if batch is None else batch[0].tolist())
         for batch in loader
     ]
 
 
-# --- the cursor -------------------------------------------------------------------------------------------------------
+# --- Cursor -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
@@ -81,7 +81,7 @@ def test_the_cursor_moves_with_the_batch_and_not_before():
     next(batches)
     assert loader.current is loader.visits[1]
     assert loader.batches_left == 1
-    iter(loader)  # Lightning does so at the start of an epoch
+    iter(loader)  # as Lightning does at the start of an epoch
     assert loader.current is loader.visits[1]
     next(iter(loader))
     assert loader.current is loader.visits[0]
@@ -98,7 +98,7 @@ def test_a_second_iterator_is_harmless():
     assert walk(loader) == expected
     assert starts == [None]
     del unused
-    assert walk(loader) == expected  # and a round can be walked again
+    assert walk(loader) == expected  # a round can be repeated
 
 
 def test_the_start_is_told_before_the_first_batch_is_fetched():
@@ -122,12 +122,12 @@ def test_a_round_saves_nothing():
     loader.load_state_dict({})
 
 
-# --- random numbers ---------------------------------------------------------------------------------------------------
+# --- Random numbers ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["data sets", "loaders"])
 def test_a_visit_draws_from_its_own_seed_whoever_came_before(kind):
-    """Augmentation of the batches draws what Lightning's `seed_everything` gives, from the visit's first batch on."""
+    """Augmentation uses the draws after `seed_everything` with the visit's seed, from the first batch."""
     clients = {"ann": Numbers(8), "cid": Numbers(4)}
     if kind == "data sets":
         loader = RoundLoader(population(clients), cohort("ann", "cid"))
@@ -143,7 +143,7 @@ def test_a_visit_draws_from_its_own_seed_whoever_came_before(kind):
         assert torch.equal(torch.cat(batches), torch.stack(expected))
 
 
-# --- clients without data ---------------------------------------------------------------------------------------------
+# --- Clients without data ---------------------------------------------------------------------------------------------
 
 
 class NoLength(Numbers):
@@ -160,7 +160,7 @@ class Stream(IterableDataset):
 
 
 class Unmeasured:
-    """A loader over data with a length, which has none itself."""
+    """A loader without a length, over data with a length."""
 
     dataset = TensorDataset(torch.arange(5))
 
@@ -223,7 +223,7 @@ def test_a_round_without_visits_serves_one_none(members):
     assert starts == [1]
 
 
-# --- visits that fail while they are served ---------------------------------------------------------------------------
+# --- Failures during a visit ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_visit_that_fails_is_padded(breaks_at, position, workers):
     served = population({**clients, "bad": Numbers(12, breaks_at)}, loader_options={"num_workers": workers})
     loader = RoundLoader(served, cohort(*names))
     seen = walk(loader)
-    assert not torch.multiprocessing.active_children()  # they end with the round, not when memory is tidied up
+    assert not torch.multiprocessing.active_children()  # workers end with the round, without garbage collection
     assert len(seen) == len(loader) == 6
     bad = [(left, batch) for client, left, batch in seen if client == "bad"]
     good = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]][: breaks_at // 4]
@@ -267,7 +267,7 @@ def test_a_visit_that_is_given_a_fault_from_outside_is_served_no_more():
 
 
 class Ahead(DatasetClients):
-    """Serves three items for a visit that has failed already, as workers that ran ahead do."""
+    """Serves three items for an already failed visit, as prefetching workers do."""
 
     def stream(self, visits):
         yield VisitBatch(0, error=OSError("image 7 is truncated"))
@@ -281,10 +281,10 @@ def test_what_workers_fetched_ahead_for_a_failed_visit_is_passed_over():
     assert walk(loader) == [("bad", 2, None), ("bad", 1, None), ("bad", 0, None), ("bob", 0, [70])]
 
 
-# --- limits -----------------------------------------------------------------------------------------------------------
+# --- Limits -----------------------------------------------------------------------------------------------------------
 
 LIMITS = [
-    # The limit, and what it leaves of the batches of cid, ann and bob, who have 2, 2 and 1.
+    # The limit, and the remaining batches of cid, ann and bob, out of 2, 2 and 1.
     (1.0, (2, 2, 1)),
     (99, (2, 2, 1)),
     (5, (2, 2, 1)),
@@ -317,7 +317,7 @@ def test_a_limit_leaves_the_none_of_a_round_without_visits():
     assert int(0.5 * len(RoundLoader(population(), cohort(), 0.5))) == 1
 
 
-# --- errors in one line -----------------------------------------------------------------------------------------------
+# --- Errors in one line -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

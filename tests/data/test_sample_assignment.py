@@ -20,7 +20,7 @@ BALANCED = np.arange(1000) % 10
 
 
 class Labelled(list):
-    """A data set of labels alone."""
+    """A data set with labels only."""
 
     def __init__(self, labels):
         super().__init__(labels)
@@ -59,7 +59,7 @@ def by_group(groups):
     return parts_of(ByGroup(groups), range(len(groups)), 0)
 
 
-# name: (split by seed, number of samples that go to nobody)
+# name: (split by seed, number of unassigned samples)
 SPLITS = {
     "iid": (lambda seed: iid(N, K, seed), 0),
     "per_class": (lambda seed: dirichlet_per_class(LABELS, K, 0.5, seed), 0),
@@ -119,7 +119,7 @@ def test_split_depends_on_the_seed_and_on_nothing_else(split, left_over):
 def test_split_is_the_same_in_another_process_with_numpy_alone():
     program = (
         "import sys, types\n"
-        "for name in ('lightning_fed', 'lightning_fed.data'):\n"  # without what the packages themselves import
+        "for name in ('lightning_fed', 'lightning_fed.data'):\n"  # without the packages' own imports
         "    sys.modules[name] = types.ModuleType(name)\n"
         "sys.modules[name].__path__ = [sys.argv[1]]\n"
         "sys.modules['lightning_fed'].__path__ = [f'{sys.argv[1]}/..']\n"
@@ -187,9 +187,10 @@ def test_dirichlet_per_client_with_infinite_alpha_deals_every_class_evenly():
 def test_dirichlet_with_little_alpha_has_one_dominant_class():
     for alpha in (0, 1e-300, 1e-12, 1e-4):
         shares = [histogram(BALANCED, p).max() / p.size for p in dirichlet_per_client(BALANCED, 20, alpha, seed=0)]
-        assert np.mean(np.array(shares) > 0.95) >= (1.0 if alpha == 0 else 0.4)  # the last get what is left
+        # the last clients get the remaining samples
+        assert np.mean(np.array(shares) > 0.95) >= (1.0 if alpha == 0 else 0.4)
         assert shares[0] > 0.95
-    # Split by class it is the class that has one dominant client.
+    # Each class has one dominant client.
     for alpha in (1e-300, 1e-12, 1e-4):
         parts = dirichlet_per_class(BALANCED, 20, alpha, seed=0, min_size=0)
         counts = np.stack([histogram(BALANCED, part) for part in parts])
@@ -202,7 +203,7 @@ def test_dirichlet_per_client_gives_equal_sizes():
 
 
 def test_dirichlet_per_client_prior():
-    # Few samples are drawn, so that no class runs out: the classes' shares are the prior's.
+    # Few samples are drawn, so no class runs out and the shares equal the prior.
     labels = np.repeat([0, 1], [9_000, 1_000])
     share = {}
     for prior in ("empirical", "uniform"):
@@ -213,8 +214,8 @@ def test_dirichlet_per_client_prior():
 
 
 def test_dirichlet_per_client_concentrations_sum_to_alpha():
-    # Var(q_c) = pi_c (1 - pi_c) / (alpha + 1), plus a little for sampling 200 examples.
-    labels = np.arange(2_000) % 10  # the first client's 200 would go into one class
+    # Var(q_c) = pi_c (1 - pi_c) / (alpha + 1), plus a small term for sampling 200 examples.
+    labels = np.arange(2_000) % 10  # the first client's 200 examples would be of one class
     for alpha in (0.5, 4.0):
         shares = [np.mean(labels[dirichlet_per_client(labels, 10, alpha, seed)[0]] == 0) for seed in range(200)]
         assert np.var(shares) == pytest.approx(0.09 / (alpha + 1), rel=0.35)
@@ -251,7 +252,7 @@ def test_dirichlet_per_client_is_distributed_as_in_the_paper(alpha, prior):
     reference_splits = [
         references.dirichlet_per_client_reference(labels.tolist(), 5, alpha, rng, pi) for _ in range(400)
     ]
-    for client in (0, 2, 4):  # the classes run out for the last ones
+    for client in (0, 2, 4):  # the classes run out for the last clients
         for label in range(3):
             counts = [
                 [int((labels[parts[client]] == label).sum()) for parts in source]
@@ -263,17 +264,17 @@ def test_dirichlet_per_client_is_distributed_as_in_the_paper(alpha, prior):
 
 
 def test_dirichlet_per_client_without_alpha_gives_one_class_each():
-    # 100 clients of 10 samples, 100 samples per class: exactly 10 clients per class, at random.
+    # 100 clients with 10 samples, 100 samples per class: exactly 10 random clients per class.
     owners = [BALANCED[part[0]] for part in dirichlet_per_client(BALANCED, 100, 0, seed=0)]
     assert all(np.unique(BALANCED[part]).size == 1 for part in dirichlet_per_client(BALANCED, 100, 0, seed=0))
     assert np.bincount(owners).tolist() == [10] * 10
     assert owners != sorted(owners)
-    # Two clients fit into each class; only the fifth has to take two rests.
+    # Two clients fit into each class; only the fifth client takes the rest of both.
     labels = np.repeat([0, 1], 25)
     for seed in range(20):
         num_labels = [np.unique(labels[part]).size for part in dirichlet_per_client(labels, 5, 0, seed)]
         assert num_labels == [1, 1, 1, 1, 2]
-    # Too few of every class for a client: it takes a class whole, then another.
+    # No class suffices for a client, so each client takes a whole class and a part of another.
     parts = dirichlet_per_client([0, 0, 1, 1, 2, 2], 2, 0, seed=0)
     assert [part.size for part in parts] == [3, 3]
 
@@ -295,7 +296,7 @@ def test_dirichlet_per_class_balance_caps_the_sizes():
     labels = np.repeat(np.arange(20), 50)
     for seed in range(10):
         sizes = [part.size for part in dirichlet_per_class(labels, 5, 0.3, seed, balance=True, min_size=0)]
-        assert max(sizes) < 200 + 50  # below N / K before its last class
+        assert max(sizes) < 200 + 50  # below N / K before the last class
     free = [
         max(part.size for part in dirichlet_per_class(labels, 5, 0.3, seed, balance=False, min_size=0))
         for seed in range(10)
@@ -310,7 +311,7 @@ def test_shards_are_those_of_the_paper():
             owned = [shard for shard in pieces if shard <= set(part.tolist())]
             assert len(owned) == 3
             assert sum(map(len, owned)) == part.size
-    # MNIST's numbers: 200 shards of 300, at most 4 labels per client.
+    # As for MNIST: 200 shards with 300 samples, at most 4 labels per client.
     labels = np.random.default_rng(0).integers(0, 10, 60_000)
     parts = shards(labels, 100, 2, seed=0)
     assert {part.size for part in parts} == {600}
@@ -365,7 +366,7 @@ def test_labels_per_client_of_consecutive_labels():
 
 @pytest.mark.slow
 def test_labels_per_client_with_sizes_as_in_the_published_program():
-    """Counts of single users and the largest and median sizes, over 300 splits; 5 of each label at least."""
+    """Compares counts per client and the largest and median sizes over 300 splits, with at least 5 per label."""
     class_sizes, rng = range(1200, 2200, 100), np.random.default_rng(0)
     labels = np.repeat(np.arange(10), class_sizes)
     options = {"assignment": "consecutive", "sigma": 2.0, "min_per_label": 5}
@@ -392,10 +393,10 @@ def test_labels_per_client_has_too_few_of_a_label():
 @pytest.mark.parametrize(
     ("num_clients", "per_client", "owners"),
     [
-        (5, 2, {1}),  # as many labels as places: every one with one client
+        (5, 2, {1}),  # as many labels as places: one client per label
         (10, 1, {1}),
-        (4, 2, {0, 1}),  # two labels go to nobody
-        (7, 2, {1, 2}),  # four have two owners
+        (4, 2, {0, 1}),  # two labels have no client
+        (7, 2, {1, 2}),  # four labels have two clients
         (12, 3, {3, 4}),
         (6, 10, {6}),
         (9, 7, {6, 7}),
@@ -403,7 +404,7 @@ def test_labels_per_client_has_too_few_of_a_label():
     ],
 )
 def test_labels_evenly_assigned(num_clients, per_client, owners):
-    """Every client has as many labels as asked for, and every label equally many owners, who share it equally."""
+    """Every client has the requested number of labels, and every label has equally many clients with equal shares."""
     for seed in range(20):
         parts = labels_per_client(BALANCED, num_clients, per_client, seed, assignment="even")
         owned = np.stack([histogram(BALANCED, part) for part in parts])
@@ -415,13 +416,13 @@ def test_labels_evenly_assigned(num_clients, per_client, owners):
 
 
 def test_labels_evenly_assigned_are_random():
-    """Any two labels may be with one client, in the first deck and across two."""
+    """Any two labels can meet at one client, within the first deck and across two decks."""
     pairs, seconds = set(), set()
     for seed in range(150):
         parts = labels_per_client(BALANCED, 7, 3, seed, assignment="even")
         hands = [tuple(np.unique(BALANCED[part])) for part in parts]
         pairs |= {(a, b) for a in hands[0] for b in hands[0] if a < b}
-        seconds |= {(a, b) for a in hands[3] for b in hands[3] if a < b}  # its third label is of the second deck
+        seconds |= {(a, b) for a in hands[3] for b in hands[3] if a < b}  # the third label comes from the second deck
         assert len(set(hands[:3])) == 3
     assert len(pairs) == len(seconds) == 45
 
@@ -435,7 +436,7 @@ def test_quantity_skew_is_distributed_as_in_the_published_program():
 
 
 def test_quantity_skew_lognormal_sizes():
-    # The logarithms of two sizes' ratio have the standard deviation sigma * sqrt(2).
+    # The log ratio of two sizes has standard deviation sigma * sqrt(2).
     ratios = []
     for seed in range(300):
         parts = quantity_skew(20_000, 4, seed, distribution="lognormal", sigma=0.8)
@@ -479,7 +480,7 @@ def test_pixel_permutations():
     assert not np.array_equal(pixel_permutation(784, 1, seed=2), pixel_permutation(784, 2, seed=1))
     image = np.random.default_rng(0).random(784)
     assert np.array_equal(image[permutations[5]][np.argsort(permutations[5])], image)
-    # Uniform: every pixel comes from anywhere.
+    # Uniform: a pixel may come from any position.
     assert np.mean([p[0] for p in permutations]) == pytest.approx(391.5, rel=0.15)
 
 
@@ -556,7 +557,7 @@ def test_one_client_gets_everything():
     ],
 )
 def test_errors_name_the_argument_and_its_value(call, message):
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is compared below
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - compared below
         call()
     assert message in str(error.value)
 

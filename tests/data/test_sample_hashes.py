@@ -1,4 +1,4 @@
-"""Telling samples apart by their content."""
+"""Hashes distinguish samples by content."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_one_number_for_each_content(dtype, size):
     assert count(samples) == size
     hashes = sample_hashes(samples)
     order = torch.randperm(size)
-    assert torch.equal(sample_hashes(samples[order]), hashes[order])  # whatever else is in the batch
+    assert torch.equal(sample_hashes(samples[order]), hashes[order])  # does not depend on other samples
     assert torch.equal(sample_hashes(samples[:1]), hashes[:1])
 
 
@@ -33,8 +33,8 @@ def test_a_single_bit_makes_another_number():
 @pytest.mark.parametrize(
     "samples",
     [
-        (torch.rand(20_000, 196) > 0.5).float(),  # most bits of these are alike
-        torch.stack([torch.randperm(50).float() for _ in range(20_000)]),  # the same sums
+        (torch.rand(20_000, 196) > 0.5).float(),  # most bits are equal
+        torch.stack([torch.randperm(50).float() for _ in range(20_000)]),  # equal sums
         torch.randint(2, (20_000, 40)).to(torch.uint8) * 255,
     ],
     ids=["black and white", "permuted", "bytes"],

@@ -40,7 +40,7 @@ def numbers(size=SIZE):
 
 
 class Buckets(Sampler):
-    """Batches of neighbours in random order, as in projects with speech and text."""
+    """Batches of neighbours in random order, as in speech and text projects."""
 
     def __init__(self, size, batch_size):
         self.size, self.batch_size, self.epoch = size, batch_size, 0
@@ -64,7 +64,7 @@ class Reversed(SequentialSampler):
 
 
 class Draws(Sampler):
-    """Draws by a function."""
+    """Draws with a function."""
 
     def __init__(self, draw, length=SIZE):
         self.draw, self.length = draw, length
@@ -77,7 +77,7 @@ class Draws(Sampler):
 
 
 class Caches(Draws):
-    """Holds the order of the last pass."""
+    """Stores the order of the last pass."""
 
     def __iter__(self):
         self.order = torch.randperm(self.length).tolist()
@@ -97,7 +97,7 @@ class CountsPasses(Draws):
 
 
 class Shared(Draws):
-    """A generator with another name."""
+    """A generator under another attribute name."""
 
     def __init__(self):
         super().__init__(None)
@@ -130,10 +130,10 @@ def passes_of(loader, partition, rounds=1, epochs=1, seed=0, clients=None, **opt
     return served
 
 
-# --- samplers ---------------------------------------------------------------------------------------------------------
+# --- Samplers ---------------------------------------------------------------------------------------------------------
 
 WEIGHTS = torch.tensor([0.5, 2.0, 0.0] * 20)
-SAMPLERS = {  # the loader, and how many different examples and examples a pass has
+SAMPLERS = {  # the loader, and the numbers of distinct examples and of examples in a pass
     "subset": (lambda: {"sampler": SubsetRandomSampler(range(48))}, (48, 48)),
     "fewer": (lambda: {"sampler": RandomSampler(numbers(), num_samples=20)}, (20, 20)),
     "more": (lambda: {"sampler": RandomSampler(numbers(), num_samples=90)}, (60, 90)),
@@ -156,7 +156,7 @@ SAMPLERS = {  # the loader, and how many different examples and examples a pass 
 
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_the_clients_of_a_round_see_every_example_of_a_pass_once(kind):
-    """Each round has a different pass with the same length, unless the order is fixed."""
+    """Rounds have different passes of equal length, unless the order is fixed."""
     make, (different, count) = SAMPLERS[kind]
     options = make()
     loader = DataLoader(numbers(), **({"batch_size": 6} if "sampler" in options else {}), **options)
@@ -184,7 +184,7 @@ def test_batches_are_cut_within_a_client_or_are_parts_of_batches():
 
 
 def test_local_epochs_are_further_passes_of_any_length():
-    """The number of a client's examples differs between passes with weights."""
+    """With sampling weights, a client's number of examples differs between passes."""
     loader = DataLoader(numbers(), 4, sampler=WeightedRandomSampler(WEIGHTS, 45))
     population = split_loader(loader, IID(3), 0)
     population.local_epochs = 4
@@ -247,7 +247,7 @@ def test_a_fit_weighs_clients_by_the_draws(workers, federated_trainer):
     assert trainer.callback_metrics["fed/num_samples"] == 30
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 class Iterates(DataLoader):
@@ -293,7 +293,7 @@ def fetching():
 
 
 class Adds(DataLoader):
-    """Sets a collation, as graph libraries do, and adds a method."""
+    """Sets a collate function, as graph libraries do, and adds a method."""
 
     def __init__(self, dataset, **options):
         super().__init__(
@@ -320,7 +320,7 @@ def test_a_loader_that_makes_batches_in_its_own_way_is_refused(kind, several):
     loader = CHANGED[kind]()
     with pytest.raises(OptionError, match=f"`{kind.split()[0]}`, which would have no effect: .* own loader"):
         split_training_data({"a": loader} if several else loader, IID(3), 0)
-    assert split_training_data(loader, IID(1), 0).loaders[0] is loader  # one client has the loader itself
+    assert split_training_data(loader, IID(1), 0).loaders[0] is loader  # a single client keeps the loader
 
 
 def test_a_subclass_that_sets_only_the_parts_of_a_loader_is_split():
@@ -419,7 +419,7 @@ def test_held_out_data_need_a_loader_of_all_examples():
         PartitionedData(Weighted(), IID(3)).setup("fit")
 
 
-# --- any loader -------------------------------------------------------------------------------------------------------
+# --- Any loader -------------------------------------------------------------------------------------------------------
 
 
 class Overlapping(Partition):
