@@ -1,4 +1,4 @@
-"""Attacks in fits: what malicious clients send, what the others do, and what becomes of the model."""
+"""Attacks in fits: malicious updates, unaffected honest clients, and the resulting model."""
 
 import copy
 import functools
@@ -45,7 +45,7 @@ NET = models.norm_mlp
 
 
 class WireRecorder(Recorder):
-    """Notes updates as they arrive, not as they were trained."""
+    """Records updates as received by the server."""
 
     def on_server_receive(self, trainer, module, update):
         super().on_server_receive(trainer, module, update)
@@ -72,7 +72,7 @@ def is_statistic(name):
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory):
-    """A round that nobody attacks."""
+    """A round without attack."""
     return fit(functools.partial(FederatedTrainer, **QUIET, default_root_dir=tmp_path_factory.mktemp("honest")))[0]
 
 
@@ -116,7 +116,8 @@ def test_noise_is_of_client_and_round(federated_trainer):
         assert torch.equal(values, drawn[key])
     assert not torch.equal(noise(1)[0, "ann"], drawn[0, "ann"])
     pooled = torch.cat([*drawn.values()])
-    assert pooled.std().item() == pytest.approx(0.5, rel=5 / (2 * len(pooled)) ** 0.5)  # five of its own deviations
+    # five standard deviations of the estimate
+    assert pooled.std().item() == pytest.approx(0.5, rel=5 / (2 * len(pooled)) ** 0.5)
     assert abs(pooled.mean().item()) < 5 * 0.5 / len(pooled) ** 0.5
 
 
@@ -128,7 +129,7 @@ def test_values_that_are_none_are_left_out(kind, federated_trainer):
 
 
 def test_a_number_of_clients_is_drawn(federated_trainer):
-    """Among all, from the seed; the same in every round."""
+    """Drawn from all clients by seed; equal in every round."""
     attack = FreeRider(2, 1)
     recorder, _, trainer = fit(federated_trainer, [attack], "median", 2)
     clients = trainer.federation.population.clients
@@ -188,7 +189,7 @@ def test_every_one_of_several_attacks_is_checked(callbacks, steps, federated_tra
         trainer.fit(models.Module(NET(), models.momentum), models.as_datasets(models.vectors(SIZES)))
 
 
-# --- attacks that know the honest steps -------------------------------------------------------------------------------
+# --- Omniscient attacks -----------------------------------------------------------------------------------------------
 
 
 def stacked(recorder, key, start):
@@ -204,7 +205,7 @@ OMNISCIENT = {
 
 @pytest.mark.parametrize("name", [*OMNISCIENT, "mimic"])
 def test_what_they_make_of_the_honest_steps(name, honest, federated_trainer):
-    """The mean of all is of the honest updates, and of what the attack makes of them, twice."""
+    """The average covers the honest updates and two copies of the attack's update."""
     attack, formula = OMNISCIENT.get(name, (Mimic(MALICIOUS), None))
     attacked, _, trainer = fit(federated_trainer, [attack])
     start = honest.visits[0].broadcast
@@ -216,7 +217,7 @@ def test_what_they_make_of_the_honest_steps(name, honest, federated_trainer):
         if not is_statistic(key):
             steps = stacked(honest, key, start)
             expected = start[key] + (steps.sum(0) + 2 * formula(steps)) / 5
-            # The fake models are rounded to float32 on their way to the rule.
+            # Malicious models are rounded to float32 before the rule.
             assert torch.allclose(value.double(), expected, rtol=1e-6, atol=1e-7), key
         else:
             assert torch.equal(value, honest.aggregates[0][key])
@@ -233,7 +234,7 @@ def test_rules_that_an_attack_cannot_know(federated_trainer):
 
 
 def vectors_of(clients, width=6, seed=0):
-    """A random step for each client, in float64."""
+    """A random float64 step for each client."""
     return dict(zip(clients, np.random.default_rng(seed).normal(size=(len(clients), width)), strict=True))
 
 
@@ -243,7 +244,7 @@ def chain_of(method, *steps):
 
 
 def aggregated(make, start, steps, shares):
-    """The step of a round whose updates came to as many chains as there are shares, which are sent and merged."""
+    """The step of a round with one chain per share of the clients; the chains are sent and merged."""
     state = {"w": torch.tensor(start)}
     sent = []
     for share in shares:
@@ -260,7 +261,7 @@ def aggregated(make, start, steps, shares):
 
 
 def test_two_attacks_at_once():
-    """The inner attack sees what the outer one sends, and not the other way round."""
+    """The inner attack sees the outer attack's updates, but not vice versa."""
     steps = vectors_of("abcde")
     honest = np.stack([steps[client] for client in "abc"])
     alie = lambda rows: rows.mean(0) + 1.5 * rows.std(0, ddof=1)  # noqa: E731
@@ -277,7 +278,7 @@ SHARES = [[CLIENTS], [[*"gca", "cid"], ["ann", *"bdef"]], [[], MALICIOUS, [*"gfe
 @pytest.mark.parametrize("attack", [IPM(MALICIOUS), ALIE(MALICIOUS), Mimic(MALICIOUS)])
 @pytest.mark.parametrize("inner", [FedAvg, lambda: Krum(1), lambda: FedAvgM(aggregator=TrimmedMean(1))])
 def test_in_several_processes(attack, inner):
-    """Parts that are sent and merged are one; order and shares of the updates do not matter."""
+    """Merged parts equal a single process, for any order and any shares of the updates."""
     start, steps = vectors_of(["start"], seed=1)["start"], vectors_of(CLIENTS)
     results = [aggregated(lambda: chain_of(inner(), attack), start, steps, shares) for shares in SHARES]
     for result in results[1:]:
@@ -287,7 +288,7 @@ def test_in_several_processes(attack, inner):
 @pytest.mark.parametrize("shares", SHARES, ids=["one process", "two", "three"])
 @pytest.mark.parametrize("mixture", ["nnm", "arc", "bucketing"])
 def test_an_attack_a_mixture_and_a_rule(mixture, shares):
-    """ALIE, by clients who know the honest steps; then the mixture of all steps; then their trimmed mean."""
+    """ALIE from the honest steps, then the mixture of all steps, then the trimmed mean."""
     start, steps = vectors_of(["start"], seed=1)["start"], vectors_of(CLIENTS)
     honest = np.stack([steps[client] for client in CLIENTS if client not in MALICIOUS])
     fake = honest.mean(0) + 1.5 * honest.std(0, ddof=1)
@@ -313,7 +314,7 @@ def test_a_trusted_client_is_not_among_the_honest():
     for client, step in steps.items():
         server.sent(client, server.prepare(client))
         assert server.accept(ClientUpdate(client, 1, {"w": torch.tensor(step)}))
-    assert server.finish_round()["w"].tolist() == [0.0, 0.0]  # the good one is at a right angle, and so is its copy
+    assert server.finish_round()["w"].tolist() == [0.0, 0.0]  # the honest step is orthogonal, and so is the copy
 
 
 def test_nobody_honest_is_there():
@@ -321,11 +322,11 @@ def test_nobody_honest_is_there():
     assert result == 1.0
 
 
-# --- attacks on data --------------------------------------------------------------------------------------------------
+# --- Attacks on data --------------------------------------------------------------------------------------------------
 
 
 def test_labels_are_flipped(federated_trainer):
-    """The malicious clients train as they would on data whose labels are flipped; the others as ever."""
+    """Malicious clients train as on data with flipped labels; the other clients do not change."""
     clients = models.vectors(SIZES)
     flipped = {
         name: (inputs, 2 - labels if name in MALICIOUS else labels) for name, (inputs, labels) in clients.items()
@@ -357,7 +358,7 @@ def pictures(size, seed):
 
 
 def test_a_backdoor_opens_and_is_measured(federated_trainer):
-    """With most clients malicious the trigger works; without any it does not."""
+    """With three of four malicious clients the trigger works, without malicious clients it fails."""
     clients = {name: TensorDataset(*pictures(60, seed)) for seed, name in enumerate("abcd")}
     val = pictures(90, 9)
     rates, scores = {}, {}
@@ -397,7 +398,7 @@ def test_some_of_a_batch_gets_the_trigger(federated_trainer):
     assert attack.on_client_batch(trainer, None, "b", [images, labels])[0] is images
 
 
-# --- rules against attacks, and ways to execute visits ----------------------------------------------------------------
+# --- Rules against attacks, and execution of visits -------------------------------------------------------------------
 
 
 RULES, ATTACKS = ["krum", "median", "centered_clipping"], [SignFlip, GaussianNoise, ALIE]
@@ -407,7 +408,7 @@ RULES, ATTACKS = ["krum", "median", "centered_clipping"], [SignFlip, GaussianNoi
     ("method", "attack"), quick(itertools.product(RULES, ATTACKS), list(zip(RULES, ATTACKS, strict=True)))
 )
 def test_clients_at_once_are_clients_one_after_another(method, attack, federated_trainer, caplog):
-    """To the rounding of float32 products of other shapes."""
+    """Equal up to the rounding of float32 products with other shapes."""
     states = []
     for size in (1, 5):
         module = models.Module(models.mlp(), models.momentum)
@@ -422,7 +423,7 @@ def test_clients_at_once_are_clients_one_after_another(method, attack, federated
 
 
 def test_a_robust_rule_stands_what_an_average_does_not(federated_trainer):
-    """A quadratic whose optimum is known: five clients near 1, two that push away with all force."""
+    """A quadratic with known optimum: five clients near 1, and two attackers."""
     clients = {name: (torch.full((4, 2), 1.0 + 0.01 * place),) for place, name in enumerate("abcdefg")}
     distances = []
     for method in ("fairavg", Krum(2), GeometricMedian(), TrimmedMean()):
@@ -435,7 +436,7 @@ def test_a_robust_rule_stands_what_an_average_does_not(federated_trainer):
 
 
 def test_a_resumed_fit_under_attack(federated_trainer, tmp_path):
-    """The checkpoint holds the rule's state, as if there were no attack."""
+    """The checkpoint contains the rule's state as without an attack."""
     attacks = [ALIE(["ann"])]
     _, module, trainer = fit(federated_trainer, attacks, "centered_clipping", 3)
     _, _, first = fit(federated_trainer, attacks, "centered_clipping", 2)

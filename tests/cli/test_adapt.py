@@ -1,4 +1,4 @@
-"""`lightning-fed adapt`: a checkpoint with statistics from new data, and mistakes on the command line."""
+"""`lightning-fed adapt`: a checkpoint with statistics of new data, and usage errors."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from lightning_fed.datasets import Shapes
 from lightning_fed.modules import recalibrate_batch_norm
 from lightning_fed.tasks import ClassificationTask
 
-# Lightning 2.6 calls a function with a new name in jsonargparse 4.53.
+# Lightning 2.6 calls a function renamed in jsonargparse 4.53.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 RECIPE = {
@@ -44,7 +44,7 @@ def task(**options):
 
 
 def test_a_checkpoint_gets_the_statistics_of_the_data(capsys):
-    """The weights stay."""
+    """The weights do not change."""
     module = task()
     torch.save({"state_dict": module.state_dict(), "epoch": 3}, "last.ckpt")
     main(["adapt", "last.ckpt", "--recipe", "recipe.yaml", "--data.num_train", "8"])
@@ -55,7 +55,7 @@ def test_a_checkpoint_gets_the_statistics_of_the_data(capsys):
     recalibrate_batch_norm(module, data.train_dataloader())
     assert found["epoch"] == 3
     for name, value in module.state_dict().items():
-        # The order of the batches is drawn: statistics behind the first layer differ a little.
+        # The order of batches is random, so statistics behind the first layer differ slightly.
         is_deep = name.endswith(("running_mean", "running_var")) and not name.startswith("model.bn1.")
         assert torch.allclose(found["state_dict"][name], value, rtol=1e-4, atol=1e-5) or is_deep, name
 

@@ -1,4 +1,4 @@
-"""The command line: what it builds from recipes, what it says to mistakes, and a run from fit to prediction."""
+"""The command line: objects built from recipes, usage errors, and a run from fit to prediction."""
 
 import importlib
 import math
@@ -72,7 +72,7 @@ DATA = ROOT.parent / "shared" / "data"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 OFFLINE = str(ROOT / "recipes" / "shapes_deeplab.yaml")
 
-# Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
+# Lightning 2.6 calls a function deprecated in jsonargparse 4.53.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 # 3 clients with 12 scenes of 32 x 32 pixels, and a small network.
@@ -87,7 +87,7 @@ TINY = [
 
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    """Writes to a temporary folder; LightningCLI warns where the process has arguments of its own."""
+    """Writes to a temporary folder; LightningCLI warns if the process has command-line arguments."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lightning-fed"])
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -96,13 +96,13 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def subclasses_are_remembered():
-    """From one command line to the next, until something is imported."""
+    """Until the next import, command lines share the search for subclasses."""
     with remembered_subclasses():
         yield
 
 
 class Built(FederatedCLI):
-    """Builds what `fit` would train, without the copy of the recipe that a checkpoint gets."""
+    """Builds the objects of `fit` without saving the configuration."""
 
     config_dump: ClassVar = {}
 
@@ -114,7 +114,7 @@ def build(*arguments):
     return Built(["fit", *arguments])
 
 
-# The Trainer of `OFFLINE`, with a model and data that are made in no time.
+# The Trainer of `OFFLINE`, with a fast model and fast data.
 LIGHT = """
 model: {class_path: ClassificationTask, init_args: {model: mlp, num_classes: 6}}
 data: {class_path: Shapes, init_args: {num_train: 20}}
@@ -175,7 +175,7 @@ def test_there_is_a_recipe_for_every_job():
 
 
 def where_data_are(recipe, folder):
-    """The option that says where a recipe's data are, if it reads any."""
+    """The option with the data folder of a recipe, if any."""
     name = recipe.stem
     if name in ("compare_shapes", "shakespeare", "shapes_deeplab", "shapes_looks", "synthetic"):
         return []
@@ -261,7 +261,7 @@ def test_a_recipe_builds_what_it_says(recipe, task, data, partition, rounds, cli
 
 @pytest.fixture(scope="module")
 def small_data(tmp_path_factory):
-    """Every data set in the format of the real files, as large as the recipes' splits need it."""
+    """Every data set in the real file format, large enough for the recipes' splits."""
     root = tmp_path_factory.mktemp("data")
     write_mnist(root, num_train=18000)
     write_mnist(root, "FashionMNIST", num_train=60000)
@@ -276,13 +276,13 @@ ON_REAL_DATA = ("omniglot", "shakespeare")
 
 
 def trains(recipe, folder):
-    """Runs the first two batches of a recipe, a visit or two: no client fails, and the model moves."""
+    """Runs the first two batches of a recipe: no client fails, and the model moves."""
     where = where_data_are(recipe, folder)
     is_small = [where[0].replace("data_dir", "image_size"), "[32,32]"] if "camvid" in recipe.stem else []
     options = ["--trainer.accelerator", "cpu", "--trainer.fast_dev_run", "2", *is_small]
     built = build("-c", str(recipe), *where, *options)
     before = state_of(built.model)
-    built.trainer.fit(**built.arguments)  # what LightningCLI does where `fit` is not overridden
+    built.trainer.fit(**built.arguments)  # LightningCLI's behaviour without an overridden `fit`
     logged = {name: float(value) for name, value in built.trainer.callback_metrics.items()}
     assert built.trainer.global_step == 2
     assert 1 <= logged["fed/clients"] <= 2
@@ -329,7 +329,7 @@ def test_a_recipe_trains_on_real_data(recipe):
     ],
 )
 def test_a_ready_recipe_that_is_not_in_the_folder(args, tmp_path, monkeypatch, capsys):
-    """Nothing reads it; the error says how to write it, and the recipe that is written is found."""
+    """The error names the command that writes the recipe, and the written recipe is found."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
         main(args)
@@ -343,7 +343,7 @@ def test_a_ready_recipe_that_is_not_in_the_folder(args, tmp_path, monkeypatch, c
 
 
 def test_a_command_line_that_is_right_gets_no_hint(tmp_path, monkeypatch, capsys):
-    """An output that has the name of a ready recipe; other errors are none of the recipes' business."""
+    """An output may have the name of a ready recipe; other errors do not concern recipes."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         main(["compare", "--help", "mine.yaml", "--out", "runs/synthetic.yaml"])
@@ -381,11 +381,11 @@ def test_an_app_has_the_number_of_clients_that_a_natural_partition_makes(network
         assert written.format(count) in server.read_text()
 
 
-# Lightning says it of every checkpoint that is used in another folder than its run's.
+# Lightning warns for every checkpoint used in another folder.
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create:UserWarning")
 @pytest.mark.parametrize("command", quick(["validate", "test"], ["test"]))
 def test_a_checkpoint_that_was_saved_from_python(command, capsys):
-    """It has hyper-parameters, and does not say of which class: the recipe's model is evaluated with its weights."""
+    """The hyper-parameters do not name a class, so the recipe's model is evaluated with the weights."""
     recipe = str(ROOT / "recipes" / "synthetic.yaml")
     torch.manual_seed(3)
     task = ClassificationTask("mlp", 10, 60, 1, model_kwargs={"hidden": [64]})
@@ -411,7 +411,7 @@ def test_fit_validate_and_predict(tmp_path, capsys):
     run = tmp_path / "runs" / "shapes" / "version_0"
     events = EventAccumulator(str(run)).Reload()
     scores = events.Scalars("val_miou")
-    assert [score.step for score in scores] == [1, 3]  # a round's last batch: two in a round
+    assert [score.step for score in scores] == [1, 3]  # the last batch of each round, two batches per round
     assert [event.step for event in events.Scalars("comm/up_bytes")] == [1, 3]
     assert {(event.step, event.value) for event in events.Scalars("epoch")} == {(1, 0), (3, 1)}
     assert len(events.Images("segmentation/input_truth_prediction")) == 1
@@ -431,10 +431,10 @@ def test_fit_validate_and_predict(tmp_path, capsys):
     assert masks.shape == (8, 32, 32)
     assert masks.dtype == torch.int64
 
-    # It goes on where it stopped, and the configuration beside the logs says all.
+    # Resumes at the last round; the configuration next to the logs is complete.
     main(["fit", "-c", str(run / "config.yaml"), "--trainer.max_rounds", "3", "--ckpt_path", str(checkpoint)])
     resumed = EventAccumulator(str(run.with_name("version_2"))).Reload()
-    assert [event.step for event in resumed.Scalars("val_miou")] == [5]  # batches of three rounds
+    assert [event.step for event in resumed.Scalars("val_miou")] == [5]  # the last batch of three rounds
     before, after = (
         yaml.safe_load((folder / "config.yaml").read_text()) for folder in (run, run.with_name("version_2"))
     )
@@ -444,7 +444,7 @@ def test_fit_validate_and_predict(tmp_path, capsys):
     assert after["data"] == before["data"]
 
 
-# What can be said in YAML and on the command line
+# YAML and command-line syntax
 
 
 def test_methods_by_name_and_by_class():
@@ -461,7 +461,7 @@ def test_methods_by_name_and_by_class():
 
 
 def test_update_steps_by_class():
-    """In the order in which they are written, after those of the method."""
+    """In the given order, after the method's steps."""
     given = (
         "[UniformWeights, {class_path: MaxNorm, init_args: {bound: 2.0}},"
         " {class_path: ServerOptimizer, init_args: {optimizer: torch.optim.Adam}, dict_kwargs: {lr: 0.5}}]"
@@ -546,7 +546,7 @@ def test_methods_with_callbacks_and_settings():
     assert federation.method.callbacks[0].num_negatives == 7
 
 
-OBJECTS = [  # the options of one command line, and what they are
+OBJECTS = [  # options of one command line, and the resulting objects
     (
         {"batch_norm": "average", "faults.visit_timeout": "60"},
         {"batch_norm": "average", "faults": Faults(visit_timeout=60.0)},
@@ -581,7 +581,7 @@ def test_personal_entries_by_pattern_and_by_type():
 
 
 SELECTORS = {
-    # The options of a recipe's Trainer, and what stays at home.
+    # The options of a recipe's Trainer, and the personal entries.
     "options": ("{personal: [torch.nn.BatchNorm2d, 'head.*']}", (torch.nn.BatchNorm2d, "head.*")),
     "federation": (
         "{federation: {class_path: lightning_fed.Federation, init_args: {personal: ['a.b', torch.nn.GroupNorm]}}}",
@@ -640,7 +640,7 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch):
     assert seen[0].width == 3
 
 
-# Mistakes
+# Usage errors
 
 
 MISTAKES = [
@@ -714,7 +714,7 @@ def test_a_recipe_that_is_not_there(capsys):
 
 
 def test_a_report_of_the_clients(tmp_path, capsys):
-    """Of a partition, and of data that bring their clients; nothing is trained, nothing else is said."""
+    """For a partition, and for data with clients; without training and without further output."""
     options = ["--", "--data.num_train", "24", "--data.image_size", "16", "--trainer.partition.num_clients", "3"]
     main(["data", OFFLINE, "--out", str(tmp_path / "clients.png"), *options, "--trainer.partition.min_size", "2"])
     said = capsys.readouterr().out
@@ -736,7 +736,7 @@ def test_a_report_without_clients(few, capsys):
     assert "Expected `data` to be clients" in capsys.readouterr().err
 
 
-# The program itself
+# Program
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])

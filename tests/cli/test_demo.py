@@ -1,4 +1,4 @@
-"""The demo, small: the printed values are the logged values, and the picture shows the trained models."""
+"""The demo at a small size: printed values equal logged values, and the picture shows the trained models."""
 
 import re
 import sys
@@ -110,7 +110,7 @@ def test_the_picture_shows_clients_curves_and_predictions(small):
         for line, name in zip(axes.get_lines(), names, strict=True):
             assert list(line.get_xdata()) == rounds
             assert list(line.get_ydata()) == [row[name] for row in result.rounds]
-    assert len(tiles) == 3 * SMALL["num_clients"]  # a column for each client
+    assert len(tiles) == 3 * SMALL["num_clients"]  # one column per client
     inputs, truths, predictions = (tiles[row * 3 : row * 3 + 3] for row in range(3))
     for client, axes in enumerate(inputs):
         assert re.fullmatch(rf"client {client}: 0\.\d\d", axes.get_title())
@@ -127,7 +127,7 @@ def test_the_picture_shows_clients_curves_and_predictions(small):
 
 @pytest.mark.slow
 def test_it_takes_camvid(tmp_path, monkeypatch, capsys):
-    """Frames in the format of real frames, from two clients, with a quarter of the size."""
+    """Frames in the real format, from two clients, at a quarter of the size."""
     write_camvid_npz(tmp_path / "camvid", {"train": {"A1": 24}, "val": {"A1": 9}}, plain_masks=True)
     monkeypatch.setattr(demo, "CamVid", lambda *args, **options: CamVid(*args, **{**options, "image_size": (32, 32)}))
     result = run_demo(tmp_path, rounds=1, out=tmp_path / "runs", num_clients=2, clients_per_round=1)
@@ -153,7 +153,7 @@ def test_it_learns(tmp_path):
     assert max(scores[-4:]) > max(0.3, 1.5 * scores[0])
 
 
-# Mistakes
+# Usage errors
 
 
 def test_options_of_the_command(monkeypatch, tmp_path):

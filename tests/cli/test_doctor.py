@@ -1,4 +1,4 @@
-"""The command `doctor`: versions are those of the packages themselves, extras are those of pyproject.toml."""
+"""The command `doctor`: versions come from the packages, extras from pyproject.toml."""
 
 import re
 import tomllib
@@ -13,7 +13,7 @@ from lightning_fed.cli import doctor
 from lightning_fed.cli.main import main
 
 PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
-MODULES = {"pillow": "PIL"}  # of packages whose module is not called as they are
+MODULES = {"pillow": "PIL"}  # packages with another module name
 
 
 def test_every_extra_for_users_has_a_feature():
@@ -29,7 +29,7 @@ def test_versions_are_those_of_the_packages():
     names = [re.match(r"[\w-]+", requirement)[0] for requirement in PROJECT["dependencies"]]
     assert list(listed) == names
     for name, version in listed.items():
-        # Builds of torch for one device call themselves 2.14.1+cpu, in both places or in one.
+        # Builds of torch for one device are named 2.14.1+cpu, in both places or in one.
         module = import_module(MODULES.get(name, name.replace("-", "_")))
         assert module.__version__.partition("+")[0] == version.partition("+")[0], name
 

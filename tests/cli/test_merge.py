@@ -1,4 +1,4 @@
-"""`lightning-fed merge`: checkpoints of runs, with and without a recipe; what it says to mistakes."""
+"""`lightning-fed merge`: checkpoints of runs, with and without a recipe; usage errors."""
 
 import importlib
 import re
@@ -21,7 +21,7 @@ from tests.recorders import loading
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
+# Lightning 2.6 calls a function deprecated in jsonargparse 4.53.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 VERSION = {"pytorch-lightning_version": L.__version__, "epoch": 3, "global_step": 7}
@@ -56,7 +56,7 @@ def task(**options):
 
 
 def save(module, path):
-    """As a Trainer in Python writes it, in part."""
+    """Saves a part of a Trainer's checkpoint."""
     torch.save({**VERSION, "state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}, path)
 
 
@@ -76,7 +76,7 @@ def fails(capsys, status, *arguments):
 
 
 def test_fit_merge_and_test(capsys):
-    """Checkpoints of `fit` name their class: nothing else has to be said. The result is tested with the recipe."""
+    """Checkpoints of `fit` name their class, so no option is needed. The recipe tests the result."""
     Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     main(["fit", "-c", "recipe.yaml"])
     checkpoint = torch.load("run/a.ckpt", weights_only=True)
@@ -103,7 +103,7 @@ def test_fit_merge_and_test(capsys):
 
 
 def test_grown_checkpoints(capsys):
-    """A class by name and hyper-parameters from the file; the result is wider."""
+    """The class comes from an option, hyper-parameters from the file; the result is wider."""
     nets = []
     for seed in range(3):
         torch.manual_seed(seed)
@@ -162,7 +162,7 @@ class Normed(L.LightningModule):
 
 
 def test_batch_norm_is_measured_with_the_recipes_data(capsys, monkeypatch):
-    """As `recalibrate_batch_norm` does it with the same batches. Plain states will do, and a class of one's own."""
+    """Equals `recalibrate_batch_norm` on the same batches. Plain states and a user's class work too."""
     Path("normed.py").write_text(NORMED)
     monkeypatch.setitem(RECIPE, "model", {"class_path": "normed.Normed", "init_args": {"width": 5}})
     Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
@@ -244,7 +244,7 @@ def test_what_is_wrong_is_one_line(capsys):
 
 
 def test_a_module_of_ones_own(capsys, monkeypatch):
-    """Found in the current folder; what it is called with is its own example."""
+    """Imported from the current folder, with the module's example input."""
     Path("mine.py").write_text(
         "import lightning as L, torch\nfrom torch import nn\n"
         "class Mine(L.LightningModule):\n"

@@ -1,4 +1,4 @@
-"""``lightning-fed privacy``: the budget of a recipe, before anything trains."""
+"""``lightning-fed privacy``: the budget of a recipe before training."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from lightning_fed.cli.main import main
 from lightning_fed.privacy import Budget
 
 pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
-# Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
+# Lightning 2.6 calls a function deprecated in jsonargparse 4.53.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "synthetic.yaml")  # 30 clients, 30 rounds
@@ -61,14 +61,14 @@ def test_an_epsilon(capsys):
 
 
 def test_a_step_of_the_method_inside(capsys):
-    """It is the recipe's chain that is looked through, not its first step."""
+    """The command searches the whole chain, not only the first step."""
     central = "{class_path: CentralDP, init_args: {clip: 0.5, delta: 0.01, noise_multiplier: 2.0}}"
     others = "{class_path: MaxNorm, init_args: {bound: 1.0}}"
     assert said(capsys, f"[{others}, {central}]") == said(capsys, f"[{central}]")
 
 
 def test_a_figure(capsys, tmp_path, monkeypatch):
-    """Its lines are the bounds of the noise that is given, of half of it, and of twice as much."""
+    """The curves are bounds for the given noise, half the noise and twice the noise."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     from matplotlib.figure import Figure
 

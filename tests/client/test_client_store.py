@@ -1,4 +1,4 @@
-"""Stores of the clients' tensors: versions, resuming, crashes, names."""
+"""Client stores: versions, resuming, crashes, names."""
 
 import copy
 import io
@@ -38,7 +38,7 @@ NAMES = [
     "é" * 100,
     "/data/hospitals/" * 30,
     "/data/hospitals/" * 30 + "other",
-    "\udcff",  # a file name that is no UTF-8, as Python reads it
+    "\udcff",  # a file name that is not UTF-8, as decoded by Python
     "1",
     1,
     0,
@@ -57,7 +57,7 @@ def number(state):
 
 @pytest.fixture(params=["memory", "folder"])
 def make(request, tmp_path):
-    """Makes a store; those of one test share what a process that starts anew would find."""
+    """Makes stores; the stores of one test share a folder, as restarted processes do."""
 
     def make_store():
         return MemoryStore() if request.param == "memory" else FolderStore(tmp_path / "clients")
@@ -66,7 +66,7 @@ def make(request, tmp_path):
 
 
 def reopened(make, store, round):
-    """Another process that resumes from a checkpoint: only its file and the folder are left."""
+    """Simulates a new process resumed from a checkpoint, with only the file and the folder."""
     buffer = io.BytesIO()
     torch.save(store.checkpoint(round), buffer)
     buffer.seek(0)
@@ -75,7 +75,7 @@ def reopened(make, store, round):
     return restored
 
 
-# --- both kinds ------------------------------------------------------------------------------------------------------
+# --- Both kinds -------------------------------------------------------------------------------------------------------
 
 
 def test_the_newest_is_what_is_got(make):
@@ -108,7 +108,7 @@ def test_names(make):
 
 
 def test_numpys_names_are_pythons(make):
-    """Clients often come out of an array; a checkpoint of them must load."""
+    """Client names often come from an array, and a checkpoint of such names must load."""
     store = make()
     store.put(np.str_("a"), 0, value(1))
     store.put(np.int64(7), 0, value(2))
@@ -150,7 +150,7 @@ def test_values_come_back_as_they_were(make):
 
 
 def test_going_back_to_the_last_checkpoint(make):
-    """Later versions are gone, also those of a client without an earlier one."""
+    """Later versions are dropped, including a client's only version."""
     store = make()
     store.put("a", 0, value(0))
     store.put("b", 1, value(1))
@@ -178,7 +178,7 @@ def test_a_checkpoint_inside_a_round_has_no_part_of_it(make):
     assert [number(store.get(client)) for client in "ab"] == [10, 11]
     resumed = reopened(make, store, 1)
     assert [number(resumed.get(client)) for client in "ab"] == [0, None]
-    assert [number(store.get(client)) for client in "ab"] == [10, 11]  # the running one goes on
+    assert [number(store.get(client)) for client in "ab"] == [10, 11]  # the running store is unaffected
     resumed = reopened(make, store, 2)
     assert [number(resumed.get(client)) for client in "ab"] == [10, 11]
 
@@ -190,16 +190,16 @@ def test_starting_anew(make):
         store.checkpoint(round + 1)
     store.restore(0, {})
     assert [store.get(client) for client in "ab"] == [None, None]
-    store.checkpoint(1)  # a round in which nobody put anything
+    store.checkpoint(1)  # a round without a stored client
     store.put("a", 1, value(7))
     store.checkpoint(2)
     assert [number(store.get(client)) for client in "ab"] == [7, None]
     resumed = reopened(make, store, 2)
-    assert [number(resumed.get(client)) for client in "ab"] == [7, None]  # and nothing of the run before
+    assert [number(resumed.get(client)) for client in "ab"] == [7, None]  # none from the previous run
 
 
 def test_every_history(make):
-    """Puts of some clients in some rounds, a checkpoint after every round; resumed from either of the last two."""
+    """Random puts with a checkpoint after every round; resumed from either of the last two checkpoints."""
     generator = np.random.default_rng(0)
     clients = "abcd"
     for _ in range(6):
@@ -228,7 +228,7 @@ def test_every_history(make):
                 break
 
 
-# --- in memory -------------------------------------------------------------------------------------------------------
+# --- In memory --------------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_in_memory_is_a_copy():
@@ -240,7 +240,7 @@ def test_a_checkpoint_in_memory_is_a_copy():
     assert number(state["states"][0]) == 1
 
 
-# --- in a folder -----------------------------------------------------------------------------------------------------
+# --- In a folder ------------------------------------------------------------------------------------------------------
 
 
 def files(folder, client="s-a"):
@@ -259,7 +259,7 @@ def test_names_stay_in_the_folder(tmp_path):
 
 
 def test_old_versions_are_deleted(tmp_path):
-    """Two checkpoints' worth is kept: a run can be resumed from the one before if the last is half-written."""
+    """Versions for two checkpoints are kept: the earlier serves if the last checkpoint is incomplete."""
     store = FolderStore(tmp_path)
     for round in range(6):
         store.put("a", round, value(round))
@@ -286,7 +286,7 @@ def test_the_number_of_files_does_not_grow(tmp_path):
 
 
 def test_resuming_from_a_checkpoint_that_is_too_old(tmp_path):
-    """Not with empty hands, as if the client had never been there."""
+    """The error replaces a silent restart without client state."""
     store = FolderStore(tmp_path)
     for round in range(6):
         store.put("a", round, value(round))
@@ -332,7 +332,7 @@ def test_a_put_that_fails_leaves_the_old_version(tmp_path, monkeypatch):
 
 
 def test_versions_of_a_run_that_is_replaced(tmp_path):
-    """Resumed from an earlier round, a run does not find what the abandoned one wrote in later rounds."""
+    """A run resumed from an earlier round ignores versions of later rounds from the abandoned run."""
     store = FolderStore(tmp_path)
     for round in range(2):
         store.put("a", round, value(round))
@@ -345,14 +345,14 @@ def test_versions_of_a_run_that_is_replaced(tmp_path):
     resumed.put("a", 1, value(100))
     assert number(resumed.get("a")) == 100
     assert files(tmp_path) == ["00000000.safetensors", "00000001.safetensors"]
-    resumed.checkpoint(3)  # nobody in round 2
+    resumed.checkpoint(3)  # without clients in round 2
     again = FolderStore(tmp_path)
     again.restore(3, {"folder": str(tmp_path), "run": 0})
     assert number(again.get("a")) == 100
 
 
 def test_a_folder_of_several_runs(tmp_path):
-    """A run never sees the clients of another, and deletes nothing of it."""
+    """A run never sees or deletes another run's clients."""
     checkpoints = []
     for run in range(3):
         store = FolderStore(tmp_path)
@@ -367,7 +367,7 @@ def test_a_folder_of_several_runs(tmp_path):
         resumed.restore(1, checkpoints[run])
         assert number(resumed.get("a")) == run
         assert number(resumed.get("b")) == (10 if run == 1 else None)
-    assert number(FolderStore(tmp_path).get("a")) == 2  # to look at, the last
+    assert number(FolderStore(tmp_path).get("a")) == 2  # read-only: the last run
 
 
 def test_the_other_kind_of_store(tmp_path):
@@ -380,7 +380,7 @@ def test_the_other_kind_of_store(tmp_path):
         memory.restore(1, folder.checkpoint(1))
 
 
-# --- in a fit --------------------------------------------------------------------------------------------------------
+# --- In a fit ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [str, int, np.str_, np.int64])
@@ -412,7 +412,7 @@ def test_checkpoints_of_any_clients_load(kind, tmp_path):
 
 
 def test_two_fits_with_one_folder(tmp_path):
-    """The second one starts anew."""
+    """The second fit has no client state at the start."""
     data = [torch.utils.data.TensorDataset(torch.randn(4, 3), torch.randint(0, 2, (4,))) for _ in range(5)]
     federation = Federation(clients_per_round=2, personal=["net.1.*"], store=tmp_path / "clients", seed=0)
     results = []
@@ -435,7 +435,7 @@ def test_two_fits_with_one_folder(tmp_path):
 
 
 def test_who_has_nothing_more_is_forgotten(make):
-    """As of a round: a checkpoint from before it, or inside it, has what there was."""
+    """Forgotten from this round on: a checkpoint before or inside the round still has the earlier state."""
     store = make()
     for client in ("a", "b"):
         store.put(client, 0, value(0))
@@ -456,7 +456,7 @@ def test_who_has_nothing_more_is_forgotten(make):
 
 
 def test_processes_forget_the_same_client(tmp_path, monkeypatch):
-    """Each by itself, one in the middle of the other: none stumbles over another's file."""
+    """Concurrent processes tolerate files deleted by the other process."""
     first, second = (FolderStore(tmp_path) for _ in range(2))
     first.put("a", 0, value(0))
     for rank, store in enumerate((first, second)):
@@ -475,7 +475,7 @@ def test_processes_forget_the_same_client(tmp_path, monkeypatch):
     assert files(tmp_path) == ["00000000.safetensors", "00000001.safetensors"]
 
 
-# --- what is not there any more, or not as it was written -------------------------------------------------------------
+# --- Missing and damaged files ----------------------------------------------------------------------------------------
 
 
 def the_file(folder):
@@ -508,7 +508,8 @@ def test_damage_is_noticed_and_the_file_named(damage, reason, is_resumed, tmp_pa
         state = torch.load(io.BytesIO(saved(store.checkpoint(1))), weights_only=True)
         store = FolderStore(tmp_path)
         store.restore(1, state)
-    with pytest.raises(ClientFault, match=f"^what it has kept {reason}$"):  # without a path, which is the client's
+    # without the path, which contains the client
+    with pytest.raises(ClientFault, match=f"^what it has kept {reason}$"):
         store.get("a")
     assert str(tmp_path / "run-0" / "s-a") in caplog.text
     assert number(store.get("b")) == 1
@@ -535,7 +536,7 @@ def test_a_checkpoint_inside_a_round_does_not_miss_what_the_round_wrote(tmp_path
 
 
 def test_files_of_others_are_left_alone(tmp_path):
-    """In the store's folder, and in a client's."""
+    """In the store's folder and in a client's folder."""
     store = FolderStore(tmp_path)
     store.put("a", 0, value(0))
     (tmp_path / "run-old").mkdir()
@@ -553,7 +554,7 @@ def test_files_of_others_are_left_alone(tmp_path):
 
 
 def test_a_client_whose_folder_is_gone_is_left_out(tmp_path, caplog):
-    """In a fit, by name, of training and of evaluation; the others go on."""
+    """In training and evaluation, by name; the other clients continue."""
 
     class Lose(L.Callback):
         def on_train_epoch_end(self, trainer, module):
@@ -616,7 +617,7 @@ def test_a_visit_reads_what_its_client_has_kept_once(optimizer_state, tmp_path, 
 
 
 def test_without_checkpoints_the_folder_does_not_grow(tmp_path):
-    """And a checkpoint that comes late, or inside of a round, finds what it needs."""
+    """A late checkpoint, or a checkpoint inside a round, still finds the required versions."""
     store = FolderStore(tmp_path)
     for round in range(6):
         store.put("a", round, {"head": torch.tensor([float(round)])})

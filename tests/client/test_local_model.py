@@ -1,4 +1,4 @@
-"""The client half: loading, keeping and answering; optimizers that start every visit anew."""
+"""The client side: loading, storing and sending models; optimizers restarted in every visit."""
 
 import copy
 
@@ -41,7 +41,7 @@ def test_every_optimizer_of_torch_is_in_the_table():
 
 
 class Counting(torch.optim.Optimizer):
-    """Counts its steps in its groups, as optimizers without schedules do (schedule-free ones, Prodigy)."""
+    """Counts steps in the parameter groups, as schedule-free optimizers and Prodigy do."""
 
     def __init__(self, groups, lr):
         super().__init__(groups, {"lr": lr, "k": 0, "total": 0.0})
@@ -57,7 +57,7 @@ class Counting(torch.optim.Optimizer):
 
 
 class Job:
-    """A small problem and one of torch's optimizers of it, in two groups where it can have them."""
+    """A small problem with one of torch's optimizers, in two groups if supported."""
 
     def __init__(self, name, lr=None):
         kind = getattr(torch.optim, name, globals().get(name))
@@ -87,7 +87,7 @@ class Job:
         return loss
 
     def start(self):
-        """The parameters as they were made."""
+        """Resets the parameters."""
         with torch.no_grad():
             for parameter, fresh in zip(self.parameters, self.fresh_parameters(), strict=True):
                 parameter.copy_(fresh)
@@ -99,7 +99,7 @@ class Job:
 
 
 def assert_equal(left, right):
-    """Equal, with everything in it."""
+    """Deep equality."""
     assert type(left) is type(right)
     if isinstance(left, torch.Tensor):
         assert left.dtype == right.dtype
@@ -116,15 +116,15 @@ def assert_equal(left, right):
         assert left == right or (left != left and right != right)
 
 
-# --- optimizers ------------------------------------------------------------------------------------------------------
+# --- Optimizers -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_visit_starts_with_a_fresh_optimizer(name):
-    """With the learning rates of the round; and it trains as a fresh one does."""
+    """With the learning rates of the round, and equal to training with a new optimizer."""
     job = Job(name)
     for group in job.optimizer.param_groups:
-        group["lr"] = 0.03  # what an epoch scheduler made of it in the rounds before
+        group["lr"] = 0.03  # as set by an epoch scheduler in earlier rounds
     local = LocalOptimizers([job.optimizer])
     fresh = Job(name, lr=0.03)
     expected_state = copy.deepcopy(fresh.optimizer.state_dict())
@@ -137,14 +137,14 @@ def test_a_visit_starts_with_a_fresh_optimizer(name):
             assert torch.equal(left, right)
         assert local.end_visit(position) == {}
     for group in job.optimizer.param_groups:
-        group["lr"] = 0.01  # an epoch scheduler, at the last batch
+        group["lr"] = 0.01  # as set by an epoch scheduler at the last batch
     local.end_round([])
     assert_equal(job.optimizer.state_dict(), Job(name, lr=0.01).optimizer.state_dict())
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_packed_comes_back(name, tmp_path):
-    """Through a store, into an optimizer of another process: it goes on as if nothing had been."""
+    """Through a store into an optimizer of another process, which continues identically."""
     job = Job(name)
     job.train(3)
     store = FolderStore(tmp_path)
@@ -163,7 +163,7 @@ def test_what_is_packed_comes_back(name, tmp_path):
 
 @pytest.mark.parametrize("name", KEPT)
 def test_keeping_optimizer_state(name):
-    """Each client goes on with its own; a new one starts with a fresh one."""
+    """Each client continues with the stored state; a new client starts without state."""
     job = Job(name)
     local = LocalOptimizers([job.optimizer], mode="keep")
     stored = {}
@@ -197,7 +197,7 @@ def test_state_that_is_not_of_tensors_and_numbers():
 
 
 def test_numbers_and_names_are_packed():
-    """State as optimizers of other libraries have it."""
+    """Optimizers in other libraries have such states."""
     parameter = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([parameter], 0.1)
     state = {"step": 3, "scale": 1 / 3, "is_warm": True, "none": None, "buffer": torch.ones(2)}
@@ -222,7 +222,7 @@ def test_several_optimizers_keep_their_own():
         assert_equal(restored_job.optimizer.state_dict(), job.optimizer.state_dict())
 
 
-# --- schedulers and the loss scale -----------------------------------------------------------------------------------
+# --- Schedulers and loss scale ----------------------------------------------------------------------------------------
 
 SCHEDULERS = {
     "StepLR": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
@@ -247,7 +247,7 @@ def rates(optimizer):
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_step_schedulers_start_anew_and_go_on_from_the_median(name):
-    """Every visit sees the same learning rates; the next round begins where the one with the median of steps ended."""
+    """Visits have equal learning rates; the next round starts where the visit with the median number of steps ended."""
     job = Job("SGD")
     scheduler = SCHEDULERS[name](job.optimizer)
     plain = Job("SGD")
@@ -287,7 +287,7 @@ def test_rounds_without_a_good_visit_leave_the_schedulers_alone():
 
 @pytest.mark.parametrize("order", [(5, 9), (9, 5)], ids=["fewer first", "fewer last"])
 def test_a_scheduler_per_round_and_one_per_batch(order):
-    """The round's step is taken from where the client with fewer steps left the learning rate, wherever it stood."""
+    """The epoch scheduler steps from the learning rate after the shorter visit, for any order of visits."""
     job = Job("SGD")
     per_batch = torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.9)
     per_round = torch.optim.lr_scheduler.StepLR(job.optimizer, 1, gamma=0.5)
@@ -298,7 +298,7 @@ def test_a_scheduler_per_round_and_one_per_batch(order):
             job.train(1)
             per_batch.step()
         if steps == order[-1]:
-            per_round.step()  # as Lightning does, before the last visit's end
+            per_round.step()  # as Lightning does, before the end of the last visit
         local.end_visit(position)
     local.end_round([0, 1])
     assert rates(job.optimizer)[0][0] == pytest.approx(0.1 * 0.9**5 * 0.5, rel=1e-12)
@@ -334,7 +334,7 @@ def test_the_loss_scale():
         local.end_visit(position)
     assert local.checkpoint()[2]["scale"] == 1024.0
     local.end_round(range(3))
-    assert scaler.get_scale() == 2048.0  # the median, whatever the visits' steps
+    assert scaler.get_scale() == 2048.0  # the median, for any number of steps
 
 
 def test_the_state_for_checkpoints_is_that_of_the_rounds_start():
@@ -354,7 +354,7 @@ def test_the_state_for_checkpoints_is_that_of_the_rounds_start():
     assert rates(job.optimizer)[0][0] == 1e-3
 
 
-# --- the model -------------------------------------------------------------------------------------------------------
+# --- Model ------------------------------------------------------------------------------------------------------------
 
 
 def net():
@@ -394,7 +394,8 @@ def test_what_goes_where(local):
     fill(local.module, 4)
     assert update.state["0.bias"].tolist() == [3.0, 3.0]  # a copy
     local.load_client("b", broadcast.state)
-    assert torch.equal(local.module.state_dict()["2.weight"], start["2.weight"])  # it has none yet: the server's
+    # no personal value yet: the server's value
+    assert torch.equal(local.module.state_dict()["2.weight"], start["2.weight"])
     local.load_client("a", broadcast.state)
     state = local.module.state_dict()
     assert state["2.weight"].unique().tolist() == [3.0]
@@ -461,7 +462,7 @@ def test_a_buffer_that_changes_its_form_is_put_back(bank):
 
 
 class Centred(models.Module):
-    """Keeps a running mean, in a buffer that it writes into or replaces."""
+    """Stores a running mean in a buffer, either in place or as a new tensor."""
 
     def __init__(self, replaces, persistent):
         super().__init__(models.mlp(), models.momentum)
@@ -486,7 +487,7 @@ WITHOUT_VALIDATION = pytest.mark.filterwarnings("ignore:You defined a `validatio
 @pytest.mark.parametrize("options", [{}, {"personal": ["centre"]}])
 @pytest.mark.parametrize("persistent", [True, False])
 def test_buffers_that_are_replaced_are_as_those_that_are_written_into(options, persistent, federated_trainer):
-    """No client starts from another one's, and what is sent and kept is what the module has."""
+    """No client starts from another client's buffer; sent and stored values equal the module's."""
     if options and not persistent:
         options = {}
     states = []
@@ -537,7 +538,7 @@ def test_entries_that_are_added_between_rounds_get_a_policy(federated_trainer):
 
 
 def test_rows_that_do_not_fit_leave_the_module_as_it_was():
-    """Neither the entries that fit nor the rows are written."""
+    """Neither the valid entries nor the rows are written."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
     policies = dict.fromkeys(net.state_dict(), "shared") | {"1.weight": "sliced"}

@@ -1,4 +1,4 @@
-"""Copies of schedulers with foreign classes."""
+"""Copies of third-party schedulers."""
 
 import threading
 from collections import Counter, OrderedDict, deque
@@ -89,7 +89,7 @@ class Watched(models.Module):
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedulers_that_forward_attributes(kind, interval, plain_trainer):
-    """One client has a plain fit's rates. Two clients start each visit from the same rates."""
+    """One client has a plain fit's learning rates. Two clients start each visit from the same rates."""
     rates = {}
     for clients in (0, 1, 2):
         module = Watched(SCHEDULERS[kind], interval)

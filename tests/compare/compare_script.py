@@ -1,8 +1,7 @@
-"""Recipes for the tests of `compare`, and a callback in them that notes what trains; run as a process, it waits to be
-killed.
+"""Recipes for the tests of `compare`, with a callback to record the fits.
 
-As a process, `python -m tests.compare.compare_script PLACE COMMAND...`, it runs a command of
-`lightning-fed`; when a run reaches the place (as JSON), the process writes the file `reached` and waits.
+`python -m tests.compare.compare_script PLACE COMMAND...` runs a command of `lightning-fed`. When a run reaches the
+place (as JSON), the process writes the file `reached` and waits to be killed.
 """
 
 import json
@@ -16,7 +15,7 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.cli.main import main
 from tests.resume_script import Data
 
-# A model with BatchNorm, dropout and schedulers, on 60 examples; 3 of 6 clients in a round.
+# A model with BatchNorm, dropout and schedulers, on 60 examples; 3 of 6 clients per round.
 OWN = """
 seed_everything: 0
 model: {class_path: tests.resume_script.Net, init_args: {schedulers: true}}
@@ -36,7 +35,7 @@ trainer:
       init_args: {dirpath: checkpoints, filename: '{epoch}', monitor: val_loss, mode: min, save_top_k: -1}
 """
 
-# Clients with validation and test data of their own.
+# Clients with separate validation and test data.
 CLIENTS = """
 model:
   class_path: ClassificationTask
@@ -55,7 +54,7 @@ trainer:
 
 
 class Interruption(Exception):
-    """Stands in for a kill."""
+    """Simulates a kill."""
 
 
 def interrupt():
@@ -63,7 +62,7 @@ def interrupt():
 
 
 class Attached(Data):
-    """Its data depend on the Trainer."""
+    """Data that need the Trainer."""
 
     def setup(self, stage):
         assert self.trainer.world_size == 1
@@ -74,7 +73,7 @@ class Attached(Data):
 
 
 class Notes(FederatedCallback):
-    """Notes what every fit is given; acts at a place: (number of the fit, hook, round, batch)."""
+    """Records the input of every fit; acts at a place: (number of the fit, hook, round, batch)."""
 
     fits: ClassVar[list[dict]] = []
     place: ClassVar[list | None] = None
@@ -118,7 +117,7 @@ def wait_for_the_end():
 
 
 if __name__ == "__main__":
-    # Not this module's, which is `__main__`: the recipe's.
+    # Not the class in this module, `__main__`, but the recipe's class.
     from tests.compare.compare_script import Notes as Named
 
     Named.place, Named.action = json.loads(sys.argv[1]), staticmethod(wait_for_the_end)

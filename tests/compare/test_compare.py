@@ -52,7 +52,7 @@ from tests.generators import same_random_numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 MANY_CLASSES = ("fedaws", "fedss")  # need a special head
-ALIKE_HERE = [  # robust rules: one rule stands for all
+ALIKE_HERE = [  # robust rules are covered by one rule
     name for name, rule in ALL_METHODS.items() if issubclass(rule, RobustAggregator) and name != "trimmedmean"
 ]
 WITH_OPTIONS = ("fixbn",)  # options without a default
@@ -65,14 +65,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.Jsonar
 
 @pytest.fixture(autouse=True)
 def no_pictures(request, monkeypatch):
-    """A report's picture takes as long as a run: only tests with the fixture ``pictures`` draw one."""
+    """Skips a report's picture, which takes as long as a run, unless a test uses the fixture ``pictures``."""
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr(report, "draw", lambda *args: None)
 
 
 @pytest.fixture(scope="module")
 def pictures():
-    """Reports have their picture."""
+    pass
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def subclasses_are_remembered():
-    """From one command line to the next, until something is imported."""
+    """Until the next import, command lines share the search for subclasses."""
     with remembered_subclasses():
         yield
 
@@ -148,11 +148,11 @@ def result(out, run):
     return json.loads((out / "runs" / run / "result.json").read_text())
 
 
-# --- equal rounds -----------------------------------------------------------------------------------------------------
+# --- Equal rounds -----------------------------------------------------------------------------------------------------
 
 
 def same_rounds(fit, other):
-    """The same visits (client, epochs, seed, whether it straggles), amounts of work and partition."""
+    """Whether two fits have the same visits (client, epochs, seed, stragglers), amounts of work and partition."""
     assert fit["visits"] == other["visits"]
     assert fit["clients"].keys() == other["clients"].keys() != set()
     return all(np.array_equal(indices, other["clients"][client]) for client, indices in fit["clients"].items())
@@ -160,7 +160,7 @@ def same_rounds(fit, other):
 
 @pytest.mark.parametrize("methods", quick([OF_EACH_MECHANISM, METHODS], [OF_EACH_MECHANISM]), ids=len)
 def test_all_methods_see_the_same(methods):
-    """Initial weights, partition, cohorts, stragglers, seeds and amounts of work."""
+    """Compares initial weights, partition, cohorts, stragglers, seeds and amounts of work."""
     compare("own.yaml", "--methods", *methods, "--stragglers", "0.7", "--out", "out")
     fits = dict(zip(methods, Notes.fits, strict=True))
     first = fits["fedavg"]
@@ -169,9 +169,9 @@ def test_all_methods_see_the_same(methods):
     for method, other in fits.items():
         own = {name for name in other["state"] if name.startswith("feature_fusion.")}  # FedFusion's operator
         assert_same({name: other["state"][name] for name in other["state"].keys() - own}, first["state"])
-        if method in ("fedma", "pfnm"):  # the same clients stay for all rounds of a pass through the layers
+        if method in ("fedma", "pfnm"):  # a pass through the layers has constant clients
             continue
-        if method == "ditto":  # visits have as many epochs again, for the personal models
+        if method == "ditto":  # visits repeat all epochs for the personal models
             assert [(visit.round, visit.client) for visit, *_ in other["visits"]] == [
                 (visit.round, visit.client) for visit, *_ in first["visits"]
             ]
@@ -215,7 +215,7 @@ def test_fedavg_is_the_recipe_itself(stragglers, tmp_path):
 
 @pytest.mark.slow
 def test_the_recipes_other_options_are_every_methods():
-    """Also where one client in a round (1) equals all of them (1.0), the default."""
+    """Even if one client per round (1) equals all clients (1.0), the default."""
     arguments = [
         "--trainer.clients_per_round",
         "1",
@@ -230,7 +230,7 @@ def test_the_recipes_other_options_are_every_methods():
     assert [len(fit["visits"]) for fit in Notes.fits] == [2] * len(methods)
 
 
-WORK = {  # of a round of `OWN`, in passes over the pooled data
+WORK = {  # one round of `OWN`, in passes over the pooled data
     1: ("--trainer.local_epochs", 2, "--trainer.clients_per_round", 3),
     1 / 3: ("--trainer.local_epochs", 1, "--trainer.clients_per_round", 0.3),
     3: ("--trainer.local_epochs", 6, "--trainer.clients_per_round", 3),
@@ -241,7 +241,7 @@ ALIKE = ("--trainer.partition", "IID", "--trainer.partition.num_clients", 6, "--
 
 @pytest.mark.parametrize("passes", quick(WORK, [2.5]))
 def test_a_round_of_central_is_as_long_as_a_round(passes, tmp_path):
-    """In examples: each example comes once in every pass, in a new order; frozen entries do not change."""
+    """Counts examples: each example comes once per pass, in a new order; frozen entries do not change."""
     frozen = ("--trainer.frozen", "['body.0.*']")
     compare("own.yaml", "--methods", "central,fedavg", "--out", "out", "--", *WORK[passes], *ALIKE, *frozen)
     central, fedavg = Notes.fits
@@ -275,7 +275,7 @@ trainer:
 
 @pytest.mark.parametrize(("epochs", "share"), quick([(3, 1.0), (3, 0.5), (1, 0.25)], [(1, 0.25)]))
 def test_schedulers_of_central_count_rounds(epochs, share, tmp_path):
-    """With equally many rounds; all rounds have the monitored values."""
+    """Numbers of rounds are equal, and all rounds have the monitored values."""
     (tmp_path / "schedule.yaml").write_text(SCHEDULE)
     work = ("--trainer.local_epochs", epochs, "--trainer.clients_per_round", share)
     methods = ("--methods", "central,fedavg", "--out", "out")
@@ -320,7 +320,7 @@ def test_central_goes_on_in_the_middle_of_a_pass(passes, tmp_path):
 
 @pytest.mark.parametrize("ends", ["well", "badly"])
 def test_central_gives_back_what_it_took(ends):
-    """The datamodule's loader, and the gradients of frozen parameters."""
+    """Restores the datamodule's loader and `requires_grad` of frozen parameters."""
 
     class Stops(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -339,7 +339,7 @@ def test_central_gives_back_what_it_took(ends):
     assert all(parameter.requires_grad for parameter in cli.model.parameters())
 
 
-# --- interruptions ----------------------------------------------------------------------------------------------------
+# --- Interruptions ----------------------------------------------------------------------------------------------------
 
 ALL = ("own.yaml", "--methods", "central,fedper,fedmargin", "--stragglers", "0.5", "--out")
 
@@ -368,7 +368,7 @@ def begun_once(tmp_path_factory):
     return folder / "out"
 
 
-PLACES = {  # fit, hook, round, batch; and the rounds that are left
+PLACES = {  # fit, hook, round, batch; and the remaining rounds
     "in the first round": ([2, "on_train_batch_start", 0, 3], 3),
     "in a later round": ([3, "on_train_batch_start", 2, 3], 1),
     "of central": ([1, "on_train_batch_start", 1, 3], 2),
@@ -442,7 +442,7 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
     assert not Notes.fits
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- Output -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -510,7 +510,7 @@ def test_a_mistake_gets_a_short_answer(arguments, status, message, tmp_path, cap
 
 
 def test_a_metric_that_is_not_logged(tmp_path, capsys):
-    """The first run finds the mistake; the other runs wait, and no result is lost."""
+    """The first run finds the mistake before other runs start, and no result is lost."""
     with pytest.raises(SystemExit):
         compare("own.yaml", "--methods", "fedavg,fairavg", "--monitor", "val_acc", "--out", "out")
     said = capsys.readouterr()
@@ -527,7 +527,7 @@ def test_a_metric_that_is_not_logged(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_terminal(tmp_path):
-    """A line for every run, the table, and no output from Lightning; the package's warnings stay."""
+    """One line per run, the table, and no output from Lightning; the package's warnings remain."""
     command = ["lightning_fed", "compare", "clients.yaml", "--methods", "central,fedper", "--test"]
     output, errors = warm_process.run(*command, cwd=tmp_path)
     runs, table, note, where = re.split(r"\n\n", output.strip())
@@ -547,8 +547,6 @@ def test_the_terminal(tmp_path):
 
 
 class Terminal:
-    """A stream that is a terminal."""
-
     def __init__(self):
         self.text = ""
 
@@ -574,7 +572,7 @@ def test_progress_on_a_terminal(tmp_path):
     assert re.fullmatch(rf"{re.escape(name)}: {values[-1]}, \d+ s\n", end)
 
 
-# --- results ----------------------------------------------------------------------------------------------------------
+# --- Results ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -612,7 +610,7 @@ def test_options_of_methods(with_options):
 
 
 def test_all_methods_have_one_treatment_of_batch_norm(tmp_path):
-    """Later runs take the first decision."""
+    """Later runs use the first decision."""
     compare("own.yaml", "--methods", "fedavg", "--out", "out", *ONE_ROUND)
     path = tmp_path / "out" / "runs" / "fedavg_0_0" / "result.json"
     found = json.loads(path.read_text())
@@ -624,7 +622,7 @@ def test_all_methods_have_one_treatment_of_batch_norm(tmp_path):
 
 
 def test_a_method_without_reports_decides_for_all_methods(tmp_path, capsys):
-    """FedSS has own statistics in each fit, and FedAvg alone would pool."""
+    """FedSS always has own statistics, and FedAvg without FedSS would pool."""
     (tmp_path / "own.yaml").write_text(OWN.replace("schedulers: true", "num_classes: 3"))
     methods = "fedavg,fedss:num_negatives=1"
     compare("own.yaml", "--methods", "fedavg", "--out", "alone", *ONE_ROUND)
@@ -654,7 +652,7 @@ def test_values_of_options():
 
 
 def test_options_of_the_callbacks_that_a_method_brings(with_options):
-    """Each method has a separate callback; other methods have none, and send no prototypes."""
+    """Each method has a separate callback; other methods have no callback and send no prototypes."""
     first = {row["method"]: row for row in rows(with_options[0] / "rounds.csv")}
     methods = ["fedavg", *(method for method in first if "fedmargin" in method)]
     lpm = [first[method]["clients/lpm"] for method in methods]
@@ -711,7 +709,7 @@ def trained(tmp_path_factory):
 
 
 def test_clients_with_models_of_their_own(trained, tmp_path, capsys):
-    """With validation data for every client, all methods are compared by the mean over clients; also the central."""
+    """With validation data per client, all methods are compared by the mean over clients, even the central method."""
     methods, (out, said) = "central,fedavg,fedper,fesem", trained
     assert "clients of `fedper`, `fesem` have models of their own" in said
     shutil.copytree(out, "out")
@@ -744,7 +742,7 @@ def scores(run, clients):
 
 
 def test_data_that_are_drawn_for_every_seed():
-    """The run's seed in an override; without, all seeds have the same data."""
+    """An override with the run's seed; without the override all seeds share the data."""
     plan = Plan(Path("clients.yaml"), [MethodChoice.parse("fedavg")], overrides=["--data.seed", "{seed}"])
     for seed in (10, 11):
         expected = Synthetic(num_clients=4, seed=seed).clients[0]
@@ -752,7 +750,7 @@ def test_data_that_are_drawn_for_every_seed():
 
 
 def test_test_data_are_asked_for_afterwards(trained, tmp_path):
-    """Finished models are evaluated, not trained again; clients' own models too."""
+    """Finished models are evaluated without training, including personal models."""
     methods, out = "central,fedavg,fedper", tmp_path / "out"
     shutil.copytree(trained[0], out)
     assert not result(out, "fedavg_0_0")["test"]
@@ -770,7 +768,7 @@ def test_test_data_are_asked_for_afterwards(trained, tmp_path):
 
 @pytest.mark.slow
 def test_models_of_groups_on_the_test_data(tmp_path):
-    """All centres on all test data, weighted by their clients' examples."""
+    """All centres on all test data, weighted by the examples of their clients."""
     arguments = ("clients.yaml", "--methods", "fesem:num_centers=2", "--out", "out", "--test")
     compare(*arguments, "--monitor", "fesem/val_acc")
     (row,) = rows(tmp_path / "out" / "summary.csv")
@@ -797,7 +795,7 @@ def test_results_that_are_there(begun, tmp_path):
     assert load_results(replace(plan, monitor="train_loss"))[0]["mode"] == "max"
 
 
-# --- the report -------------------------------------------------------------------------------------------------------
+# --- Report -----------------------------------------------------------------------------------------------------------
 
 
 OF_CLIENTS = ("client/a/acc", "fedmargin/lpm/a", "fedmargin/apm/b/c", "fedmargin/attention/a")
@@ -805,7 +803,7 @@ OF_MODELS = ("val/seg/iou", "fesem/clients/0", "fed/acc/mean", "fedmargin/amm")
 
 
 def made_up(mode="max", seeds=3):
-    """Results without training."""
+    """Synthetic results."""
     rng = np.random.default_rng(0)
     results = []
     for seed in range(seeds):
@@ -833,7 +831,7 @@ def made_up(mode="max", seeds=3):
 
 @pytest.mark.usefixtures("pictures")
 def test_pictures_of_what_not_every_comparison_has(monkeypatch, tmp_path):
-    """No centralised run; more methods than colours; rounds without the value."""
+    """Without a central run; with more methods than colours; with rounds without the value."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: figures.append(figure))
     federated = [run for run in made_up() if run["method"] != "central"]
@@ -853,7 +851,7 @@ def test_pictures_of_what_not_every_comparison_has(monkeypatch, tmp_path):
 @pytest.mark.parametrize("mode", ["max", "min"])
 @pytest.mark.parametrize("last", [1, 3])
 def test_the_numbers_of_the_summary(mode, last, tmp_path):
-    """An independent computation from the rounds."""
+    """Computed independently from the rounds."""
     results = made_up(mode)
     write_report(results, tmp_path, 0.7, last)
     table = {(row["method"], row["stragglers"]): row for row in read_csv(tmp_path / "summary.csv")}
@@ -924,7 +922,7 @@ def shown(numbers, digits):
 
 
 def test_the_table():
-    """An independent computation of every cell: over seeds, or over the fractions of stragglers."""
+    """Computes every cell independently: over seeds, or over the fractions of stragglers."""
     results = made_up()
     cells = summarize(results, 0.7)
     for cell, rounds in ((("fedavg", 0.5), [2, None, None]), (("fedmargin", 0.0), [2, 4, 4])):
@@ -938,7 +936,7 @@ def test_the_table():
         if (run["method"], run["stragglers"]) == ("fedavg", 0.0):
             for values in run["rounds"]:
                 values["acc"] = 0.0
-        if run["method"] == "fedmargin":  # the same for every seed
+        if run["method"] == "fedmargin":  # equal for all seeds
             run["rounds"][-1] |= {"comm/total_up_bytes": 10**6, "comm/total_down_bytes": 2 * 10**6 + run["seed"]}
     cells = summarize(results, 0.7)
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in markdown(results, 0.7).splitlines()[:5]]
@@ -967,7 +965,7 @@ def test_the_table():
 
 
 def test_the_table_of_one_seed():
-    """Deviations exist only over the fractions of stragglers; with one fraction the column is missing."""
+    """Deviations only exist over the fractions of stragglers; with one fraction the column is missing."""
     both, one = made_up(seeds=1), [run for run in made_up(seeds=1) if run["stragglers"] != 0.5]
     assert all(line.count("±") == 2 for line in markdown(both, 0.5).splitlines()[3:5])
     assert "±" not in markdown(one, 0.5).split("\n\n")[0]
@@ -976,7 +974,7 @@ def test_the_table_of_one_seed():
 
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_differences_are_told_with_their_paired_interval(mode):
-    """Equal to scipy's paired test; a method with a constant shift differs, noise does not."""
+    """Equals scipy's paired test; a method with a constant shift differs, noise does not."""
     results = [run for run in made_up(mode, seeds=5) if run["method"] != "central"]
     shifted = copy.deepcopy([run for run in results if run["method"] == "fedavg"])
     for number, run in enumerate(shifted):
@@ -991,7 +989,7 @@ def test_differences_are_told_with_their_paired_interval(mode):
             low, high = stats.ttest_rel(ours, theirs).confidence_interval()
             mean = np.mean(ours) - np.mean(theirs)
             assert f"- `{method}`: {mean:+.3f} ({low:+.3f} to {high:+.3f}), {verdict}" in said
-    shifted[0]["rounds"][-1]["acc"] = math.nan  # for one seed and part: the method has diverged
+    shifted[0]["rounds"][-1]["acc"] = math.nan  # for one seed and part: a diverged method
     assert markdown(results + shifted[:-1]).count("`fedprox`: +nan (+nan to +nan), no difference shown") == 1
     assert "Against" not in markdown([run for run in results if run["method"] == "fedavg"])
     assert "One seed cannot tell" in markdown(made_up(mode, seeds=1))

@@ -1,4 +1,4 @@
-"""Clients that were never seen, from the global model on."""
+"""Evaluation on new clients, starting from the global model."""
 
 import copy
 
@@ -16,7 +16,7 @@ from tests.references_fusion import FusedReference
 
 
 def loaders(sizes):
-    """In batches of all examples, so that no order matters."""
+    """One batch per client: the order does not matter."""
     found = {}
     for name, (images, labels) in models.images(sizes).items():
         dataset = TensorDataset(images, labels)
@@ -28,12 +28,12 @@ def loaders(sizes):
 @pytest.mark.parametrize("referring", [True, False])
 def test_every_client_trains_the_global_model_by_itself(kind, referring):
     net = Net()
-    net.features[3].p = 0.0  # no dropout: nothing random
+    net.features[3].p = 0.0  # without dropout, training is deterministic
     plain, module = copy.deepcopy(net), models.Module(net, models.momentum)
     fusion = None if kind is None else fuse(module, kind)
     parameters = {} if fusion is None else {n: v.clone() for n, v in fusion.operators["0"].state_dict().items()}
     reference = FusedReference(kind or "none", plain.features, plain.classifier, parameters)
-    if fusion is not None and referring:  # what the global model is evaluated with is put back
+    if fusion is not None and referring:  # the reference for evaluating the global model is restored
         disturb(fusion.frozen.network)
         fusion.refer(fusion.frozen.state())
     before, start = state_of(module), state_of(reference)

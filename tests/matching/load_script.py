@@ -1,4 +1,4 @@
-"""Another process that loads grown checkpoints into modules as they are written here. Imported for the modules too.
+"""Loads grown checkpoints in a new process into modules with the original widths. Tests also import the modules.
 
 Usage: python -m tests.matching.load_script FOLDER
 """
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 class Letters(nn.Module):
-    """Two LSTM layers of their own."""
+    """Two separate LSTM layers."""
 
     def __init__(self):
         super().__init__()
@@ -24,7 +24,7 @@ class Letters(nn.Module):
 
 
 class Normed(nn.Module):
-    """BatchNorm, over a residual connection too."""
+    """BatchNorm, including one behind a residual connection."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Normed(nn.Module):
 
 
 class Depthwise(nn.Sequential):
-    """A convolution of every channel by itself."""
+    """A depthwise convolution."""
 
     def __init__(self):
         super().__init__(

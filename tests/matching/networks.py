@@ -1,4 +1,4 @@
-"""Networks of many kinds, each with an example of its input, and random numbers where layers start with equal ones."""
+"""Networks of many kinds, each with example input, and random numbers in constant initialisations."""
 
 import copy
 
@@ -25,7 +25,7 @@ class LeNet(nn.Module):
 
 
 class HardLeNet(LeNet):
-    """With the number of features written into the code."""
+    """With a hard-coded number of features."""
 
     def forward(self, inputs):
         features = F.relu(F.max_pool2d(self.conv1(inputs), 2))
@@ -34,7 +34,7 @@ class HardLeNet(LeNet):
 
 
 class Residual(nn.Module):
-    """A stem and two blocks, whose channels are one group, with the inner channels of each block."""
+    """A stem and two blocks with shared channels in one group, and one group inside each block."""
 
     def __init__(self, norm=nn.BatchNorm2d):
         super().__init__()
@@ -64,7 +64,7 @@ def vgg9():
 
 
 class Characters(nn.Module):
-    """A language model of characters: the next one, from the last step."""
+    """A character language model: predicts from the last step."""
 
     def __init__(self, layer=nn.LSTM, hidden=256, layers=1, bidirectional=False, **options):
         super().__init__()
@@ -78,7 +78,7 @@ class Characters(nn.Module):
 
 
 class Steps(nn.Module):
-    """The same, step by step."""
+    """The same model, step by step."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ class Steps(nn.Module):
 
 
 class Tied(nn.Module):
-    """A language model whose embedding is its output layer."""
+    """A language model with the embedding as output layer."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ class Tied(nn.Module):
 
 
 class PaddedShortcut(nn.Module):
-    """A residual block whose shortcut is padded with channels of zeros (option A of the ResNets for CIFAR)."""
+    """A residual block with a zero-padded shortcut (option A of the ResNets for CIFAR)."""
 
     def __init__(self):
         super().__init__()
@@ -169,7 +169,7 @@ def tokens(length=12, count=80):
 
 
 def randomised(module, seed=0):
-    """Draws other numbers where all are equal, or nearly, which would hide permutations."""
+    """Randomises constant initial values, which would hide permutations."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in module.state_dict().items():
@@ -197,7 +197,7 @@ def compute(module, example):
     return result["out"] if isinstance(result, dict) else result
 
 
-# name: (network and example), groups, neurons, growable groups, an entry whose first axis is the output
+# name: (network and example), groups, neurons, growable groups, an entry with outputs on the first axis
 QUICK = {
     "LeNet": (lambda: (LeNet(), images(28, 1)), 3, 570, 3, "fc2.bias"),
     "VGG-9": (lambda: (vgg9(), images(32)), 8, 1888, 8, "21.bias"),

@@ -1,4 +1,4 @@
-"""Alignment of neurons, against all orders there are."""
+"""Neuron alignment, against an exhaustive search."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from tests.matching.networks import Characters, Residual, group_norm, images, ra
 
 
 def orders(size, blocks):
-    """All orders in which neurons stay with those of their block."""
+    """All orders without moves between blocks."""
     width = size // blocks
     for pairs in itertools.permutations(range(blocks)):
         for inner in itertools.product(itertools.permutations(range(width)), repeat=blocks):
@@ -41,7 +41,7 @@ def test_an_order_is_found_again(blocks):
     assert torch.equal(align_neurons(reference.half(), noisy.half(), blocks), order)
 
 
-# --- whole networks ---------------------------------------------------------------------------------------------------
+# --- Networks ---------------------------------------------------------------------------------------------------------
 
 NETWORKS = {
     "chain": lambda: (nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3)),
@@ -52,7 +52,7 @@ NETWORKS = {
 
 
 def drawn(name, count):
-    """Networks with nothing in common, their groups, and the order that they have."""
+    """Unrelated networks with groups and identity orders."""
     groups, states = None, []
     for seed in range(count):
         torch.manual_seed(seed)
@@ -64,7 +64,7 @@ def drawn(name, count):
 
 
 def distance(states, groups, orders):
-    """The sum of squares around the mean."""
+    """Sum of squared deviations from the mean."""
     moved = [
         groups.permute(state, dict(zip(groups.names, network_orders, strict=True)))
         for state, network_orders in zip(states, orders, strict=True)
@@ -90,7 +90,7 @@ def test_sweeps_never_move_networks_apart(name, count, sweeps):
     assert all(after <= before + 1e-9 * before for before, after in itertools.pairwise(distances))
     assert all(
         torch.equal(order, torch.arange(len(order))) for network in start for order in network
-    )  # as they were given
+    )  # in the given order
 
 
 def test_where_sweeps_end_no_exchange_of_two_neurons_helps():

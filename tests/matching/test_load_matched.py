@@ -1,4 +1,4 @@
-"""Checkpoints of grown models in modules as their code makes them, also in another process."""
+"""Checkpoints of grown models in modules of the original widths, also in a new process."""
 
 import copy
 import os
@@ -14,7 +14,7 @@ from tests.matching.load_script import CASES, Letters, Normed
 
 
 def grown(make, example, seed=0):
-    """A module with more neurons wherever there can be, and random numbers everywhere."""
+    """A module with more neurons in every growable group, and random numbers everywhere."""
     torch.manual_seed(seed)
     module = make().eval()
     groups = PermutationGroups.of(module, example)
@@ -27,7 +27,7 @@ def grown(make, example, seed=0):
 
 
 def test_in_another_process(tmp_path):
-    """Checks the module's output, its layers' attributes, and ties."""
+    """Checks outputs, layer attributes and ties."""
     expected = {}
     for name, (make, draw) in CASES.items():
         example = draw()
@@ -39,7 +39,7 @@ def test_in_another_process(tmp_path):
     warm_process.run("tests.matching.load_script", tmp_path)
     for name, (output, text) in expected.items():
         result = torch.load(tmp_path / f"{name}.output", weights_only=True)
-        torch.testing.assert_close(result["output"], output, msg=name)  # of another process
+        torch.testing.assert_close(result["output"], output, msg=name)  # from the other process
         assert result["text"] == text
         assert result["is_tied"] == (name == "tied")
 
@@ -59,7 +59,7 @@ def test_every_kind_of_checkpoint(kind, tmp_path):
     assert all(parameter is before for parameter, before in zip(module.parameters(), parameters, strict=True))
     assert torch.equal(module(example), output)
     module.decoder.weight.data.zero_()
-    assert wide.decoder.weight.abs().sum() > 0  # nothing is shared
+    assert wide.decoder.weight.abs().sum() > 0  # no storage is shared
 
 
 def test_equal_widths_are_load_state_dict():
@@ -83,11 +83,11 @@ def test_a_lightning_modules_hook_is_called(tmp_path):
     module = load_matched(Renamed(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))), content)
     assert (module.noted, module.net[0].out_features) == (7, 9)
     assert torch.equal(module.net[2].weight, wide.net[2].weight)
-    assert content["state_dict"].keys() == before["state_dict"].keys()  # the user's own content stays as it was
+    assert content["state_dict"].keys() == before["state_dict"].keys()  # the user's content does not change
 
 
 class Harmful:
-    """Code that a file could run when it is unpickled."""
+    """Code that unpickling would run."""
 
     def __reduce__(self):
         return (os.mkdir, ("harmed",))
@@ -101,7 +101,7 @@ def test_what_is_no_checkpoint(tmp_path, monkeypatch):
     Path("b.ckpt").write_bytes(b"not a checkpoint")
     Path("c.ckpt").write_bytes(Path("a.ckpt").read_bytes()[:2000])
     Path("d.ckpt").write_bytes(b"")
-    Path("f.ckpt").write_text("hello\n")  # which is taken for instructions of a pickle
+    Path("f.ckpt").write_text("hello\n")  # read as pickle instructions
     Path("g.ckpt").write_text("{}")
     for name in "abcdfg":
         with pytest.raises(ValueError, match=rf"Expected {name}\.ckpt to be a checkpoint with nothing but tensors"):
@@ -136,7 +136,7 @@ def test_what_is_no_checkpoint(tmp_path, monkeypatch):
     ],
 )
 def test_layers_that_do_not_fit_each_other(make, shapes, message):
-    """The module stays as it was: tensors, and what layers say of themselves."""
+    """Neither tensors nor layer attributes change."""
     module = make()
     text, before = repr(module), copy.deepcopy(module.state_dict())
     shapes = {name if "_ih" in name else name.replace("_", "."): shape for name, shape in shapes.items()}
@@ -148,7 +148,7 @@ def test_layers_that_do_not_fit_each_other(make, shapes, message):
 
 
 def test_layers_that_read_another_axis_need_not_fit():
-    """A linear layer over the length, not the channels."""
+    """A linear layer over the length instead of the channels."""
     make = nn.Sequential(nn.Conv1d(1, 4, 3), nn.Linear(4, 2)), nn.Sequential(nn.Conv1d(1, 5, 3), nn.Linear(4, 2))
     assert load_matched(make[0], make[1].state_dict())(torch.zeros(1, 1, 6)).shape == (1, 5, 2)
 

@@ -1,4 +1,4 @@
-"""Trained networks merged outside of training: planted cases, trained networks, BatchNorm, what is refused."""
+"""Merging trained networks outside training: planted permutations, trained networks, BatchNorm, refusals."""
 
 import copy
 
@@ -39,7 +39,7 @@ def resnet():
 
 
 def permuted(module, example, seed, groups=None):
-    """The module with the neurons of every group permuted."""
+    """The module with permuted neurons in every group."""
     groups, generator = groups or PermutationGroups.of(module, example), torch.Generator().manual_seed(seed)
     orders = {group.name: torch.randperm(group.size, generator=generator) for group in groups}
     result = copy.deepcopy(module)
@@ -60,7 +60,7 @@ def compute(module, example):
         return module.eval()(example)
 
 
-# --- planted ----------------------------------------------------------------------------------------------------------
+# --- Planted permutations ---------------------------------------------------------------------------------------------
 
 
 WAYS = [("grow", "fedma"), ("permute", "fedma"), ("grow", "pfnm")]
@@ -89,7 +89,7 @@ def test_permuted_copies_are_one_network(name, mode, order):
 
 
 def test_the_mean_is_that_of_the_networks_before_they_were_permuted():
-    """Perturbed and then permuted: as if nobody had permuted anything, with weights."""
+    """Networks perturbed and then permuted, with weights, against the mean without permutations."""
     torch.manual_seed(0)
     module = CharLSTM(20, 6, 24, 2)
     example = torch.randint(20, (4, 9))
@@ -164,7 +164,7 @@ def test_without_matching_it_is_the_mean():
 
 
 def test_networks_of_every_kind_and_wider_than_the_module(tmp_path):
-    """Files, contents, states and modules; grown networks go into a module of the first widths."""
+    """Files, contents, states and modules; grown networks are loaded into a module of the original widths."""
     torch.manual_seed(0)
     wide, module = (nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)) for _ in range(2))
     example = torch.randn(2, 5)
@@ -193,11 +193,11 @@ def test_the_seed_decides(mode):
     assert not all(state.shape == states[0].shape and torch.equal(state, states[0]) for state in states[2:])
 
 
-# --- trained networks -------------------------------------------------------------------------------------------------
+# --- Trained networks -------------------------------------------------------------------------------------------------
 
 
 def digits():
-    """Ten smooth patterns with noise: 1,200 images to train on, and 600."""
+    """Ten smooth patterns with noise: 1,200 training images and 600 test images."""
     generator = torch.Generator().manual_seed(0)
     patterns = F.interpolate(torch.randn(10, 1, 4, 4, generator=generator), size=8, mode="bicubic")
     labels = torch.randint(10, (1800,), generator=generator)
@@ -225,7 +225,7 @@ def small_lenet():
 
 @pytest.mark.parametrize(("make", "epochs"), quick([(small_lenet, 4), (resnet, 2)], [(small_lenet, 4)]))
 def test_clients_of_one_start_whose_neurons_are_in_other_places(make, epochs):
-    """Eight clients, each trained on data of its own: the plain average guesses, the matched one is as good as they."""
+    """Eight clients with separate data: the plain average is at chance, the matched average equals the clients."""
     images, labels = digits()
     images = F.interpolate(images, scale_factor=2) if make is not resnet else images
     torch.manual_seed(0)
@@ -245,7 +245,7 @@ def test_clients_of_one_start_whose_neurons_are_in_other_places(make, epochs):
 
 @pytest.mark.slow
 def test_independent_starts_and_what_the_statistics_do():
-    """With averaged statistics the matched network can do little, and the plain average next to nothing."""
+    """With averaged statistics the matched network scores below 0.6, the plain average even lower."""
     images, labels = digits()
     nets = []
     for seed in (5, 6):
@@ -262,7 +262,7 @@ def test_independent_starts_and_what_the_statistics_do():
     assert scores["permute", "recalibrate"] > 0.8
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_networks_that_do_not_go_together(tmp_path):
@@ -301,7 +301,7 @@ def test_nothing_to_follow_neurons_with():
         MatchedAverage().merge([net, net])
     with pytest.raises(ValueError, match="`data` to have at least one batch, but got none"):
         MatchedAverage().merge([net, net], data=[])
-    merged = MatchedAverage().merge([net, net], data=[{"x": torch.zeros(1, 3)}])  # one example will do
+    merged = MatchedAverage().merge([net, net], data=[{"x": torch.zeros(1, 3)}])  # one example suffices
     assert merged.groups[0].matched == 1
     module = models.Module(net)
     module.example_input_array = torch.zeros(2, 3)

@@ -1,4 +1,4 @@
-"""Matching of neurons, against plain loops; planted neurons; identities and limits."""
+"""Matching of neurons: plain loops, planted neurons, identities and limits."""
 
 import math
 
@@ -18,7 +18,7 @@ from tests.references_matching import (
 
 
 def random_clients(sizes, features, seed=0, scale=1.0, dtype=torch.float64):
-    """Neurons around common ones, so that some scores are close to one another."""
+    """Noisy copies of common neurons, so that some scores are close."""
     generator = torch.Generator().manual_seed(seed)
     common = torch.randn(max(sizes), features, generator=generator, dtype=torch.float64)
     clients = []
@@ -30,7 +30,7 @@ def random_clients(sizes, features, seed=0, scale=1.0, dtype=torch.float64):
 
 
 def partition(assignments):
-    """The sets of (client, neuron) that belong together."""
+    """The matched sets of (client, neuron)."""
     sets = {}
     for client, indices in enumerate(assignments):
         for neuron, index in enumerate(indices.tolist()):
@@ -43,7 +43,7 @@ def numpy_of(clients):
 
 
 def compared(clients, score, gamma, variance, prior_variance, prior_mean, passes=5, max_width=None, seed=3):
-    """Our matching, asserted to be the reference's."""
+    """Our matching, after asserting equality with the reference."""
     count, size = len(clients), clients[0].shape[1]
     options = {"variance": variance, "prior_variance": prior_variance, "prior_mean": prior_mean}
     ours = match_neurons(
@@ -58,7 +58,7 @@ def compared(clients, score, gamma, variance, prior_variance, prior_mean, passes
     assert partition(ours.assignments) == {frozenset(members) for members in expected}
     matching = [
         int(ours.assignments[client][neuron]) for (client, neuron), *_ in expected
-    ]  # our neuron for every expected one
+    ]  # our neuron for every expected neuron
     assert sorted(matching) == list(range(len(expected)))
     tolerance = 1e-10 if clients[0].dtype == torch.float64 else 1e-5
     means, estimate = (
@@ -72,7 +72,7 @@ def compared(clients, score, gamma, variance, prior_variance, prior_mean, passes
     return ours
 
 
-# --- against plain loops ----------------------------------------------------------------------------------------------
+# --- Plain loops ------------------------------------------------------------------------------------------------------
 
 SIZES = [(6, 6, 6), (5, 8, 3, 8), (4, 4), (3,), (4,) * 13]
 """Neurons per client. With 13 clients popularity goes beyond 10."""
@@ -130,7 +130,7 @@ def test_half_precision_is_computed_in_float32():
 
 
 def test_stopping_early_changes_nothing():
-    """The reference makes all five passes; with clear neurons one is enough, with noise alone it is not."""
+    """The reference always makes five passes; clear neurons converge in one, noise needs more."""
     clear = compared(random_clients((6, 6, 6), 40), "marginal", 1.0, 0.6, 1.0, 0.0)
     noisy = compared([torch.randn(9, 2, dtype=torch.float64) for _ in range(4)], "marginal", 1.0, 0.6, 1.0, 0.0)
     assert clear.passes == 1 < noisy.passes
@@ -151,7 +151,7 @@ def test_estimated_variances_are_the_references(blocks):
 
 
 def unlike_drifts(seed, num_clients=8, neurons=20, features=28):
-    """Clients of one start that moved by 0.05 to 1 of the weights' scale, and the variances of how they moved."""
+    """Clients moved from one start by 0.05 to 1 of the weights' scale, and the variances of the moves."""
     generator = torch.Generator().manual_seed(seed)
     start, scales = torch.randn(neurons, features, generator=generator), torch.linspace(0.05, 1, num_clients)
     clients = [start + scale * torch.randn(neurons, features, generator=generator) for scale in scales]
@@ -159,7 +159,7 @@ def unlike_drifts(seed, num_clients=8, neurons=20, features=28):
 
 
 def test_clients_that_moved_unlike_far_from_one_start_are_matched():
-    """One variance for all of them gave the far ones neurons of their own: 25 instead of 20."""
+    """A common variance gave distant clients separate neurons: 25 instead of 20."""
     for seed in range(3):
         clients, variances = unlike_drifts(seed)
         orders = [torch.randperm(20, generator=torch.Generator().manual_seed(seed + j)) for j in range(8)]
@@ -173,7 +173,9 @@ def test_clients_that_moved_unlike_far_from_one_start_are_matched():
 
 @pytest.mark.parametrize("known", [{}, {"variance": 0.02}, {"prior_variance": 0.02}], ids=str)
 def test_estimated_variances_are_the_most_likely_ones(known):
-    """No gradient is left of the likelihood: of clients with all neurons normal, with s_j + s_0 and s_0 between two."""
+    """The likelihood's gradient vanishes: each client's neurons are normal with variances s_j + s_0 and covariance
+    s_0.
+    """
     clients, _ = unlike_drifts(5, num_clients=5)
     clients = [neurons.double() for neurons in clients]
     match = match_neurons(clients, np.random.default_rng(0), **known)
@@ -199,11 +201,11 @@ def test_estimated_variances_are_the_most_likely_ones(known):
         assert abs(float(gradients[1])) < 1e-3
 
 
-# --- the reference itself, by hand ------------------------------------------------------------------------------------
+# --- Reference by hand ------------------------------------------------------------------------------------------------
 
 
 def test_scores_by_hand():
-    """Two clients of one neuron of one number, all variances 1: (2 + 1)^2 / 3 - 2^2 / 2 and 1^2 / 2, and the logs."""
+    """Two clients with one neuron and one number, unit variances: (2 + 1)^2 / 3 - 2^2 / 2 and 1^2 / 2, plus logs."""
     arguments = [np.array([[2.0]]), np.array([[1.0]])], [[1.0], [1.0]], [1.0], [0.0]
     table = score_table(1, [[(0, 0)]], *arguments, "published", 7.0)
     np.testing.assert_allclose(table, [[3 - 2 + math.log(1 / 1), 0.5 + 2 * math.log(7 / 2)]])
@@ -212,7 +214,7 @@ def test_scores_by_hand():
 
 
 def test_the_published_priors_numbers():
-    """Of 16 clients with gamma 7, for weights of 0: 2 log(7 / 16), the second new one, and log(1 / 15)."""
+    """For 16 clients, gamma 7 and zero weights: 2 log(7 / 16), the second new neuron, and log(1 / 15)."""
     clients, ones = [np.zeros((2, 1))] * 16, [[1.0]] * 16
     new = [new_score(1, 0, k, clients, ones, [1.0], [0.0], "published", 7.0) for k in (1, 2)]
     np.testing.assert_allclose(new, [-1.65, -3.04], atol=0.005)
@@ -220,11 +222,11 @@ def test_the_published_priors_numbers():
     np.testing.assert_allclose(table[0], [-2.71, *new], atol=0.005)
 
 
-# --- what is known to be right ----------------------------------------------------------------------------------------
+# --- Known solutions --------------------------------------------------------------------------------------------------
 
 
 def planted(num_clients, shared, private, features, noise, seed=0):
-    """Clients with common neurons, neurons of their own and noise, each in its own order; and their labels."""
+    """Clients with common neurons, private neurons and noise in random order; and labels."""
     generator = torch.Generator().manual_seed(seed)
     common = torch.randn(shared, features, generator=generator)
     clients, labels = [], []
@@ -249,14 +251,14 @@ def test_planted_neurons_are_recovered(num_clients, shared, private, features, n
     match = match_neurons(clients, np.random.default_rng(0))
     assert partition(match.assignments) == partition(labels)
     assert len(match.owners) == shared + private * num_clients
-    if shared > private:  # enough of them to say how far neurons are from their means
+    if shared > private:  # enough common neurons to estimate the variance
         assert float(match.variance.mean()) == pytest.approx(noise**2, rel=0.1)
         assert match.variance[:, 0].tolist() == pytest.approx([noise**2] * num_clients, rel=0.2)
         assert float(match.prior_variance[0]) == pytest.approx(1, rel=0.15)
 
 
 def test_the_published_score_merges_private_neurons():
-    """The measurement of the specification: of 16 clients, each with 8 private of 64 neurons, 79 neurons are left."""
+    """The specification's measurement: 16 clients with 8 private of 64 neurons each end with 79 neurons."""
     clients, labels = planted(16, 56, 8, 40, 0.1)
     clients = [0.05 * neurons for neurons in clients]
     match = match_neurons(clients, np.random.default_rng(0), "published")
@@ -267,10 +269,10 @@ def test_the_published_score_merges_private_neurons():
 
 @pytest.mark.parametrize("kind", ["random", "shared", "opposite"])
 def test_the_published_prior_sets_the_width(kind):
-    """Of short neurons every client after the first adds as many as there are k < gamma sqrt(J - 1) / J.
+    """For short neurons every later client adds one neuron per k < gamma sqrt(J - 1) / J.
 
-    The second client's k-th new neuron is worth more than one of the first's as long as 2 log(gamma / (J k)) is greater
-    than log(1 / (J - 1)), and later ones have the same choice beside neurons that all share, which are worth more.
+    The k-th new neuron of client 2 is worth more than a neuron of client 1 while 2 log(gamma / (J k)) exceeds
+        log(1 / (J - 1)). Later clients have the same choice, plus common neurons, which are worth more.
     """
     with_seven = [(2, 3), (4, 3), (5, 2), (11, 2), (12, 1), (16, 1), (47, 1), (48, 0)]
     cases = [*((count, 7.0, added) for count, added in with_seven), (16, 1e-3, 0), (16, 20.0, 4), (3, 1.0, 0)]
@@ -282,7 +284,7 @@ def test_the_published_prior_sets_the_width(kind):
 
 
 def test_of_long_neurons_the_weights_decide_too():
-    """The widths where the prior alone gives 27, and 47."""
+    """The widths for which the prior would give 27 and 47."""
     widths = [
         len(match_neurons(_of_norm(norm, kind, 16), np.random.default_rng(0), "published").owners)
         for norm in (0.3, 3.0)
@@ -295,7 +297,7 @@ def test_of_long_neurons_the_weights_decide_too():
 
 
 def _of_norm(norm, kind, count):
-    """Clients of 12 neurons of a given norm: with nothing in common, with all of it, each the opposite of the last."""
+    """Clients with 12 neurons of a given norm: unrelated, all in common, or each the opposite of the previous."""
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(12, 20, generator=generator)
     clients = {
@@ -362,7 +364,7 @@ def test_limits_of_gamma_and_of_the_variances():
         assert width(score, gamma=1e-30) == 8
         assert width(score, gamma=1e30) == 24
         assert width(score, gamma=1e30, max_width=11) == 11
-    # clients say nothing: popularity and gamma decide; clients say all: only equal neurons are one
+    # without information in the weights popularity and gamma decide; with full information only equal neurons match
     assert width(variance=1e12, gamma=1e-3) == 8
     assert width(variance=1e-9) == 24
     assert width(variance=torch.full((6,), torch.inf), gamma=1e-3) == 8
@@ -398,7 +400,7 @@ def test_the_seed_decides():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whole networks merged at once: permuted copies are found again, private neurons kept, PFNM by hand."""
+"""Merging whole networks at once: permuted copies are recovered, private neurons kept, PFNM by hand."""
 
 import itertools
 
@@ -19,7 +19,7 @@ CASES = {
 
 
 def permuted(module, groups, count):
-    """Copies of a network, each in an order of its own."""
+    """Copies of a network in separate orders."""
     state, copies = module.state_dict(), []
     for _ in range(count):
         orders = {}
@@ -55,7 +55,7 @@ def test_permuted_copies_are_one_network(name, order):
 
 @pytest.mark.slow
 def test_permuted_copies_of_residual_networks_are_only_ordered():
-    """A stage of blocks is one group, with the groups of its GroupNorms as blocks; nothing can grow."""
+    """A stage of blocks is one group, with GroupNorm's groups as blocks; no group can grow."""
     module, example = build(lambda: (resnet18(norm_layer=group_norm(8), weights=None), images(32)))
     groups = PermutationGroups.of(module, example)
     assert not any(group.is_growable for group in groups)
@@ -66,7 +66,7 @@ def test_permuted_copies_of_residual_networks_are_only_ordered():
 
 
 def test_private_neurons_are_kept():
-    """Two networks that share some neurons: the merged one has all of them, and computes with weights that sum up."""
+    """The merged network has all private neurons, with summed weights."""
     torch.manual_seed(0)
     shared, private_sets = torch.randn(30, 40), [torch.randn(10, 40) for _ in range(2)]
     states = []
@@ -88,7 +88,7 @@ def test_private_neurons_are_kept():
 
 
 def test_the_published_score_has_no_limit_of_the_width_unless_one_is_given():
-    """The rule of the publications gives 16 clients one neuron each beside the first's: 8 become 23, not 10."""
+    """The published rule gives each of 16 clients one neuron next to the first client's: 8 become 23, not 10."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(27, 8), nn.ReLU(), nn.Linear(8, 3))
     states = [{name: 0.1 * torch.randn_like(value) for name, value in net.state_dict().items()} for _ in range(16)]
@@ -104,7 +104,7 @@ def test_the_published_score_has_no_limit_of_the_width_unless_one_is_given():
 
 
 def test_sweeps_bring_networks_nearer():
-    """One pass orders every network like those before it: networks in another order are ordered otherwise."""
+    """A single pass orders every network by the preceding networks, so results depend on the order of networks."""
     torch.manual_seed(0)
     nets = [nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 3))
             for _ in range(3)]  # fmt: skip
@@ -126,9 +126,9 @@ def test_sweeps_bring_networks_nearer():
 
 @pytest.mark.parametrize(("mode", "is_expected"), [("permute", [False, True]), ("grow", [True, True])])
 def test_sweeps_order_a_residual_stage_by_all_that_its_neurons_have(mode, is_expected):
-    """Two networks that share the convolutions of the blocks only, whose inputs are not known when the stage comes.
+    """The networks only share the blocks' convolutions, and the inputs are unmatched at the stage.
 
-    With growth the variances of what they do not share are estimated, so that it counts less, without sweeps as well.
+    With growth, the estimated variances reduce the weight of unshared entries, even without sweeps.
     """
     torch.manual_seed(0)
     module, example = build(lambda: (Residual(), images(8)))
@@ -149,7 +149,7 @@ def test_sweeps_order_a_residual_stage_by_all_that_its_neurons_have(mode, is_exp
 
 
 def test_in_a_chain_growth_is_the_same_with_sweeps():
-    """By incoming weights, from the first layer to the last: all that neurons have is known without them."""
+    """With incoming weights from first to last layer all information is available without sweeps."""
     torch.manual_seed(0)
     nets = [nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 3))
             for _ in range(2)]  # fmt: skip
@@ -166,7 +166,7 @@ def test_in_a_chain_growth_is_the_same_with_sweeps():
 
 
 def test_pfnm_of_one_hidden_layer_by_hand():
-    """A neuron is its incoming weights, its bias and its outgoing weights, matched once."""
+    """A neuron consists of incoming weights, bias and outgoing weights, matched once."""
     states = []
     for seed in range(3):
         torch.manual_seed(seed)
@@ -184,12 +184,12 @@ def test_pfnm_of_one_hidden_layer_by_hand():
     )
     torch.testing.assert_close(merged.state["0.weight"], match.means[:, :5])
     torch.testing.assert_close(merged.state["0.bias"], match.means[:, 5])
-    columns = match.means[:, 6:] * match.owners[:, None] / 3  # who does not have a neuron does not read it
+    columns = match.means[:, 6:] * match.owners[:, None] / 3  # a client without the neuron does not read it
     torch.testing.assert_close(merged.state["2.weight"], columns.T)
 
 
 def test_pfnm_goes_from_the_last_layer_to_the_first():
-    """By hand: the second layer by its outgoing weights and bias, then the first by all that it has."""
+    """By hand: the second layer by outgoing weights and bias, then the first by all weights."""
     states = []
     for seed in range(2):
         torch.manual_seed(seed)
@@ -234,7 +234,7 @@ def test_refusals():
 
 @pytest.mark.parametrize("mode", ["grow", "permute", "none"])
 def test_who_has_a_neuron_is_counted(mode):
-    """Of three networks, the first two of which are one: by hand, from the assignments."""
+    """Three networks, two of them equal up to order: by hand from the assignments."""
     torch.manual_seed(8)
     module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     groups = PermutationGroups.of(module, torch.zeros(2, 4))
@@ -247,14 +247,14 @@ def test_who_has_a_neuron_is_counted(mode):
     assert (width > 6) == (mode == "grow")
     if mode == "none":
         plain = {name: torch.stack([state[name] for state in states]).double().mean(0) for name in states[0]}
-        # Two ways to a mean in float64, which float32 may round to neighbours.
+        # float64 means from two formulas may round to neighbouring float32 numbers.
         torch.testing.assert_close(merged.state, {name: plain[name].float() for name in merged.state})
         assert [assignment["0"].tolist() for assignment in merged.assignments] == [list(range(6))] * 3
 
 
 @pytest.mark.parametrize("mode", ["grow", "permute", "none"])
 def test_what_a_mean_keeps_of_its_neurons(mode):
-    """Squared lengths by hand, over networks of unlike weight whose neurons are matched in part."""
+    """Squared lengths by hand, for unequally weighted networks with partly matched neurons."""
     torch.manual_seed(4)
     module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
     groups, weights = PermutationGroups.of(module, torch.zeros(2, 4).double()), [3.0, 1.0, 2.0]

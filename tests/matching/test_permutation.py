@@ -1,4 +1,4 @@
-"""Neurons of states: permuted as by permutation matrices, taken out, put into wider networks, averaged over owners."""
+"""Neurons in states: permuted as by matrices, removed, added, averaged over owners."""
 
 import copy
 
@@ -21,7 +21,7 @@ from tests.references_matching import matched_layer_reference
 
 
 class Net(nn.Module):
-    """Two convolutions side by side, flattened and read by an LSTM, whose last neurons a linear layer reads."""
+    """Two parallel convolutions, flattened into an LSTM; a linear layer reads the last step."""
 
     def __init__(self, widths=(3, 4, 5)):
         super().__init__()
@@ -58,7 +58,7 @@ def positions(start, size, copies):
 
 @pytest.fixture
 def groups():
-    """Written by hand: the LSTM's input has the pixels of three channels, then those of four."""
+    """By hand: the LSTM reads the pixels of three channels, then of four."""
     state = net().state_dict()
     norm = {(f"norm.{name}", 0): "vec" for name in ("weight", "bias", "running_mean", "running_var")}
     first = PermutationGroup.over(state, {("first.weight", 0): "out", ("first.bias", 0): "vec", **norm}, 3)
@@ -79,7 +79,7 @@ def matrix(order):
     return torch.eye(len(order), dtype=torch.float64)[order]
 
 
-# --- permuting --------------------------------------------------------------------------------------------------------
+# --- Permutation ------------------------------------------------------------------------------------------------------
 
 
 def test_permuting_is_multiplying_by_permutation_matrices(groups):
@@ -114,7 +114,7 @@ def test_there_and_back(groups):
     there = permute_neurons(state, groups, orders)
     back = permute_neurons(there, groups, [torch.argsort(order) for order in orders])
     assert all(torch.equal(back[name], value) for name, value in state.items())
-    assert all(torch.equal(before[name], value) for name, value in state.items())  # nothing in place
+    assert all(torch.equal(before[name], value) for name, value in state.items())  # not in place
     part = permute_neurons({"head.weight": state["head.weight"]}, groups, orders)
     assert torch.equal(part["head.weight"], there["head.weight"])
     assert list(part) == ["head.weight"]
@@ -131,7 +131,7 @@ def test_blocks_stay_together():
         resize_groups([group], [8])
 
 
-# --- other widths -----------------------------------------------------------------------------------------------------
+# --- Other widths -----------------------------------------------------------------------------------------------------
 
 
 def test_new_neurons_change_nothing(groups):
@@ -143,7 +143,7 @@ def test_new_neurons_change_nothing(groups):
     wide = grow_neurons(state, groups, assignments, sizes)
     assert wide["lstm.weight_ih_l0"].shape == (36, 36)
     torch.testing.assert_close(run(wide, sizes), run(state), rtol=1e-12, atol=1e-12)
-    # also where they are made of something
+    # even if new neurons have random numbers
     changed = {name: value.clone() for name, value in wide.items()}
     new = [index for index in range(5) if index not in assignments[0]]
     for name in ("first.weight", "first.bias", "norm.weight", "norm.bias", "norm.running_mean"):
@@ -170,12 +170,12 @@ def test_slicing_takes_out_what_growing_put_in(groups):
 
 
 def test_slicing_is_a_smaller_network(groups):
-    """By hand: without some channels and LSTM neurons, whose outputs are made 0 in the whole network."""
+    """By hand: without some channels and LSTM units, which are set to 0 in the full network."""
     state = net().state_dict()
     kept = [torch.tensor([2, 0]), torch.arange(4), torch.tensor([1, 3, 4, 0])]
     small = slice_neurons(state, groups, kept)
     whole = {name: value.clone() for name, value in state.items()}
-    whole["norm.weight"][1] = whole["norm.bias"][1] = 0  # tanh(0) = 0, and the largest of zeros is 0
+    whole["norm.weight"][1] = whole["norm.bias"][1] = 0  # tanh(0) = 0, and the maximum of zeros is 0
     whole["lstm.weight_hh_l0"][:, 2] = whole["head.weight"][:, 2] = 0
     torch.testing.assert_close(run(small, (2, 4, 4)), run(whole), rtol=1e-12, atol=1e-12)
 
@@ -192,7 +192,7 @@ def test_only_side_by_side_is_growable():
         slice_neurons(state, [fixed], [torch.tensor([0, 1])])
 
 
-# --- features ---------------------------------------------------------------------------------------------------------
+# --- Features ---------------------------------------------------------------------------------------------------------
 
 
 def test_features_are_what_neurons_are_made_of(groups):
@@ -219,7 +219,7 @@ def test_features_move_with_the_neurons(groups):
             assert torch.equal(moved[axis], value[order])
 
 
-# --- means ------------------------------------------------------------------------------------------------------------
+# --- Means ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_mean_is_over_the_owners(groups):
@@ -262,7 +262,7 @@ def test_the_mean_is_over_the_owners(groups):
     ):
         layers = [state[name].numpy() for state in states]
         width = 36 if name == "lstm.weight_ih_l0" else 7
-        with np.errstate(invalid="ignore"):  # rows that nobody has
+        with np.errstate(invalid="ignore"):  # rows without an owner
             expected = matched_layer_reference(layers, rows, columns, 28, width, weights)
         missing = [
             row for row in range(28) if row % 7 not in {index for assignment in lists for index in assignment[2]}
@@ -275,7 +275,7 @@ def test_the_mean_is_over_the_owners(groups):
     )  # fmt: skip
     np.testing.assert_allclose(mean["norm.running_var"], expected[:, 0], rtol=1e-12)
     assert int(mean["norm.num_batches_tracked"]) == 10
-    for client, last in enumerate((2, 3, 4)):  # a neuron of one client is that client's
+    for client, last in enumerate((2, 3, 4)):  # a neuron with a single owner keeps the owner's value
         assert torch.equal(mean["first.weight"][last], states[client]["first.weight"][2])
 
 
@@ -287,7 +287,7 @@ def test_the_mean_of_identical_clients_is_that_client(groups):
     assert all(torch.equal(mean[name], value) and mean[name].dtype == value.dtype for name, value in state.items())
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_refusals(groups):

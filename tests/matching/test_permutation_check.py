@@ -1,4 +1,4 @@
-"""Wrong groups are caught, whatever the module holds; and the module is left as it was."""
+"""Wrong groups are detected for any module values, and the module does not change."""
 
 import copy
 
@@ -14,7 +14,7 @@ from tests.matching.networks import LeNet, build, images, vgg9
 
 
 def wrong_groups(module):
-    """One without the running statistics, one that reads the wrong layer, one of outputs."""
+    """A group without running statistics, a group with the wrong next layer, and a group of outputs."""
     state = module.state_dict()
     first = {("0.weight", 0): "out", ("0.bias", 0): "vec", ("1.weight", 0): "vec", ("1.bias", 0): "vec"}
     yield PermutationGroup.over(state, {**first, ("3.weight", 1): "in"}, 8)
@@ -31,7 +31,7 @@ def chain():
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize("is_blank", [False, True], ids=["random", "zeros and ones"])
 def test_a_wrong_group_is_caught(which, is_blank):
-    """Also where the module starts with numbers among which nothing shows."""
+    """Even if the initial values are symmetric under permutations."""
     module, example = build(chain)
     if is_blank:
         for parameter in module.parameters():
@@ -57,7 +57,7 @@ def test_several_wrong_groups_are_caught_and_the_good_ones_stay():
 
 
 def test_a_wrong_rule_is_caught(monkeypatch):
-    """Whatever goes wrong in following neurons: here an addition that takes its second operand for nothing."""
+    """Any tracing error: here an addition that ignores the second operand."""
     module, example = build(lambda: (Residual(), torch.randn(3, 5)))
     assert PermutationGroups.of(module, example).sizes == {"first": 8, "last": 6}
     monkeypatch.setitem(RULES, "add", lambda tracer, call: call.args[0])
@@ -79,7 +79,7 @@ class Residual(nn.Module):
 
 
 def test_a_group_that_is_found_wrongly_growable_is_caught(monkeypatch):
-    """A mean over channels that is taken for something that does not count them."""
+    """A mean over channels, mistaken for an operation independent of the width."""
 
     class Net(nn.Module):
         def __init__(self):
@@ -128,7 +128,7 @@ def test_a_module_with_its_type_written_into_it_is_tried_in_float32():
         PermutationGroups.of(module, example, extra_groups=[wrong])
 
 
-# --- the module is as it was ------------------------------------------------------------------------------------------
+# --- Unchanged module -------------------------------------------------------------------------------------------------
 
 
 def test_the_module_is_as_it_was():
@@ -137,7 +137,7 @@ def test_the_module_is_as_it_was():
     module.conv1.weight.requires_grad_(False)
     module.train()
     module.extra[0].eval()
-    module.fc2.out_features = "as it was"  # a number that is nobody's business
+    module.fc2.out_features = "as it was"  # an attribute unrelated to matching
     loss = module(example).sum()
     loss.backward()
     before = copy.deepcopy(module.state_dict())

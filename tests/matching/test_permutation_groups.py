@@ -1,4 +1,4 @@
-"""Permutation groups, compared with tables written by hand, and operations on them."""
+"""Permutation groups against manual tables, and operations on groups."""
 
 import copy
 
@@ -17,7 +17,7 @@ def axes_of(group):
     return {axis: (tuple(entry.positions.shape), entry.role) for axis, entry in group.entries.items()}
 
 
-# --- against tables by hand -------------------------------------------------------------------------------------------
+# --- Manual tables ----------------------------------------------------------------------------------------------------
 
 
 def test_the_groups_of_lenet():
@@ -26,7 +26,7 @@ def test_the_groups_of_lenet():
     assert groups.sizes == {"conv1": 20, "conv2": 50, "fc1": 500}
     one = {"conv1": ((20, 1), "conv2"), "conv2": ((50, 1), "fc1"), "fc1": ((500, 1), "fc2")}
     for name, (shape, reader) in one.items():
-        copies = (50, 16) if name == "conv2" else shape  # 4 x 4 pixels of every channel
+        copies = (50, 16) if name == "conv2" else shape  # 4 x 4 pixels in every channel
         assert axes_of(groups[name]) == {
             (f"{name}.weight", 0): (shape, "out"),
             (f"{name}.bias", 0): (shape, "vec"),
@@ -110,7 +110,7 @@ def test_tied_entries_go_together():
         assert torch.equal(moved.get("output.weight", moved["embedding.weight"]), moved["embedding.weight"])
 
 
-# --- what is not found, or pinned -------------------------------------------------------------------------------------
+# --- Pinned neurons, and neurons outside groups -----------------------------------------------------------------------
 
 
 def test_pinned_neurons_stay():
@@ -135,7 +135,7 @@ def test_what_has_no_rule_stays():
 
 
 def test_numbers_that_do_not_come_from_neurons_pin_what_reads_them():
-    """An input of integers, a spatial map, a constant ramp: nothing of what a layer makes of them may move."""
+    """An integer input, a spatial map, a constant ramp: the neurons of layers that read them are pinned."""
 
     class Net(nn.Module):
         def __init__(self):
@@ -172,7 +172,7 @@ def test_what_reads_constants_stays():
 
 
 def test_group_norms_of_different_groups_leave_the_finer_ones():
-    """Four blocks of two, in two groups of four: blocks cannot change places as wholes, within a block they can."""
+    """Four blocks of two in two groups of four: neurons may move within blocks, but blocks may not."""
 
     class Net(nn.Module):
         def __init__(self):
@@ -244,16 +244,16 @@ def test_layers_of_training_are_followed():
     assert {("head.weight", 1), ("aux.1.weight", 1), ("norm.running_mean", 0)} <= set(groups["first"].entries)
     with pytest.warns(UserWarning, match=r"not known to read any neurons: aux\."):
         PermutationGroups.of(*build(lambda: (Net(uses=False), torch.randn(3, 5))))
-    # within a child that is run it is its own business: smp has encoders of which it takes the first stages only
+    # unused layers inside a child are allowed: encoders in smp may only run the first stages
     assert len(PermutationGroups.of(*build(lambda: (nn.Sequential(Net(uses=False)), torch.randn(3, 5))))) == 1
 
 
-# --- what it is for ---------------------------------------------------------------------------------------------------
+# --- Purpose ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("which", quick(["norm_mlp", "unet"], ["norm_mlp"]))
 def test_training_does_not_see_the_order(which):
-    """Steps of SGD and then an order, or first the order: with batch statistics, in float64."""
+    """SGD steps before or after a permutation, with batch statistics in float64."""
     torch.manual_seed(0)
     if which == "unet":
         module, example, target = (
@@ -288,7 +288,7 @@ def test_training_does_not_see_the_order(which):
 
 
 def test_the_papers_networks_have_the_papers_sizes():
-    """Parameters, and how many more there are with 14 and 15 more neurons in every layer of VGG-9."""
+    """Numbers of parameters, and growth factors for 14 and 15 additional neurons in every layer of VGG-9."""
     sizes = {}
     for name, make in (("LeNet", lambda: (LeNet(), images(28, 1))), ("LSTM", lambda: (Characters(), tokens()))):
         sizes[name] = sum(value.numel() for value in build(make)[0].parameters())

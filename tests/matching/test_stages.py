@@ -1,4 +1,4 @@
-"""Stages: cut where no neurons are shared, every entry in one of them, given ones checked."""
+"""Stages: cut between unconnected neurons, with every entry in one stage; given stages are checked."""
 
 import functools
 
@@ -26,7 +26,7 @@ def first_layers(stages):
 
 
 def check(net, groups, stages):
-    """Every entry is in one stage, and reads only neurons that are made by then."""
+    """Every entry is in one stage and only reads neurons matched before."""
     names = [name for stage in stages for name in stage.entries]
     assert sorted(names) == sorted(net.state_dict())
     assert sorted(name for stage in stages for name in stage.groups) == sorted(groups.names)
@@ -48,19 +48,19 @@ def test_a_chain_has_a_stage_for_each_layer_or_as_few_as_asked_for():
     assert [len(stage.groups) for stage in stages] == [1] * 8 + [0]
     assert all(len(stage.entries) == 2 for stage in stages)
     sizes, names, head = [], list(net.state_dict()), set(stages[-1].entries)
-    for count, choice in ((9, 20), (5, 5), (2, 2), (1, 1)):  # neighbours become one, the output layer last
+    for count, choice in ((9, 20), (5, 5), (2, 2), (1, 1)):  # neighbours merge, the output layer last
         stages = find_stages(groups, names, choice)
         check(net, groups, stages)
         assert len(stages) == count
         assert (set(stages[-1].entries) == head) == (count > 1)
         sizes.append([sum(groups[name].size for name in stage.groups) for stage in stages])
     assert sizes[0] == [32, 64, 128, 128, 256, 256, 512, 512, 0]
-    assert sizes[1] == [352, 512, 512, 512, 0]  # always the two that are smallest together
+    assert sizes[1] == [352, 512, 512, 512, 0]  # always the smallest pair of neighbours
 
 
 @pytest.mark.slow
 def test_a_residual_network_has_a_stage_for_each_width():
-    """The stem's channels are those of the first blocks; what is inside a block goes with it."""
+    """The stem shares channels with the first blocks; layers inside a block join the block."""
     net, groups = resnet18_groups()
     stages = find_stages(groups, list(net.state_dict()), "auto")
     check(net, groups, stages)
@@ -68,12 +68,12 @@ def test_a_residual_network_has_a_stage_for_each_width():
     assert first_layers(stages) == ["conv1", *inside, "fc"]
     assert [len(stage.groups) for stage in stages] == [3, 1, 2, 1, 2, 1, 2, 0]
     assert "layer1.1.bn2.running_var" in stages[0].entries
-    assert "layer2.1.conv1.weight" in stages[2].entries  # between layers whose channels are one
+    assert "layer2.1.conv1.weight" in stages[2].entries  # between layers with common channels
 
 
 @pytest.mark.slow
 def test_a_segmentation_network():
-    """With 21 groups 13 stages, or as few as asked for: neighbours become one, the output layer last."""
+    """For 21 groups 13 stages, or the requested number: neighbours merge, the output layer last."""
     net = networks.segmenter("DeepLabV3Plus")
     head = {"segmentation_head.0.weight", "segmentation_head.0.bias"}
     groups = PermutationGroups.of(net, networks.images(32))
@@ -94,7 +94,7 @@ def test_a_recurrent_network():
 
 
 class Crossed(nn.Module):
-    """Registered in another order than it runs, with a layer whose outputs cannot move in the middle."""
+    """Registered in another order than executed, with a pinned layer in the middle."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +113,7 @@ def test_stages_go_by_the_order_in_which_layers_run():
     assert groups.names == ["first", "late"]
     assert [sorted({name.split(".")[0] for name in stage.entries}) for stage in stages] == [
         ["first"],
-        ["late", "middle"],  # what cannot move goes with what comes after it
+        ["late", "middle"],  # a pinned layer joins the following layer
         ["last"],
     ]
 

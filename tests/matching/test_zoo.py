@@ -1,4 +1,4 @@
-"""Groups of many networks: as many as there are to be found, each of them exact, alone and with all others."""
+"""Groups of many networks: the expected number, each exact, separately and together."""
 
 import copy
 
@@ -11,7 +11,7 @@ from tests.matching.networks import QUICK, SLOW, build, compute, outputs
 
 
 def random_order(group):
-    """Every neuron moves."""
+    """Moves every neuron."""
     width = group.size // group.blocks
     return torch.cat([block * width + cycle(width) for block in cycle(group.blocks).tolist()])
 
@@ -59,7 +59,7 @@ def check(make, num_groups, num_neurons, num_growable, head):
 
 @torch.no_grad()
 def check_alone(module, example, groups):
-    """Every group by itself; only what it has is written, and written back."""
+    """Permutes every group separately; only the entries in the group are written and restored."""
     before, state = compute(module, example), module.state_dict()
     for group in groups:
         entries = {name: state[name].clone() for name, _ in group.entries}
@@ -71,7 +71,7 @@ def check_alone(module, example, groups):
     assert torch.equal(compute(module, example), before)
 
 
-# said by torch whenever such an LSTM runs on the CPU
+# a torch warning for every such LSTM on the CPU
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
 
@@ -81,7 +81,7 @@ def test_groups_are_found_and_exact(name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # a run for each group: hundreds
+@pytest.mark.timeout(1800)  # one run per group: hundreds
 @pytest.mark.parametrize("name", SLOW)
 def test_groups_are_found_and_exact_in_large_networks(name):
     check(*SLOW[name])

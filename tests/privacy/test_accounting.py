@@ -1,4 +1,4 @@
-"""Budgets: the numbers of specs/privacy.md, calibration, and what cannot be."""
+"""Budgets: the numbers in specs/privacy.md, calibration, and refusals."""
 
 import logging
 import math
@@ -12,8 +12,8 @@ from torch import nn
 from lightning_fed.privacy import Budget, calibrate
 from lightning_fed.privacy.gradients import find_unsupported
 
-# Cohort, population, rounds, delta: epsilon by noise multiplier, from Rényi divergences and from loss distributions,
-# which are 2.4 % above those of `dp-accounting` with steps of 2e-5 at most (z = 1 of the first row).
+# Cohort, population, rounds, delta: epsilon by noise multiplier, from Rényi divergences and from loss distributions.
+# The latter are at most 2.4 % above `dp-accounting` with steps of 2e-5 (z = 1 in the first row).
 VECTORS = {
     (1, 1000, 1500, 1e-6): {0.5: (5.5632, 4.4694), 1: (0.8758, 0.2267), 2: (0.1784, 0.0762), 5: (0.0364, 0.0262)},
     (5, 1000, 2000, 1e-6): {0.5: (13.5714, 11.8105), 1: (1.7257, 1.4070), 2: (0.5342, 0.4934), 5: (0.1968, 0.1719)},
@@ -60,7 +60,7 @@ def test_rounds_are_composed_as_by_the_library(sampling):
     [(1, 1500, "rdp", 0.7138), (5, 2000, "rdp", 0.9401), (1, 1500, "pld", 0.6162)],
 )
 def test_the_noise_of_an_epsilon(cohort, rounds, accountant, z):
-    """The least that is enough; never a little less."""
+    """The smallest sufficient noise."""
     budget = calibrate(2.0, 1e-6, 1000, cohort, rounds, accountant=accountant)
     assert budget.noise_multiplier == pytest.approx(z, rel=1e-3)
     assert 1.99 < budget.epsilon(rounds) <= 2.0
@@ -69,7 +69,7 @@ def test_the_noise_of_an_epsilon(cohort, rounds, accountant, z):
 @needs_accountant
 @pytest.mark.parametrize(("z", "rounds"), [(2000.0, 1000), (200.0, 100), (4.0, 10)])
 def test_a_tight_bound_beside_the_closed_form(z, rounds):
-    """Rounds with everybody are one Gaussian mechanism, whose delta is known (Balle and Wang 2018, theorem 8)."""
+    """Rounds with all clients form one Gaussian mechanism with known delta (Balle and Wang 2018, theorem 8)."""
     ratio, normal = math.sqrt(rounds) / z, NormalDist().cdf
     epsilon = Budget(z, 1e-5, 100, 100, accountant="pld").epsilon(rounds)
 
@@ -83,7 +83,7 @@ def test_a_tight_bound_beside_the_closed_form(z, rounds):
 @needs_accountant
 @pytest.mark.parametrize(("z", "rounds", "least"), [(5.0, 1500, 0.0261), (20.0, 10_000, 0.0160)])
 def test_a_tight_bound_of_rounds_that_tell_little(z, rounds, least):
-    """Beside `dp-accounting` with steps of 1e-5; with steps of 1e-3 it would be the larger bound (0.054 and 0.071)."""
+    """`dp-accounting` with steps of 1e-5; steps of 1e-3 would give the larger bounds 0.054 and 0.071."""
     tight = Budget(z, 1e-6, 1000, 1, accountant="pld").epsilon(rounds)
     assert tight == pytest.approx(least, rel=0.02)
     assert tight < Budget(z, 1e-6, 1000, 1).epsilon(rounds)
@@ -130,9 +130,9 @@ def test_without_the_package_of_examples_gradients(monkeypatch):
 
 @needs_accountant
 def test_logging_is_set_up_by_the_program_alone(monkeypatch):
-    """Here orders do not converge, of which the library warns by way of absl."""
+    """For this budget orders do not converge, and the library warns through absl."""
     level = logging.getLogger("absl").level
     monkeypatch.setattr(logging.root, "handlers", [])
-    Budget(1.0, 1.1e-5, population=1001, cohort=100).epsilon(10)  # of no other test: nothing is known of it
+    Budget(1.0, 1.1e-5, population=1001, cohort=100).epsilon(10)  # not in the cache of another test
     assert logging.root.handlers == []
     assert logging.getLogger("absl").level == level

@@ -1,4 +1,4 @@
-"""Audits: the bound of guesses, and canaries in the rule with its noise, with too little of it and with none."""
+"""Audits: the bound from guesses, and canaries in the rule with full noise, reduced noise and no noise."""
 
 import math
 
@@ -12,7 +12,7 @@ from tests.breadth import quick, slow
 
 @pytest.mark.parametrize(("guesses", "correct"), [(100, 100), (100, 80), (40, 31)])
 def test_the_bound_of_guesses_without_delta(guesses, correct):
-    """The epsilon with which so many right guesses, or more, have a probability of one in twenty."""
+    """This many correct guesses or more have probability 0.05 under the epsilon."""
     epsilon = empirical_epsilon(1000, guesses, correct, 0.0)
     chance = math.exp(epsilon) / (1 + math.exp(epsilon))
     assert sum(binom.pmf(k, guesses, chance) for k in range(correct, guesses + 1)) == pytest.approx(0.05, abs=1e-4)
@@ -44,7 +44,7 @@ def accountant():
     ],
 )
 def test_the_bound_is_below_what_is_claimed(budget, rounds, least):
-    """And above nothing, where the noise is small. An audit is wrong once in twenty: two of five are let pass."""
+    """The lower bound is positive for small noise. An audit fails once in twenty, so two of five may fail."""
     audits = [audit_mean(budget, rounds, 600, seed=seed, key_for_tests=seed) for seed in range(5)]
     assert sorted(audit.lower_bound <= audit.claimed for audit in audits)[2]
     assert sorted(audit.lower_bound for audit in audits)[2] >= least
@@ -54,7 +54,7 @@ def test_the_bound_is_below_what_is_claimed(budget, rounds, least):
 @needs_accountant
 @pytest.mark.parametrize("share", quick([0.0, 0.2], [0.2]))
 def test_without_its_noise_a_mechanism_is_found_out(share, monkeypatch):
-    """Noise that is left out, or is a fifth of what it is to be, as where it is divided by the number of clients."""
+    """No noise, or a fifth of the noise, as if divided by the number of clients."""
     made = CentralDP.noise
 
     def less(step, name, shape, std):

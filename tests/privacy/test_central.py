@@ -1,4 +1,4 @@
-"""Central differential privacy: noise, sensitivity, what leaves, resume, refusals; the traps of specs/privacy.md."""
+"""Central differential privacy: noise, sensitivity, messages, resume, refusals; the pitfalls in specs/privacy.md."""
 
 import copy
 import math
@@ -83,20 +83,20 @@ def moved(new, start=START):
     return {name: (new[name].double() - start[name].double()).numpy() for name in SHAPES}
 
 
-# --- the sum ----------------------------------------------------------------------------------------------------------
+# --- Sum --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [0, 1, 6])
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 def test_against_a_plain_implementation(count, sampling):
-    """Of nobody it is noise alone; the divisor is the expected cohort. Fixed cohorts have twice the noise."""
+    """Without updates the result is noise; the divisor is the expected cohort. Fixed cohorts have twice the noise."""
     chain = chain_of(0.7, Budget(1.3, 1e-3, 100, 10, sampling))
     sent = [clipped(step, 0.7) for step in steps(count)]
     new = aggregated(chain, [update_of(step, str(number)) for number, step in enumerate(sent)], round=4)
     std = 1.3 * 0.7 * (2 if sampling == "fixed" else 1)
     expected = private_mean_reference(sent, 0.7, std, 10, KEY, 4, SHAPES)
     for name, value in moved(new).items():
-        np.testing.assert_allclose(value, expected[name], atol=1e-6)  # of float32 models
+        np.testing.assert_allclose(value, expected[name], atol=1e-6)  # float32 models
     assert new["n"].item() == 3  # integers keep the server's value
     assert chain.metrics({})["privacy/noise_std"] == pytest.approx(std)
 
@@ -111,7 +111,7 @@ def test_noise_is_normal_and_independent():
     draws = np.array(draws)
     size = draws.shape[1]
     assert size == 14
-    # Five standard deviations of each estimate, for the worst of the entries.
+    # Five standard deviations of each estimate, for the worst entry.
     assert np.abs(draws.mean(0)).max() < 5 / math.sqrt(count)
     assert np.abs(draws.std(0) - 1).max() < 5 / math.sqrt(2 * count)
     kurtosis = ((draws - draws.mean(0)) ** 4).mean(0) / draws.var(0) ** 2
@@ -125,7 +125,7 @@ def test_noise_is_normal_and_independent():
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e6])
 def test_one_client_changes_the_sum_by_the_clip_at_most(adaptive, scale):
-    """Whatever it sends, if it is taken at all; the noise is the same."""
+    """For any accepted update, with equal noise."""
     for seed in range(5):
         sent = [clipped(step, 0.7 * (1 + 1e-7)) for step in steps(6, seed, scale)]
         extras = {IS_SHORT: torch.tensor(1.0)} if adaptive else {}
@@ -135,7 +135,7 @@ def test_one_client_changes_the_sum_by_the_clip_at_most(adaptive, scale):
         whole = moved(aggregated(chain_of(0.7, budget, **options), updates))
         rest = moved(aggregated(chain_of(0.7, budget, **options), updates[1:]))
         change = math.sqrt(sum(float(np.square(whole[name] - rest[name]).sum()) for name in SHAPES)) * 10
-        assert change <= 0.7 + 1e-5  # of models in float32
+        assert change <= 0.7 + 1e-5  # models in float32
 
 
 def test_what_is_too_long_or_says_more_is_left_out():
@@ -153,7 +153,7 @@ def test_what_is_too_long_or_says_more_is_left_out():
 
 
 def test_a_client_counts_once_whatever_it_reports():
-    """Nor does a step inside, or outside, give it another weight."""
+    """Steps inside or outside do not change the weight either."""
     sent = [update_of(step, str(number)) for number, step in enumerate(steps(3, scale=0.05))]
     expected = aggregated(chain_of(), sent)
     heavy = copy.deepcopy(sent)
@@ -166,7 +166,7 @@ def test_a_client_counts_once_whatever_it_reports():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_longer_by_rounding_is_taken(dtype):
-    """And clipped once more, so that the noise covers it."""
+    """The clip is repeated on the server, so that the noise covers the rounding."""
     longer = 0
     for seed in range(8):
         generator = torch.Generator().manual_seed(seed)
@@ -232,7 +232,7 @@ def test_done_again_a_round_has_the_same_noise_and_costs_once():
 
 
 def test_in_several_processes():
-    """One noise for the sum of all."""
+    """A single noise term for the total sum."""
     sent = [update_of(step, str(number)) for number, step in enumerate(steps(5, scale=0.05))]
     whole = aggregated(chain_of(), sent)
     parts = [chain_of() for _ in range(3)]
@@ -249,7 +249,7 @@ def test_in_several_processes():
         torch.testing.assert_close(value, whole[name], rtol=1e-6, atol=1e-7)
 
 
-# --- draws of clients -------------------------------------------------------------------------------------------------
+# --- Sampling of clients ----------------------------------------------------------------------------------------------
 
 
 def secret_schedule(key, is_poisson=True, seed=0):
@@ -259,7 +259,7 @@ def secret_schedule(key, is_poisson=True, seed=0):
 
 
 def test_every_client_is_drawn_by_itself():
-    """Number and pairs of clients over 4,000 rounds, within five standard deviations; the seed plays no part."""
+    """Numbers and pairs of clients over 4,000 rounds, within five standard deviations; the seed has no influence."""
     clients, rounds = [f"c{number}" for number in range(20)], 4000
     schedule = secret_schedule(KEY)
     cohorts = [{visit.client for visit in schedule.cohort(round, clients).visits} for round in range(rounds)]
@@ -285,7 +285,7 @@ def test_every_client_is_drawn_by_itself():
     ]
 
 
-# --- fits -------------------------------------------------------------------------------------------------------------
+# --- Fits -------------------------------------------------------------------------------------------------------------
 
 CLIENTS = {f"c{number}": 6 + number for number in range(12)}
 SHORT = 0.02  # shorter than most steps
@@ -352,7 +352,7 @@ def test_every_fit_has_a_key_of_its_own(federated_trainer):
 
 
 def test_another_fit_on_the_same_clients_begins_its_budget_anew(federated_trainer, caplog):
-    """And says so; other clients, and a fit that goes on, are nobody's business."""
+    """The second fit warns; other clients and a resumed fit do not warn."""
     data = {"of": models.vectors({"ledger-a": 12, "ledger-b": 12}), "other": models.vectors({"ledger-c": 12, "b": 12})}
 
     def fit(clients):
@@ -404,7 +404,7 @@ def test_the_fit_ends_with_its_budget(federated_trainer, tmp_path, caplog):
 
 
 def test_a_servers_optimizer_works_on_what_is_noised(federated_trainer):
-    """With a rate of one and no momentum it is the noised mean."""
+    """A rate of one without momentum gives the noisy mean."""
     states = [
         state_of(fit(federated_trainer, method=method, rounds=3)[1])
         for method in (
@@ -440,7 +440,7 @@ def test_clients_at_once(federated_trainer, caplog):
         torch.testing.assert_close(value, states[1][name], rtol=1e-4, atol=1e-5)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -472,7 +472,7 @@ NEEDED = {"fedss": "num_negatives=3", "fixbn": "after=2", "fltrust": "trusted=c0
 
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_methods_that_are_not_refused_send_steps_alone(name, federated_trainer):
-    """All others are: when the federation is built, or before the first round."""
+    """All other methods are refused, when building the federation or before the first round."""
     method = f"{name}:{NEEDED[name]}" if name in NEEDED else name
     if name in SEND_STEPS_ALONE:
         module = models.Module(models.norm_mlp() if name in ("fedbn", "silobn") else models.mlp())
@@ -499,7 +499,7 @@ def test_methods_that_can():
         chain = Federation(method, steps=[DP]).server.chain
         assert type(chain.rule) is FedAvg
         assert isinstance(chain.steps[-1], KnownKey)
-        assert chain.steps[-1] is not DP  # each federation has its own
+        assert chain.steps[-1] is not DP  # separate steps for each federation
 
 
 @pytest.mark.parametrize(
@@ -518,7 +518,7 @@ def test_steps_beside_which_it_cannot_be_right(steps, words):
 
 
 def test_a_bound_inside_acts_on_the_client(federated_trainer):
-    """Whose step is then no longer than either; the log does not say how many were shortened."""
+    """The step is bounded by both; the log does not count shortened steps."""
     recorder, _, trainer = fit(federated_trainer, steps=[MaxNorm(SHORT / 4)])
     lengths = [
         math.sqrt(sum(float((visit.update[name].double() - value.double()).square().sum())
@@ -535,7 +535,7 @@ def test_a_bound_inside_acts_on_the_client(federated_trainer):
 
 
 def test_a_client_that_does_not_clip_is_left_out():
-    """The server checks what it gets, whatever a client does after its steps."""
+    """The server checks the received norm, for any later change on the client."""
     chain = Chain(FedAvg(), [*chain_of(0.5).steps, Scaling(["a"], scale=3.0)])
     chain.start(RoundInfo(0, clients=["a", "b"]), START)
     sent = Broadcast(0, dict(START))
@@ -626,12 +626,12 @@ def test_both_doors():
         assert isinstance(federation.server.chain.steps[0], CentralDP)
 
 
-# --- other steps after a resume ---------------------------------------------------------------------------------------
+# --- Other steps after a resume ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def private_rounds(tmp_path_factory):
-    """The checkpoint of three private rounds."""
+    """A checkpoint after three private rounds."""
     path = tmp_path_factory.mktemp("private") / "last.ckpt"
     fit_steps(None, 3, [private()]).save_checkpoint(path)
     return path
@@ -660,7 +660,7 @@ OTHER_STEPS = {
 
 @pytest.mark.parametrize("name", OTHER_STEPS)
 def test_a_fit_does_not_resume_with_other_steps(name, private_rounds):
-    """Otherwise the model moves without the noise that the logged epsilon promises."""
+    """Otherwise the model would move without the noise behind the logged epsilon."""
     with pytest.raises(ValueError, match=r"steps of the checkpoint, CentralDP\(clip=1\.0, delta=0\.01.*, but got"):
         fit_steps(private_rounds, 6, OTHER_STEPS[name])
 
@@ -674,5 +674,5 @@ def test_a_checkpoint_without_a_record_of_its_steps_is_refused(private_rounds, t
 
 
 def test_a_fit_resumes_with_the_same_steps(private_rounds):
-    """Also in the name of a larger number of rounds."""
+    """Even with a larger number of rounds."""
     assert fit_steps(private_rounds, 6, [private()]).logged_metrics["privacy/epsilon"] > 0

@@ -1,4 +1,4 @@
-"""DP-SGD: visits and fits against a plain implementation, accounts, the budget's end, resume, an audit, refusals."""
+"""DP-SGD: visits and fits against a plain implementation, accounts, exhausted budgets, resume, an audit, refusals."""
 
 import copy
 import logging
@@ -75,7 +75,7 @@ def plain(trainer, callback, epochs=2, module=None, size=30, **options):
 
 
 def step_reference(module, optimizer, tensors, clip, z, client, round, number, pull=None):
-    """One step in plain PyTorch: a loop over the examples that are drawn, and NumPy's clip and noise."""
+    """One step in plain PyTorch: a loop over the sampled examples, with clip and noise in NumPy."""
     count = len(tensors[0])
     rows = poisson_reference(KEY, client, round, number, count, BATCH)
     shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
@@ -94,7 +94,7 @@ def step_reference(module, optimizer, tensors, clip, z, client, round, number, p
     return len(rows)
 
 
-# --- against a plain implementation -----------------------------------------------------------------------------------
+# --- Plain implementation ---------------------------------------------------------------------------------------------
 
 
 PRIVATE, PLAIN = (0.5, 0.8), (math.inf, 0.0)
@@ -108,7 +108,7 @@ PRIVATE, PLAIN = (0.5, 0.8), (math.inf, 0.0)
     ),
 )
 def test_visits_against_a_plain_implementation(clip, z, data, mu, federated_trainer):
-    """Without noise and clip it is plain training on Poisson batches; FedProx pulls behind the noise."""
+    """Without noise and clip: plain training on Poisson batches. FedProx adds its term after the noise."""
     method = f"fedprox:mu={mu}" if mu else "fedavg"
     module = models.Module(models.mlp(), models.momentum)
     recorder, _, _ = federated(
@@ -149,7 +149,7 @@ def test_a_plain_trainer_against_a_plain_implementation(clip, z, plain_trainer):
 
 
 def test_a_batch_of_nobody_is_a_step_of_noise(federated_trainer):
-    """Of many examples few are drawn: most batches have none, and the optimizer steps all the same."""
+    """With a low sampling rate most batches are empty, and the optimizer still steps."""
     clients = FederatedDataModule({"a": TensorDataset(torch.ones(40, 6), torch.zeros(40).long())}, batch_size=1)
     module = models.Module(models.mlp())
     recorder, _, trainer = federated(federated_trainer, dpsgd(1e-4, 0.5), 1, data=clients, module=module)
@@ -159,7 +159,7 @@ def test_a_batch_of_nobody_is_a_step_of_noise(federated_trainer):
     assert [len(batch[0]) for batch in visit.batches] == [max(count, 1) for count in drawn]
     assert trainer.global_step == 40
     moved = torch.cat([(visit.end[name] - value).flatten() for name, value in visit.start.items()])
-    assert 0 < moved.abs().max() < 1e-3  # by noise of the clip's size, and by no gradient that is not clipped
+    assert 0 < moved.abs().max() < 1e-3  # noise at the scale of the clip, and no unclipped gradient
 
 
 def test_the_noise_of_a_step():
@@ -195,7 +195,7 @@ def test_every_fit_has_a_key_of_its_own_and_leaves_nothing_in_the_module(federat
     assert not [key for value in module.parameters() for key in vars(value)]
 
 
-# --- accounts ---------------------------------------------------------------------------------------------------------
+# --- Accounts ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_the_numbers_of_the_spec(setting, accountant):
 
 
 def test_every_client_has_its_own_account(federated_trainer):
-    """From its number of examples and of steps, over the rounds in which it took part."""
+    """From the numbers of examples and steps, over the rounds with this client."""
     callback = dpsgd()
     recorder, _, trainer = federated(federated_trainer, callback, 5, clients_per_round=2)
     epsilons = {}
@@ -230,7 +230,7 @@ def test_every_client_has_its_own_account(federated_trainer):
 
 
 def test_a_failed_visit_is_paid_for(federated_trainer):
-    """Its update came, and was not finite; and one whose data broke off after two batches."""
+    """For a non-finite update, and for data that raise after two batches."""
 
     class Breaks(torch.utils.data.Dataset):
         def __len__(self):
@@ -261,9 +261,9 @@ def test_a_failed_visit_is_paid_for(federated_trainer):
 
 
 def test_the_fit_ends_within_the_budget(federated_trainer, caplog):
-    """After the last round with which no client exceeds it, whichever is drawn next."""
+    """After the last round in which every client, if sampled next, stays within the budget."""
     caplog.set_level(logging.WARNING, "lightning_fed")
-    most = Budget(0.8, 1e-3, 5, 5).epsilon(3) * 1.0001  # of the smallest client, which has one step a visit
+    most = Budget(0.8, 1e-3, 5, 5).epsilon(3) * 1.0001  # for the smallest client, with one step per visit
     callback = dpsgd(max_epsilon=most)
     _, _, trainer = federated(federated_trainer, callback, 9)
     assert callback.state_dict()["accounts"]["c"][2] == 3
@@ -282,7 +282,7 @@ def test_the_fit_ends_within_the_budget(federated_trainer, caplog):
     ],
 )
 def test_a_fit_that_ends_as_planned_is_no_warning(kind, epochs, options, federated_trainer, plain_trainer, caplog):
-    """The noise is computed for these epochs, or steps; then Lightning ends the fit."""
+    """The noise is calibrated for these epochs or steps, so Lightning ends the fit."""
     caplog.set_level(logging.WARNING, "lightning_fed")
     callback = dpsgd(z=None, epsilon=3.0)
     fit = (federated, federated_trainer) if kind == "federated" else (plain, plain_trainer)
@@ -353,7 +353,7 @@ def test_the_noise_of_an_epsilon_of_a_plain_fit(options, steps, plain_trainer):
 
 
 def test_a_fit_with_more_rounds_has_the_noise_that_it_began_with(federated_trainer, tmp_path):
-    """And ends with the budget."""
+    """The fit ends with the budget."""
     path, callbacks = tmp_path / "last.ckpt", [DPSGD(0.5, None, 1e-3, epsilon=6.0) for _ in range(2)]
     _, _, trainer = federated(federated_trainer, callbacks[0], 2)
     trainer.save_checkpoint(path)
@@ -364,13 +364,13 @@ def test_a_fit_with_more_rounds_has_the_noise_that_it_began_with(federated_train
     assert callbacks[1].epsilon() == callbacks[0].epsilon() <= 6
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")  # Lightning's own remark
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")  # Lightning's warning
 @pytest.mark.parametrize(
     ("first", "second"),
     [([(0.5, 1.0, 1e-3)], []), ([], [(0.5, 1.0, 1e-3)]), ([(0.5, 1.0, 1e-3)], [(50.0, 1.0, 1e-3)])],
 )
 def test_a_fit_does_not_resume_with_other_privacy(first, second, federated_trainer, tmp_path):
-    """Otherwise the model moves without noise, and the log repeats an old epsilon."""
+    """Otherwise the model would move without noise, and the log would repeat an old epsilon."""
     path, module, data = tmp_path / "last.ckpt", models.Module(models.mlp()), clients_of()
     trainer = federated_trainer(max_rounds=1, callbacks=[DPSGD(*options) for options in first])
     trainer.fit(module, data)
@@ -388,7 +388,7 @@ def test_the_noise_of_an_epsilon_needs_a_number_of_epochs(federated_trainer, pla
         plain(plain_trainer, callback, -1)
 
 
-# --- resume -----------------------------------------------------------------------------------------------------------
+# --- Resume -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_resumed_federation_has_the_same_noise_and_pays_once(federated_trainer, tmp_path):
@@ -420,7 +420,7 @@ def test_a_round_that_breaks_off_is_done_again_with_the_same_noise(federated_tra
 
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             if trainer.current_epoch == 1 and batch_idx == 4:
-                trainer.save_checkpoint(path)  # in a visit, as the round began
+                trainer.save_checkpoint(path)  # during a visit, in the state at the start of the round
                 raise KeyboardInterrupt
 
     whole = DPSGD(0.5, 1.0, 1e-3, key_for_tests=KEY)
@@ -462,11 +462,11 @@ def test_a_resumed_plain_fit_has_the_same_noise(plain_trainer, tmp_path, step):
         )
 
 
-# --- audit ------------------------------------------------------------------------------------------------------------
+# --- Audit ------------------------------------------------------------------------------------------------------------
 
 
 class Canaries(L.LightningModule):
-    """The gradient of an example is a direction of its own, as long as the clip."""
+    """The gradient of each example is a separate direction with the length of the clip."""
 
     def __init__(self, count):
         super().__init__()
@@ -482,7 +482,7 @@ class Canaries(L.LightningModule):
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
 def test_an_audit_with_canaries(share, plain_trainer, monkeypatch):
-    """A coin decides of every example if it is there. With less noise than is claimed it is found out."""
+    """A coin decides about the presence of every example. Less noise than claimed is detected."""
     count, z, delta, steps = 1000, 4.0, 1e-5, 4
     coins = np.random.default_rng(0).random(count) < 0.5
     there = torch.eye(count)[torch.from_numpy(coins)]
@@ -509,7 +509,7 @@ def test_an_audit_with_canaries(share, plain_trainer, monkeypatch):
     assert (found > callback.epsilon()) == (share < 1)
 
 
-# --- segmentation, precision, several processes -----------------------------------------------------------------------
+# --- Segmentation, precision, several processes -----------------------------------------------------------------------
 
 
 def shapes_of(ignored):
@@ -547,7 +547,7 @@ def test_an_example_is_an_image(ignored, loss, model, federated_trainer):
     assert trainer.callback_metrics["dp/epsilon"] == pytest.approx(Budget(0.5, 1e-3, 8, 4).epsilon(2))
     for visit in recorder.visits:
         moved = torch.cat([(visit.end[name] - value).flatten().float() for name, value in visit.start.items()])
-        # Two steps of rate 0.01: as far as the noise of all numbers, and the clipped gradients of 8 images at most.
+        # Two steps with rate 0.01: bounded by the noise of all parameters plus clipped gradients of at most 8 images.
         noise = math.sqrt(2 * len(moved)) * 0.5 / 4
         assert 0.01 * (noise * 0.9 - 4) < moved.norm() < 0.01 * (noise * 1.1 + 4)
 
@@ -558,7 +558,7 @@ def test_ignored_pixels_mix_images(federated_trainer):
 
 
 def test_ignored_pixels_of_a_later_image_mix_them_too(plain_trainer):
-    """The first two images of the batch have none."""
+    """The first two images in the batch have no ignored pixels."""
 
     class Data(L.LightningDataModule):
         def train_dataloader(self):
@@ -593,7 +593,7 @@ def test_bfloat16(federated_trainer):
             assert not torch.equal(rough[name], value)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 class WritesBuffer(models.Module):
@@ -612,14 +612,14 @@ class Skips(models.Module):
 
 
 class Frequent(models.Module):
-    """Its optimizer has a parameter that is used outside of its layer."""
+    """The optimizer has a parameter used outside its layer."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + self.net[0].bias.square().sum()
 
 
 class WritesUnsaved(models.Module):
-    """What a step writes is not sent, but the next one trains with it."""
+    """The written attribute is not sent, but the next step uses the attribute."""
 
     def __init__(self):
         super().__init__(models.mlp())
@@ -632,7 +632,7 @@ class WritesUnsaved(models.Module):
 
 
 class TrainsOthers(models.Module):
-    """A parameter in a list is none of the module's."""
+    """A parameter in a list does not belong to the module."""
 
     def __init__(self):
         super().__init__(models.mlp())
@@ -646,7 +646,7 @@ class TrainsOthers(models.Module):
 
 
 class Spreads(models.Module):
-    """One example alone has no standard deviation."""
+    """A single example has no standard deviation."""
 
     def training_step(self, batch, batch_idx):
         logits = self.net(batch[0])
@@ -654,7 +654,7 @@ class Spreads(models.Module):
 
 
 class AsksTwice(torch.optim.SGD):
-    """The second time with the loss elsewhere, as sharpness-aware minimization does."""
+    """Evaluates the loss twice at different weights, as sharpness-aware minimization does."""
 
     def step(self, closure=None):
         closure()
@@ -739,7 +739,7 @@ def test_fits_that_are_refused(options, words, federated_trainer):
 
 @pytest.mark.parametrize("method", ["fedavgm", "scaffold", "fednova", "feddyn:alpha=0.1", "median", "fedper"])
 def test_methods_that_go_with_it(method, federated_trainer):
-    """Their clients have the noised gradients of the same draws."""
+    """Noisy gradients come from equal draws."""
     callback = dpsgd()
     recorder, _, _ = federated(federated_trainer, callback, 2, method, module=models.Module(models.mlp()))
     first, _, _ = federated(federated_trainer, dpsgd(), 1, module=models.Module(models.mlp()))
@@ -768,7 +768,7 @@ def test_loaders_that_are_refused(plain_trainer, federated_trainer):
 
 
 def test_rows_that_are_no_examples(plain_trainer):
-    """Every example of the data set becomes two of the batch."""
+    """Every example in the data set becomes two rows in the batch."""
 
     def twice(samples):
         inputs, targets = zip(*samples, strict=True)
@@ -784,7 +784,7 @@ def test_rows_that_are_no_examples(plain_trainer):
 
 
 def test_a_batch_that_cannot_be_divided_is_refused(plain_trainer):
-    """Its first tensor is the batch's, so that nothing could be tried of a loss that mixes examples."""
+    """The first tensor describes the batch, so a loss that mixes examples cannot be detected."""
 
     def scaled(samples):
         inputs, targets = zip(*samples, strict=True)
@@ -823,7 +823,7 @@ def test_options_that_cannot_be(options, message):
 
 
 def test_a_group_norm_network_trains(federated_trainer):
-    """What a refusal of BatchNorm offers."""
+    """The remedy in the error about BatchNorm."""
     module = models.Module(to_group_norm(models.cnn()))
     data = FederatedDataModule(models.as_datasets(models.images({"a": 12, "b": 16})), batch_size=BATCH)
     _, _, trainer = federated(federated_trainer, dpsgd(), 1, data=data, module=module)
@@ -831,7 +831,7 @@ def test_a_group_norm_network_trains(federated_trainer):
 
 
 def test_opacus_does_not_set_up_logging(monkeypatch):
-    """It does so at its import, in a module that is imported anew here."""
+    """Opacus configures logging during the import of a module, which is imported again here."""
     monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.delitem(sys.modules, "opacus.utils.module_utils", raising=False)
     _opacus("opacus.utils.module_utils")

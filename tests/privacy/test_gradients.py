@@ -1,4 +1,4 @@
-"""Gradients of single examples: against a loop over them, in networks that people train; clips, trials, refusals."""
+"""Gradients of single examples: loops over examples in common networks; clips, trials, refusals."""
 
 import copy
 
@@ -26,7 +26,7 @@ from lightning_fed.privacy.gradients import (
 
 
 class Scale(nn.Module):
-    """A layer of one's own, of which Opacus has no rule."""
+    """A custom layer without a rule in Opacus."""
 
     def __init__(self, size):
         super().__init__()
@@ -37,7 +37,7 @@ class Scale(nn.Module):
 
 
 class Residual(nn.Module):
-    """Writes into what its layers have given, and calls one of them twice."""
+    """Writes into layer outputs, and calls one layer twice."""
 
     def __init__(self, size):
         super().__init__()
@@ -98,12 +98,12 @@ def data_of(name, net_shape, target_shape):
 
 @pytest.mark.parametrize("name", quick(NETS, [name for name in NETS if name not in ("resnet", "deeplab")]))
 def test_the_gradients_of_a_loop_over_the_examples(name):
-    """To 1e-9 of an example's gradient, in float64: in float32 the order of sums turns single ReLUs over."""
+    """To 1e-9 in float64: in float32 another order of sums switches single ReLUs."""
     torch.manual_seed(0)
     make, *shapes = NETS[name]
     inputs, targets = data_of(name, *shapes)
     net = make().double()
-    net(inputs)  # makes lazy layers
+    net(inputs)  # initialises lazy layers
     plain = copy.deepcopy(net)
     gradients = ExampleGradients(net, net.parameters())
     F.cross_entropy(net(inputs), targets).backward()
@@ -174,7 +174,7 @@ def test_one_example_changes_the_sum_by_the_clip_at_most():
             assert change.norm() <= 0.7 * (1 + 1e-5)
 
 
-# --- the trial --------------------------------------------------------------------------------------------------------
+# --- Trial ------------------------------------------------------------------------------------------------------------
 
 
 def cross_entropy_without_ignored(logits, targets):
@@ -248,7 +248,7 @@ def test_a_network_that_mixes_examples_is_refused():
         tried(nn.Sequential(nn.Linear(6, 6), MixesRows(), nn.Linear(6, 4)), F.cross_entropy)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_layers_that_are_refused_by_name():
@@ -275,7 +275,7 @@ class WithBuffer(Own):
 
 def test_parameters_and_buffers_that_are_refused():
     own = Own()
-    ExampleGradients(own, [])  # of none that trains: nothing to refuse
+    ExampleGradients(own, [])  # without trained parameters no layer is refused
     with pytest.raises(MisconfigurationException, match=r"Own has parameters of its own \('temperature'\)"):
         ExampleGradients(own, own.parameters())
     with pytest.raises(MisconfigurationException, match=r"The layer '0' \(WithBuffer\) has buffers"):
@@ -292,7 +292,7 @@ class ByName(nn.Module):
 
 
 class Unrolled(nn.Module):
-    """A layer that sees an example's parts as rows, once, and examples as rows another time."""
+    """The layer sees parts of an example as rows in one call, and examples as rows in another."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Secure sums in simulation: the ring, fits against a plain implementation, what the server sees, refusals."""
+"""Simulated secure sums: the ring, fits against a plain implementation, data seen by the server, refusals."""
 
 import copy
 import math
@@ -33,7 +33,7 @@ def vectors(count, size=50, seed=0):
     return list(torch.randn(count, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
 
 
-# --- the ring ---------------------------------------------------------------------------------------------------------
+# --- Ring -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("clients", "max_weight"), [(1, 1), (10, 1), (7, 600), (100_000, 1)])
@@ -54,13 +54,13 @@ def test_rounding_is_right_in_the_mean():
     rng = np.random.default_rng(1)
     mean = sum(ring.decode(ring.encode(value, rng)) for _ in range(400)) / 400
     error = (mean - value) * ring.scale
-    assert error.abs().max() < 5 * 0.5 / math.sqrt(400)  # a rounding has a standard deviation of half a unit at most
+    assert error.abs().max() < 5 * 0.5 / math.sqrt(400)  # the standard deviation of a rounding is at most half a unit
 
 
 @pytest.mark.parametrize(("clients", "max_weight"), [(3, 1), (1000, 1), (12, 90)])
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_no_sum_leaves_the_ring(clients, max_weight, sign):
-    """All clients have the longest step and the largest weight, in the same entry; and weights add up beside it."""
+    """All clients have the longest step in the same entry and the largest weight; weights are summed separately."""
     ring = Ring(0.7, clients, max_weight)
     longest = torch.tensor([sign * 0.7 * max_weight, 0.0], dtype=torch.float64)
     rng, total = np.random.default_rng(2), torch.zeros(2, dtype=torch.int32)
@@ -70,7 +70,7 @@ def test_no_sum_leaves_the_ring(clients, max_weight, sign):
         weights = ring.add(weights, torch.tensor(max_weight, dtype=torch.int32))
     assert ring.decode(total)[0] == pytest.approx(clients * float(longest[0]), rel=1e-6)
     assert weights == clients * max_weight
-    for _ in range(2 + clients // 100):  # of more clients it would have: the bound is not loose
+    for _ in range(2 + clients // 100):  # more clients would overflow: the bound is tight
         total = ring.add(total, ring.encode(longest, rng))
     assert float(ring.decode(total)[0]) * sign < 0
 
@@ -117,13 +117,13 @@ def test_rings_that_cannot_be(make, message):
         make()
 
 
-# --- the step ---------------------------------------------------------------------------------------------------------
+# --- Step -------------------------------------------------------------------------------------------------------------
 
 START = {"w": torch.linspace(-1, 1, 12).view(4, 3), "n": torch.tensor(3)}
 
 
 def chain_of(ring, updates=(), least=0, steps=None):
-    """A chain whose ring is settled, and which has received updates."""
+    """A chain with a fixed ring after receiving updates."""
     chain = Chain(FedAvg(), [MaxSamples(ring.max_weight), SecureSum(ring.clip)] if steps is None else steps)
     secure = chain.steps[-1]
     secure.ring, secure.least = ring, least
@@ -161,7 +161,7 @@ def test_updates_that_are_left_out():
         ({}, "and not its weight alone"),
         ({WEIGHT: torch.tensor(1), "loss": torch.tensor(2.0)}, "and not its weight alone"),
         ({WEIGHT: torch.tensor([1, 2])}, "and not its weight alone"),
-        ({WEIGHT: torch.tensor(3)}, "and not its weight alone"),  # of 64 bits
+        ({WEIGHT: torch.tensor(3)}, "and not its weight alone"),  # 64 bits
     ):
         update = update_of(ring, torch.zeros(12), 1)
         update.extras = extras
@@ -172,7 +172,7 @@ def test_updates_that_are_left_out():
 
 @pytest.mark.parametrize("weights", [[41, 40], [-1, 0], [0, 0]])
 def test_weights_that_cannot_be_are_those_of_all(weights):
-    """Of single clients the server does not see them: the sum is given up."""
+    """The server does not see single weights, so the whole sum is rejected."""
     ring = Ring(5.0, 6, 40)
     chain = chain_of(ring, [update_of(ring, torch.zeros(12), weight, seed) for seed, weight in enumerate(weights)])
     reason = f"the weights add up to {sum(weights)}, not to 1 to 80: one of them is wrong, and whose is hidden"
@@ -203,7 +203,7 @@ def test_a_sum_of_too_few(count, threshold, least):
 
 
 def sent_by(chain, client, step, num_samples=8):
-    """What a client sends, of a step."""
+    """A client's message for a step."""
     broadcast = Broadcast(0, dict(START))
     chain.on_send(broadcast)
     state = {"w": (START["w"].double() + step.view(4, 3)).float(), "n": torch.tensor(9)}
@@ -213,7 +213,7 @@ def sent_by(chain, client, step, num_samples=8):
 @pytest.mark.parametrize("bound", [0.4, 50.0])
 @pytest.mark.parametrize("weights", [UniformWeights(), MaxSamples(40)])
 def test_bounds_and_weights_inside_act_on_the_client(bound, weights):
-    """The sum is that of bounded, weighted steps, and the server bounds nothing any more."""
+    """The sum contains bounded, weighted steps, and the server applies no bound."""
     counts, steps = [3, 90, 17], [value[:12] for value in vectors(3)]
     ring = Ring(20.0, 3, 1 if isinstance(weights, UniformWeights) else 40)
     for inside in ([weights, MaxNorm(bound)], [MaxNorm(bound), weights]):
@@ -236,7 +236,7 @@ def test_bounds_and_weights_inside_act_on_the_client(bound, weights):
 
 
 def test_a_client_that_a_step_inside_refuses_is_left_out():
-    """Not the fit: on the client it is a fault of its own."""
+    """The fit continues: on the client the refusal is a client fault."""
 
     class Refuses(UpdateStep):
         def on_server(self, update, sent):
@@ -248,7 +248,7 @@ def test_a_client_that_a_step_inside_refuses_is_left_out():
 
 
 def test_a_step_inside_whose_weight_is_too_large_changes_nothing_of_a_private_sum():
-    """Behind the clip a client counts once, whatever a step makes of its number of examples."""
+    """Behind the clip every client has weight 1, for any reported number of examples."""
 
     class Heavy(UpdateStep):
         def on_client(self, update, sent, memory):
@@ -260,7 +260,7 @@ def test_a_step_inside_whose_weight_is_too_large_changes_nothing_of_a_private_su
     assert 0.49 < chain.steps[-1].ring.decode(update.state["w"]).norm() <= 0.5
 
 
-# --- fits -------------------------------------------------------------------------------------------------------------
+# --- Fits -------------------------------------------------------------------------------------------------------------
 
 CLIENTS = {f"c{number}": 6 + 3 * number for number in range(5)}
 WEIGHTS = {"samples": MaxSamples(15), "uniform": UniformWeights()}
@@ -278,7 +278,7 @@ def fit(trainer, rounds=3, steps=(), method="fedavg", module=None, **options):
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("clip", [0.01, 50.0])
 def test_a_fit_round_by_round(kind, clip, federated_trainer):
-    """Against NumPy: clipped, weighted steps; the very numbers that the clients sent are what is added up."""
+    """Against NumPy: clipped, weighted steps; the sum adds exactly the sent integers."""
     recorder, _, trainer = fit(federated_trainer, 3, [WEIGHTS[kind], SecureSum(clip)], clients_per_round=3)
     assert len(recorder.aggregates) == 3
     ring = Ring(clip, 3, 15 if kind == "samples" else 1)
@@ -326,7 +326,7 @@ def test_clients_at_once_and_both_doors(size, either_trainer, federated_trainer)
         data = FederatedDataModule(models.as_datasets(models.vectors(CLIENTS)), batch_size=8)
         make(max_rounds=2, **options, **more).fit(module, datamodule=data)
         states.append(state_of(module))
-    for name, value in states[0].items():  # a rounding of float32 may turn over one of the ring
+    for name, value in states[0].items():  # rounding in float32 may change the rounding in the ring
         torch.testing.assert_close(value, states[1][name], atol=1e-6, rtol=1e-6)
 
 
@@ -349,7 +349,7 @@ def test_resume_is_exact(federated_trainer, tmp_path):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("size", [1, 5])
 def test_a_step_that_is_not_finite_is_left_out(value, size, federated_trainer):
-    """Whole numbers would not show it: what is added up are the others' numbers, and the new model is theirs."""
+    """Integers would hide the fault: the new model is the mean of the other clients."""
 
     data = models.vectors(CLIENTS)
     data["c1"][0][:] = value
@@ -368,7 +368,7 @@ def test_a_step_that_is_not_finite_is_left_out(value, size, federated_trainer):
 @needs_accountant
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 def test_with_central_differential_privacy(sampling, federated_trainer):
-    """The same noise is added to the sum; no client's numbers stand for a step longer than the clip."""
+    """The same noise is added to the sum; no client's integers encode a step longer than the clip."""
     dp = KnownKey(0.01, 1e-3, noise_multiplier=0.5, sampling=sampling)
     plain, _, _ = fit(federated_trainer, 3, [dp], clients_per_round=3)
     secure, _, trainer = fit(federated_trainer, 3, [dp, SecureSum()], clients_per_round=3)
@@ -376,7 +376,7 @@ def test_with_central_differential_privacy(sampling, federated_trainer):
     assert trainer.callback_metrics["privacy/epsilon"] > 0
     assert not [name for name in trainer.callback_metrics if name.startswith(("fed/", "comm/", "client/"))]
     ring = trainer.federation.server.chain.steps[-1].ring
-    assert ring.clients == 5  # a draw may have all
+    assert ring.clients == 5  # a Poisson draw may contain all clients
     for visit in secure.visits:
         assert visit.extras == ()
         whole = torch.cat([ring.decode(value).flatten() for value in visit.update.values()])
@@ -388,7 +388,7 @@ def test_with_central_differential_privacy(sampling, federated_trainer):
 @needs_accountant
 @pytest.mark.parametrize("secure", [[], [SecureSum()]], ids=["", "secure sum"])
 def test_a_private_step_that_is_not_finite_is_left_out(secure, federated_trainer):
-    """Also where the client itself finds it: the fit goes on with the others."""
+    """Even if the client detects the fault: the fit continues with the other clients."""
     data = models.vectors(CLIENTS)
     data["c1"][0][:] = math.nan
     dp = KnownKey(0.01, 1e-3, noise_multiplier=0.5, sampling="fixed")
@@ -402,7 +402,7 @@ def test_a_private_step_that_is_not_finite_is_left_out(secure, federated_trainer
 
 @needs_accountant
 def test_with_dpsgd(federated_trainer):
-    """The clients' steps have their own noise; what is sent of them is whole numbers."""
+    """Clients add noise to their steps, and send integers."""
     pytest.importorskip("opacus", reason="opacus is not installed")
     callback = DPSGD(1.0, 1.0, 1e-3)
     steps = [UniformWeights(), SecureSum(5.0)]
@@ -411,7 +411,7 @@ def test_with_dpsgd(federated_trainer):
     assert trainer.callback_metrics["dp/epsilon"] == pytest.approx(callback.epsilon())
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["median", "krum", "fedatt", "scaffold", "fednova", "fedmargin", "qffl", "fesem"])

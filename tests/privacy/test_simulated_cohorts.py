@@ -1,4 +1,4 @@
-"""The study's subclass of `CentralDP` with the noise of a larger cohort, and so what a subclass may change."""
+"""The study's subclass of `CentralDP` simulates larger cohorts, and defines the overridable parts."""
 
 import importlib.util
 import math
@@ -31,7 +31,7 @@ class Simulated(simulated_privacy.SimulatedDP):
 
 
 def chain_of(trained, adaptive, is_silent=False):
-    """A chain of which so many clients of 100 train."""
+    """A chain with `trained` clients out of 100."""
     dp = Simulated(1.0, 1e-3, 1.0, cohort=100, population=1000, key=KEY, adaptive=adaptive)
     dp.begin(dp.plan(50, trained, None) if trained < 100 else dp.plan(1000, trained, None), KEY)
     chain = Chain(FedAvg(), [dp])
@@ -42,19 +42,19 @@ def chain_of(trained, adaptive, is_silent=False):
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_the_noise_of_a_larger_cohort(adaptive):
-    """A tenth of the noise on the mean of 10 is that of 100 on theirs; what is accounted is the 100."""
+    """A tenth of the noise on a mean over 10 equals the noise on a mean over 100; the budget counts 100 clients."""
     extras = {IS_SHORT: torch.tensor(1.0)} if adaptive else {}
     updates = [update_of(step, str(number), extras) for number, step in enumerate(steps(8, scale=0.01))]
     few, many, silent = chain_of(10, adaptive), chain_of(100, adaptive), chain_of(10, adaptive, is_silent=True)
     assert many.steps[0].noise_std == pytest.approx(10 * few.steps[0].noise_std)
     simulated, real, plain = (moved(aggregated(chain, updates)) for chain in (few, many, silent))
-    for name in SHAPES:  # the mean of 8 over 100 hardly moves: both have the same noise
+    for name in SHAPES:  # 8 updates over 100 hardly move the model, so both results show the same noise
         expected = plain[name] + real[name] - plain[name] / 10
         np.testing.assert_allclose(simulated[name], expected, atol=1e-6)
     metrics = few.metrics({})
     assert metrics["privacy/simulated_epsilon"] == Budget(1.0, 1e-3, 1000, 100).epsilon(1)
     assert "privacy/epsilon" not in metrics
-    if adaptive:  # 8 short ones: (8 / 2 + noise) / 10, and a tenth of the noise of 100
+    if adaptive:  # 8 short steps: (8 / 2 + noise) / 10, with a tenth of the noise for 100
         noise = many.steps[0].noise("", torch.Size([1]), 0.2)
         assert metrics["privacy/clipped_share"] == pytest.approx(0.5 - 4 / 10 - float(noise))
 
@@ -71,7 +71,7 @@ def test_a_fit_with_the_noise_of_a_larger_cohort(federated_trainer):
     assert float(metrics["privacy/simulated_epsilon"]) == pytest.approx(Budget(1.0, 1e-3, 5000, 100).epsilon(4))
     assert "privacy/epsilon" not in metrics
     assert float(metrics["privacy/noise_std"]) == pytest.approx(0.5 * 3 / 100)
-    assert 1 <= len(recorder.visits) / 4 <= 6  # 3 of 12 are drawn in the mean, not 100 of 5000
+    assert 1 <= len(recorder.visits) / 4 <= 6  # samples 3 clients on average, not 100 of 5000
     assert math.isfinite(float(metrics["privacy/delta"]))
     with pytest.raises(ValueError, match="to simulate at least 3 of 12 clients, which train, but got 1 of 5000"):
         fit(1)
