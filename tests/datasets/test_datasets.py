@@ -1,4 +1,4 @@
-"""The ready data modules: on small files in the same formats always, on the real files where they lie beside us."""
+"""Data modules for real data sets: always on small files in the same formats, and on the real files if present."""
 
 import gzip
 import io
@@ -26,7 +26,7 @@ DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
 
 def real(path):
-    """Skips a test where a file of the real data is absent."""
+    """Skips a test without the real data."""
     return pytest.mark.skipif(not (DATA / path).exists(), reason=f"the real data are absent ({DATA / path})")
 
 
@@ -34,7 +34,7 @@ def snapshot(folder):
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(Path(folder).rglob("*"))}
 
 
-# Small files in the formats of the real ones -----------------------------------------------------------------------
+# Small files in the real formats ------------------------------------------------------------------------------------
 
 
 def idx_bytes(array):
@@ -42,7 +42,7 @@ def idx_bytes(array):
 
 
 def write_mnist(root, name="MNIST", *, num_train=100, num_test=30, zipped=True):
-    """Images whose first two pixels are the position, so that a test sees which one it got."""
+    """The first two pixels of an image encode its position."""
     raw = root / name / "raw"
     raw.mkdir(parents=True)
     for prefix, num in (("train", num_train), ("t10k", num_test)):
@@ -75,7 +75,7 @@ def jpeg_arrays(images):
 
 
 def plain_images(num, height, width):
-    """One grey level each, which JPEG keeps to within a step."""
+    """One grey level per image, which JPEG preserves to within one step."""
     return np.stack([np.full((height, width, 3), 2 * i % 256, np.uint8) for i in range(num)])
 
 
@@ -88,7 +88,7 @@ def write_cifar_npz(folder, num_train=100, num_test=30):
 
 
 def python2_pickle(data, labels):
-    """A batch in the bytes that Python 2 wrote, which the files on the web have: `str` for names and pixels."""
+    """A batch in the byte format of Python 2, as in the published files: `str` for names and pixels."""
     text = lambda value: b"U" + bytes([len(value)]) + value  # noqa: E731
     raw = data.tobytes()
     parts = [
@@ -119,7 +119,7 @@ def write_cifar_batches(folder, per_batch=20):
 
 
 def write_femnist(folder, counts=(3, 10, 25, 40)):
-    """Writers 0..3 have 3, 10, 25 and 40 training samples; writers 4 and 5 are in no training."""
+    """Writers 0..3 have 3, 10, 25 and 40 training samples; writers 4 and 5 have no training samples."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [(w, 0) for w, num in enumerate(counts) for _ in range(num)]
     rows += [(w, 1) for w in (1, 2, 3) for _ in range(4)] + [(w, 2) for w in (4, 5) for _ in range(6)]
@@ -137,7 +137,7 @@ def write_femnist(folder, counts=(3, 10, 25, 40)):
 
 
 def write_omniglot(folder, background=(0, 1, 20, 963), evaluation=(964, 1622)):
-    """Some characters by 20 drawers each; the first two pixels of an image say which and whose it is."""
+    """Some characters by 20 drawers each; the first two pixels of an image encode character and drawer."""
     folder.mkdir(parents=True, exist_ok=True)
     label, drawer = np.array([(c, d) for c in (*background, *evaluation) for d in range(1, 21)]).T
     images = np.zeros((len(label), 28, 28), np.uint8)
@@ -170,7 +170,7 @@ def camvid_frames(height=18, width=24, drives=DRIVES):
 def write_camvid_npz(folder, drives=DRIVES, plain_masks=False):
     folder.mkdir(parents=True, exist_ok=True)
     frames, images, masks = camvid_frames(drives=drives)
-    if plain_masks:  # of one class each, by which they can be split
+    if plain_masks:  # one class each, so that a partition can split by class
         masks[:] = np.arange(len(masks))[:, None, None] % 11
     jpeg, offsets = jpeg_arrays(images)
     split = np.array([list(DRIVES).index(split) for _, split, _ in frames], np.uint8)
@@ -186,7 +186,7 @@ def write_camvid_folder(folder):
             Image.fromarray(array).save(folder / folder_name / f"{name}.png")
 
 
-# What all have in common --------------------------------------------------------------------------------------------
+# Common behaviour ---------------------------------------------------------------------------------------------------
 
 MODULES = {
     "MNIST": (write_mnist, lambda root, **options: MNIST(root, **{"val_size": 20, **options})),
@@ -226,7 +226,7 @@ def test_subsets_are_a_pure_function_of_the_seed(module):
     torch.manual_seed(2)
     np.random.seed(2)  # noqa: NPY002
     again = module(train_size=8, val_size=3, test_size=4)
-    again.setup("test")  # another order of reading
+    again.setup("test")  # another reading order
     assert same(everything(again), first)
     assert [len(inputs) for inputs, _ in first] == [8, 3, 4]
     assert not same(everything(module(train_size=8, val_size=3, test_size=4, seed=1)), first)
@@ -260,7 +260,7 @@ def test_loaders(module):
     torch.manual_seed(0)
     first, second = walk(data.train_dataloader())[0], walk(data.train_dataloader())[0]
     assert not torch.equal(first, second), "training batches are shuffled"
-    torch.testing.assert_close(first.sum(), second.sum(), rtol=1e-4, atol=0.1)  # and complete
+    torch.testing.assert_close(first.sum(), second.sum(), rtol=1e-4, atol=0.1)  # complete
 
 
 def test_each_stage_reads_what_it_needs_once(module, monkeypatch):
@@ -400,7 +400,7 @@ def test_mnist_holds_training_images_out_and_keeps_the_test_for_the_test(tmp_pat
     assert data.train_dataset.inputs.shape == (260, 1, 28, 28)
     assert data.train_dataset.inputs.dtype == torch.uint8
     assert positions(build(tmp_path, val_size=0).train_dataset) == list(range(300))
-    # What is held out does not depend on how much is trained on.
+    # The held-out part does not depend on the training size.
     assert positions(build(tmp_path, val_size=40, train_size=5).val_dataset) == val
 
 
@@ -459,7 +459,7 @@ def test_real_mnist(build, counts):
     for split, prefix in (("train", "train"), ("test", "t10k")):
         dataset = getattr(data, f"{split}_dataset")
         assert np.bincount(dataset.targets.numpy()).tolist() == counts[split]
-        # Read independently, as the README beside the data does.
+        # Read independently, as in the README next to the data.
         content = gzip.decompress((raw / f"{prefix}-images-idx3-ubyte.gz").read_bytes())
         images = np.frombuffer(content, np.uint8, offset=16).reshape(-1, 1, 28, 28)
         assert np.array_equal(dataset.inputs.numpy(), images)
@@ -484,7 +484,8 @@ def test_cifar_npz(tmp_path, folder):
 
 def test_cifar_batches_of_torchvision(tmp_path, monkeypatch):
     write_cifar_batches(tmp_path / "cifar-10-batches-py")
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)  # of the real batches
+    # the checksums are of the real batches
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
     data = CIFAR10(tmp_path, val_size=0)
     assert data.train_dataset.inputs.shape == (100, 3, 32, 32)
     assert data.train_dataset.inputs[:, 0, 31, 31].tolist() == list(range(100))
@@ -520,7 +521,7 @@ def test_real_cifar():
     data = CIFAR10(DATA, train_size=600, val_size=400)
     assert np.bincount(data.test_dataset.targets.numpy()).tolist() == [1000] * 10
     assert data.class_names == tuple(np.load(DATA / "cifar10/cifar10_test_jpeg.npz")["class_names"].tolist())
-    # Read independently, as the README beside the data does.
+    # Read independently, as in the README next to the data.
     file = np.load(DATA / "cifar10/cifar10_train_jpeg.npz")
     content, offsets, labels = file["data"].tobytes(), file["offsets"], file["labels"]
     assert np.bincount(labels).tolist() == [5000] * 10
@@ -554,14 +555,14 @@ def test_femnist_holds_out_a_share_of_every_writer(tmp_path):
 
 
 def test_femnist_test_writers_and_colours(tmp_path):
-    write_femnist(tmp_path)  # the file in data_dir itself
+    write_femnist(tmp_path)  # the file is directly in data_dir
     seen, unseen = (FEMNIST(tmp_path, test_writers=which).test_dataset for which in ("seen", "unseen"))
     assert set(seen.groups) == {"f0001", "f0002", "f0003"}
     assert set(unseen.groups) == {"f0004", "f0005"}
     plain = FEMNIST(tmp_path, val_fraction=0.0).train_dataset
     inverted = FEMNIST(tmp_path, val_fraction=0.0, invert=True).train_dataset
     assert torch.equal(inverted.inputs, 255 - plain.inputs)
-    torch.testing.assert_close(inverted[5][0], -plain[5][0])  # the normalised images are mirrored at zero
+    torch.testing.assert_close(inverted[5][0], -plain[5][0])  # inverting negates the normalised images
     zero_one = FEMNIST(tmp_path, val_fraction=0.0, normalize=False, invert=True).train_dataset
     assert zero_one[5][0][0, 5, 5] == 0.0
     with pytest.raises(ValueError, match=r"`val_fraction` to be in \[0, 1\), but got 1.0"):
@@ -638,7 +639,7 @@ def test_camvid_resizes_and_augments(tmp_path):
     assert set(mask.unique().tolist()) == {0, 3, 255}
     assert data.train_dataset.augment is not None
     assert data.val_dataset.augment is None
-    left = sum(int(data.train_dataset[3][1][0, 0] == 255) for _ in range(50))  # void is at the right edge
+    left = sum(int(data.train_dataset[3][1][0, 0] == 255) for _ in range(50))  # void pixels are at the right edge
     assert 5 < left < 45
     for options, message in (
         ({"image_size": (0, 5)}, r"`image_size` to be a height and a width of at least 1, but got \(0, 5\)"),
@@ -658,7 +659,7 @@ def test_resizing_averages_images_and_picks_mask_pixels():
     assert decode_images([], (2, 3)).shape == (0, 3, 2, 3)
     masks = np.random.default_rng(0).integers(0, 12, (2, 18, 24)).astype(np.uint8)
     for size in ((9, 12), (36, 48), (10, 32), (18, 24), None):
-        # The pixel of the old grid below the centre of each pixel of the new one.
+        # The pixel in the old grid below the centre of each new pixel.
         rows, columns = (
             ((2 * np.arange(new) + 1) * old) // (2 * new) for new, old in zip(size or (18, 24), (18, 24), strict=True)
         )

@@ -1,4 +1,4 @@
-"""Omniglot: drawers held out in every alphabet, classes nobody trains on, both kinds of files, and the real one."""
+"""Omniglot: held-out drawers in every alphabet, held-out classes, both file formats, and the real file."""
 
 import lightning as L
 import numpy as np
@@ -21,7 +21,7 @@ def drawers(dataset):
 
 
 def write_folders(root, count=20):
-    """Torchvision's folders: 105 x 105, one bit, black strokes (here: a corner as large as the drawer's number)."""
+    """Torchvision's folders: 105 x 105, one bit, black strokes (here a corner with the size of the drawer's number)."""
     for name, alphabets in zip(("background", "evaluation"), SMALL, strict=True):
         for alphabet, characters in alphabets.items():
             for character in range(1, characters + 1):
@@ -71,7 +71,7 @@ def test_classes_that_nobody_trains_on(tmp_path):
 
 
 class Searched(L.LightningModule):
-    """Embeddings in which the two classes lie apart, and their search as a user writes it."""
+    """Separable embeddings of two classes, searched in a user's test step."""
 
     def __init__(self):
         super().__init__()
@@ -99,7 +99,7 @@ def test_folders_of_torchvision(tmp_path, small):
         assert dataset.targets.tolist() == [label for label in range(3) for _ in expected]
         names = ("Greek", "Greek", "N_Ko")
         assert dataset.groups.tolist() == [f"{name}/{drawer:02d}" for name in names for drawer in expected]
-        # White on black: the mean over the image is the stroke's share of it.
+        # White on black: the image mean equals the share of the stroke.
         shares = [4 * drawer * 15 * character / 105**2 for character in (1, 2, 1) for drawer in expected]
         images, _ = dataset.get_batch(range(len(dataset)))
         assert images.shape == (len(dataset), 1, 28, 28)
@@ -159,17 +159,17 @@ def test_real_omniglot():
         dataset, samples = getattr(data, f"{split}_dataset"), samples & background
         assert np.array_equal(dataset.inputs[:, 0].numpy(), file["images"][samples])
         assert np.array_equal(dataset.targets.numpy(), file["label"][samples])
-        assert (np.bincount(dataset.targets.numpy()) == {"train": 14, "val": 2, "test": 4}[split]).all()  # of 964
+        assert (np.bincount(dataset.targets.numpy()) == {"train": 14, "val": 2, "test": 4}[split]).all()  # 964 classes
         expected = np.char.add(np.char.add(alphabets[samples], "/"), np.char.zfill(number[samples].astype(str), 2))
         assert np.array_equal(dataset.groups, expected)
     assert np.array_equal(data.retrieval_dataset.targets.numpy(), file["label"][~background])
     assert np.array_equal(np.unique(data.retrieval_dataset.targets), np.arange(964, 964 + 659))
-    # The names of the classes are those that the file's alphabets and characters give.
+    # Class names come from the alphabets and characters in the file.
     names, firsts = (*data.class_names, *data.retrieval_class_names), np.unique(file["label"], return_index=True)[1]
     assert [name.partition("/")[0] for name in names] == alphabets[firsts].tolist()
     counts = np.bincount(file["alphabet"][firsts])
     assert [int(name[-2:]) for name in names] == [number for count in counts for number in range(1, count + 1)]
-    by_alphabet = np.split(file["char_id"][firsts], counts.cumsum()[:-1])  # numbers of the original files
+    by_alphabet = np.split(file["char_id"][firsts], counts.cumsum()[:-1])  # numbers in the original files
     assert all((np.diff(ids) > 0).all() for ids in by_alphabet)
     batch, _ = Omniglot(DATA, val_drawers=0, test_drawers=0).train_dataset.get_batch(range(19_280))
     assert abs(batch.mean()) < 1e-3

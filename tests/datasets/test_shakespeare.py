@@ -1,4 +1,4 @@
-"""Plays by speaking role: windows and split written out here, both kinds of files, generated text, the real files."""
+"""Plays by speaking role: explicit windows and split, both file formats, generated text, the real files."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ LENGTHS = [700, 30, 500, 260]
 
 
 def write_roles(root, lengths=LENGTHS):
-    """Four roles, who speak in turns; the text of each is as long as `lengths` says, line breaks included."""
+    """Four roles speaking in turns, with texts of the given lengths including line breaks."""
     letters = np.array(list("abcdefgh \n$"))
     texts = ["".join(np.random.default_rng(role).choice(letters, length)) for role, length in enumerate(lengths)]
     speeches = [[role, text[:25]] for role, text in enumerate(texts)] + [
@@ -31,7 +31,7 @@ def write_roles(root, lengths=LENGTHS):
 
 
 def samples(text, length, stride=1):
-    """Every window and what comes after it."""
+    """Every window and the following character."""
     return [(text[i : i + length], text[i + length]) for i in range(0, len(text) - length, stride)]
 
 
@@ -51,7 +51,7 @@ def test_windows_and_split(tmp_path, folder):
         cut = int(0.75 * len(expected))
         train, val = pairs(data, data.clients[name]), pairs(data, data.val[name])
         assert train == expected[:cut]
-        assert val == expected[cut + 9 :]  # the first begins with the last target of the training
+        assert val == expected[cut + 9 :]  # the first window starts at the last training target
         assert len(val) >= 0.25 * len(expected) - 10 > 30
         assert [target for _, target in train] == list(data.decode(data.clients[name].targets))
     assert data.num_classes == 80
@@ -90,7 +90,7 @@ def test_blocks_of_text(tmp_path):
     assert read_roles(tmp_path / "tinyshakespeare.txt") == roles
     for path in (tmp_path, tmp_path / "tinyshakespeare.txt"):
         data = Shakespeare(path, min_samples=20, seq_length=4, vocabulary="text")
-        assert data.vocabulary == "".join(sorted(set("".join(roles.values()))))  # of those left out too
+        assert data.vocabulary == "".join(sorted(set("".join(roles.values()))))  # includes excluded roles
         assert list(data.clients) == ["First Citizen"]
 
 
@@ -123,7 +123,7 @@ def test_generated_text():
 
 
 def test_federated_and_pooled(federated_trainer, plain_trainer, tmp_path):
-    """Roles validate one by one; their names, with slashes and spaces, are clients' names."""
+    """Roles are validated separately; role names with slashes and spaces are client names."""
     write_roles(tmp_path)
     data = Shakespeare(tmp_path, min_samples=200, seq_length=10, batch_size=64, eval_batch_size=20)
     task = CharLanguageTask(hidden_size=8)

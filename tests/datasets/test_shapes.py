@@ -1,4 +1,4 @@
-"""`Shapes`: what is drawn, on what it depends, and that it must be learned from form and texture, not from colour."""
+"""`Shapes`: drawing, dependence on options, and classes that require form and texture, not colour."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def test_a_scene_depends_on_seed_split_and_index_only(scenes):
     few = ShapesDataset(7, image_size=SIZE)
     assert torch.equal(few.inputs, scenes.inputs[:7])
     assert torch.equal(few.targets, scenes.targets[:7])
-    # Not on the form of the targets either.
+    # Nor does the form of the targets matter.
     assert torch.equal(ShapesDataset(7, image_size=SIZE, task="classification").inputs, scenes.inputs[:7])
     for options in ({"seed": 1}, {"split": "val"}, {"split": "test"}):
         other_scenes = ShapesDataset(7, image_size=SIZE, **options)
@@ -59,7 +59,7 @@ def test_an_index_shows_the_same_scene_at_every_size():
 
 
 def test_outlines_are_where_the_mask_is():
-    """Without looking at the generator: pixels change more across the mask's borders than elsewhere."""
+    """Independent of the generator: pixels change more across the mask's borders than elsewhere."""
     data = ShapesDataset(100, image_size=64)
     image, mask = data.inputs.float(), data.targets
     step = (image[..., 1:] - image[..., :-1]).abs().mean(1)
@@ -68,7 +68,7 @@ def test_outlines_are_where_the_mask_is():
 
 
 def shares(dominant):
-    """The share of the most frequent shape among the shape pixels of each scene, and how many classes it has."""
+    """Share of the most frequent shape among the shape pixels of each scene, and number of classes."""
     masks = ShapesDataset(150, image_size=SIZE, dominant=dominant, seed=5).targets
     counts = np.stack([(masks == shape).sum((1, 2)).numpy() for shape in range(1, 6)], 1)
     return counts.max(1) / counts.sum(1), (counts > 0).sum(1)
@@ -92,7 +92,7 @@ def test_classification_is_the_dominant_shape(scenes):
 
 
 def test_colour_does_not_give_the_class_away(scenes):
-    """The best guess of the class from a pixel's colour alone is hardly better than chance (1 in 5)."""
+    """The best guess from a pixel's colour is hardly better than chance (1 in 5)."""
     test = ShapesDataset(200, image_size=SIZE, split="test")
 
     def colours(data):
@@ -106,10 +106,12 @@ def test_colour_does_not_give_the_class_away(scenes):
 
 
 def test_texture_does_not_settle_it_either():
-    """Each texture is worn by every class: all but one in ten shapes have that of their class, the others any."""
+    """Each texture occurs in every class: nine in ten shapes have the texture of their class, the others a random
+    one.
+    """
     data = ShapesDataset(300, image_size=64, dominant=1.0)
     image, mask = data.inputs.float().mean(1), data.targets
-    # Rows change from line to line, columns from pixel to pixel: squares have rows and triangles columns, mostly.
+    # Rows change between lines, columns between pixels: most squares have rows and most triangles have columns.
     down = (image[:, 2:, 1:-1] - image[:, :-2, 1:-1]).abs()
     right = (image[:, 1:-1, 2:] - image[:, 1:-1, :-2]).abs()
     inside = -torch.nn.functional.max_pool2d(-mask.float()[:, None], 3, 1, 0)[:, 0] > 0

@@ -1,4 +1,4 @@
-"""The generated clients as a datamodule: the split of each, and a fit on them."""
+"""The generated clients as a datamodule: the split of each client, and a fit."""
 
 import numpy as np
 import pytest

@@ -80,6 +80,6 @@ def test_labels_are_a_linear_function_of_the_inputs():
     ],
 )
 def test_errors_name_the_argument_and_its_value(arguments, message):
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is compared below
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - compared below
         synthetic_clients(**arguments)
     assert message in str(error.value)

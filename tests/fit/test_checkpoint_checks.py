@@ -53,7 +53,7 @@ def flip(path, part):
 
 def test_a_flipped_bit_is_noticed(fit, checkpoint):
     flip(checkpoint, "/data/")
-    torch.load(checkpoint, weights_only=True)  # does not notice
+    torch.load(checkpoint, weights_only=True)  # loads without an error
     with pytest.raises(ValueError, match=r"is damaged: .* has other bytes than were written"):
         fit(checkpoint, 2)
 
@@ -70,7 +70,7 @@ def test_files_without_checksums_are_taken(tmp_path, monkeypatch):
 
 
 def test_a_model_that_nobody_can_train_is_refused(fit, checkpoint, tmp_path):
-    """Before a round, not after the last one."""
+    """Before the first round, not after the last round."""
     content = torch.load(checkpoint, weights_only=True)
     next(iter(content["state_dict"].values())).view(-1)[0] = torch.nan
     torch.save(content, tmp_path / "nan.ckpt")
@@ -147,7 +147,7 @@ class Payload:
 
 @pytest.fixture
 def poisoned(checkpoint, tmp_path):
-    """A checkpoint with code executed by pickle, and the folder made by the code."""
+    """A checkpoint with code run by pickle, and the folder created by the code."""
     content = torch.load(checkpoint, weights_only=True)
     content["callbacks"]["Mine"] = {"options": [1, Payload(tmp_path / "executed")]}
     torch.save(content, tmp_path / "last.ckpt")

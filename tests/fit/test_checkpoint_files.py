@@ -33,7 +33,7 @@ NAMED = {
 @pytest.mark.parametrize("kind", NAMED)
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_name_of_another_state_is_refused(kind, count, federated_trainer, tmp_path):
-    """Inside a round a checkpoint has the state from before the round."""
+    """Inside a round, a checkpoint contains the state at the start of the round."""
     try:
         saver = ModelCheckpoint(tmp_path, **NAMED[kind])
     except TypeError:
@@ -46,7 +46,7 @@ def test_a_name_of_another_state_is_refused(kind, count, federated_trainer, tmp_
 
 
 def test_names_that_hold_are_taken(federated_trainer, tmp_path):
-    """A name after a round has the state of the round."""
+    """A name after a round has the state after this round."""
 
     class Rounds(L.Callback):
         def on_train_epoch_end(self, trainer, pl_module):

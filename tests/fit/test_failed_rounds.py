@@ -1,4 +1,4 @@
-"""Which rounds count as failed, and which end the fit; fits that do are in `tests/test_faults.py`."""
+"""Failed rounds, and the end after several failures; `tests/test_faults.py` has complete fits."""
 
 import pytest
 
@@ -10,7 +10,7 @@ CAUSE = "it has no examples"
 
 @pytest.mark.parametrize(("min_clients", "received"), [(1, {}), (3, {}), (3, {"ann": 5})])
 def test_failures_end_the_fit_also_where_fewer_clients_came_than_are_needed(min_clients, received):
-    """A round of two clients that both fail brings no model by failure, also where three are needed."""
+    """Two failing clients fail the round, even if three clients are required."""
     failed = FailedRounds(limit=2)
     reports = [RoundReport(round, received=received, failed={"bob": CAUSE, "cid": CAUSE}) for round in range(2)]
     failed.end_round(reports[0], has_come=False, min_clients=min_clients, num_clients=4)
@@ -35,7 +35,7 @@ def test_a_success_starts_the_count_anew():
 
 
 def test_one_error_of_all_clients_is_raised_at_once():
-    """One client of several is too few to blame the program; all of at least two are not."""
+    """A single failing client does not blame the program; all of at least two clients do."""
     failed = FailedRounds(limit=3)
     errors = {"ann": KeyError("x"), "bob": KeyError("y")}
     of_bob = {"bob": errors["bob"]}

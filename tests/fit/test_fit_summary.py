@@ -1,4 +1,4 @@
-"""A fit says in a line what it is going to do, and in a table what it has done."""
+"""A fit logs a line before training and a table afterwards."""
 
 import logging
 import re
@@ -49,7 +49,7 @@ def test_the_line_at_the_start(federated_trainer, caplog):
 
 
 class Teacher(models.Module):
-    """Its momentum encoder follows the network in every step."""
+    """The momentum encoder follows the network in every step."""
 
     def __init__(self):
         super().__init__(models.mlp())
@@ -65,7 +65,7 @@ class Teacher(models.Module):
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_what_travels_of_a_momentum_encoder(federated_trainer, caplog):
-    """The line's two sizes are what a client is sent back."""
+    """The two sizes in the line add up to the bytes sent back by one client."""
     module = Teacher()
     first, *_, end = fit(federated_trainer, caplog, module, rounds=1, local_epochs=2)
     half = bytes_of(module, "teacher.")
@@ -88,7 +88,7 @@ def test_the_seed_is_read_when_the_fit_begins(federated_trainer, caplog, monkeyp
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_the_table_at_the_end(federated_trainer, caplog):
-    """Its counts are those of the logged rounds; a resumed fit counts its own."""
+    """Counts equal the logged rounds; a resumed fit counts only its rounds."""
     module = models.Module(models.mlp())
     options = {"federation": Federation(availability=Availability(client_dropout=0.4), seed=2)}
     table = fit(federated_trainer, caplog, module, rounds=4, **options)[-1].splitlines()
@@ -121,7 +121,7 @@ def test_a_draw_of_any_number_is_about_so_many(federated_trainer, caplog):
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 @pytest.mark.parametrize("interval", [50, 3])
 def test_lightnings_advice_on_the_logging_interval_comes_once(interval, federated_trainer, caplog, tmp_path):
-    """Every round asks for a loader, and some are short; with the smaller interval not the first one."""
+    """Every round builds a loader and some are short; with the smaller interval the first one is long."""
     federation = Federation(clients_per_round=1, seed=14)
     batches = [-(-CLIENTS[federation.schedule.cohort(n, list(CLIENTS)).visits[0].client] // 16) for n in range(4)]
     assert (batches[0] < interval) == (interval == 50)
@@ -139,7 +139,7 @@ def test_lightnings_advice_on_the_logging_interval_comes_once(interval, federate
 
 
 class Stops(models.Module):
-    """Is interrupted in its third round."""
+    """Raises in round 2."""
 
     def on_train_epoch_start(self):
         if self.current_epoch == 2:

@@ -1,4 +1,4 @@
-"""A round's numbers reach every logger once, and callbacks that monitor them, also after a resume."""
+"""Each round's metrics reach loggers once, and monitoring callbacks, also after a resume."""
 
 import csv
 
@@ -26,7 +26,7 @@ OWN = {
 
 
 class Stop(Exception):
-    """Raised to break a fit off."""
+    """Raised to interrupt a fit."""
 
 
 class BreakOff(L.Callback):
@@ -59,7 +59,7 @@ def module():
 
 
 def own_rows(folder, name):
-    """The rows of the log that hold the round's own numbers."""
+    """Rows of the log with the round's metrics."""
     with open(folder / name / "metrics.csv", newline="") as file:
         return [row for row in csv.DictReader(file) if row.get("fed/clients")]
 
@@ -78,7 +78,7 @@ def test_every_round_is_one_row_with_the_round_as_its_epoch(tmp_path):
 
 
 class Chatty(Module):
-    """Logs wherever a module can."""
+    """Logs in every possible hook."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -90,7 +90,7 @@ class Chatty(Module):
 
 
 class ChoosesAxis(Chatty):
-    """Logs a value of the name that Lightning takes for the x-axis."""
+    """Logs the value that Lightning uses as x-axis."""
 
     def on_train_epoch_end(self):
         self.log("step", 100.0 + self.trainer.current_epoch)
@@ -98,7 +98,7 @@ class ChoosesAxis(Chatty):
 
 @pytest.mark.parametrize("kind", [Chatty, ChoosesAxis])
 def test_a_log_has_the_rows_of_a_plain_fit(kind, tmp_path, plain_trainer):
-    """Same positions, same columns, in the fit and in a validation after it; checkpoints have the same names."""
+    """Equal positions and columns in fit and validation; checkpoints have equal names."""
     train = DataLoader(TensorDataset(*vectors({"a": 40})["a"]), 8)
     fits = []
     for federation in ([], [Federation(partition=IID(1))]):
@@ -119,7 +119,7 @@ def test_a_log_has_the_rows_of_a_plain_fit(kind, tmp_path, plain_trainer):
 
 @pytest.mark.parametrize("steps", [5, 7])
 def test_a_fit_resumed_inside_a_round_logs_at_the_same_positions(steps, tmp_path, plain_trainer):
-    """At the end of round 0 of three, or inside round 1: what comes is logged where it would have been anyway."""
+    """At the end of round 0, or inside round 1: later values are logged at the same positions."""
     train = DataLoader(TensorDataset(*vectors({"a": 40})["a"]), 8)
     save = StepCheckpoint(tmp_path, steps)
     logs = []
@@ -147,7 +147,7 @@ def test_callbacks_can_monitor_them(tmp_path):
     stop = EarlyStopping("fed/clients", patience=1, mode="max", strict=True)
     made = trainer(tmp_path, "a", checkpoint, stop, rounds=9)
     made.fit(module(), datamodule=data())
-    assert made.current_epoch == 2  # the number of clients never grew
+    assert made.current_epoch == 2  # the number of clients never increased
     norms = [float(row["fed/update_norm"]) for row in own_rows(tmp_path, "a")]
     assert checkpoint.best_model_score.item() == pytest.approx(min(norms))
 
@@ -174,12 +174,12 @@ def test_a_fit_resumed_between_a_rounds_end_and_its_checkpoint_knows_its_numbers
 
 
 def numbers_of(fitted):
-    """What callbacks can monitor of the rounds, without what the module logs itself."""
+    """The rounds' values visible to monitoring callbacks, without the module's values."""
     return {name: float(value) for name, value in fitted.callback_metrics.items() if "/" in name}
 
 
 def test_a_fit_resumed_after_its_end_shows_the_last_rounds_numbers(tmp_path):
-    """As after a kill behind the last checkpoint: nothing trains any more. Lightning shows nothing of the module's."""
+    """Nothing trains after a kill behind the last checkpoint. Lightning does not restore the module's values."""
     fits = []
     for name, path in (("whole", None), ("resumed", tmp_path / "saved" / "last.ckpt")):
         fits.append(trainer(tmp_path, name, ModelCheckpoint(tmp_path / "saved", save_last=True)))
@@ -191,7 +191,7 @@ def test_a_fit_resumed_after_its_end_shows_the_last_rounds_numbers(tmp_path):
 
 
 def test_numbers_that_not_every_round_brings_are_there_after_a_resume(tmp_path):
-    """Clients are evaluated in the third round of five; the fit is broken off in the last one."""
+    """Clients are only evaluated in round 2 of five; the fit is interrupted in the last round."""
 
     class BreakOffIn4(L.Callback):
         def on_train_epoch_start(self, trainer, pl_module):
@@ -214,7 +214,7 @@ def test_numbers_that_not_every_round_brings_are_there_after_a_resume(tmp_path):
 
 
 class Margins(FedAvg):
-    """A rule that logs a number of each client of the round, and one of all."""
+    """A rule with one metric per client, and one metric over all clients."""
 
     def receive(self, update):
         super().receive(update)
@@ -229,7 +229,7 @@ class Margins(FedAvg):
 
 
 class Seldom(L.Callback):
-    """Logs a number once."""
+    """Logs a value once."""
 
     def on_validation_end(self, trainer, pl_module):
         if trainer.current_epoch == 0:
@@ -241,7 +241,7 @@ def test_numbers_of_clients_are_those_of_the_newest_round(federated_trainer, tmp
     validated = [dict(list(clients.items())[first : first + 3]) for first in (0, 3, 6, 9)]
 
     class Data(FederatedDataModule):
-        """Other clients are evaluated in every round."""
+        """Evaluates other clients in every round."""
 
         def val_clients(self):
             return {
@@ -276,7 +276,7 @@ def test_numbers_of_clients_are_those_of_the_newest_round(federated_trainer, tmp
     ],
 )
 def test_drift_of_a_mean_is_not_negative(options, counted, federated_trainer):
-    """Sizes of the clients and of their steps that differ by far, in some rounds all to one side."""
+    """Clients with very different sizes and steps, in some rounds all in one direction."""
     random = torch.Generator().manual_seed(0)
     for _ in range(5):
         sizes = torch.randint(2, 90, (4,), generator=random).tolist()

@@ -1,4 +1,4 @@
-"""The hooks at both ends of a round, and outside of visits."""
+"""Hooks at the start and end of a round, and outside visits."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 class Watch(FederatedCallback):
-    """Notes the order of a round's hooks, and the model at its start."""
+    """Records the order of a round's hooks, and the model at the start."""
 
     def __init__(self):
         self.seen, self.models, self.ends = [], [], []
@@ -26,7 +26,7 @@ class Watch(FederatedCallback):
         assert_same(shared, state_of(module), shared)
         self.seen.append("round")
         self.models.append(state_of(module))
-        torch.manual_seed(0)  # a visit has its own seed, set after this
+        torch.manual_seed(0)  # a visit's seed is set after this hook
 
     def on_server_send(self, trainer, module, client, broadcast):
         self.seen.append(client)
@@ -65,21 +65,21 @@ def test_it_comes_in_a_round_without_visits_too(federated_trainer):
 
 
 class Spoil(FederatedCallback):
-    """Makes an aggregate of what is no model."""
+    """Makes the aggregate invalid."""
 
     def on_server_aggregate(self, trainer, module, state):
         state["net.0.weight"] = torch.full_like(state["net.0.weight"], torch.nan)
 
 
 class Stop(FederatedCallback):
-    """Breaks the fit off in a visit."""
+    """Interrupts the fit in a visit."""
 
     def on_train_batch_end(self, trainer, module, *arguments):
         raise KeyError("broken off")
 
 
 class Enough(FederatedCallback):
-    """Tells the Trainer to stop in a visit."""
+    """Stops the Trainer in a visit."""
 
     def on_train_batch_end(self, trainer, module, *arguments):
         trainer.should_stop = True
@@ -90,7 +90,7 @@ class Enough(FederatedCallback):
     [
         (Spoil, ["round", "a", "b", "aggregate", "old"] * 2),
         (Stop, ["round", "a", "old"]),
-        (Enough, ["round", "a", "aggregate", "new"]),  # what was trained counts
+        (Enough, ["round", "a", "aggregate", "new"]),  # the trained part counts
     ],
 )
 def test_the_end_comes_where_nothing_comes_of_a_round_too(other, seen, federated_trainer):
@@ -104,7 +104,7 @@ def test_the_end_comes_where_nothing_comes_of_a_round_too(other, seen, federated
 
 
 class Loaded(FederatedCallback):
-    """Notes whose model the module has become outside of visits."""
+    """Records the client of each model loaded outside visits."""
 
     def __init__(self):
         self.seen = []
@@ -116,7 +116,7 @@ class Loaded(FederatedCallback):
         self.seen.append("round")
 
     def on_model_loaded(self, trainer, module, client):
-        """A client that has trained has a head of its own; the global model has that of the start."""
+        """A trained client has a personal head; the global model has the initial head."""
         kept = None if client is None else trainer.federation.store.get(client)
         head = self.start["net.head.weight"] if kept is None else kept["net.head.weight"]
         assert torch.equal(module.net.head.weight, head)
@@ -131,7 +131,7 @@ class Loaded(FederatedCallback):
 
 
 def test_clients_models_outside_of_visits_are_told_of(federated_trainer):
-    """Of FedDANE's sample, while statistics are measured, and in evaluation."""
+    """For FedDANE's second sample, while measuring statistics, and in evaluation."""
     loaded, clients = Loaded(), models.as_datasets(models.vectors({"a": 9, "b": 6}))
     federated_trainer(
         max_rounds=2, method="feddane", batch_norm="recalibrate", personal=["net.head.*"], callbacks=[loaded]
@@ -140,7 +140,7 @@ def test_clients_models_outside_of_visits_are_told_of(federated_trainer):
 
 
 class Waits(FedAvg):
-    """Has a new model in every second round."""
+    """Aggregates a new model in every second round."""
 
     def start(self, info, state):
         super().start(info, state)
@@ -152,7 +152,7 @@ class Waits(FedAvg):
 
 
 def test_callbacks_change_new_models_alone(federated_trainer):
-    """In a round without one they get copies, with which they change neither the model nor the point of return."""
+    """In a round without a new model the hook receives copies: changes affect neither model nor restore point."""
 
     class Writes(FederatedCallback):
         def on_server_aggregate(self, trainer, module, state):

@@ -1,6 +1,6 @@
-"""Two processes that share clients whose visits leave something in attributes: run by `test_carried_attributes.py`.
+"""Visits write attributes in two processes: run by `test_carried_attributes.py`.
 
-`python -m tests.lightning.carried_script FOLDER` trains; `<folder>/<rank>.txt` has what each process has logged.
+`python -m tests.lightning.carried_script FOLDER` trains; `<folder>/<rank>.txt` has the log of each process.
 """
 
 import logging
@@ -15,7 +15,7 @@ from tests.conftest import QUIET
 
 
 class Counting(models.Module):
-    """Counts its batches in an attribute, and in a buffer, which is no part of its state."""
+    """Counts batches in an attribute and in a non-persistent buffer."""
 
     def __init__(self):
         super().__init__(models.mlp())

@@ -1,4 +1,4 @@
-"""Attributes that pass from visit to visit beside the messages are named, wherever the visits are."""
+"""Attributes carried from visit to visit outside messages are named, on every backend."""
 
 import random
 import threading
@@ -26,14 +26,14 @@ pytestmark = [
 
 
 class Center:
-    """A running centre in an object of the user's."""
+    """A running centre in a user's object."""
 
     def __init__(self):
         self.value = torch.zeros(3)
 
 
 class Writing(models.Module):
-    """Calls a function with itself and the outputs in every step."""
+    """Calls a function with module and outputs in every step."""
 
     def __init__(self, write, **attributes):
         super().__init__(models.mlp(), models.momentum)
@@ -142,7 +142,7 @@ def a_scheduler():
 
 
 class Smoothed:
-    """A callable object with a state, also as a method or inside `partial`."""
+    """A callable object with state, used directly, as a method or inside `partial`."""
 
     def __init__(self):
         self.value = 1.0
@@ -193,7 +193,7 @@ KEPT = {
 
 
 def carried(caplog):
-    """The messages that name attributes."""
+    """The messages about attributes."""
     return [record.getMessage() for record in caplog.records if record.name.endswith(".carried_attributes")]
 
 
@@ -229,7 +229,7 @@ def test_of_one_visit_in_a_round_it_is_the_next_round_that_shows_it(federated_tr
     assert message.startswith("Round 2:")
 
 
-# --- caches -----------------------------------------------------------------------------------------------------------
+# --- Caches -----------------------------------------------------------------------------------------------------------
 
 
 def cache(module, outputs):
@@ -291,7 +291,7 @@ def test_a_fit_that_fails_leaves_the_classes_alone(federated_trainer):
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
 def test_weights_that_hooks_compute_are_no_state(norm, federated_trainer, caplog):
-    """Legacy hooks write the weight before each use, without a gradient in validation."""
+    """Legacy hooks compute the weight before each use, without gradients in validation."""
 
     class Normed(models.Module):
         def __init__(self):
@@ -310,7 +310,7 @@ def test_weights_that_hooks_compute_are_no_state(norm, federated_trainer, caplog
     assert not carried(caplog)
 
 
-# --- callbacks --------------------------------------------------------------------------------------------------------
+# --- Callbacks --------------------------------------------------------------------------------------------------------
 
 
 class Keeps(L.Callback):
@@ -379,7 +379,7 @@ def perturb(callback, module):
 
 
 def scale_gradients(callback, module):
-    """Writes the number before a read."""
+    """Writes the number before reading."""
     callback.kept = 0.5
     for parameter in module.parameters():
         parameter.grad *= callback.kept
@@ -431,11 +431,11 @@ def test_numbers_of_a_callback_that_changes_the_training_are_named(write, kept, 
     assert all("on_" not in vars(callback) for callback in trainer.callbacks)
 
 
-# --- optimizers and schedulers ----------------------------------------------------------------------------------------
+# --- Optimizers and schedulers ----------------------------------------------------------------------------------------
 
 
 class Momentum(torch.optim.SGD):
-    """Holds momentum in an attribute."""
+    """Stores momentum in an attribute."""
 
     def __init__(self, parameters):
         super().__init__(parameters, 0.01)
@@ -475,7 +475,7 @@ class Lookahead(torch.optim.SGD):
 
 
 class InState(torch.optim.SGD):
-    """Counts in the groups, and holds a constant and a cache."""
+    """Counts in the parameter groups, with a constant and a cache."""
 
     def __init__(self, parameters):
         super().__init__(parameters, 0.01, momentum=0.9)
@@ -503,7 +503,7 @@ def test_attributes_of_an_optimizer_are_named(kind, federated_trainer, caplog):
 
 
 class Warmup(torch.optim.lr_scheduler.LRScheduler):
-    """Counts in an attribute without a place in `state_dict`."""
+    """Counts in an attribute missing in `state_dict`."""
 
     def __init__(self, optimizer):
         self.count = 0
@@ -551,7 +551,7 @@ def test_an_optimizer_of_the_trainer_is_none_of_the_modules(federated_trainer, c
 
 
 class Plain(models.Module):
-    """Has all that may change in a visit and carries nothing to the next."""
+    """Changes many attributes in a visit, without an effect on the next visit."""
 
     def __init__(self):
         super().__init__(models.norm_mlp(), models.momentum)
@@ -573,7 +573,7 @@ class Plain(models.Module):
         self.accuracy(outputs, batch[1])
         self.meters[0].update(outputs.detach().mean())
         self.log("accuracy", self.accuracy, on_epoch=True)
-        self.last_outputs = outputs  # with its history: of no use after the step
+        self.last_outputs = outputs  # includes the graph, which is useless after the step
         return nn.functional.cross_entropy(outputs, batch[1])
 
 
@@ -593,7 +593,7 @@ def test_layers_of_the_package_are_not_named(federated_trainer, caplog):
 
 @pytest.mark.parametrize("net", [models.cnn, models.norm_mlp], ids=["convolutions", "BatchNorm"])
 def test_widths_that_the_rule_changes_are_not_named(net, federated_trainer, caplog):
-    """They follow the tensors, which the messages hold."""
+    """Widths follow the tensors in the messages."""
     module, rule = models.Module(net(), models.momentum), FedMA(score="published", gamma=7.0, initial="independent")
     data = models.images() if net is models.cnn else models.vectors()
     federated_trainer(max_rounds=3, method=rule).fit(module, models.as_datasets(data))
@@ -602,7 +602,7 @@ def test_widths_that_the_rule_changes_are_not_named(net, federated_trainer, capl
 
 
 def test_outputs_are_collected_over_the_epoch(either_trainer, caplog):
-    """The idiom of Lightning 2 works: what the visits of a round have collected is there at its end."""
+    """The idiom of Lightning 2: outputs of all visits are available at the end of the round."""
 
     class Collecting(models.Module):
         def on_train_epoch_start(self):
@@ -627,14 +627,14 @@ def test_outputs_are_collected_over_the_epoch(either_trainer, caplog):
 
 
 def test_on_flower_each_is_named_once_as_well(tmp_path, caplog):
-    """A visit is a fit of its own there, of a module that stays."""
+    """On Flower a visit is a separate fit of the same module."""
 
     def write(module, outputs):
         module.kept += 1
 
     on_flower(tmp_path, lambda: Writing(write, kept=0), models.vectors({"ann": 9, "bob": 20}), Federation, rounds=2)
     messages = carried(caplog)
-    assert len(messages) == 2  # one for each of the two nodes
+    assert len(messages) == 2  # one for each node
     assert all("`kept`" in message for message in messages)
 
 
@@ -672,7 +672,7 @@ def test_generators_of_all_kinds_are_noted():
 
 
 def test_a_pruned_recurrent_layer_ends_no_fit():
-    """Pruned weights are no parameters, so the layer has no widths."""
+    """Pruned weights are not parameters, so the layer has no widths."""
     module = L.LightningModule()
     module.recurrent = nn.LSTM(2, 3)
     prune.l1_unstructured(module.recurrent, "weight_hh_l0", amount=0.2)
@@ -680,7 +680,7 @@ def test_a_pruned_recurrent_layer_ends_no_fit():
 
 
 def test_of_what_cannot_be_read_the_rest_is():
-    """Attributes without values or with cycles neither end the fit nor hide neighbours."""
+    """Attributes without values or with cycles do not end the fit or hide other attributes."""
     module = L.LightningModule()
     module.lazy = [nn.LazyLinear(2), {"seen": 0}]
     module.meta = torch.zeros(3, device="meta")

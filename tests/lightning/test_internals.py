@@ -1,4 +1,4 @@
-"""What Lightning and torch do not promise and the rounds lean on: a test that fails says in a sentence what changed."""
+"""Lightning and torch internals used by the rounds: a failing test names the changed internal."""
 
 import copy
 import dataclasses
@@ -25,7 +25,7 @@ BATCHES = 3
 
 
 class Net(L.LightningModule):
-    """Two steps' worth of everything: it notes what a function of the internals says in each batch."""
+    """Records the value of an internal function in each batch, over two steps."""
 
     def __init__(self, look=lambda trainer, module: None):
         super().__init__()
@@ -84,7 +84,7 @@ def test_a_warning_is_ignored_until_it_is_restored():
 
 
 def test_a_filter_of_the_user_stays():
-    """An equal one, and that of a fit around this one."""
+    """An equal filter, and the filter of an outer fit."""
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", "on purpose")
@@ -135,7 +135,7 @@ def test_the_datamodule_is_known(plain_trainer):
 
 
 def test_data_that_are_handed_over_are_found_and_replaced(plain_trainer):
-    """What the fit loop's source has at the time of ``setup`` is what it asks for loaders."""
+    """In ``setup``, the fit loop's source determines the later loaders."""
     train, val, other = (DataLoader(torch.full((BATCHES, 2), value), batch_size=1) for value in (1.0, 2.0, 3.0))
     found = []
 
@@ -158,7 +158,7 @@ def test_data_that_are_handed_over_are_found_and_replaced(plain_trainer):
     trainer = plain_trainer(max_epochs=1)
     trainer.fit(Net())
     assert internals.handed_data(trainer) == (None, None)
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=None))  # of a Lightning that has no sources
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=None))  # a Lightning version without sources
     assert internals.handed_data(SimpleNamespace(fit_loop=loop)) == (None, None)
 
 
@@ -274,7 +274,7 @@ def test_a_checkpoint_becomes_one_of_the_epochs_end(fit, plain_trainer, tmp_path
 
 
 def test_a_checkpoint_waits_for_validation(fit, plain_trainer, tmp_path):
-    """Saved behind an epoch's last batch: the fit that goes on validates, and trains the next epoch."""
+    """Saved after the last batch of an epoch: the resumed fit validates, then trains the next epoch."""
     path, due = tmp_path / "a.ckpt", []
 
     class Saves(L.Callback):
@@ -332,7 +332,7 @@ def test_metrics_are_where_callbacks_look(fit):
 
 
 def test_the_epoch_loop_ends_where_it_is_known(plain_trainer):
-    """After the second batch, told by the number of steps or by the Trainer; not before the least of epochs."""
+    """After the second batch, by `max_steps` or by `should_stop`, but not before `min_epochs`."""
 
     class Stops(L.Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
@@ -350,7 +350,7 @@ def test_the_epoch_loop_ends_where_it_is_known(plain_trainer):
 
 
 def test_an_epoch_without_a_length_ends_with_a_batch(plain_trainer):
-    """Of a loader that says it has ten; Lightning validates behind the last one, as with an iterable."""
+    """For a loader with a wrong length of ten; Lightning validates after the last batch, as for an iterable."""
     validated = []
 
     class Stream(Net):
@@ -429,13 +429,13 @@ def test_a_loss_scale_has_a_state_under_the_plugins_name(plain_trainer, tmp_path
 
 @pytest.mark.parametrize(("fused", "factor"), [(False, 1.0), (True, 8.0)])
 def test_gradients_are_scaled_where_the_optimizer_unscales_them(fused, factor):
-    """A gradient of 1, scaled by 8, moves a parameter by the rate, and is 1 or still 8 when the optimizer steps."""
+    """A gradient of 1, scaled by 8, moves the parameter by the learning rate; the optimizer sees 1 or 8."""
     parameter, scaler = nn.Parameter(torch.zeros(1)), torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = torch.optim.SGD([parameter], lr=0.5, fused=fused)
     trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler))
     scaler.scale(parameter.sum()).backward()
     if internals.gradient_scale(trainer, optimizer) == 1:
-        scaler.unscale_(optimizer)  # as Lightning's plugin does before its hook, but for such optimizers
+        scaler.unscale_(optimizer)  # as Lightning's plugin does before its hook, except for such optimizers
     assert parameter.grad.item() == internals.gradient_scale(trainer, optimizer) == factor
     scaler.step(optimizer)
     assert parameter.item() == -0.5, "fused optimizers do not say any more that they unscale gradients"
@@ -478,7 +478,7 @@ def test_the_attributes_that_every_module_of_lightnings_has(fit):
     assert "training" not in names
     _, module = fit()
     users = {"layer", "look", "seen"}
-    on_demand = {"_hparams"}  # which nothing in a visit asks for first
+    on_demand = {"_hparams"}  # not requested in a visit before
     others = vars(module).keys() - names - users - on_demand - vars(nn.Module()).keys()
     assert not others, f"Lightning gives a module attributes in a fit that an empty one has not: {others}"
 
@@ -544,7 +544,7 @@ def test_a_checkpoint_without_the_states_of_loaders_goes_on_with_other_loaders(p
 
 
 def test_every_function_has_a_test():
-    """By its name in this file."""
+    """Searches this file for each function name."""
     with open(__file__, encoding="utf-8") as file:
         source = file.read()
     names = [name for name, value in vars(internals).items() if getattr(value, "__module__", "") == internals.__name__]

@@ -1,4 +1,4 @@
-"""A user's steps beside the Trainer's loop: what they count, keep and log is put aside meanwhile."""
+"""Isolated passes over a user's steps restore counters, stored values and logs."""
 
 from collections import Counter, deque
 
@@ -19,7 +19,7 @@ def accuracy():
 
 
 class Counting(models.Module):
-    """Keeps what people keep: metrics that are also in a dictionary, lists, counters, running means."""
+    """Holds typical state: metrics, also in a dictionary, lists, counters, running means."""
 
     def __init__(self):
         super().__init__(models.norm_mlp())
@@ -56,7 +56,7 @@ class Counting(models.Module):
         return self.count(batch)
 
     def kept(self):
-        """Everything, as plain values."""
+        """All state as plain values."""
         return {
             **{f"metric {place}": metric.compute() for place, metric in enumerate(self.every_metric())},
             "updates": [metric.update_count for metric in self.every_metric() if hasattr(metric, "update_count")],
@@ -78,7 +78,7 @@ def a_batch(seed):
 
 
 def test_loggers_see_nothing(plain_trainer):
-    """What a step hands to them itself is there once, from training."""
+    """Values sent directly to a logger appear once, from training."""
     module, logger = Counting(), MemoryLogger()
     module.trainer = plain_trainer(logger=logger)
     with isolated_pass(module):
@@ -88,17 +88,17 @@ def test_loggers_see_nothing(plain_trainer):
 
 
 def test_metrics_and_plain_attributes_are_put_aside():
-    module = Counting().eval()  # whose BatchNorm stays as it is
+    module = Counting().eval()  # BatchNorm does not change
     module.count(a_batch(0))
     objects = [id(value) for value in (module.outputs, module.by_stage, module.accuracy, module.by_name, module.total)]
     before = str(module.kept())
-    for _ in range(2):  # each pass starts afresh
+    for _ in range(2):  # each pass starts from the same state
         with isolated_pass(module):
             fresh = Counting().eval()
             fresh.count(a_batch(1))
             module.count(a_batch(1))
             module.tracker.increment()
-            for place in range(4):  # the others outlive a `reset` by design
+            for place in range(4):  # other metrics survive `reset` by design
                 got, expected = (each.every_metric()[place].compute() for each in (module, fresh))
                 assert str(got) == str(expected)
         assert str(module.kept()) == before
@@ -109,12 +109,12 @@ def test_metrics_and_plain_attributes_are_put_aside():
     twin = Counting().eval()
     for seed in (0, 2):
         twin.count(a_batch(seed))
-        expected = str(twin.kept())  # a minimum is taken whenever it is asked for
+        expected = str(twin.kept())  # a minimum is updated whenever computed
     assert str(module.kept()) == expected
 
 
 class Following(models.Module):
-    """A step that writes parameters and buffers, in place and by putting others in their place, and in submodules."""
+    """Writes parameters and buffers, in place and by replacement, also in submodules."""
 
     def __init__(self):
         super().__init__(models.norm_mlp())
@@ -139,7 +139,7 @@ class Following(models.Module):
         return super().training_step(batch, batch_idx)
 
     def log(self, *arguments, **options):
-        """Without a Trainer there is nothing to log to."""
+        """Without a Trainer logging is not possible."""
 
     def kept(self):
         entries = {name: value.clone() for name, value in self.state_dict().items()}
@@ -161,7 +161,7 @@ def test_what_a_step_writes_is_put_aside():
         assert (module.kept(), module.objects()) == (before, objects)
     with isolated_pass(module, is_reloaded=True):
         module.training_step(a_batch(1), 0)
-    assert module.kept() != before  # the caller's to load
+    assert module.kept() != before  # the caller loads parameters
 
 
 def test_they_come_back_after_an_error():
@@ -187,7 +187,7 @@ def test_metrics_are_found_once_wherever_they_are():
 
 
 class TwiceNamed(models.Module):
-    """A metric that is logged, and updated, by way of a dictionary."""
+    """A metric updated and logged through a dictionary."""
 
     def __init__(self):
         super().__init__(models.mlp())
@@ -214,7 +214,7 @@ def test_a_metric_with_two_names_is_evaluated_client_by_client(federated_trainer
 
 
 def test_a_recalibration_is_not_counted(federated_trainer):
-    """One round with BatchNorm: as many outputs as batches, each example once in the metric."""
+    """One round with BatchNorm: one output per batch, and each example once in the metric."""
     module = Counting()
     trainer = federated_trainer(max_rounds=1)
     clients = models.as_datasets(models.vectors({"ann": 40, "bob": 41}))

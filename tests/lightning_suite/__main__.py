@@ -1,16 +1,19 @@
-"""Lightning's own tests, plain and federated with one client: ``python -m tests.lightning_suite LIGHTNING --out OUT``.
+"""Lightning's own tests, plain and federated with one client: ``python -m tests.lightning_suite LIGHTNING --out
+OUT``.
 
-LIGHTNING is a working tree of Lightning at the tag of the installed version (or the one before it), outside of this
+LIGHTNING is a working tree of Lightning at the tag of the installed version (or the previous version), outside this
 repository::
 
     git clone --depth 1 --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning /tmp/lightning
 
-Every folder of tests runs in a process of its own, first as it is, then with a ``Federation`` of one client in every
-Trainer, then with ``FederatedTrainer`` in its place; only tests that pass plain run federated. Tests that differ run
-once more without the rounds' own numbers (``fed/...``, ``comm/...``), which many of Lightning's tests do not expect.
-The results are lines of JSON in OUT, on which a run that was broken off goes on; ``table.md`` counts them. Hours on two
-cores. Files of tests that import ``cloudpickle``, ``scikit-learn``, ``pandas`` or ``onnx``, or need the plugin
-``pytest-rerunfailures``, are left out without these, and so are tests that start processes.
+Every folder of tests runs in a separate process: first unchanged, then with a ``Federation`` of one client in every
+Trainer, then with ``FederatedTrainer`` instead of ``Trainer``. Only tests that pass unchanged run federated. Tests with
+other results run again without the rounds' metrics (``fed/...``, ``comm/...``), because many of Lightning's tests do
+not expect additional metrics.
+
+Results are JSON lines in OUT, and an interrupted run resumes from these lines; ``table.md`` counts results. A run takes
+hours on two cores. Test files that import ``cloudpickle``, ``scikit-learn``, ``pandas`` or ``onnx``, or need the plugin
+``pytest-rerunfailures``, are skipped without these packages. Tests that start processes are always skipped.
 """
 
 import argparse
@@ -28,7 +31,7 @@ FIRST = ("trainer", "loops", "callbacks", "checkpointing", "models", "tuner", "c
 
 
 def main():
-    """Runs the tests that have no result yet, and writes the table."""
+    """Runs the tests without a result, and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", metavar="LIGHTNING", type=Path, help="a working tree of Lightning")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
@@ -52,18 +55,18 @@ def main():
 
 
 def results_of(out, door):
-    """The file with the results of a door."""
+    """File with the results of one run."""
     return (out / f"{door}.jsonl").resolve()
 
 
 def forget_failures(path):
-    """Takes the tests that have not passed out of a file of results."""
+    """Removes failed tests from a file of results."""
     kept = [result for result in read(path).values() if result["outcome"] == "passed"]
     path.write_text("".join(f"{json.dumps(result)}\n" for result in kept))
 
 
 def wanted_tests(out, door, path):
-    """The tests of a folder or file that are to run and have no result yet; ``None`` for all that there are."""
+    """Tests to run in a folder or file; ``None`` for all tests."""
     if door == "plain":
         return None
     source, is_wanted = door.removesuffix("-hidden"), differs
@@ -76,7 +79,7 @@ def wanted_tests(out, door, path):
 
 
 def run(door, path, arguments):
-    """Runs the tests of a folder or file; again where one has ended the process, which is left out from then on."""
+    """Runs the tests of a folder or file; after a crash, runs the remaining tests without the crashing test."""
     checkout = arguments.checkout.resolve()
     wanted = wanted_tests(arguments.out, door, path.resolve().relative_to(checkout).as_posix())
     if wanted == []:

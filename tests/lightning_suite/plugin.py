@@ -1,8 +1,8 @@
-"""Pytest plugin: every Trainer of Lightning's tests is federated with one client, and what became of each is noted.
+"""Pytest plugin: federates every Trainer in Lightning's tests with one client, and records the results.
 
-The environment says how: ``DOOR`` (``plain``, ``callback`` or ``trainer``), ``NUMBERS`` (``hidden`` if nobody is to see
-those of the rounds), ``RESULTS`` (a file with one line of JSON for each test, on which a run that broke off goes on)
-and ``WANTED`` (a file with the tests to run, ``null`` for all).
+The environment contains ``DOOR`` (``plain``, ``callback`` or ``trainer``), ``NUMBERS`` (``hidden`` to hide the rounds'
+metrics), ``RESULTS`` (a file with one JSON line per test, also read to resume) and ``WANTED`` (a file with the tests to
+run, ``null`` for all).
 """
 
 import json
@@ -31,14 +31,14 @@ failure = None
 
 
 class OneClientTrainer(FederatedTrainer):
-    """``FederatedTrainer`` with one client, under the name of ``Trainer``."""
+    """``FederatedTrainer`` with one client, named ``Trainer``."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(**{"partition": IID(1), **OPTIONS, **kwargs})
 
 
 def use_callback():
-    """Adds the callback to every Trainer, after its arguments have been read."""
+    """Adds the callback to every Trainer, after the Trainer has processed the arguments."""
     plain_init = L.Trainer.__init__
 
     def init(self, *args, **kwargs):
@@ -50,7 +50,7 @@ def use_callback():
 
 
 def use_trainer():
-    """Puts ``FederatedTrainer`` in place of ``Trainer`` wherever Lightning has it."""
+    """Replaces ``Trainer`` by ``FederatedTrainer`` in all of Lightning's modules."""
     plain = L.Trainer
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "lightning" and vars(module).get("Trainer") is plain:
@@ -58,7 +58,7 @@ def use_trainer():
 
 
 def count_rounds():
-    """Counts the rounds that are closed."""
+    """Counts closed rounds."""
     close = Round.close
 
     def counted(self, *args, **kwargs):
@@ -70,7 +70,7 @@ def count_rounds():
 
 
 def leave_out_processes():
-    """Skips a test when it starts processes: a federation refuses these, and what happens in them is not noted."""
+    """Skips tests that start processes: a federation refuses these tests, and results in processes are not recorded."""
 
     def launch(self, *args, **kwargs):
         pytest.skip("starts processes")
@@ -89,13 +89,13 @@ leave_out_processes()
 
 
 def write(**result):
-    """Adds a line to the results."""
+    """Appends a line to the results."""
     with RESULTS.open("a") as file:
         file.write(json.dumps(result) + "\n")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out tests that have a result, also one that ended the process, and those that nobody wants."""
+    """Deselects tests with a result, including tests that crashed the process, and unwanted tests."""
     known, wanted = read(RESULTS), json.loads(WANTED.read_text() or "null")
     kept = [item for item in items if item.nodeid not in known and (wanted is None or item.nodeid in wanted)]
     left_out = [item for item in items if item not in kept]
@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_runtest_logstart(nodeid):
-    """Notes a test that begins, so that one that ends the process is known."""
+    """Records the start of a test, to detect a crash."""
     global rounds, failure
     rounds, failure = 0, None
     write(test=nodeid, outcome="crashed")
@@ -112,7 +112,7 @@ def pytest_runtest_logstart(nodeid):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Notes the error of a test, and whether it is one of the package's own."""
+    """Records the error of a test, and whether the package raised the error."""
     global failure
     report = yield
     if report.failed and failure is None:
@@ -123,14 +123,14 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_runtest_logreport(report):
-    """Notes what became of a test."""
+    """Records the result of a test."""
     if report.when == "teardown":
         outcome = "skipped" if failure is None else "failed" if failure else "passed"
         write(test=report.nodeid, outcome=outcome, rounds=rounds, **(failure or {}))
 
 
 def refusal(error):
-    """The sentence with which the package has refused something, from the exception or those that it came from."""
+    """The package's error message for a refusal, from the exception or from a cause."""
     while error is not None:
         trace, file = error.__traceback__, ""
         while trace is not None:

@@ -1,4 +1,4 @@
-"""Results of Lightning's tests: lines of JSON, and the table that counts them."""
+"""Results of Lightning's tests: JSON lines, and a table of counts."""
 
 import collections
 import json
@@ -6,25 +6,25 @@ import re
 
 
 def read(path):
-    """Results by test; the last line of a test counts."""
+    """Results by test; the last line for a test counts."""
     lines = path.read_text().splitlines() if path.exists() else ()
     return {result["test"]: result for result in map(json.loads, lines)}
 
 
 def kind(result):
-    """What became of a test that passes plain: same, refused or different; ``no round`` where nothing was federated."""
+    """Class of a test that passes plain: same, refused or different; ``no round`` without any federated round."""
     if result["outcome"] == "passed":
         return "same" if result["rounds"] else "no round"
     return "refused" if result.get("refused") else "different"
 
 
 def differs(result):
-    """True for a test that has federated rounds, is not refused and does not pass."""
+    """Whether a test has federated rounds, is not refused and does not pass."""
     return kind(result) == "different" and result.get("rounds") != 0
 
 
 def table(folder):
-    """The results of a folder as Markdown: counts, sentences of refusals with theirs, and every test that differs."""
+    """Results in a folder as Markdown: counts, refusals with their tests, and every different test."""
     plain = read(folder / "plain.jsonl")
     passed = [test for test, result in plain.items() if result["outcome"] == "passed"]
     lines = [

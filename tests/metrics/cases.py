@@ -1,4 +1,4 @@
-"""The metrics, each with batches for two processes, and the processes themselves."""
+"""All metrics with batches for two processes, and the function run by the processes."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def generator(seed=0):
 
 
 def vectors(sizes, classes=4, width=3, seed=0, dtype=torch.float32):
-    """Batches of feature vectors and labels; classes differ by their means."""
+    """Batches of feature vectors and labels; classes have different means."""
     draw = generator(seed)
     batches = []
     for size in sizes:
@@ -24,7 +24,7 @@ def vectors(sizes, classes=4, width=3, seed=0, dtype=torch.float32):
 
 
 def maps(sizes, channels=3, seed=0):
-    """Batches of feature maps and larger label maps with void pixels."""
+    """Feature maps and larger label maps with void pixels, in batches."""
     draw = generator(seed)
     batches = []
     for size in sizes:
@@ -34,7 +34,7 @@ def maps(sizes, channels=3, seed=0):
 
 
 def pairs(sizes, labelled=False, seed=0):
-    """Batches of the features of two models, with labels if asked for."""
+    """Batches of features from two models, optionally with labels."""
     first, second = vectors(sizes, seed=seed), vectors(sizes, seed=seed + 1)
     batches = [(x, y, labels) for (x, labels), (y, _) in zip(first, second, strict=True)]
     return batches if labelled else [batch[:2] for batch in batches]
@@ -94,7 +94,7 @@ def filled(metric: Metric, *parts) -> Metric:
 
 
 def work(rank: int, folder: Path) -> None:
-    """One of two processes: all metrics on its own batches, twice, and alone again in between."""
+    """One of two processes: computes all metrics on its batches, twice, and again without the other process."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     results = {}
     for name, (make, *parts) in CASES.items():

@@ -18,14 +18,14 @@ from tests.warm_process import PROCESSES
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """The results of two processes."""
+    """Results from two processes."""
     folder = tmp_path_factory.mktemp("processes")
     start_processes(work, (folder,), nprocs=2, start_method=PROCESSES.get_start_method())
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 def same(result, expected):
-    """To the rounding of sums in another order."""
+    """Equal up to another order of sums."""
     assert result.dtype == expected.dtype == torch.float32
     torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-6, equal_nan=True)
 
@@ -42,7 +42,7 @@ def test_two_processes_are_one(name, results):
     for rank, result in enumerate(results):
         same(result[name]["together"], expected)
         same(result[name]["again"], expected)
-        alone = filled(make(), parts[rank])  # the states are the process' own again after `compute`
+        alone = filled(make(), parts[rank])  # `compute` restores the states of the process
         for state, value in result[name]["states"].items():
             torch.testing.assert_close(value, getattr(alone, state))
 
@@ -94,7 +94,7 @@ def test_copies_go_on_alone(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_casting_the_model_leaves_the_sums(name):
-    """As ``precision="16-true"`` does."""
+    """As with ``precision="16-true"``."""
     make, *parts = CASES[name]
     metric = make()
     torch.nn.ModuleDict({"metric": metric}).half()
@@ -120,12 +120,12 @@ def test_updating_keeps_no_graph(name):
 def test_nothing_gives_nan(name):
     make, *_ = CASES[name]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torchmetrics: `compute` before `update`
+        warnings.simplefilter("ignore", UserWarning)  # torchmetrics warns about `compute` before `update`
         assert make().compute().isnan()
 
 
 class Logged(L.LightningModule):
-    """Logs all metrics of a classifier and of its hidden features."""
+    """Logs all metrics for a classifier and for its hidden features."""
 
     def __init__(self):
         super().__init__()
@@ -164,7 +164,7 @@ def test_lightning_logs_the_value_of_all_batches(plain_trainer):
 
 
 def test_in_a_collection():
-    """Compute groups must not mix metrics whose states look alike."""
+    """Compute groups must not merge metrics with equal states."""
     collection = MetricCollection(
         {"pairs": AggregateMeanMargin(4, 3), "nearest": AggregateMeanMargin(4, 3, kind="nearest")}
     )

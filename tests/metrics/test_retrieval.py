@@ -1,4 +1,4 @@
-"""MAP@R as a metric: the value of all batches, and what it refuses."""
+"""MAP@R as a metric: the value over all batches, and refusals."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_r_is_ten_unless_told_otherwise():
 
 
 def test_large_labels_stay_apart():
-    """Neighbouring integers beyond float32's would be one class."""
+    """float32 would merge neighbouring large integers into one class."""
     embeddings = torch.eye(2).repeat_interleave(2, 0)
     labels = torch.tensor([2**24 - 1, 2**24 - 1, 2**24, 2**24])
     metric = MeanAveragePrecisionAtR("relevant")
@@ -64,7 +64,7 @@ def test_what_map_refuses():
         metric.update(embeddings, labels[:4])
     with pytest.raises(ValueError, match="`labels` to be integers"):
         metric.update(embeddings, labels + 0.0)
-    assert not metric.embeddings + metric.labels  # nothing is half added
+    assert not metric.embeddings + metric.labels  # the failed update has no effect
     metric.update(embeddings, labels)
     with pytest.raises(ValueError, match=r"`embeddings` of shape \(n, 3\), but got \(5, 2\)"):
         metric.update(embeddings[:, :2], labels)

@@ -1,4 +1,4 @@
-"""The value of every metric, against the references, and what it refuses."""
+"""The value of every metric against references, and refusals."""
 
 import math
 
@@ -10,7 +10,7 @@ from lightning_fed.metrics import AggregateMeanMargin, MaximumMeanDiscrepancy, M
 from tests import references_margin as references
 from tests.metrics.cases import filled, maps, pairs, vectors
 
-# --- margin -----------------------------------------------------------------------------------------------------------
+# --- Margin -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["pairs", "nearest"])
@@ -52,16 +52,17 @@ def test_what_the_margin_refuses():
 
 
 def test_many_classes():
-    """The label that masks of 8 bits have for void pixels is a class among others."""
+    """255, the void label in 8-bit masks, is an ordinary class here."""
     features, labels = torch.tensor([[0.0], [4.0]]), torch.tensor([255, 299])
     assert filled(AggregateMeanMargin(300, 1), [(features, labels)]).compute() == 2
     logits = torch.randn(2, 300)
     assert filled(MeanEntropy(), [(logits, labels)]).count == 2
     assert filled(MeanEntropy(), [(logits[:, :255], labels)]).count == 1
-    assert filled(MeanEntropy("feature"), [(logits, labels)]).count == 1  # which says nothing of the classes
+    # features do not determine the number of classes
+    assert filled(MeanEntropy("feature"), [(logits, labels)]).count == 1
 
 
-# --- entropy ----------------------------------------------------------------------------------------------------------
+# --- Entropy ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -102,7 +103,7 @@ def test_entropies_of_a_classifier():
 
 
 def test_many_pixels_are_not_rounded():
-    """Their sum in float32 would stop growing."""
+    """A float32 sum would stop growing."""
     metric = MeanEntropy(normalize=True)
     metric.update(torch.zeros(1, 2, 64, 64))
     metric.total, metric.count = metric.total + 2.0**30, metric.count + 2**30
@@ -120,7 +121,7 @@ def test_what_entropy_refuses():
             MeanEntropy().update(torch.zeros(2, 3, 4, 4), labels)
 
 
-# --- discrepancy ------------------------------------------------------------------------------------------------------
+# --- Discrepancy ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("estimator", ["biased", "unbiased"])
@@ -150,14 +151,14 @@ def test_the_mean_over_classes():
     assert filled(MaximumMeanDiscrepancy(num_classes=4), batches).compute().item() == pytest.approx(
         np.mean(values), rel=1e-5
     )
-    # a class that nobody has does not count
+    # a class without samples does not count
     assert filled(MaximumMeanDiscrepancy(num_classes=9), batches).compute().item() == pytest.approx(
         np.mean(values), rel=1e-5
     )
 
 
 def test_labels_of_the_reference():
-    """Of as many samples as there are, in their own order."""
+    """Numbers and order of reference samples may differ."""
     ((x, y, labels),) = pairs([12], labelled=True)
     order = torch.randperm(12)[:10]
     metric = MaximumMeanDiscrepancy(num_classes=4, bandwidth=1.0)
@@ -178,7 +179,7 @@ def test_double_precision_on_request():
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 2049), (torch.bfloat16, 257), (torch.float32, 5000)])
 def test_types_that_do_not_tell_all_classes_apart(dtype, most):
-    """Labels are kept in the metric's type: neighbours would become one class."""
+    """Labels are stored in the metric's dtype: neighbouring labels would merge."""
     ((x, y),) = pairs([6])
     labels = torch.arange(most - 6, most)
     metric = MaximumMeanDiscrepancy(num_classes=most, bandwidth=1.0).set_dtype(dtype)
@@ -195,7 +196,7 @@ def test_types_that_do_not_tell_all_classes_apart(dtype, most):
 
 
 def test_sums_stay_wide():
-    """Whatever type the result is asked for."""
+    """For any dtype of the result."""
     margin, entropy = AggregateMeanMargin(3, 2).set_dtype(torch.float16), MeanEntropy().set_dtype(torch.float16)
     for _ in range(100):
         margin.update(torch.tensor([[100.0, 0.0], [0.0, 0.0]]), torch.tensor([0, 1]))
@@ -226,7 +227,8 @@ def test_what_the_discrepancy_refuses():
         metric.update(x, y[:, :2], labels)
     with pytest.raises(ValueError, match=r"`features` of shape \(n, 4\), but got \(2, 3, 4\)"):
         metric.update(torch.zeros(2, 3, 4), y, labels)
-    assert not metric.features + metric.reference + metric.labels + metric.reference_labels  # nothing is half added
+    # the failed update has no effect
+    assert not metric.features + metric.reference + metric.labels + metric.reference_labels
     metric.update(x, y, labels)
     with pytest.raises(ValueError, match=r"`features` of shape \(n, 3\), but got \(5, 2\)"):
         metric.update(x[:, :2], y[:, :2], labels)

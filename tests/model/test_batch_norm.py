@@ -1,4 +1,4 @@
-"""Running statistics measured anew, against sums over all inputs written out here."""
+"""Recalibrated running statistics against explicit sums over all inputs."""
 
 import copy
 
@@ -25,7 +25,7 @@ def network():
 
 
 def by_hand(net, batches):
-    """Mean and unbiased variance over all inputs, when every batch is normalised by its own."""
+    """Mean and unbiased variance over all inputs, with batch normalisation by each batch."""
     inputs = {1: [], 5: [], 8: []}
     for batch in batches:
         values = batch.double()

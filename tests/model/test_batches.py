@@ -1,4 +1,4 @@
-"""Inputs and labels of batches, wherever they are."""
+"""Finding inputs and labels in any batch."""
 
 from collections import OrderedDict
 

@@ -1,4 +1,4 @@
-"""Entries of a module's state: live, tied, with a policy; and what does not fit."""
+"""State entries: live, tied, policies, and mismatches."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ from lightning_fed.model.entries import (
 
 
 class Tied(nn.Module):
-    """A language model's usual tie, a module under two names, a buffer, and a buffer that is not saved."""
+    """Tied weights, a module with two names, a buffer, and a non-persistent buffer."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class WithExtra(nn.Module):
         self.extra = state
 
 
-# --- live entries ----------------------------------------------------------------------------------------------------
+# --- Live entries -----------------------------------------------------------------------------------------------------
 
 
 def net():
@@ -96,13 +96,13 @@ def test_tied_entries_appear_once():
 
 
 def test_empty_tensors_are_not_tied():
-    """They have no memory, and so all the same address."""
+    """All empty tensors have the same address."""
     state = {"a": torch.zeros(0), "b": torch.zeros(0)}
     assert tied_names(state) == {"a": "a", "b": "b"}
 
 
 def test_views_are_not_ties():
-    """Entries of one memory that differ in shape or place are entries of their own."""
+    """Entries with equal memory but different shape or offset are separate."""
     memory = torch.zeros(2, 3)
     state = {"all": memory, "row": memory[0], "flat": memory.view(6), "transposed": memory.T, "same": memory.view(2, 3)}
     assert tied_names(state) == {
@@ -112,7 +112,7 @@ def test_views_are_not_ties():
 
 @pytest.mark.parametrize("extra", [{"a": 1}, torch.tensor([1.0]), None])
 def test_extra_state_is_left_out(extra):
-    """It is not memory of the module: writing to it would change nothing."""
+    """Extra state is not memory of the module, so writes would have no effect."""
     module = nn.Sequential(WithExtra(extra))
     assert list(live_entries(module)) == ["0.weight"]
 
@@ -139,7 +139,7 @@ def test_copies_share_nothing():
     assert not any(value.requires_grad for value in copied.values())
 
 
-# --- loading ---------------------------------------------------------------------------------------------------------
+# --- Loading ----------------------------------------------------------------------------------------------------------
 
 
 def test_loading():
@@ -178,13 +178,13 @@ def test_nothing_is_written_where_something_does_not_fit(name, value, message):
 
 
 def test_values_that_are_not_finite_can_be_loaded():
-    """A mask of minus infinity is a legitimate buffer."""
+    """A mask with minus infinity is a valid buffer."""
     module = net()
     load_entries(live_entries(module), {"3.bias": torch.full((2,), float("-inf"))})
     assert module[3].bias.tolist() == [float("-inf")] * 2
 
 
-# --- faults ----------------------------------------------------------------------------------------------------------
+# --- Faults -----------------------------------------------------------------------------------------------------------
 
 
 def test_faults():
@@ -216,7 +216,7 @@ def test_the_first_of_several_is_named():
     assert find_non_finite({"none": torch.zeros(0)}) is None
 
 
-# --- policies --------------------------------------------------------------------------------------------------------
+# --- Policies ---------------------------------------------------------------------------------------------------------
 
 
 def test_everything_is_shared_by_default():
@@ -341,7 +341,7 @@ def test_what_no_training_leaves():
 
 
 def test_no_entry_is_looked_up_by_the_name_of_a_parameter():
-    """`named_parameters` of a whole module are used in one file: others ask for a layer's own tensors, or by memory."""
+    """Only one file uses `named_parameters` of a module; other files read a layer's own tensors or compare memory."""
     folder = Path(lightning_fed.__file__).parent
     found = [
         f"{path.relative_to(folder)}: {line.strip()}"

@@ -1,4 +1,4 @@
-"""Features of a trained model: the right vectors, a fair sample of them, and the model as it was."""
+"""Features of a trained model: correct vectors, a uniform sample, and an unchanged model."""
 
 import copy
 import gc
@@ -26,7 +26,7 @@ def batches(count=3, size=4, seed=0):
 
 
 def all_vectors(net, data, path="1"):
-    """In the order images, rows, columns; by hand."""
+    """Vectors in the order images, rows, columns, by hand."""
     net = copy.deepcopy(net).eval()
     rows = []
     for x, _ in data:
@@ -66,7 +66,7 @@ def test_a_sample_is_of_these_vectors_in_their_order(max_samples):
 
 
 def test_every_vector_is_drawn_as_often():
-    """Also those of the first and of the last batch: 12 of 240, 400 times, is 20 times each."""
+    """Also vectors in the first and last batch: 12 of 240 vectors, 400 times, gives 20 per vector."""
     net, data = nn.Sequential(nn.Identity(), nn.Linear(1, 2)), torch.arange(240.0).reshape(3, 80, 1)
     counts = torch.zeros(240)
     for seed in range(400):
@@ -79,7 +79,7 @@ def test_every_vector_is_drawn_as_often():
 
 
 def test_two_models_give_the_same_positions():
-    """The features of the second are those of the first, doubled."""
+    """The second model's features are doubled."""
     net, data = maps_net(), batches()
     scaled_net = copy.deepcopy(net)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_vectors_of_classifiers_and_of_linear_layers():
     with torch.no_grad():
         expected = copy.deepcopy(net).eval()[:-1](x)
     assert torch.allclose(extract_features(net, loader), expected)
-    tokens = torch.randn(3, 9, 4)  # the channels of a linear layer are the last
+    tokens = torch.randn(3, 9, 4)  # channels come last in a linear layer
     plain = nn.Sequential(nn.Identity(), nn.Linear(4, 2))
     features_found = extract_features(plain, [tokens], "1", max_samples=None)
     assert torch.allclose(features_found, plain[1](tokens).reshape(27, 2), atol=1e-6)
@@ -148,7 +148,7 @@ def test_features_of_a_compiled_model():
     net, data = maps_net().eval(), batches(1)
     compiled = torch.compile(net, backend="eager")
     with torch.no_grad():
-        compiled(data[0][0])  # compiled before anything is tapped
+        compiled(data[0][0])  # compiled before features are tapped
     assert torch.equal(extract_features(compiled, data, "_orig_mod.1"), all_vectors(net, data))
 
 
@@ -168,7 +168,7 @@ def test_where_a_batch_has_its_inputs():
 
 
 def test_only_the_sample_and_a_batch_are_held():
-    """Features of earlier batches are gone, though vectors of them are in the sample."""
+    """Features of earlier batches are freed, although the sample contains some of their vectors."""
     net, alive = maps_net(), []
 
     def stream():
@@ -211,11 +211,11 @@ def test_modes_come_back_where_layers_share_a_module():
     assert [layer.training for layer in model.modules()] == [True, True, True, False]
 
 
-# --- what it is for --------------------------------------------------------------------------------------------------
+# --- Purpose ----------------------------------------------------------------------------------------------------------
 
 
 def test_discrepancy_to_a_centrally_trained_model(plain_trainer):
-    """A model that was trained a little is nearer to the trained one than one that was not."""
+    """A partly trained model is closer to the trained model than an untrained model."""
     x, y = models.vectors({"a": 200})["a"]
     loader = DataLoader(TensorDataset(x, y), 20)
     features_found = {}

@@ -1,4 +1,4 @@
-"""Feature layers of networks in use, against the outputs of their extractors."""
+"""Feature layers of common networks, against the outputs of their extractors."""
 
 import copy
 
@@ -21,14 +21,14 @@ CLASSES = 5
 
 
 def tapped(net, inputs, layer=None):
-    """The features that the tap reads in a forward pass."""
+    """Features tapped in a forward pass."""
     with torch.no_grad(), tap_features(net, layer or find_feature_layer(net)) as tap:
         net(inputs)
     return tap.features
 
 
 def without(net, *path):
-    """The network whose last layer does nothing."""
+    """The network with an identity as last layer."""
     net = copy.deepcopy(net)
     parent = net
     for name in path[:-1]:
@@ -58,7 +58,7 @@ CLASSIFIERS = {
         lambda: torchvision.models.VisionTransformer(32, 8, 2, 2, 24, 48, num_classes=CLASSES), (3, 32), "heads.head",
         lambda net, x: without(net, "heads", "head")(x),
     ),
-    "torchvision squeezenet": (  # its classifier is a convolution
+    "torchvision squeezenet": (  # the classifier is a convolution
         lambda: torchvision.models.squeezenet1_1(num_classes=CLASSES), (3, 64), "classifier.1",
         lambda net, x: net.features(x),
     ),
@@ -75,7 +75,7 @@ CLASSIFIERS = {
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_classifiers(name):
-    """The input of the layer that makes the logits, also where the network is part of a module."""
+    """Input of the logits layer, also for a network inside a module."""
     build, (channels, size), path, expected = CLASSIFIERS[name]
     net = build().eval()
     inputs = torch.randn(2, channels, size, size)
@@ -96,7 +96,7 @@ SEGMENTATION += ["UPerNet", "Segformer", "DPT"]
 
 @pytest.mark.parametrize("architecture", quick(SEGMENTATION, ["Unet", "DeepLabV3Plus", "Segformer", "DPT"]))
 def test_segmentation_models(architecture):
-    """The deepest map of the encoder."""
+    """The encoder's deepest map."""
     options = {"encoder_weights": None, "classes": CLASSES}
     if architecture == "DPT":
         net = smp.DPT("tu-vit_tiny_patch16_224", dynamic_img_size=True, **options)
@@ -147,7 +147,7 @@ def test_one_logit_means_two_classes():
 
 
 class Judge(torchmetrics.Metric):
-    """A metric with a network of its own, as those of images have."""
+    """A metric with an internal network, as image metrics have."""
 
     def __init__(self):
         super().__init__()
@@ -161,7 +161,7 @@ class Judge(torchmetrics.Metric):
 
 
 class Measured(L.LightningModule):
-    """Metrics, one of them with a network, behind the network."""
+    """Metrics after the network, one of them with an internal network."""
 
     def __init__(self, net):
         super().__init__()
@@ -187,7 +187,7 @@ def test_the_ready_tasks():
 
 
 def test_sequences_have_their_channels_second():
-    """A linear layer's input and output over a sequence, and a convolution's, which are so already."""
+    """Linear layers over a sequence are transposed, convolutions already have channels second."""
     net = models.Tied()
     tokens = torch.randint(7, (3, 4))
     mixed = torch.tanh(net.mix(net.embedding(tokens)).cumsum(1)).detach()
@@ -208,7 +208,7 @@ def test_a_layer_by_its_name():
 
 
 class Weighing(nn.Module):
-    """A head of features and something else, called in its own way."""
+    """A head called with features and another input."""
 
     def __init__(self, call):
         super().__init__()
@@ -242,7 +242,7 @@ class Scaled(nn.Module):
     ],
 )
 def test_the_first_input_of_a_head_is_the_features(call):
-    """Given by place or by name, and the last where it is several maps."""
+    """Passed by position or by name; the last map in a list."""
     net, inputs = Weighing(call), torch.randn(4, 6)
     assert find_feature_layer(net) == FeatureLayer("head", "input")
     assert torch.equal(tapped(net, inputs), torch.relu(net.body(inputs)).detach())
@@ -256,7 +256,7 @@ def test_a_layer_that_is_called_by_name():
 
 
 class Excited(nn.Module):
-    """A fully convolutional network with squeeze and excitation, whose layers are linear."""
+    """A fully convolutional network with squeeze and excitation by linear layers."""
 
     def __init__(self):
         super().__init__()
@@ -319,7 +319,7 @@ class Answer(nn.Module):
 
 @pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="torch 2.6 brings it")
 def test_compiled_models():
-    """Found under their names; read where compiled code, which cannot notice a new hook, is put aside."""
+    """Found under the compiled name; features are read outside compiled code, which ignores new hooks."""
     net = models.norm_mlp().eval()
     module = nn.Module()
     module.net = torch.compile(net, backend="eager")

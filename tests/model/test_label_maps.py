@@ -1,4 +1,4 @@
-"""Labels at another size."""
+"""Resizing of label maps."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from lightning_fed.model.label_maps import resize_labels
 
 @pytest.mark.parametrize("size", [(4, 4), (33, 17), (5, 9), (13, 64)])
 def test_labels_are_resized_to_the_nearest(size):
-    """In whole numbers; torch rounds positions in float32, which does not show at these sizes."""
+    """In integers; torch rounds positions in float32, without a difference for these sizes."""
     labels = torch.randint(20, (2, 33, 64))
     expected = F.interpolate(labels.unsqueeze(1).float(), size, mode="nearest").squeeze(1).long()
     assert torch.equal(resize_labels(labels, size), expected)

@@ -1,4 +1,4 @@
-"""Other widths in place: layers' own numbers, the same parameters, optimizers, checkpoints."""
+"""In-place changes of widths: layer attributes, identical parameters, optimizers, checkpoints."""
 
 import copy
 import io
@@ -91,7 +91,7 @@ def test_projected_lstm():
 
 
 def test_parameters_stay_the_same_objects():
-    """Tied weights, optimizers and hooks go on; what changed its shape has no gradient left."""
+    """Tied weights, optimizers and hooks remain; resized parameters lose the gradient."""
     module = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     module[1].again = module[0]
     parameters = list(module.parameters())
@@ -157,7 +157,7 @@ def test_found_groups_can_be_put_into_every_kind_of_layer():
 
 
 def test_a_fit_goes_on_with_other_widths(plain_trainer):
-    """Grown between two batches; momentum is started anew, as what it remembers fits no longer."""
+    """Grown between two batches; momentum of the old shape is reset."""
 
     class Grows(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -187,7 +187,7 @@ def test_refusals():
 
 
 def test_a_graph_that_lives_on_does_not_remember_the_width():
-    """As of a module that keeps its last loss."""
+    """For example, a module stores the last loss."""
     net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     loss = net(torch.ones(4, 2)).sum()
     loss.backward()

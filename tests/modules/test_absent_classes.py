@@ -1,4 +1,4 @@
-"""FedSeg's loss: pixel by pixel, where it is cross-entropy, and what clients without a class do to a model of it."""
+"""FedSeg's loss: by pixel, equality with cross-entropy, and classes missing at clients."""
 
 import math
 
@@ -59,14 +59,14 @@ def test_with_all_classes_it_is_cross_entropy(labels):
 
 
 def test_half_precision():
-    """As many pixels as an image has: their sum is beyond float16."""
+    """The number of pixels exceeds the float16 range."""
     logits = torch.zeros(1, 4, 256, 256, dtype=torch.float16)
     loss = absent_class_loss(logits, torch.zeros(1, 256, 256, dtype=torch.int64))
     assert loss.item() == pytest.approx(math.log(4), rel=1e-4)
 
 
 def test_nothing_that_counts():
-    """All classes are the client's, and no pixel has a label: 0, with gradients of 0."""
+    """The client has all classes, and no pixel has a label: loss 0, gradients 0."""
     logits = torch.randn(1, 2, 3, 3, requires_grad=True)
     loss = absent_class_loss(logits, torch.full((1, 3, 3), 255), classes=[0, 1])
     loss.backward()
@@ -81,10 +81,10 @@ def test_classes_that_cannot_be(target, classes):
 
 
 def test_clients_that_lack_a_class_do_not_unlearn_it(federated_trainer):
-    """One client labels class 1, the other class 2; each sees the other's as unlabelled, none labels class 0.
+    """One client labels class 1, the other class 2; other pixels are unlabelled, and class 0 has no labels.
 
-    With cross-entropy nothing ever speaks for class 0; here an unlabelled pixel is none of the client's own classes,
-    and what both leave over is class 0.
+    With cross-entropy no pixel supports class 0. With FedSeg's loss an unlabelled pixel has another class than labelled
+    pixels, so both clients leave class 0.
     """
     generator = torch.Generator().manual_seed(0)
     truth = torch.randint(3, (32, 4, 4), generator=generator)
@@ -106,7 +106,7 @@ def test_clients_that_lack_a_class_do_not_unlearn_it(federated_trainer):
 
 
 def test_the_task_in_evaluation(federated_trainer):
-    """Validation is cross-entropy over the pixels that have labels."""
+    """Validation uses cross-entropy over the labelled pixels."""
     task = SegmentationTask(nn.Identity(), num_classes=3, loss="fedseg")
     logits, target = torch.randn(2, 3, 4, 4), torch.tensor([0, 255]).repeat(2, 4, 2)
     assert torch.equal(task.compute_loss(logits, target), absent_class_loss(logits, target))

@@ -1,4 +1,4 @@
-"""BatchNorm to GroupNorm: weights kept, the function is that of a network built with GroupNorm by hand."""
+"""BatchNorm to GroupNorm: keeps the weights, and equals a network built with GroupNorm."""
 
 import copy
 import io
@@ -16,7 +16,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def randomise(model, seed=0):
-    """Give every norm weights that are neither 1 nor 0."""
+    """Randomises the weights of all norms."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, BATCH_NORMS) and module.affine:
@@ -37,7 +37,7 @@ def test_number_of_groups_is_the_largest_divisor(channels, num_groups, expected)
 
 
 def test_vectors_keep_their_signal():
-    """One channel per group would turn a vector into the bias alone, two into signs."""
+    """One channel per group would reduce a vector to the bias, two channels to signs."""
     for channels, groups in ((16, 1), (31, 1), (32, 2), (64, 4), (1024, 32), (7, 1)):
         norm = to_group_norm(nn.BatchNorm1d(channels))
         assert norm.num_groups == groups
@@ -46,7 +46,7 @@ def test_vectors_keep_their_signal():
 
 
 def network(norm):
-    """A small network, deep enough that norms sit inside modules inside modules."""
+    """A small network with nested norms."""
     return nn.Sequential(
         nn.Conv2d(3, 24, 3, bias=False),
         norm(24),
@@ -67,7 +67,7 @@ def test_output_equals_that_of_a_network_built_with_group_norm():
     x = torch.randn(5, 3, 12, 12)
     for mode in (True, False):
         assert torch.equal(converted.train(mode)(x), by_hand.train(mode)(x))
-    # and the equation itself, in numpy's arithmetic: groups of 3 channels of one example
+    # the equation in numpy: groups with 3 channels of one example
     x = torch.randn(2, 24, 4, 4, dtype=torch.float64)
     norm = copy.deepcopy(converted[1]).double()
     groups = x.numpy().reshape(2, 8, -1)
@@ -94,7 +94,7 @@ def test_state_dict_loses_the_statistics_only_and_round_trips():
 
 
 def test_parameters_stay_the_same_objects():
-    """An optimizer built before, tied weights and frozen weights go on as they are."""
+    """An existing optimizer, tied weights and frozen weights remain valid."""
     model = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False))
     model[1].weight = model[0].weight
     model[0].bias.requires_grad_(False)
@@ -118,7 +118,8 @@ def test_shared_modules_stay_shared():
             self.norm = nn.BatchNorm2d(4)
             self.again = self.norm  # twice in one parent
             block = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
-            self.blocks = nn.ModuleList([block, block, nn.Sequential(self.norm)])  # and in another, and a whole block
+            # and in another parent, and a whole block
+            self.blocks = nn.ModuleList([block, block, nn.Sequential(self.norm)])
 
     model = to_group_norm(Shares())
     assert not any(isinstance(module, BATCH_NORMS) for module in model.modules())
@@ -180,7 +181,7 @@ def test_refusals_leave_the_model_as_it_was():
             return super().forward(x) + 1
 
     class Renamed(nn.BatchNorm2d):
-        """A subclass that computes the same."""
+        """A subclass with the same computation."""
 
     model = nn.Sequential(nn.BatchNorm2d(4), nn.Sequential(Odd(4)))
     with pytest.raises(TypeError, match=r"but '1.0' \(Odd\) has a `forward` of its own"):
@@ -215,8 +216,8 @@ def test_smp_models(name):
         assert isinstance(norm, nn.GroupNorm)
         assert torch.equal(norm.weight, weight)
         assert torch.equal(norm.bias, bias)
-    # One example's output depends on no other, and training computes what evaluation does (dropout apart): both are
-    # false with BatchNorm.
+    # One example's output is independent of other examples, and training equals evaluation (except dropout): both fail
+    # with BatchNorm.
     x = torch.randn(3, 3, 64, 64)
     with torch.no_grad():
         alone, together = model.eval()(x[:1]), model(x)[:1]
@@ -231,7 +232,7 @@ def test_smp_models(name):
 
 @pytest.mark.slow
 def test_a_converted_classifier_is_as_good_in_evaluation_as_in_training():
-    """After 20 steps BatchNorm's running statistics still lag behind: right in training, at chance in evaluation."""
+    """After 20 steps BatchNorm's running statistics lag behind: correct in training, at chance in evaluation."""
     x, y = torch.randn(8, 1, 32, 32, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
     x[y == 1] += torch.linspace(-1, 1, 32)
     right = {}

@@ -1,4 +1,4 @@
-"""Operations on many tensors: the same results together, as on a GPU, and one after another."""
+"""Operations on many tensors: equal results for joint operations, as on a GPU, and for single tensors."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 
 @pytest.fixture(params=["together", "one after another", "few at a time"])
 def way(request, monkeypatch):
-    """Together is how it is done on other devices than the CPU; the operations are there on the CPU too."""
+    """Forces the joint operations, normally used on other devices, on the CPU."""
     if request.param != "one after another":
         monkeypatch.setattr(foreach, "_are_on_the_cpu", lambda tensors: False)
     if request.param == "few at a time":
@@ -72,10 +72,11 @@ def test_norms_and_distances():
     steps = [a.to(torch.complex128) - b.to(torch.complex128) for a, b in zip(left, right, strict=True)]
     expected = torch.cat([step.flatten() for step in steps]).norm()
     states = [{str(number): value for number, value in enumerate(values)} for values in (left, right)]
-    assert distance(*states, states[0]) == pytest.approx(float(expected), rel=2e-3)  # of bfloat16 numbers
+    assert distance(*states, states[0]) == pytest.approx(float(expected), rel=2e-3)  # bfloat16 numbers
     assert foreach.norms([]) == []
     states = [{"w": value.double()} for value in (torch.tensor([1e-9, 1.0]), torch.tensor([1e-9, -1e-9]))]
-    assert distance(*states, ["w"]) == pytest.approx(1 + 1e-9, rel=1e-15)  # a bound on it is as exact as the model
+    # a bound on the step is as exact as the model
+    assert distance(*states, ["w"]) == pytest.approx(1 + 1e-9, rel=1e-15)
 
 
 @pytest.mark.usefixtures("way")

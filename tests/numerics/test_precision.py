@@ -1,4 +1,4 @@
-"""Sums in float64 of what lies on a device without float64, which is played here: no machine of ours has one."""
+"""Float64 sums for tensors on a device without float64, simulated because no test machine has one."""
 
 import pytest
 import torch
@@ -27,11 +27,11 @@ CPU = torch.device("cpu")
 
 
 class Apple(torch.Tensor):
-    """A tensor that says it is on Apple's device."""
+    """A tensor that reports Apple's device."""
 
 
 class AppleDevice(TorchFunctionMode):
-    """Its rules: no float64, and no computing with tensors of another device, but for numbers and copies."""
+    """The rules of the device: no float64, and no operations across devices except scalars and copies."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -45,7 +45,7 @@ class AppleDevice(TorchFunctionMode):
             assert not any(strangers), f"{func} of tensors on two devices"
         moves = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
         is_apple = moves[0] == MPS if moves else any(on_apple) and func is not torch.Tensor.cpu
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - torch's guide to subclasses names it
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - from torch's guide to subclasses
             result = func(
                 *(CPU if leaf == MPS and isinstance(leaf, torch.device) else leaf for leaf in args),
                 **{name: CPU if name == "device" and value == MPS else value for name, value in kwargs.items()},
@@ -76,7 +76,7 @@ def test_the_device_has_no_float64(apple):
 
 @pytest.mark.parametrize("rule", [FedAvg, FedAtt, FedMargin, lambda: FeSEM(num_centers=2), *ROBUST])
 def test_aggregation(rule, apple):
-    """The server's arithmetic is in float64 on the CPU, to the last bit; the new state is where the old one was."""
+    """The server computes in float64 on the CPU, bit for bit; the new state is on the device of the old state."""
 
     def aggregate(to_device):
         aggregator = rule()
@@ -107,7 +107,7 @@ def test_statistics_of_batch_norm(apple):
 
 @pytest.mark.parametrize("name", ["margin", "softmax", "feature", "discrepancy", "by class"])
 def test_metrics(name, apple):
-    """Sums are on the CPU; the result is where the metric is, and the same again after a reset."""
+    """Sums are on the CPU; the result is on the metric's device, also after a reset."""
     generator = torch.Generator().manual_seed(0)
     features, labels = torch.rand(12, 3, generator=generator), torch.arange(12) % 3
     make, inputs = {

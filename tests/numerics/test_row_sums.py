@@ -1,4 +1,4 @@
-"""Tables of which every client holds some rows: against loops over rows, and against the mean of whole tables."""
+"""Tables with some rows per client: against loops over rows, and against the mean of whole tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Parts = Sequence[tuple[Tensor, Tensor, float]]
 
 
 def by_loops(base: Tensor, parts: Parts, weighting: str) -> np.ndarray:
-    """FedSS, Algorithm 1: the change of a row is zero where a client does not hold it."""
+    """FedSS, Algorithm 1: a client without the row contributes a change of zero."""
     table = base.double().numpy().copy()
     for row in range(len(table)):
         change, held = np.zeros(table.shape[1:]), 0.0
@@ -46,7 +46,7 @@ def some_parts(num_rows: int, columns: Sequence[int], clients: int, seed: int) -
 @pytest.mark.parametrize("columns", [(), (3,), (2, 2)])
 def test_the_mean_is_that_of_loops(columns: Sequence[int], weighting: str) -> None:
     base = torch.randn(9, *columns, generator=torch.Generator().manual_seed(1))
-    parts = some_parts(8, columns, clients=6, seed=2)  # nobody holds the last row
+    parts = some_parts(8, columns, clients=6, seed=2)  # no client holds the last row
     sums = RowSums()
     for part in parts:
         sums.add(*part)
@@ -108,7 +108,7 @@ def test_memory_is_that_of_the_rows_that_differ() -> None:
     sums = RowSums()
     for _ in range(100):
         sums.add(torch.arange(10), torch.ones(10, 4), 1.0)
-        assert sums.num_rows <= 20  # twice the rows that differ
+        assert sums.num_rows <= 20  # twice the number of different rows
     assert torch.equal(sums.mean(torch.zeros(10, 4)), torch.ones(10, 4))
 
 

@@ -76,15 +76,15 @@ def test_the_order_does_not_matter():
 
 
 def test_large_values_do_not_overflow():
-    """The sum of half-precision values is larger than any of them."""
+    """The sum of half-precision values exceeds the float16 range."""
     states = [{"w": torch.tensor([60000.0], dtype=torch.float16)}, {"w": torch.tensor([65000.0], dtype=torch.float16)}]
-    assert mean_of(states, [10_000, 10_000]).mean()["w"].item() == 62496  # the nearest to 62500
+    assert mean_of(states, [10_000, 10_000]).mean()["w"].item() == 62496  # nearest to 62500
     states = [{"w": torch.tensor([3e38])}, {"w": torch.tensor([3e38])}]
     assert torch.equal(mean_of(states, [1e6, 1e6]).mean()["w"], torch.tensor([3e38]))
 
 
 def test_small_differences_do_not_drown():
-    """Ten thousand states that differ in the last place: a sum in float32 would lose it."""
+    """Ten thousand states differ in the last bit: a float32 sum would lose the difference."""
     one = torch.tensor([1.0])
     above = torch.nextafter(one, 2 * one)
     mean = WeightedMean()
@@ -107,7 +107,7 @@ def test_merge_is_add(cut, dtype):
     assert left.total == whole.total
     assert left.count == whole.count == 4
     if before:
-        assert torch.equal(right.mean()["w"], before["w"])  # it is left as it is
+        assert torch.equal(right.mean()["w"], before["w"])  # unchanged
         left.add(states[0], 1, 1)
         assert torch.equal(right.mean()["w"], before["w"])
 
@@ -118,7 +118,7 @@ def test_merging_nothing_with_nothing():
     assert (mean.count, mean.total) == (0, 0)
 
 
-# --- entries that cannot be averaged ---------------------------------------------------------------------------------
+# --- Entries without an average ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
@@ -134,7 +134,7 @@ def test_integers_are_those_of_the_largest(dtype):
 
 def test_of_equals_the_larger_integer():
     states = [{"steps": torch.tensor([3, 8])}, {"steps": torch.tensor([5, 2])}, {"steps": torch.tensor([100, 100])}]
-    sizes = [int("7000"), int("7000"), 6000]  # equal, and not the same object
+    sizes = [int("7000"), int("7000"), 6000]  # equal, but not the same object
     for order in itertools.permutations(zip(states, sizes, strict=True)):
         ordered, sizes = zip(*order, strict=True)
         assert mean_of(ordered, [1, 1, 1], sizes).mean()["steps"].tolist() == [5, 8]
@@ -147,7 +147,7 @@ def test_the_size_and_not_the_weight_decides():
 
 
 def test_merged_integers():
-    """The largest of either part, in whichever order they meet."""
+    """The largest of both parts, for any order."""
     states = [{"steps": torch.tensor(value)} for value in (4, 9, 6, 7)]
     sizes = [10, 2, 10, 3]
     for first in itertools.permutations(range(4)):
@@ -178,7 +178,7 @@ def test_shapes():
     assert result["none"].shape == (0, 3)
 
 
-# --- ownership and errors --------------------------------------------------------------------------------------------
+# --- Ownership and errors ---------------------------------------------------------------------------------------------
 
 
 def test_what_was_added_is_not_changed():

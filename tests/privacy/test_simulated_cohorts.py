@@ -1,4 +1,4 @@
-"""The study's subclass of `CentralDP` simulates larger cohorts, and defines the overridable parts."""
+"""The study's subclass of `CentralDP` simulates larger cohorts, and shows possible overrides."""
 
 import importlib.util
 import math

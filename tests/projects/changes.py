@@ -1,4 +1,4 @@
-"""Changes that make a plain script a federated one."""
+"""Changes from a plain script to a federated script."""
 
 import difflib
 import re
@@ -8,13 +8,12 @@ IMPORT = "import lightning_fed as fed\n"
 
 
 def federate(source, diff):
-    """The script after a change, and with the import before all others if it is needed.
+    """The changed script, with the import first if needed.
 
     Args:
         source: The script.
-        diff: Lines as in a diff: with `-` those that go, with `+` those that come, with a space those that stay, after
-            which others come.
-
+        diff: Lines of a diff: ``-`` removes a line, ``+`` adds a line, a space keeps a line and positions the following
+            additions.
     """
     lines, position = source.splitlines(), 0
     for line in diff.strip("\n").splitlines():
@@ -33,12 +32,12 @@ def federate(source, diff):
 
 
 def with_callback(after, options, *more):
-    """The change that adds the callback after a line, with further lines of a diff."""
+    """The change to add the callback after a line, with further diff lines."""
     return "\n".join([f" {after}", f"+    callbacks = [*callbacks, fed.Federation({options})]", *more])
 
 
 def with_trainer(rounds, options, package="L"):
-    """The change that puts a ``FederatedTrainer`` in place of a plain Trainer without other arguments."""
+    """The change from a Trainer without other arguments to a ``FederatedTrainer``."""
     arguments = "callbacks=callbacks, **options)"
     return (
         f"-    trainer = {package}.Trainer(max_epochs={rounds}, {arguments}\n"
@@ -47,5 +46,5 @@ def with_trainer(rounds, options, package="L"):
 
 
 def changed_lines(before, after):
-    """The lines of a diff that are not in both scripts."""
+    """Added and removed lines, with signs."""
     return [line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line[0] in "+-"]

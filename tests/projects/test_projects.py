@@ -1,4 +1,4 @@
-"""Projects as people have them, plain and federated by a few changed lines: at the first try, and right."""
+"""Realistic projects, plain and federated with a few changed lines: the first attempt works and is correct."""
 
 import importlib.util
 import logging
@@ -26,12 +26,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Consider setting `persistent_workers=True`"),
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),  # 5.23 warns of its own attributes
+    pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),  # 5.23 warns about its own attributes
 ]
 
 FOLDER = Path(__file__).parent / "scripts"
 
-# What a user changes beside the import.
+# Changed lines besides the import.
 DIFFS = {
     ("cli", "trainer"): """
      "--trainer.max_epochs=3",
@@ -163,7 +163,7 @@ DIFFS = {
     ("clustering", "callback"): with_callback("    L.seed_everything(11)", "partition=fed.data.IID(3)"),
 }  # fmt: skip
 
-FALLING = {  # a value of each project's log, and to which share of its first it falls
+FALLING = {  # a logged value of each project, and the required ratio to the first value
     "cli": ("val_loss", 0.8),
     "hydra_template": ("val/loss", 0.8),
     "gan": ("val/distance", 0.8),
@@ -207,7 +207,7 @@ def federated(name, door):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs a script's `main` in silence, and gives its Trainer and its log."""
+    """Runs a script's `main` without output; returns the Trainer and the log."""
 
     def run(source, name, *callbacks):
         monkeypatch.setattr(sys, "argv", ["script.py"])
@@ -255,7 +255,7 @@ def test_a_plain_project_trains(name, run):
     quick_projects("cli", "gan", "graphs", "dqn", "csv_plot", "table", "clustering"),
 )
 def test_a_federated_project_trains_at_the_first_try(name, run, caplog, plain_trainer, monkeypatch):
-    """By either door, with the same weights; visits are plain fits, and rounds are averages of them."""
+    """Both entry points give equal weights; visits equal plain fits, and rounds average the visits."""
     recorder = Recorder()
     with caplog.at_level(logging.WARNING, "lightning_fed"):
         trainer, logger = run(federated(name, "trainer"), name, recorder)
@@ -275,28 +275,28 @@ def test_a_federated_project_trains_at_the_first_try(name, run, caplog, plain_tr
         visits = recorder.round(number)
         expected = average_reference([visit.update for visit in visits], [visit.num_samples for visit in visits])
         torch.testing.assert_close(aggregate, expected, rtol=1e-6, atol=1e-7)
-    if name == "transfer":  # by then the backbone trains, which was frozen in the first round
+    if name == "transfer":  # the backbone, frozen in round 0, trains by then
         return
     lengths = {visit.num_samples: len(visit.batches) for visit in recorder.round(0)}
     steps = (len(recorder.aggregates) - 1) * lengths[max(lengths)] + max(lengths.values())
-    monkeypatch.setattr(lightning_fed, "scheduler_steps", lambda trainer: steps)  # of the whole fit
-    module, seed = trainer.lightning_module, int(os.environ["PL_GLOBAL_SEED"])  # as the project has seeded it
+    monkeypatch.setattr(lightning_fed, "scheduler_steps", lambda trainer: steps)  # for the whole fit
+    module, seed = trainer.lightning_module, int(os.environ["PL_GLOBAL_SEED"])  # the seed set by the project
     for visit in recorder.round(0):
         module.load_state_dict(visit.start)
         for optimizer in trainer.optimizers:
-            optimizer.state.clear()  # `LightningCLI` gives every fit the same optimizer
+            optimizer.state.clear()  # `LightningCLI` uses one optimizer in every fit
         L.seed_everything(visit_seed_reference(seed, 0, visit.client), verbose=False)
         plain = plain_trainer(max_epochs=1, gradient_clip_val=trainer.gradient_clip_val)
         batches = FixedBatches(visit.batches)
         batches.trainer = plain
-        with warnings.catch_warnings(action="ignore"):  # of metrics on validation data that are those of training
+        with warnings.catch_warnings(action="ignore"):  # metrics on validation data equal to the training data
             plain.fit(module, batches, batches)
         assert_same(visit.end, state_of(module))
 
 
 @pytest.mark.parametrize("name", quick_projects("distillation", "metric_learning"))
 def test_fused_visits_are_ordinary_ones(name, run, monkeypatch):
-    """To the last bit."""
+    """Bit for bit."""
     source = federated(name, "trainer")
     fused, _ = run(source, name)
     monkeypatch.setattr(loop, "find_obstacle", lambda *arguments: "a test says so")
@@ -305,7 +305,7 @@ def test_fused_visits_are_ordinary_ones(name, run, monkeypatch):
 
 
 def test_what_is_unfrozen_later_trains(run):
-    """The backbone of the first round stays as it was, and changes when the callback lets it train."""
+    """The backbone is constant in round 0 and changes once unfrozen by the callback."""
     recorder = Recorder()
     run(federated("transfer", "trainer"), "transfer", recorder)
     first = recorder.visits[0].start
@@ -316,7 +316,7 @@ def test_what_is_unfrozen_later_trains(run):
 
 @pytest.mark.parametrize("name", quick(["gan", "forecasting", "anomaly"], ["forecasting"]))
 def test_the_same_with_pytorch_lightning(name, run):
-    """With the other name the weights are the same, without a line more."""
+    """Under the other package name weights are equal, without further changes."""
     expected, _ = run(federated(name, "trainer"), name)
     plain = re.sub(r"\blightning(?=\.pytorch| as L)", "pytorch_lightning", source_of(name)).replace("ng.pytorch", "ng")
     assert "import pytorch_lightning as" in plain

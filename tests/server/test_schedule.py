@@ -1,4 +1,4 @@
-"""The schedule: a pure function of (seed, round) at the cost of the cohort."""
+"""The schedule: a pure function of (seed, round), with costs proportional to the cohort."""
 
 import random
 import tracemalloc
@@ -22,7 +22,7 @@ OPTIONS = {
 
 
 class Counted(Sequence):
-    """A population that counts what is looked up."""
+    """A population that counts lookups."""
 
     def __init__(self, size):
         self.size = size
@@ -62,7 +62,7 @@ def test_global_generators_are_neither_read_nor_moved():
 
 
 def test_hash_seed():
-    """Every process, whose `hash` of strings is another one, draws these, noted once in two processes."""
+    """Independent of the process's `hash` for strings; values recorded from two processes."""
     cohort = Schedule(seed=11, **OPTIONS).cohort(0, NAMES)
     assert cohort.visits == (
         Visit(NAMES[0], round=0, seed=2306594506, epochs=5),
@@ -75,7 +75,7 @@ def test_hash_seed():
 
 
 def test_known_values():
-    """Drawn once from the definitions (SHA-256 and `SeedSequence`): changing them changes every published run."""
+    """Computed once from the definitions (SHA-256 and `SeedSequence`): a change would alter every published run."""
     assert client_key("a") == 0xD4315D83A95DFAEB  # sha256 of "s:a"
     assert client_key(7) == 0x6FAA330D7BDE584F  # sha256 of "i:7"
     assert derive_seed(0, 1, 2) == 3884055042
@@ -87,7 +87,7 @@ def test_known_values():
     assert cohort.dropped == (15, 98)
 
 
-# --- the cohort ------------------------------------------------------------------------------------------------------
+# --- Cohort -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_known_values():
         (0.1, 100, 10),
         (0.29, 100, 29),
         (0.57, 100, 57),
-        (0.1, 11, 2),  # McMahan et al.: the next integer
+        (0.1, 11, 2),  # McMahan et al.: round up
         (0.001, 10, 1),  # at least one
         (1.0, 7, 7),
         (0.5, 3, 2),
@@ -111,7 +111,7 @@ def test_cohort_size(fraction, population, size):
     cohort = schedule.cohort(0, range(population))
     clients = [visit.client for visit in cohort.visits]
     assert len(clients) == len(set(clients)) == size
-    assert clients == sorted(clients)  # in the population's order
+    assert clients == sorted(clients)  # in population order
 
 
 @pytest.mark.parametrize("percent", range(1, 101))
@@ -129,14 +129,14 @@ def test_clients_are_drawn_uniformly():
         pairs.update((a, b) for a in clients for b in clients if a < b)
     expected = rounds * size / population
     chi_square = ((counts - expected) ** 2 / expected).sum() / (1 - size / population)
-    assert chi_square < 43.8  # 99.9 % of a chi-square with 19 degrees of freedom
+    assert chi_square < 43.8  # 99.9 % quantile of chi-square with 19 degrees of freedom
     expected_pair = rounds * size * (size - 1) / (population * (population - 1))
     assert len(pairs) == population * (population - 1) / 2
     assert max(abs(count - expected_pair) for count in pairs.values()) < 5 * expected_pair**0.5
 
 
 def test_the_cost_is_that_of_the_cohort():
-    """Of a million clients only the drawn ones are looked up, and the memory is that of a thousand clients."""
+    """Only sampled clients are looked up, and a million clients need no more memory than a thousand."""
     peaks = {}
     for size in (10**3, 10**6):
         clients = Counted(size)
@@ -163,7 +163,7 @@ def test_visits_have_their_own_seeds():
 
 
 def test_a_client_has_the_seed_of_its_name_and_round():
-    """Wherever it stands in the population, and whoever else takes part."""
+    """Independent of the position in the population and of the other clients."""
     schedule = Schedule(seed=2)
     alone = schedule.cohort(3, ["b"]).visits[0]
     assert schedule.cohort(3, ["a", "b", "c"]).visits[1] == alone
@@ -177,7 +177,7 @@ def test_client_keys():
     assert 0 <= client_key("") < 2**64
 
 
-# --- stragglers ------------------------------------------------------------------------------------------------------
+# --- Stragglers -------------------------------------------------------------------------------------------------------
 
 
 def stragglers_of(schedule, round=0, population=100):
@@ -187,7 +187,7 @@ def stragglers_of(schedule, round=0, population=100):
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 10, 33, 100])
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9, 0.99])
 def test_number_of_stragglers(size, fraction):
-    """`m - round(m (1 - delta))` of specs/baselines.md; a half client more is active, whatever the count."""
+    """`m - round(m (1 - delta))` in specs/baselines.md; half a client counts as active."""
     count = len(
         stragglers_of(Schedule(clients_per_round=size, availability=Availability(stragglers=fraction), local_epochs=3))
     )
@@ -236,7 +236,7 @@ def test_steps_and_portions_of_stragglers():
 
 
 def test_all_methods_see_the_same_stragglers():
-    """The choice of stragglers depends on seed and round only, not on their work or on dropouts."""
+    """Stragglers only depend on seed and round, not on the amount of work or on dropouts."""
     expected = set(stragglers_of(Schedule(seed=1, availability=Availability(stragglers=0.4), local_epochs=2), 3))
     assert len(expected) == 40
     for options in ({"local_epochs": 20}, {"local_steps": 7}, {"local_epochs": 1}):
@@ -259,7 +259,7 @@ def test_everyone_straggles_as_often():
     assert all(abs(count - 120) < 5 * (400 * 0.3 * 0.7) ** 0.5 for count in counts.values())
 
 
-# --- dropouts --------------------------------------------------------------------------------------------------------
+# --- Dropouts ---------------------------------------------------------------------------------------------------------
 
 
 def test_dropout_frequency():
@@ -276,10 +276,10 @@ def test_dropped_clients_are_of_the_cohort_and_do_not_visit():
     assert not visiting & set(cohort.dropped)
     without = Schedule(seed=9, clients_per_round=8).cohort(0, NAMES)
     assert visiting | set(cohort.dropped) == {visit.client for visit in without.visits}
-    assert set(cohort.visits) <= set(without.visits)  # the others are not disturbed
+    assert set(cohort.visits) <= set(without.visits)  # the other visits do not change
 
 
-# --- a visit ---------------------------------------------------------------------------------------------------------
+# --- Visits -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("portion", [0.0, 0.3, 0.999999])
@@ -322,7 +322,7 @@ def test_populations_that_are_too_small():
 
 
 def test_clients_that_always_take_part():
-    """Beside those that are drawn, who stay as they are; they neither straggle nor drop out."""
+    """Sampled clients do not change; permanent clients neither straggle nor drop out."""
     clients = [f"c{number}" for number in range(20)]
     schedule = Schedule(
         3, clients_per_round=4, local_epochs=5, availability=Availability(stragglers=0.75, client_dropout=0.5)

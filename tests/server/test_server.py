@@ -1,4 +1,4 @@
-"""The server: prepares, counts, checks, aggregates. What can be wrong with an update is in `test_faults.py`."""
+"""The server: prepares, counts, checks, aggregates. `test_faults.py` covers invalid updates."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def server():
 
 
 def send(server, client, shape=None, request=None):
-    """As a round sends a message: callbacks may change it before it is counted."""
+    """Sends a message as a round does: callbacks may change the message before counting."""
     broadcast = server.prepare(client, request)
     if shape is not None:
         shape(broadcast)
@@ -34,7 +34,7 @@ def send(server, client, shape=None, request=None):
 
 
 def receive(server, update, unpack=None):
-    """As a round receives an update: callbacks may change it after it is counted and before it is checked."""
+    """Receives an update as a round does: callbacks may change the update after counting and before checks."""
     if not server.count(update):
         return False
     if unpack is not None:
@@ -85,13 +85,13 @@ def test_bytes_are_those_of_the_messages(server):
     receive(server, answer("a", 1.0, variates=torch.zeros(5)))
     assert server.report.up_bytes == size + 20
     receive(server, answer("b", float("nan")))
-    assert server.report.up_bytes == 2 * size + 20  # it has travelled
+    assert server.report.up_bytes == 2 * size + 20  # already sent
     receive(server, answer("stranger", 1.0))
     assert server.report.up_bytes == 3 * size + 20
 
 
 def test_counting_comes_before_unpacking(server):
-    """A compressed message is counted as it travelled and checked as what it means."""
+    """A compressed message is counted in compressed form and checked in expanded form."""
     send(server, "a")
     packed = ClientUpdate("a", 1, {}, extras={"half": torch.full((2,), 2.0, dtype=torch.float16)})
 
@@ -105,13 +105,13 @@ def test_counting_comes_before_unpacking(server):
 
 
 def test_a_shaped_message_is_answered_with_what_the_rule_expects(server):
-    """A client that is sent two rows answers, when it is unpacked, with all: the rule knows nothing of the packing."""
+    """A client with two rows answers with all entries after unpacking: the rule does not see the packing."""
 
     def slice_rows(broadcast):
         broadcast.state["w"] = broadcast.state["w"][:1]
 
     assert send(server, "a", slice_rows).nbytes < send(server, "c").nbytes
-    assert send(server, "b").state["w"].shape == (2,)  # the others are sent all
+    assert send(server, "b").state["w"].shape == (2,)  # other clients receive all rows
     few = answer("a", 1.0)
     few.state["w"] = few.state["w"][:1]
     assert not receive(server, few)
@@ -138,7 +138,7 @@ def test_a_round_forgets_the_one_before(server):
     server.start_round(RoundInfo(6), state())
     assert server.report == RoundReport(6)
     assert report.received == {"a": 1}
-    assert not receive(server, answer("late", 9.0))  # of the round before
+    assert not receive(server, answer("late", 9.0))  # from the previous round
     assert "not asked for" in server.report.failed["late"]
     assert server.finish_round() is None
 
@@ -187,12 +187,12 @@ def test_min_clients_out_of_range(min_clients):
 def test_norm():
     tensors = [torch.tensor([3.0, 0.0]), torch.tensor(4.0), torch.zeros(0), torch.tensor([[12]], dtype=torch.int64)]
     assert norm(tensors).item() == 13.0
-    half = torch.full((100,), 300.0, dtype=torch.float16)  # its square overflows
+    half = torch.full((100,), 300.0, dtype=torch.float16)  # the square overflows
     assert norm([half]).item() == pytest.approx(3000.0)
 
 
 class Counting(FedAvg):
-    """Counts its rounds, and makes an implausible aggregate of large values."""
+    """Counts its rounds, and aggregates large values to an implausible model."""
 
     def __init__(self):
         super().__init__()
@@ -232,19 +232,19 @@ def test_a_client_is_sent_the_rows_that_it_asked_for():
     assert torch.equal(message.state["table"], table[rows])
     assert torch.equal(message.rows["table"], rows)
     assert server.report.up_bytes == 16  # the request: two integers
-    assert server.report.down_bytes == message.nbytes == 16 + 8  # the rows and `w`; the client knows which they are
+    assert server.report.down_bytes == message.nbytes == 16 + 8  # the rows and `w`; the client knows the row numbers
     seen = []
     update = ClientUpdate("a", 1, {"table": torch.ones(2, 2), "w": torch.ones(2)})
     assert receive(server, update, lambda answered: seen.append(answered.rows["table"]))
     assert server.report.up_bytes == 16 + 24
-    assert torch.equal(seen[0], rows)  # hooks see them too
+    assert torch.equal(seen[0], rows)  # hooks see the rows too
     new = server.finish_round()
     assert torch.equal(new["table"][rows], torch.ones(2, 2))
     assert torch.equal(new["table"][[0, 2, 3]], table[[0, 2, 3]])
 
 
 def test_a_rule_answers_what_a_client_says_of_itself():
-    """And what it says is counted, whoever uses it."""
+    """The client's request counts in any case."""
 
     class Brief(FedAvg):
         resizes = True
@@ -299,7 +299,7 @@ def test_a_rule_that_needs_whole_entries():
 
 
 def test_an_update_that_the_rule_cannot_use():
-    """It is the rule that knows what its extras should be; the client is left out, and the others go on."""
+    """Only the rule knows the required extras; the client is excluded, and the round continues."""
 
     class Picky(FedAvg):
         def receive(self, update):

@@ -1,4 +1,4 @@
-"""Update steps that bound a client's influence: the length of its step, and what it counts by; and bad updates."""
+"""Update steps that bound a client's influence, by step length and by weight; invalid updates."""
 
 import copy
 import pickle
@@ -25,13 +25,13 @@ RULES = ["fedavg", "fairavg", "fedprox", "fedavgm", "fedadam", "fedatt", "fesem"
 
 
 def moved(step):
-    """The start, moved by a vector of this length."""
+    """The start moved by a step of this length."""
     direction = {"w": torch.tensor([[0.5, 0.5], [-0.5, 0.1]]), "b": torch.tensor([-0.4898979])}
     return {name: value + step * direction[name] if name in direction else value + 1 for name, value in START.items()}
 
 
 def serve(server, steps=STEPS, samples=SAMPLES, trainable=None):
-    """One round of a server with these clients; returns the aggregate."""
+    """One round on a server with these clients; returns the aggregate."""
     server.start_round(RoundInfo(0, trainable=trainable), {name: value.clone() for name, value in START.items()})
     for client in steps:
         server.prepare(client)
@@ -43,7 +43,7 @@ def serve(server, steps=STEPS, samples=SAMPLES, trainable=None):
 
 
 def server_of(method="fedavg", *steps):
-    """A server of a method, with steps outside of the method's own."""
+    """A server for a method with additional steps."""
     method = build_method(method)
     return Server(Chain(method.aggregator, [*method.steps, *steps]))
 
@@ -57,12 +57,12 @@ def close(state, expected):
         torch.testing.assert_close(state[name].double(), value.double(), rtol=1e-5, atol=1e-6)
 
 
-# --- steps ------------------------------------------------------------------------------------------------------------
+# --- Bounds -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limit", BOUNDS)
 def test_a_long_step_is_shortened(limit):
-    """By hand: the median of 1, 2, 3 and 100 is 2, of even numbers the lower."""
+    """The lower median of 1, 2, 3 and 100 is 2."""
     server = server_of("fedavg", limit)
     state = serve(server)
     steps = {client: max(-2.5, min(2.5, step)) for client, step in STEPS.items()}
@@ -77,12 +77,12 @@ def test_a_long_step_is_shortened(limit):
 @pytest.mark.parametrize("limit", BOUNDS)
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_sees_the_shortened_steps(rule, limit):
-    """The result is that of the clients that have gone no further, whatever the rule makes of it."""
+    """Equals a round in which clients move no further than the bound, for any rule."""
     honest = {client: max(-2.5, min(2.5, step)) for client, step in STEPS.items()}
     limited = serve(server_of(rule, limit))
     close(limited, serve(server_of(rule), honest))
     free = serve(server_of(rule))
-    # FedAtt and the adaptive optimizers bound or rescale steps themselves; the others follow the long one.
+    # FedAtt and adaptive optimizers bound or rescale steps themselves; other rules follow the long step.
     if rule not in ("fedadam", "fedatt", "fesem"):
         assert float((free["w"] - limited["w"]).norm()) > 1
 
@@ -119,12 +119,12 @@ def test_only_what_trains_is_measured_and_shortened():
     assert server.count(update)
     assert server.accept(update)
     state = server.finish_round()
-    assert state["1.running_mean"].tolist() == [11.0, 11.0]  # has checks of its own
+    assert state["1.running_mean"].tolist() == [11.0, 11.0]  # has separate checks
     assert float((state["w"] - 1).norm()) == pytest.approx(1.0)
 
 
 def test_the_median_is_that_of_all_processes():
-    """Each has some of the clients; the chains are joined when all have come."""
+    """Each process has some of the clients; chains merge after all updates."""
     whole = serve(server_of("fedavg", MaxMedianNorm(1.25)))
     servers = [server_of("fedavg", MaxMedianNorm(1.25)) for _ in range(2)]
     for server, share in zip(servers, [("a", "bad"), ("b", "c")], strict=True):
@@ -141,7 +141,7 @@ def test_the_median_is_that_of_all_processes():
     assert shortened(servers[0]) == 2
 
 
-# --- weights ----------------------------------------------------------------------------------------------------------
+# --- Weights ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -150,7 +150,7 @@ def test_every_rule_counts_what_counts(rule):
     capped = {client: min(samples, 20) for client, samples in SAMPLES.items()}
     server = server_of(rule, MaxSamples(20))
     assert_same(serve(server, steps), serve(server_of(rule), steps, capped))
-    assert server.report.received == SAMPLES  # what they report is in the log
+    assert server.report.received == SAMPLES  # the log contains the reported numbers
     server = server_of(rule, UniformWeights())
     assert_same(serve(server, steps), serve(server_of(rule), steps, dict.fromkeys(SAMPLES, 1)))
 
@@ -160,7 +160,7 @@ def test_uniform_fedavg_is_fairavg():
 
 
 def test_counts_of_statistics_follow():
-    """Where nothing is limited they are what they were; where it is, nobody owns the pooled statistics."""
+    """Unbounded counts do not change; with bounds, no client dominates the pooled statistics."""
     counts = {"a": 640.0, "b": 1280.0, "c": 1e12}
     reports = [{"batch_norm:0:count": torch.tensor(count)} for count in counts.values()]
     assert [float(report["batch_norm:0:count"]) for report in limit_counts(reports, [10, 20, 30], [10, 20, 20])] == [
@@ -168,7 +168,7 @@ def test_counts_of_statistics_follow():
     ]  # fmt: skip
     missing = [reports[0], {}]
     assert limit_counts(missing, [10, 20], [1, 1]) == [{"batch_norm:0:count": torch.tensor(640.0)}, {}]
-    alike = limit_counts(reports[:2], [10, 20], [1, 1])  # and not 64: the pooled variance is not that of two examples
+    alike = limit_counts(reports[:2], [10, 20], [1, 1])  # not 64: the pooled variance is not from two examples
     assert [float(report["batch_norm:0:count"]) for report in alike] == [640.0, 640.0]
 
 
@@ -185,7 +185,7 @@ def test_models_of_any_shape_have_no_steps(step):
         Federation(FedMA(), steps=[step])
 
 
-# --- what no update may be --------------------------------------------------------------------------------------------
+# --- Invalid updates --------------------------------------------------------------------------------------------------
 
 
 BAD = {
@@ -226,7 +226,7 @@ def test_what_no_training_can_make_is_left_out(change, samples, reason, resizes)
 
 
 class Careless(FedAvg):
-    """A rule that trusts what a client sends along."""
+    """A rule without checks on extras."""
 
     def receive(self, update):
         update.extras["needed"].item()
@@ -251,7 +251,7 @@ def test_an_error_of_the_rule_is_the_clients():
 
 
 class Inverting(FedAvg):
-    """A rule that makes statistics that cannot be."""
+    """A rule that aggregates negative variances."""
 
     def aggregate(self):
         return {name: -value for name, value in super().aggregate().items()}
@@ -271,6 +271,6 @@ def test_an_aggregate_that_cannot_be_is_taken_back(caplog):
 
 @pytest.mark.parametrize("rule", ["qffl", "krum", "fedmargin"])
 def test_processes_with_different_rules_are_not_merged(rule):
-    """The sums of q-FedAvg have the form of those of FedAvg, and would make a wrong mean."""
+    """The sums of q-FedAvg and FedAvg have equal forms, so merging would give a wrong mean."""
     with pytest.raises(TypeError, match="same rule and steps"):
         Chain(FedAvg()).merge(Chain(build_method(rule).aggregator).part)

@@ -1,4 +1,4 @@
-"""The chain: construction starts no round."""
+"""The chain: construction does not start a round."""
 
 import torch
 
@@ -19,7 +19,7 @@ class Starts(UpdateStep):
 
 
 def test_a_step_starts_with_the_first_round():
-    """A start needs a model: a step may read entries."""
+    """Starting needs a model, because a step may read entries."""
     chains = [Chain(FedAvg(), [Starts()]), Federation(FedAvg(), steps=[Starts()]).server.chain]
     for chain in chains:
         (step,) = chain.steps

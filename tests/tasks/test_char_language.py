@@ -1,4 +1,4 @@
-"""The language model of characters against plain PyTorch written out here."""
+"""The character language model against explicit plain PyTorch."""
 
 import copy
 
@@ -81,10 +81,10 @@ def test_steps_equal_plain_pytorch(every_step, as_dict):
 
 @pytest.mark.parametrize("every_step", [False, True])
 def test_evaluation_is_over_all_characters(every_step):
-    """Accuracy by numpy, perplexity by torchmetrics' own, over batches of unlike sizes."""
+    """Accuracy by numpy, perplexity by torchmetrics, over batches of different sizes."""
     task = CharLanguageTask(hidden_size=6, num_classes=20, every_step=every_step)
     with torch.no_grad():
-        task.model.decoder.weight.mul_(9)  # so that characters differ in their chances
+        task.model.decoder.weight.mul_(9)  # gives characters different probabilities
     batches = [windows(count, every_step=every_step, classes=20, seed=count) for count in (7, 2)]
     (tested,) = trainer().test(task, loader(batches), verbose=False)
     perplexity, hits = Perplexity(), []
@@ -131,7 +131,7 @@ def test_every_layer_can_grow():
 
 @pytest.mark.slow
 def test_fedma_on_generated_roles(federated_trainer, tmp_path):
-    """A pass has a round for the embedding, one for each layer, and one for the decoder."""
+    """A pass has one round for the embedding, one for each layer, and one for the decoder."""
     data = Shakespeare(max_clients=2, stride=80, every_step=True, batch_size=8)
     options = {"hidden_size": 16, "num_layers": 2, "every_step": True, "lr": 1.0, "momentum": 0.9}
     task = CharLanguageTask(**options)

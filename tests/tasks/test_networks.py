@@ -1,4 +1,4 @@
-"""The papers' networks: sizes from the papers, forward passes written out by hand."""
+"""The papers' networks: sizes from the papers, explicit forward passes."""
 
 import pytest
 import timm
@@ -45,13 +45,13 @@ def test_parameters_are_those_of_the_paper(name, in_channels, input_size, total,
     ]
     assert sizes == layers
     assert sum(parameter.numel() for parameter in network.parameters()) == total == sum(layers)
-    # what methods on features rely on: the split, and the output layer at the end
+    # required by feature methods: the split, and the output layer at the end
     assert list(dict(network.named_children())) == ["features", "classifier"]
     assert network.classifier[-1].out_features == 10
 
 
 def by_hand(name, weights, x):
-    """Each forward pass as its paper or code tells it, in evaluation (no dropout)."""
+    """Each forward pass as in the paper or published code, in evaluation (without dropout)."""
     w = iter(weights)
 
     def conv(x, padding):
@@ -182,13 +182,13 @@ def test_no_layer_without_channels():
 
 
 def test_kaiming_initialisation():
-    """Activations keep their size through nine layers, where PyTorch's own weights make them ever smaller."""
+    """Activations keep their scale through nine layers, but shrink with PyTorch's default initialisation."""
     torch.manual_seed(0)
     images = torch.randn(16, 3, 32, 32)
     sizes = {}
     for init in ("default", "kaiming"):
         network = build_network("vgg9", 10, 3, 32, width=0.5, init=init).eval()
-        sizes[init] = float(network(images).detach().var(0).mean().sqrt())  # what differs between images
+        sizes[init] = float(network(images).detach().var(0).mean().sqrt())  # variation between images
         has_biases = any(bool(m.bias.any()) for m in network.modules() if isinstance(m, nn.Conv2d | nn.Linear))
         assert has_biases == (init == "default")
     assert sizes["default"] < 0.01

@@ -25,11 +25,11 @@ def task_of(mode, loss, num_classes=3, **options):
     return SegmentationTask(nn.Identity(), 1 if mode == "binary" else num_classes, loss=loss, mode=mode, **options)
 
 
-# --- losses, pixel by pixel -------------------------------------------------------------------------------------------
+# --- Losses by pixel --------------------------------------------------------------------------------------------------
 
 
 def pairs(mode, logits, target):
-    """Probabilities and truths of counted pixels, a pair per class."""
+    """Probabilities and true labels of counted pixels, one pair per class."""
     if mode == "multiclass":
         valid = target != IGNORED
         probabilities = logits.softmax(1).movedim(1, -1)[valid]
@@ -161,7 +161,7 @@ def test_sums_and_weights():
 
 @pytest.mark.parametrize("ignore_index", [IGNORED, None])
 def test_classes_of_weight_0(ignore_index):
-    """Weight 0 excludes a class; a batch without another class has the loss 0 and no gradient, not NaN."""
+    """Weight 0 excludes a class; a batch with only this class has loss 0 and gradient 0, not NaN."""
     task = task_of("multiclass", "ce", class_weights=[0.0, 1.0, 2.0], ignore_index=ignore_index).double()
     logits, target = data("multiclass")
     target = target if ignore_index else target.where(target != IGNORED, 0)
@@ -174,7 +174,7 @@ def test_classes_of_weight_0(ignore_index):
 
 
 def test_a_function_of_ones_own(tmp_path):
-    """The function gets the task's logits and masks; a checkpoint does not contain the function."""
+    """The function receives the task's logits and masks; a checkpoint does not contain the function."""
     own = smp.losses.TverskyLoss("multiclass", alpha=0.2, beta=0.8, ignore_index=IGNORED)
     logits, target = data("multiclass")
     task = task_of("multiclass", own)
@@ -185,7 +185,7 @@ def test_a_function_of_ones_own(tmp_path):
     SegmentationTask.load_from_checkpoint(tmp_path / "own.ckpt", model=nn.Conv2d(3, 3, 1), **loading(weights_only=True))
 
 
-# --- modes ------------------------------------------------------------------------------------------------------------
+# --- Modes ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["binary", "multilabel"])
@@ -235,11 +235,13 @@ def test_mistakes(options, message):
         SegmentationTask(nn.Identity(), **{"num_classes": 3, **options})
 
 
-# --- scores -----------------------------------------------------------------------------------------------------------
+# --- Scores -----------------------------------------------------------------------------------------------------------
 
 
 def scores_by_hand(predictions, truths):
-    """From sets of pixels: (IoU, Dice) by name of each occurring class; both are lists of arrays, one per class."""
+    """From sets of pixels: (IoU, Dice) by name of each class present; both arguments are lists of arrays, one per
+    class.
+    """
     found = {}
     for label, (prediction, truth) in enumerate(zip(predictions, truths, strict=True)):
         p, t = set(np.flatnonzero(prediction)), set(np.flatnonzero(truth))
@@ -254,7 +256,7 @@ def test_scores_are_those_of_sets_of_pixels(mode):
     batches = []
     for n in (3, 1):
         logits = images(n, count, 7, seed=n)
-        logits[:, 3:] = -9.0  # the last class occurs nowhere
+        logits[:, 3:] = -9.0  # the last class never occurs
         target = labels(n, 7, 7, classes=2 if mode == "binary" else 3, seed=n)
         if mode == "multilabel":
             target = labels(n, count, 7, 7, classes=2, seed=n)
@@ -314,7 +316,7 @@ def test_scores_of_classes_in_the_log():
 
 
 def test_an_ignored_class_among_the_classes_has_no_score():
-    """The number is the same with and without the scores of classes."""
+    """The mean is equal with and without scores by class."""
     x, mask = images(2, 3, 8), labels(2, 8, 8, classes=3)
     found = []
     for per_class in (False, True):
@@ -347,7 +349,7 @@ def test_masks_of_0_and_255(mode):
 
 
 def test_a_binary_class_that_is_ignored(recwarn):
-    """Masks of 0 and 255, with 255 as the ignored index, are a mistake; ignored pixels next to the class are fine."""
+    """Masks with 0 and 255, and 255 as the ignored index, are a mistake; ignored pixels next to the class are valid."""
     mask = labels(2, 8, 8, classes=2)
     task = SegmentationTask(nn.Identity(), 1, mode="binary")
     for values, count in ((255 * mask, 1), (mask, 0), (torch.where(images(2, 1, 8)[:, 0] > 1, 255, mask), 0)):
@@ -366,7 +368,7 @@ def test_binary_masks_are_checked_in_training(recwarn):
         trainer(max_epochs=1).fit(SegmentationTask(nn.Conv2d(1, 1, 1), 1, mode="binary", ignore_index=None), data)
 
 
-# --- tiles ------------------------------------------------------------------------------------------------------------
+# --- Tiles ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("side", "tile"), [((37, 50), (16, 20)), ((16, 20), (16, 20)), ((9, 40), (16, 16))])
@@ -384,7 +386,7 @@ def test_tiles_of_what_looks_at_one_pixel_are_the_whole(side, tile, overlap):
 
 
 def test_there_are_no_seams():
-    """A network sensitive to input borders is far off at edges of adjacent tiles, but not with blended tiles."""
+    """A network with border effects differs strongly at edges of adjacent tiles, but not with blended tiles."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(1, 4, 5, padding=2), nn.Tanh(), nn.Conv2d(4, 1, 5, padding=2)).eval()
     x = torch.ones(1, 1, 64, 64)
@@ -415,12 +417,12 @@ def test_prediction_by_tiles():
         trainer().predict(SegmentationTask(nn.AvgPool2d(2), 4, tile=(16, 16)), loader([images(1, 4, 41)]))
 
 
-# --- pretrained encoders ----------------------------------------------------------------------------------------------
+# --- Pretrained encoders ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def pretrained():
-    """An encoder with unique weights."""
+    """An encoder with other weights than any new encoder."""
     torch.manual_seed(7)
     return smp.Unet("tu-resnet10t", encoder_weights=None, encoder_depth=3, decoder_channels=(8, 8, 8)).encoder
 
@@ -477,7 +479,7 @@ def test_without_a_network(monkeypatch):
 
 
 def test_by_clients(federated_trainer):
-    """Per-class scores in the evaluation client by client, with classes missing at clients."""
+    """Scores by class in client evaluation, with classes missing at clients."""
     from lightning_fed import FederatedDataModule
     from tests import models
 

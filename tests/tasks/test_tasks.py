@@ -1,4 +1,4 @@
-"""The ready tasks against plain PyTorch and numpy written out here."""
+"""The ready tasks against explicit plain PyTorch and numpy."""
 
 import copy
 import json
@@ -31,12 +31,11 @@ def trainer(**kwargs):
 
 
 def loader(batches):
-    """Serve the batches as they are."""
     return DataLoader(batches, batch_size=None)
 
 
 def fit(task, batches, **kwargs):
-    """Train on the batches, with one of them to validate on: a task is made for that."""
+    """Trains on the batches, and validates on the first batch, because tasks expect validation."""
     run = trainer(**kwargs)
     run.fit(task, loader(batches), loader(batches[:1]))
     return run
@@ -62,7 +61,7 @@ def assert_same_weights(model, expected):
     assert [name for name in wanted if not torch.equal(state[name], wanted[name])] == []
 
 
-# --- training steps -------------------------------------------------------------------------------------------------
+# --- Training steps ---------------------------------------------------------------------------------------------------
 
 CLASSIFICATION_STEPS = {
     "defaults": ({}, lambda p: torch.optim.SGD(p, lr=0.01), F.cross_entropy),
@@ -102,13 +101,13 @@ def test_classification_steps_equal_plain_pytorch(row, as_dict):
         optimizer.step()
         losses.append(loss.item())
     assert_same_weights(task.model, plain)
-    # the epoch's mean over examples, whatever the sizes of the batches
+    # the mean over all examples of the epoch, for any batch sizes
     assert run.callback_metrics["train_loss"].item() == pytest.approx((6 * losses[0] + 3 * losses[1]) / 9, rel=1e-6)
     assert set(run.callback_metrics) == {"train_loss", "val_loss", "val_acc"}
 
 
 def dice_by_hand(logits, mask):
-    """Mean over classes of 1 - 2 sum(p t) / sum(p + t), without ignored pixels; 0 for a class that is not there."""
+    """Mean over classes of 1 - 2 sum(p t) / sum(p + t), without ignored pixels; 0 for an absent class."""
     p, valid = logits.softmax(1), mask != IGNORED
     terms = []
     for c in range(logits.shape[1]):
@@ -162,7 +161,7 @@ def test_segmentation_losses(loss, by_hand):
     assert value.item() == pytest.approx(expected.item(), rel=1e-6)
     gradient, expected_gradient = (torch.autograd.grad(v, logits, retain_graph=True)[0] for v in (value, expected))
     assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-9)
-    assert not gradient[:, :, :4].any()  # ignored pixels teach nothing
+    assert not gradient[:, :, :4].any()  # ignored pixels have no gradient
 
 
 @pytest.mark.parametrize("loss", ["ce", "dice", "ce+dice"])
@@ -208,7 +207,7 @@ def test_without_an_ignored_class_every_pixel_counts():
     assert task.ignore_index is None
 
 
-# --- metrics --------------------------------------------------------------------------------------------------------
+# --- Metrics ----------------------------------------------------------------------------------------------------------
 
 
 def miou_by_hand(logits, targets, num_classes, ignored):
@@ -225,7 +224,7 @@ def miou_by_hand(logits, targets, num_classes, ignored):
 
 
 def segmentation_batches(ignored):
-    """Class 3 is in the truth only, class 4 in the prediction only, class 5 in neither; sizes differ."""
+    """Class 3 only occurs in the truth, class 4 in the prediction, class 5 in neither; sizes differ."""
     batches = []
     for n in (3, 1, 2):
         target, logits = labels(n, 9, 9, classes=4, seed=n), images(n, 6, 9, seed=n)
@@ -233,7 +232,7 @@ def segmentation_batches(ignored):
         logits[:, 4] -= 1.0
         target[:, :2] = ignored
         batches.append((logits, target))
-    batches[1][1][:] = ignored  # a batch without a label
+    batches[1][1][:] = ignored  # a batch without labels
     return batches
 
 
@@ -243,7 +242,7 @@ def test_segmentation_metrics_equal_numpy(stage, ignored):
     batches = segmentation_batches(ignored)
     task = SegmentationTask(nn.Identity(), num_classes=6, ignore_index=ignored)
     run = trainer()
-    for _ in range(2):  # the second time starts afresh
+    for _ in range(2):  # the second run starts anew
         (run.validate if stage == "val" else run.test)(task, loader(batches), verbose=False)
         miou, accuracy = miou_by_hand(*zip(*batches, strict=True), 6, ignored)
         assert run.callback_metrics[f"{stage}_miou"].item() == pytest.approx(miou, rel=1e-6)
@@ -267,7 +266,7 @@ def test_accuracy_counts_examples(stage):
 
 
 def test_validation_in_a_fit_starts_afresh_each_epoch_and_after_the_sanity_check():
-    """The network never changes (lr 0), so each epoch must log the same number."""
+    """With lr=0 the network is constant, so each epoch must log the same value."""
     batches = [(images(4, 1, 28, seed=n), labels(4, seed=n)) for n in range(3)]
     task = ClassificationTask("mlp", num_classes=10, lr=0.0)
     with torch.no_grad():
@@ -298,7 +297,8 @@ def test_each_validation_loader_has_its_own_metrics():
         expected[f"val_loss/dataloader_idx_{index}"] = F.cross_entropy(x.flatten(1), y).item()
     assert {key: value.item() for key, value in run.callback_metrics.items()} == pytest.approx(expected)
     assert len(set(expected.values())) == 4
-    run.validate(task, loader(groups[1]), verbose=False)  # one loader again: no suffix, nothing left of the second
+    # a single loader again: no suffix, and no state of the second loader
+    run.validate(task, loader(groups[1]), verbose=False)
     assert set(run.callback_metrics) == {"val_loss", "val_acc"}
     assert run.callback_metrics["val_acc"].item() == pytest.approx(expected["val_acc/dataloader_idx_1"])
 
@@ -332,11 +332,11 @@ def test_other_batches_are_refused(task, batch, message):
         task(nn.Identity(), num_classes=5).training_step(batch, 0)
 
 
-# --- optimizer and schedule -----------------------------------------------------------------------------------------
+# --- Optimizer and schedule -------------------------------------------------------------------------------------------
 
 
 class Rates(L.Callback):
-    """The learning rate of every optimizer step."""
+    """Records the learning rate of every optimizer step."""
 
     def __init__(self):
         self.seen = []
@@ -354,7 +354,7 @@ class Rates(L.Callback):
             {"scheduler": "MultiStepLR", "scheduler_kwargs": {"milestones": [1], "gamma": 0.25}},
             [0.8, 0.8, 0.2, 0.2, 0.2, 0.2],
         ),
-        (  # the watched value never falls below 0: the rate drops at the end of the second epoch
+        (  # the monitored value never falls below 0, so the rate drops after two epochs
             {
                 "scheduler": "ReduceLROnPlateau",
                 "scheduler_kwargs": {"patience": 0, "factor": 0.5, "threshold": 1e9, "threshold_mode": "abs"},
@@ -386,19 +386,19 @@ def test_optimizer_options_reach_the_optimizer():
     wanted = {"lr": 0.3, "momentum": 0.7, "weight_decay": 0.2, "alpha": 0.6, "centered": True}
     assert {key: group[key] for key in wanted} == wanted
     assert [id(p) for p in group["params"]] == [id(p) for p in task.parameters()]
-    # an option that is not given is the optimizer's own default
+    # without an option the optimizer's default applies
     (group,) = ClassificationTask("mlp", 10, optimizer="AdamW").configure_optimizers().param_groups
     assert group["weight_decay"] == 0.01
-    # Lightning's learning-rate finder writes here
+    # written by Lightning's learning-rate finder
     task.lr = 0.9
     assert task.configure_optimizers().param_groups[0]["lr"] == 0.9
 
 
-# --- construction ---------------------------------------------------------------------------------------------------
+# --- Construction -----------------------------------------------------------------------------------------------------
 
 
 def test_the_state_is_the_networks_state():
-    """A client sends the network: no metric, no class weights."""
+    """A client sends the network without metrics and class weights."""
     network = smp.Unet("resnet18", encoder_weights=None, classes=3)
     task = SegmentationTask(network, num_classes=3, class_weights=[1.0, 2.0, 3.0], loss="ce+dice")
     assert list(task.state_dict()) == [f"model.{name}" for name in network.state_dict()]
@@ -439,7 +439,7 @@ def test_checkpoints_load_safely_and_rebuild_the_task(tmp_path):
     assert_same_weights(loaded, task)
     assert loaded.hparams == task.hparams
     assert (loaded.lr, loaded.class_weights.tolist()) == (0.3, [0.5] * 10)
-    # a ready module is not among the hyperparameters: it is given again
+    # a given module is not a hyperparameter, and must be passed again
     loaded = SegmentationTask.load_from_checkpoint(
         tmp_path / "3.ckpt", model=nn.Conv2d(3, 3, 1), **loading(weights_only=True)
     )
@@ -448,11 +448,11 @@ def test_checkpoints_load_safely_and_rebuild_the_task(tmp_path):
     assert (loaded.ignore_index, loaded.hparams["loss"]) == (7, "dice")
 
 
-# LightningCLI 2.6 uses what jsonargparse 4.53 calls deprecated (`add_instantiator`)
+# LightningCLI 2.6 uses `add_instantiator`, deprecated in jsonargparse 4.53
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_everything_can_be_said_in_yaml(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["lightning-fed"])  # the CLI warns of arguments that are pytest's
+    monkeypatch.setattr("sys.argv", ["lightning-fed"])  # the CLI warns about pytest's arguments
     (tmp_path / "recipe.yaml").write_text(
         textwrap.dedent(
             """
@@ -500,7 +500,7 @@ def test_everything_can_be_said_in_yaml(tmp_path, monkeypatch):
     task = LightningCLI(Task, args=[*arguments, loss], **options).model
     logits, mask = images(2, 4, 8), labels(2, 8, 8, classes=4)
     assert task.compute_loss(logits, mask) == smp.losses.TverskyLoss("multiclass")(logits, mask)
-    with pytest.raises(SystemExit):  # a wrong choice is refused by its type
+    with pytest.raises(SystemExit):  # invalid choices are refused by type
         LightningCLI(Task, args=[*arguments, "--model.init_args.norm=layer"], **options)
 
 
@@ -560,7 +560,7 @@ def test_construction_draws_no_random_numbers_beyond_the_networks():
 
 
 def test_a_head_of_very_many_classes():
-    """The network's last layer becomes one of which clients hold a few classes, and says so with its own weight."""
+    """The last layer becomes a sampled-softmax head with its own weight, found by the callback."""
     task = ClassificationTask("mcmahan_cnn", num_classes=500, head="sampled_softmax")
     name = find_sampled_softmax_head(task)
     head = task.get_submodule(name)

@@ -39,7 +39,7 @@ def samples(m, n, d=4, seed=0, dtype=torch.float32):
         ({"bandwidth": 1.0, "estimator": "unbiased"}, 0.442507),
         ({"bandwidth": 2**0.5}, 0.587178),
         ({"bandwidth": "pooled"}, 0.587178),
-        ({"bandwidth": "median"}, 0.757854),  # of Y alone: 1, 1 and the root of 2
+        ({"bandwidth": "median"}, 0.757854),  # distances within Y: 1, 1 and the root of 2
     ],
 )
 def test_the_examples_of_the_spec(options, expected):
@@ -91,7 +91,7 @@ def test_pieces_do_not_matter(chunk_size, estimator):
 def test_equal_samples_have_no_discrepancy():
     x, _ = samples(200, 1, 32)
     assert maximum_mean_discrepancy(x, x[torch.randperm(200)], chunk_size=64).item() < 1e-7
-    assert maximum_mean_discrepancy(x, x, estimator="unbiased").item() == 0  # it is negative
+    assert maximum_mean_discrepancy(x, x, estimator="unbiased").item() == 0  # negative before the clamp
 
 
 def test_it_is_symmetric_for_one_bandwidth():
@@ -101,7 +101,7 @@ def test_it_is_symmetric_for_one_bandwidth():
 
 
 def test_the_unbiased_estimator_has_no_bias():
-    """Of two samples of one distribution it is 0 on average; the biased one is not."""
+    """The unbiased estimate for equal distributions is 0 on average; the biased estimate is not."""
     values = {"biased": [], "unbiased": []}
     for seed in range(100):
         x, _ = samples(20, 1, seed=seed)
@@ -124,7 +124,7 @@ def test_it_grows_with_the_shift():
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
 def test_far_from_zero(offset):
-    """A common offset of the samples does not cost precision."""
+    """A common offset does not reduce precision."""
     x, y = samples(40, 40, 8, dtype=torch.float64)
     expected = maximum_mean_discrepancy(x, y, squared=True)
     result = maximum_mean_discrepancy(x + offset, y + offset, squared=True)
@@ -139,7 +139,7 @@ def test_types(dtype):
 
 
 def test_large_half_precision_features():
-    """Their squares are above the largest float16."""
+    """Squares exceed the float16 range."""
     x = torch.tensor([[0.0], [60000.0]], dtype=torch.float16)
     assert median_distance(x) == 60000 - 60000 % 32
     assert maximum_mean_discrepancy(x, x.flip(0)).item() < 1e-7
@@ -159,7 +159,7 @@ def test_what_is_not_finite_is_seen(value):
         maximum_mean_discrepancy(y, x)
 
 
-# --- the median -------------------------------------------------------------------------------------------------------
+# --- Median -----------------------------------------------------------------------------------------------------------
 
 
 NUMBERS = [2, 3, 4, 5, 31, 40]
@@ -184,7 +184,7 @@ def test_median_against_the_reference(seed, n, chunk_size):
     [
         [0, 0, 1],  # two of three distances are 1
         [0, 0, 0, 1, 1],  # 4 of 10 are 0
-        [0, 0, 0, 0, 1],  # the middle of ten falls between 0 and 1: 6 are 0
+        [0, 0, 0, 0, 1],  # the middle of ten lies between 0 and 1: 6 are 0
         [0, 1, 3, 7, 15, 31],
         [0, 1, 1000, 1001],  # the middle two have different leading bits
     ],
@@ -195,14 +195,14 @@ def test_medians_with_ties(values):
 
 
 def test_copies_have_no_distance():
-    """In numbers that a product of matrices would not make 0."""
+    """For values with non-zero distance in the formula by a matrix product."""
     x = (torch.randn(1, 300) * 100 + 1e3).repeat(6, 1)
     assert median_distance(torch.cat([x, torch.randn(2, 300)])) == 0
     with pytest.raises(ValueError, match="half of the pairs or more have no distance"):
         maximum_mean_discrepancy(x + 1, x)
 
 
-# --- per class --------------------------------------------------------------------------------------------------------
+# --- Per class --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("estimator", ["biased", "unbiased"])
@@ -234,7 +234,7 @@ def test_one_class_is_all():
     assert result.item() == maximum_mean_discrepancy(x, y).item()
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- Errors -----------------------------------------------------------------------------------------------------------
 
 BAD = [
     ({"features": torch.zeros(3)}, r"shape \(m, d\) and \(n, d\), but got \(3,\) and \(3, 2\)"),
@@ -271,12 +271,12 @@ def test_bad_labels():
         classwise_maximum_mean_discrepancy(X, Y, labels, labels, 2, bandwidth=1.0, chunk_size=0)
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- Memory -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_memory_of_twenty_thousand_samples():
-    """One matrix of distances would be 3.2 GB."""
+    """One distance matrix would take 3.2 GB."""
     command = [sys.executable, "benchmarks/margin_memory.py", "--measure", "mmd", "--samples", "20000"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     result = json.loads(done.stdout.splitlines()[-1])

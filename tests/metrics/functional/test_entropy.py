@@ -14,7 +14,7 @@ SHAPES = [(3, 4), (2, 3, 5), (2, 5, 3, 4), (1, 2, 2, 3, 2)]
 
 
 def by_pixel(values, function):
-    """A function of the list of channels, for every pixel."""
+    """Applies a function to the channels of every pixel."""
     flat = values.double().flatten(2) if values.ndim > 2 else values.double().unsqueeze(2)
     rows = [[function(pixel.tolist()) for pixel in image.T] for image in flat]
     return torch.tensor(rows, dtype=torch.float64).reshape(values.shape[:1] + values.shape[2:])
@@ -83,13 +83,13 @@ def test_pieces_do_not_matter(shape, elements, monkeypatch):
     values = torch.randn(shape)
     whole = softmax_entropy(values), feature_entropy(values)
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", elements)
-    # Vector instructions compute what fills a register, the rest is computed one by one: pieces change which is which.
+    # Vector instructions process full registers and scalar code the rest, so chunks change single pixels.
     torch.testing.assert_close(softmax_entropy(values), whole[0])
     torch.testing.assert_close(feature_entropy(values), whole[1])
 
 
 def test_pieces_are_small():
-    """The working memory is that of a piece, for many small images as for few large ones."""
+    """Working memory is bounded by a chunk, for many small images and for few large images."""
     for count, width, positions in ((1000, 21, 1), (7, 21, 1000), (3, 5, 99), (1, 100, 1), (0, 3, 4)):
         for elements in (1, 50, 2000, 10**9):
             images, pixels = chunks.chunk_steps(count, width, positions, elements)
@@ -102,7 +102,7 @@ def test_pieces_are_small():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype):
-    """Computed in float32: a sum of features may be above the largest float16."""
+    """Computed in float32: a sum of features may exceed the float16 range."""
     logits = torch.tensor([[20.0, 0.0, -20.0]])
     assert softmax_entropy(logits.to(dtype)).dtype == torch.float32
     assert torch.equal(softmax_entropy(logits.to(dtype)), softmax_entropy(logits))
@@ -126,7 +126,7 @@ def test_the_dimension_of_the_outcomes():
 
 
 def test_gradients_flow():
-    """A step against the gradient makes a model surer of its class."""
+    """A step along the negative gradient makes a model more certain."""
     logits = torch.randn(4, 3, requires_grad=True)
     before = softmax_entropy(logits).sum()
     (gradient,) = torch.autograd.grad(before, logits)

@@ -1,4 +1,4 @@
-"""MAP@R and the neighbours behind it."""
+"""MAP@R and neighbour search."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def images(count, classes=5, width=4, seed=0):
-    """Embeddings that lean towards their class's direction, unequally long; the last class has one image alone."""
+    """Embeddings near class directions with different lengths; the last class has a single image."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(classes - 1, (count,), generator=generator)
     labels[-1] = classes - 1
@@ -29,7 +29,7 @@ def images(count, classes=5, width=4, seed=0):
 
 
 def ranked(*relevant):
-    """One query whose neighbours are relevant or not, in this order; given to the search in another one."""
+    """One query with relevant and irrelevant neighbours in this order; the gallery is shuffled."""
     gallery = 1.0 + torch.arange(len(relevant))[:, None]
     order = torch.randperm(len(relevant), generator=torch.Generator().manual_seed(0))
     labels = torch.tensor(relevant)
@@ -49,7 +49,7 @@ def ranked(*relevant):
         ((1, 1, 1, 1, 0, 0, 0, 0, 0, 0), 10, 0.4),
         ((1, 0, 1, 1, 0), "relevant", (1 + 2 / 3) / 3),
         ((0, 0, 0, 1), 3, 0.0),
-        ((1, 1), 10, 0.2),  # of ten places two are taken
+        ((1, 1), 10, 0.2),  # two of ten places are relevant
     ],
 )
 def test_the_examples_of_the_spec(relevant, r, expected):
@@ -107,7 +107,7 @@ def test_the_two_metrics_differ_but_for_the_length():
 
 
 def test_a_perfect_model():
-    """The class is the direction: 1, and with five images in a class MAP@10 is 0.4."""
+    """Embeddings equal class directions: 1. With five images per class MAP@10 is 0.4."""
     labels = torch.arange(30) % 6
     noise = 0.01 * torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
     embeddings = torch.eye(6)[labels] + noise
@@ -115,21 +115,21 @@ def test_a_perfect_model():
     assert mean_average_precision_at_r(embeddings, labels, 4).item() == 1
     assert mean_average_precision_at_r(embeddings, labels, 10).item() == pytest.approx(0.4)
     assert mean_average_precision_at_r(embeddings, torch.arange(30), 10).item() == 0
-    assert mean_average_precision_at_r(embeddings, torch.arange(30), "relevant").isnan()  # no class has two
+    assert mean_average_precision_at_r(embeddings, torch.arange(30), "relevant").isnan()  # no class has two images
 
 
 def test_an_image_is_not_its_own_neighbour():
-    """Though its copies are: they are other images."""
+    """Copies are other images, and do count."""
     embeddings, labels = torch.eye(4).repeat(2, 1), torch.arange(4).repeat(2)
     assert relevant_neighbors(embeddings, labels, 2, chunk_size=3).tolist() == [[True, False]] * 8
     assert mean_average_precision_at_r(embeddings, labels, "relevant", chunk_size=3).item() == 1
     apart = relevant_neighbors(embeddings, labels, 3, gallery=embeddings, gallery_labels=labels)
-    assert apart.tolist() == [[True, True, False]] * 8  # a gallery is searched as it is
+    assert apart.tolist() == [[True, True, False]] * 8  # a separate gallery is searched completely
 
 
 @pytest.mark.parametrize("chunk_size", [2, 7, 100])
 def test_equally_near_images(chunk_size):
-    """Others first, whatever the order: on a grid most distances are those of several images."""
+    """Irrelevant images come first for any order: on a grid most distances are ties."""
     generator = torch.Generator().manual_seed(0)
     embeddings = torch.randint(3, (60, 2), generator=generator).float()
     labels = torch.randint(3, (60,), generator=generator)
@@ -185,7 +185,7 @@ def test_the_inputs_stay_as_they_are():
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite(value):
-    """A model that has diverged: the score says so, as its loss does."""
+    """A diverged model has NaN as score, as in the loss."""
     embeddings, labels = images(9)
     embeddings[4, 1] = value
     assert mean_average_precision_at_r(embeddings, labels).isnan()
@@ -226,7 +226,7 @@ def test_refusals(changes, message):
 
 
 def test_distances():
-    """Of copies none, far from zero too; the rest as they are."""
+    """Copies have distance zero, even far from the origin."""
     samples = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)).double()
     expected = [
         [sum((a - b) ** 2 for a, b in zip(x, y, strict=True)) for y in samples.tolist()] for x in samples.tolist()
@@ -244,7 +244,7 @@ def test_distances():
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_memory_is_bounded():
-    """Of 6,000 images all distances would take 274 MiB."""
+    """The full distance matrix for 6,000 images would take 274 MiB."""
     command = [sys.executable, "benchmarks/retrieval_memory.py", "--measure", "map", "--samples", "6000"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     result = json.loads(done.stdout.splitlines()[-1])

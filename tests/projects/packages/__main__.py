@@ -1,7 +1,7 @@
-"""Real packages in an environment of their own, plain and federated: ``make test-projects``.
+"""Real packages in a separate environment, plain and federated: ``make test-projects``.
 
-Each package is installed by itself; what does not install is named and skipped. Each script beside this file is run as
-it is, and with the changes below by both ways to federate it, in one process for each script.
+Each package is installed separately; packages that fail to install are named and skipped. Each script in this folder
+runs unchanged and with both changes below, in one process per script.
 """
 
 import argparse
@@ -30,16 +30,15 @@ IID = "fed.data.IID(3)"
 
 @dataclass
 class Project:
-    """A script, the packages that it needs, and what federates it.
+    """A script, the required packages, and the changes to a federated script.
 
     Args:
-        packages: Packages as pip installs them; the first one's version is shown.
-        about: What the project is.
-        score: Value of its log that falls.
-        trainer: Change to a ``FederatedTrainer``, as :func:`tests.projects.changes.federate` takes it; empty where the
-            package makes the Trainer.
+        packages: Packages for pip; the table shows the version of the first package.
+        about: Description of the project.
+        score: Logged value that must fall.
+        trainer: Change to a ``FederatedTrainer`` for :func:`tests.projects.changes.federate`; empty if the package
+            creates the Trainer.
         callback: Change to a Trainer with the callback.
-
     """
 
     packages: tuple[str, ...]
@@ -171,7 +170,7 @@ PROJECTS = {
 
 
 def install(packages):
-    """Installs packages; the last line of what pip says if it fails."""
+    """Installs packages; returns pip's last line on failure."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stderr.splitlines() if line.strip() and "WARNING" not in line]
@@ -179,7 +178,7 @@ def install(packages):
 
 
 def run_main(source, name, *callbacks):
-    """Runs a script's `main`; its Trainer and its log."""
+    """Runs a script's `main`; returns the Trainer and the log."""
     from tests.recorders import MemoryLogger
 
     path = Path(tempfile.mkdtemp()) / f"{name}.py"
@@ -196,7 +195,7 @@ def run_main(source, name, *callbacks):
 
 
 class Warnings(logging.Handler):
-    """Keeps the warnings of the package's log."""
+    """Stores the package's warnings."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -207,12 +206,12 @@ class Warnings(logging.Handler):
 
 
 def try_project(name):
-    """Runs a project in its three forms; what came of it, for :func:`table`."""
+    """Runs the three forms of a project; returns the results for :func:`table`."""
     import torch
 
     from tests.recorders import state_of
 
-    warnings.simplefilter("ignore")  # those of the packages
+    warnings.simplefilter("ignore")  # warnings of the packages
     project, said = PROJECTS[name], Warnings()
     logging.getLogger("lightning_fed").addHandler(said)
     source = (FOLDER / f"{name}.py").read_text()
@@ -238,7 +237,7 @@ def try_project(name):
 
 
 def run_project(name):
-    """The result of :func:`try_project`, from a process of its own."""
+    """The result of :func:`try_project` from a separate process."""
     command = [sys.executable, "-m", "tests.projects.packages", "--only", name, "--here"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     try:
@@ -255,7 +254,7 @@ def run_project(name):
 
 
 def verdict(result):
-    """The fault of a result; empty if there is none."""
+    """The fault in a result; empty without a fault."""
     if "error" in result:
         return result["error"]
     ways = [result[way] for way in ("plain", "trainer", "callback") if way in result]
@@ -272,14 +271,14 @@ def verdict(result):
 
 
 def shorten(warning):
-    """A warning of the package's log for a cell."""
+    """Shortens a logged warning for a table cell."""
     carried = re.search(r"these attributes of \w+ changed in the visits: (.*?)\. They", warning)
     text = f"the log names what passes between visits: {carried[1]}" if carried else warning
     return text.replace("|", "/")
 
 
 def table(results):
-    """The results as Markdown."""
+    """Results as a Markdown table."""
     lines = [
         "| package | project | changed lines: Trainer, callback | plain | federated | remarks |",
         "|---|---|---|---|---|---|",
@@ -302,7 +301,7 @@ def table(results):
 
 
 def write_table(page, text):
-    """Puts the table between the marks of a page."""
+    """Writes the table between the markers in a page."""
     begin, end = "<!-- projects -->", "<!-- /projects -->"
     before, _, rest = page.read_text().partition(begin)
     _, _, after = rest.partition(end)
@@ -334,7 +333,7 @@ def main():
 
 
 def versions():
-    """The versions that all projects share."""
+    """Versions shared by all projects."""
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "lightning"))
 
 

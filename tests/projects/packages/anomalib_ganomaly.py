@@ -1,4 +1,4 @@
-"""Anomaly detection with anomalib: a folder of images, its model, its engine."""
+"""Anomaly detection with anomalib: an image folder, model and engine."""
 
 import tempfile
 from pathlib import Path
@@ -33,7 +33,7 @@ def main(callbacks, **options):
     )  # fmt: skip
     resize = Ganomaly.configure_pre_processor((32, 32))
     model = Ganomaly(batch_size=8, n_features=8, latent_vec_size=16, pre_processor=resize)
-    options |= {"default_root_dir": str(folder), "enable_checkpointing": True}  # the engine brings a checkpoint
+    options |= {"default_root_dir": str(folder), "enable_checkpointing": True}  # the engine adds a checkpoint callback
     engine = Engine(max_epochs=3, callbacks=callbacks, **options)
     engine.fit(model=model, datamodule=datamodule)
     return engine.trainer

@@ -1,4 +1,4 @@
-"""Denoising diffusion with the model and the noise schedule of diffusers."""
+"""Denoising diffusion with model and noise schedule from diffusers."""
 
 import lightning as L
 import torch

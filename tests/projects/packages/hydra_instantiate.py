@@ -1,4 +1,4 @@
-"""Objects of a configuration that hydra composes and instantiates, as in lightning-hydra-template."""
+"""Objects composed and instantiated by hydra, as in lightning-hydra-template."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""MoCo with lightly's transforms, data set, heads and loss, as in its example for Lightning."""
+"""MoCo with lightly's transforms, data set, heads and loss, as in lightly's example for Lightning."""
 
 import copy
 
@@ -16,7 +16,7 @@ from torch import nn
 
 
 class Colours(torch.utils.data.Dataset):
-    """Images of squares in four colours, as a data set of torchvision with a ``transform``."""
+    """Images of squares in four colours, as a torchvision data set with a ``transform``."""
 
     transform = None
 

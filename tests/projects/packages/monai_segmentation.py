@@ -1,4 +1,4 @@
-"""Segmentation of volumes with MONAI, as in its tutorial of the spleen for Lightning."""
+"""Volume segmentation with MONAI, as in MONAI's spleen tutorial for Lightning."""
 
 import lightning.pytorch as pl
 import numpy as np

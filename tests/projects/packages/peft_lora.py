@@ -1,4 +1,4 @@
-"""LoRA of a text classifier: the model of transformers is read from a folder, the text from a table of datasets."""
+"""LoRA for a text classifier: the transformers model comes from a folder, the text from a datasets table."""
 
 import tempfile
 

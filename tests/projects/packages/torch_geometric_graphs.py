@@ -1,4 +1,4 @@
-"""Classification of graphs with PyTorch Geometric, its data set of fake graphs and its own datamodule."""
+"""Graph classification with PyTorch Geometric's fake data set and datamodule."""
 
 import lightning as L
 import torch

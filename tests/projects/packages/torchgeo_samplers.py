@@ -1,4 +1,4 @@
-"""Semantic segmentation with torchgeo: raster files, a geographic sampler, its ready task."""
+"""Semantic segmentation with torchgeo: raster files, a geographic sampler, and torchgeo's task."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Regression with mean and variance with lightning-uq-box, on its toy data."""
+"""Regression with mean and variance with lightning-uq-box, on toy data from the package."""
 
 from functools import partial
 

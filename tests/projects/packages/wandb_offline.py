@@ -1,4 +1,4 @@
-"""Weights & Biases without a connection: the curves and the gradients' histograms of a fit."""
+"""Weights & Biases offline: curves and gradient histograms for a fit."""
 
 import lightning as L
 import torch

@@ -34,7 +34,7 @@ class ImageBatch:
 
 
 class Tiles(Dataset):
-    """Images with stripes; in those that are not normal a patch has none."""
+    """Images with stripes; anomalous images have a patch without stripes."""
 
     def __init__(self, num_samples, anomalous=0.0, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -91,7 +91,7 @@ class Folder(pl.LightningDataModule):
 
 
 class Engine:
-    """As anomalib's: it makes the Trainer itself."""
+    """As in anomalib, creates the Trainer."""
 
     def __init__(self, callbacks=None, **kwargs):
         self.trainer = pl.Trainer(callbacks=callbacks, **kwargs)

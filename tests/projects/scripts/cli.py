@@ -1,4 +1,4 @@
-"""An image classifier behind ``LightningCLI``, in the style of Lightning's own example of it."""
+"""An image classifier behind ``LightningCLI``, after Lightning's example."""
 
 import lightning as L
 import torch

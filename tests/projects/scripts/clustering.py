@@ -1,4 +1,4 @@
-"""Clustering without an optimizer: centres are running means of the examples that are nearest to them."""
+"""Clustering without an optimizer: centres are running means of the nearest examples."""
 
 import lightning as L
 import torch

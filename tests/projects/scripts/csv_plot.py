@@ -1,4 +1,4 @@
-"""A tutorial's last cell: the curves of a fit are read from the CSV file that its logger wrote, by epoch."""
+"""A tutorial's last cell: reads the curves of a fit by epoch from the logger's CSV file."""
 
 import csv
 from pathlib import Path
@@ -29,7 +29,7 @@ class Regression(L.LightningModule):
 
 
 def curves(folder):
-    """Each value by epoch, as `read_csv(...).set_index("epoch").dropna()` would have it."""
+    """Values by epoch, as in `read_csv(...).set_index("epoch").dropna()`."""
     by_name = {}
     for row in csv.DictReader((Path(folder) / "metrics.csv").read_text().splitlines()):
         for name in ("train_loss", "val_loss"):

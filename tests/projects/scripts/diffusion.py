@@ -1,4 +1,4 @@
-"""Denoising diffusion with an average of the weights kept by the module."""
+"""Denoising diffusion with averaged weights inside the module."""
 
 import copy
 

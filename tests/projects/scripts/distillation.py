@@ -1,4 +1,4 @@
-"""Distillation: a student learns from a teacher that is run without gradients; the module has no `forward`."""
+"""Distillation: a student learns from a teacher without gradients; the module has no `forward`."""
 
 import lightning as L
 import torch
@@ -14,7 +14,7 @@ def network(width):
 class Distiller(L.LightningModule):
     def __init__(self, temperature=2.0):
         super().__init__()
-        self.student, self.teacher = network(8), network(32)  # whose parameters nobody has told not to train
+        self.student, self.teacher = network(8), network(32)  # the teacher's parameters still have `requires_grad`
         self.temperature = temperature
 
     def loss_of(self, batch):

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 class Corridor:
-    """Five places in a row; the reward is at one end."""
+    """Five places in a row, with the reward at one end."""
 
     def __init__(self, start=2):
         self.start = start
@@ -24,7 +24,7 @@ class Corridor:
 
 
 class ReplayStream(IterableDataset):
-    """Plays at random, and gives transitions without end."""
+    """Plays randomly and yields transitions endlessly."""
 
     def __init__(self, start=2):
         self.environment = Corridor(start)

@@ -1,4 +1,4 @@
-"""Few-shot learning in the style of easyfsl and torchmeta: a batch sampler draws episodes of some ways and shots."""
+"""Few-shot learning in the style of easyfsl and torchmeta: a batch sampler draws episodes."""
 
 import lightning as L
 import torch
@@ -23,7 +23,7 @@ class Glyphs(Dataset):
 
 
 class EpisodeSampler(Sampler):
-    """Batches of `n_way` classes with `n_shot` examples for support and `n_query` to be told apart."""
+    """Batches with `n_way` classes, `n_shot` support examples and `n_query` query examples per class."""
 
     def __init__(self, labels, n_way, n_shot, n_query, n_tasks):
         self.places = {int(label): (labels == label).nonzero()[:, 0] for label in labels.unique()}

@@ -1,4 +1,4 @@
-"""Forecasting with quantiles, in the style of pytorch-forecasting: its batches, its own collation, its loader."""
+"""Quantile forecasting after pytorch-forecasting, with similar batches, collation and loader."""
 
 import lightning.pytorch as pl
 import torch

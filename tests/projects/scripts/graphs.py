@@ -1,4 +1,4 @@
-"""Graph classification in the style of PyTorch Geometric: objects with ``.y``, a loader that makes them batches."""
+"""Graph classification in the style of PyTorch Geometric: objects with ``.y`` and a batching loader."""
 
 import lightning as L
 import torch
@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 
 class Data:
-    """A graph, or several as one: node features, edges, a label for each graph, the graph of each node."""
+    """One graph or a batch: node features, edges, a label for each graph, the graph of each node."""
 
     def __init__(self, x, edge_index, y, batch=None):
         self.x, self.edge_index, self.y, self.batch = x, edge_index, y, batch
@@ -33,7 +33,7 @@ def collate(graphs):
 
 
 class Loader(torch.utils.data.DataLoader):
-    """As ``torch_geometric.loader.DataLoader``: it brings its own collation."""
+    """As ``torch_geometric.loader.DataLoader``, sets a collate function."""
 
     def __init__(self, dataset, batch_size=1, shuffle=False, **kwargs):
         kwargs.pop("collate_fn", None)
@@ -41,7 +41,7 @@ class Loader(torch.utils.data.DataLoader):
 
 
 class Rings(Dataset):
-    """Rings of 4 to 9 nodes, some with a chord across."""
+    """Rings with 4 to 9 nodes, some with a chord."""
 
     def __init__(self, num_graphs):
         self.graphs = []
@@ -63,7 +63,7 @@ class Rings(Dataset):
 
 
 class Convolution(nn.Module):
-    """Sums what the neighbours send."""
+    """Sums messages from the neighbours."""
 
     def __init__(self, inputs, outputs):
         super().__init__()

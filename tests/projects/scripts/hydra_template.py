@@ -1,4 +1,4 @@
-"""A project in the style of lightning-hydra-template: everything is instantiated from its configuration."""
+"""A project in the style of lightning-hydra-template: all objects are instantiated from a configuration."""
 
 from functools import partial
 from importlib import import_module
@@ -35,7 +35,7 @@ trainer:
 
 
 def instantiate(config, *args, **kwargs):
-    """Makes what a configuration describes, as ``hydra.utils.instantiate`` does."""
+    """Instantiates a configuration as ``hydra.utils.instantiate`` does."""
     if isinstance(config, list):
         return [instantiate(value) for value in config]
     if not isinstance(config, dict):

@@ -1,4 +1,4 @@
-"""Land cover in the style of torchgeo: a data set that is asked for places, a sampler that draws them, dictionaries."""
+"""Land cover in the style of torchgeo: a data set indexed by places, a sampler for places, dictionary batches."""
 
 import lightning as L
 import torch
@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 
 class RasterDataset(Dataset):
-    """One large scene, indexed by windows of it: (top, left, size)."""
+    """One large scene, indexed by windows (top, left, size)."""
 
     def __init__(self):
         rows, columns = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
@@ -16,7 +16,7 @@ class RasterDataset(Dataset):
         self.image = F.one_hot(self.mask, 3).permute(2, 0, 1) + 0.5 * torch.randn(3, 64, 64)
 
     def __len__(self):
-        return 1  # files
+        return 1  # number of files
 
     def __getitem__(self, window):
         top, left, size = window
@@ -25,7 +25,7 @@ class RasterDataset(Dataset):
 
 
 class RandomGeoSampler(Sampler):
-    """Windows at random places of a region: the rows from the first to the second."""
+    """Windows at random places in a region, from a first row to a last row."""
 
     def __init__(self, dataset, size, length, rows=(0, 64)):
         self.size, self.length, self.rows = size, length, rows

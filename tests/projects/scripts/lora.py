@@ -1,4 +1,4 @@
-"""Low-rank adapters of a language model, in the style of peft's examples."""
+"""Low-rank adapters for a language model, in the style of peft's examples."""
 
 import lightning as L
 import torch
@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 
 class Countings(Dataset):
-    """Rows of tokens that rise by one or two."""
+    """Token sequences increasing by one or two."""
 
     def __init__(self, num_samples):
         starts = torch.arange(num_samples)[:, None]

@@ -1,4 +1,4 @@
-"""Metric learning with ArcFace in the style of pytorch-metric-learning: the loss has the classes' weights."""
+"""Metric learning with ArcFace in the style of pytorch-metric-learning: the loss contains the class weights."""
 
 import lightning as L
 import torch

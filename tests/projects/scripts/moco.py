@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Views(Dataset):
-    """Samples as lightly's data set gives them: two views, a label, a file name."""
+    """Samples as in lightly's data set: two views, a label, a file name."""
 
     def __init__(self, num_samples=240):
         self.labels = torch.arange(num_samples) % 4

@@ -1,4 +1,4 @@
-"""Segmentation of pets in the style of the notebook of segmentation_models_pytorch."""
+"""Segmentation of pets after the notebook by segmentation_models_pytorch."""
 
 import lightning as L
 import segmentation_models_pytorch as smp
@@ -11,7 +11,7 @@ T_MAX = 12 * EPOCHS
 
 
 class Pets(Dataset):
-    """Samples as the notebook's: dictionaries of images and masks."""
+    """Samples as in the notebook: dictionaries with image and mask."""
 
     def __init__(self, num_samples, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -35,7 +35,7 @@ class PetModel(L.LightningModule):
         self.model = smp.create_model(
             arch, encoder_name=encoder_name, in_channels=in_channels, classes=out_classes, **kwargs
         )
-        # The notebook asks `smp.encoders.get_preprocessing_params` for these numbers, which is a download.
+        # From `smp.encoders.get_preprocessing_params`, to avoid a download.
         self.register_buffer("std", 255 * torch.tensor([0.229, 0.224, 0.225]).view(1, 3, 1, 1))
         self.register_buffer("mean", 255 * torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1))
         self.loss_fn = smp.losses.DiceLoss(smp.losses.BINARY_MODE, from_logits=True)

@@ -1,4 +1,4 @@
-"""A table in memory: the data set takes the rows of a batch at once, and a batch sampler draws them."""
+"""A table in memory: the data set takes all rows of a batch at once, from a batch sampler."""
 
 import lightning as L
 import torch

@@ -1,4 +1,4 @@
-"""Text classification with transformers, in the style of Lightning's tutorial of GLUE."""
+"""Text classification with transformers, in the style of Lightning's GLUE tutorial."""
 
 import lightning as L
 import torch
@@ -34,7 +34,7 @@ class GLUEDataModule(L.LightningDataModule):
         self.dataset = {"train": self.make(180, 0), "validation": self.make(45, 1)}
 
     def make(self, count, seed):
-        """Sentences of unequal lengths with a good or a bad word, as tokens, in mappings like those of ``datasets``."""
+        """Tokenised sentences of different lengths with a good or a bad word, as mappings like in ``datasets``."""
         generator = torch.Generator().manual_seed(seed)
         features = []
         for index in range(count):

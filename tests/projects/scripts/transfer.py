@@ -1,4 +1,4 @@
-"""Transfer learning with ``BackboneFinetuning``, in the style of Lightning's computer-vision example."""
+"""Transfer learning with ``BackboneFinetuning``, after Lightning's computer-vision example."""
 
 import lightning as L
 import torch

@@ -1,4 +1,4 @@
-"""Regression with its uncertainty by an ensemble, in the style of lightning-uq-box."""
+"""Regression with uncertainty from an ensemble, in the style of lightning-uq-box."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
 
 class NLL(nn.Module):
-    """Negative log-likelihood of a Gaussian, of (mean, log variance)."""
+    """Gaussian negative log-likelihood for (mean, log variance)."""
 
     def forward(self, preds, target):
         mu, log_sigma_2 = preds[..., :1], preds[..., 1:]
@@ -18,7 +18,7 @@ class NLL(nn.Module):
 
 
 class DeepEnsemble(L.LightningModule):
-    """Members that see the same batches, each with an initialisation of its own."""
+    """Members train on the same batches from different initialisations."""
 
     def __init__(self, models, burnin_epochs, optimizer=torch.optim.Adam, lr_scheduler=None):
         super().__init__()
