@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_fed.algorithms import METHODS, FeSEM, FLTrust, Krum, ServerOptimizer
 from lightning_fed.algorithms.robust import AdaptiveClipping, Bucketing, NearestNeighborMixing
 from lightning_fed.client.client_store import ClientStore, FolderStore, MemoryStore
-from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource
+from lightning_fed.data.dataset_clients import ClientSource, DatasetClients
 from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.data.visit_costs import VisitCosts, balance_loads
@@ -163,7 +163,7 @@ class Some(ProcessGroup):
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_all_processes_serve_as_many_batches_as_lightning_takes(size, limit):
     data = models.as_datasets(models.vectors({"a": 20, "b": 3, "c": 41, "d": 8}))
-    population = DatasetClients(DatasetsSource(data), 4, True, False, {})
+    population = DatasetClients(ClientSource(data), 4, True, False, {})
     cohort = Schedule(0).cohort(0, population.clients)
     answers = [None] * size
     for rank in range(size):  # who looks up whom, before anyone asks the others

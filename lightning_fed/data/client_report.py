@@ -6,13 +6,14 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_fed.data.dataset_clients import DatasetClients, PartitionedSource
+from lightning_fed.data.dataset_clients import ClientSource, DatasetClients, client_subsets
 from lightning_fed.data.label_lookup import MapDataset
 from lightning_fed.data.partition_base import Partition
 from lightning_fed.data.population import PlannedVisit, Population, seeded_generators
@@ -178,9 +179,8 @@ def report_partition(
 
     """
     indices = partition.split(dataset, seed)
-    transforms = {client: partition.transform(client, seed) for client in indices}
-    source = PartitionedSource(dataset, indices, transforms.__getitem__)  # type: ignore[arg-type]
-    population = DatasetClients(source, batch_size=32, shuffle=False)
+    parts = client_subsets(dataset, indices, partial(partition.transform, seed=seed))  # type: ignore[arg-type]
+    population = DatasetClients(ClientSource(parts), batch_size=32, shuffle=False)
     return report_clients(population, num_classes, class_names, ignore_index)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from lightning_fed.data.arrays import ArrayDataset
 from lightning_fed.data.class_numbers import ClassNumbers
 from lightning_fed.data.interleave import interleave, sequential_groups
-from lightning_fed.data.population import PlannedVisit, Population, VisitBatch, client_keys, seed_everything
+from lightning_fed.data.population import (
+    LazyClients,
+    PlannedVisit,
+    Population,
+    VisitBatch,
+    client_keys,
+    seed_everything,
+)
 from lightning_fed.data.sampler_stream import SamplerStream
 from lightning_fed.errors import OptionError
 from lightning_fed.messages import Client
@@ -178,32 +185,32 @@ class DatasetClients(Population):
                 yield VisitBatch(issued.popleft(), batch)
 
 
-class ClientSource(Dataset[Any], ABC):
+class ClientSource(Dataset[Any]):
     """Data set of :class:`DatasetClients`, indexed by requests for a batch of one client.
 
     Args:
-        clients: The clients' keys.
+        datasets: Map-style data set by client; a lookup may build the client's data set. The last two data sets are
+            cached, so a visit builds a data set once.
         collate: Function from a list of samples to a batch.
+        class_numbers: Known class numbers, shared with other data.
 
     """
 
-    def __init__(self, clients: Sequence[Client], collate: Callable[[list[Any]], Any] | None = None) -> None:
-        self.clients = clients
+    def __init__(
+        self,
+        datasets: Mapping[Client, Dataset[Any]],
+        collate: Callable[[list[Any]], Any] | None = None,
+        class_numbers: ClassNumbers | None = None,
+    ) -> None:
+        self.clients = client_keys(datasets)
+        self.datasets = datasets
         self.collate = collate or default_collate
+        self._recent: dict[Client, Dataset[Any]] = {}
+        self._class_numbers = ClassNumbers() if class_numbers is None else class_numbers
 
-    @abstractmethod
     def num_samples(self, client: Client) -> int:
         """The client's local examples."""
-
-    @abstractmethod
-    def locate(self, client: Client, positions: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
-        """Finds the data set with a client's examples, the examples' indices, and a transform for the client's samples.
-
-        Args:
-            client: The client's key.
-            positions: Positions among the client's examples, shape (batch,).
-
-        """
+        return len(self._dataset(client))  # type: ignore[arg-type]
 
     def __getitems__(self, request: BatchRequest) -> Any:
         try:
@@ -217,86 +224,11 @@ class ClientSource(Dataset[Any], ABC):
         if get_worker_info() is not None:
             # Random augmentation depends only on the batch, not on the worker.
             seed_everything(request.seed)
-        dataset, indices, transform = self.locate(request.client, request.positions)
-        if transform is None and self.collate is default_collate:
-            batch = _direct_batch(dataset, indices)
-            if batch is not None:
-                return batch
-        if hasattr(dataset, "__getitems__"):
-            samples = dataset.__getitems__(indices.tolist())
-        else:
-            samples = [dataset[index] for index in indices.tolist()]
-        if transform is not None:
-            samples = [transform(sample) for sample in samples]
-        return self.collate(samples)
-
-
-class PartitionedSource(ClientSource):
-    """Clients as index sets of one data set.
-
-    Args:
-        dataset: The data set.
-        indices: Example indices by client.
-        transform: Function from a client's key to a transform for the client's samples, or ``None``.
-        collate: Function that makes a batch of a list of samples.
-
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        indices: Mapping[Client, np.ndarray],
-        transform: Callable[[Client], SampleTransform | None] | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
-    ) -> None:
-        super().__init__(client_keys(indices), collate)
-        while type(dataset) is Subset:  # batches then come directly from the underlying data set
-            outer = np.asarray(dataset.indices)
-            indices = {client: outer[inner] for client, inner in indices.items()}
-            dataset = dataset.dataset
-        self.dataset = dataset
-        self.indices = indices
-        self.transform = transform
-
-    def num_samples(self, client: Client) -> int:
-        """The client's local examples."""
-        return len(self.indices[client])
-
-    def locate(self, client: Client, positions: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
-        """The shared data set and the client's indices in it."""
-        transform = None if self.transform is None else self.transform(client)
-        return self.dataset, self.indices[client][positions], transform
-
-
-class DatasetsSource(ClientSource):
-    """Clients with one data set each.
-
-    Args:
-        datasets: Map-style data set by client; a lookup may build the client's data set. The last two data sets are
-            cached, so a visit builds a data set once.
-        collate: Function that makes a batch of a list of samples.
-        class_numbers: Known class numbers, shared with other data.
-
-    """
-
-    def __init__(
-        self,
-        datasets: Mapping[Client, Dataset[Any]],
-        collate: Callable[[list[Any]], Any] | None = None,
-        class_numbers: ClassNumbers | None = None,
-    ) -> None:
-        super().__init__(client_keys(datasets), collate)
-        self.datasets = datasets
-        self._recent: dict[Client, Dataset[Any]] = {}
-        self._class_numbers = ClassNumbers() if class_numbers is None else class_numbers
-
-    def num_samples(self, client: Client) -> int:
-        """Length of the client's data set."""
-        return len(self._dataset(client))  # type: ignore[arg-type]
-
-    def locate(self, client: Client, positions: np.ndarray) -> tuple[Dataset[Any], np.ndarray, SampleTransform | None]:
-        """The client's data set."""
-        return self._dataset(client), positions, None
+        dataset, rows = self._dataset(request.client), request.positions
+        if isinstance(dataset, ClientSubset) and dataset.transform is None:
+            dataset, rows = dataset.dataset, dataset.indices[rows]
+        batch = _direct_batch(dataset, rows) if self.collate is default_collate else None
+        return self.collate(_read_samples(dataset, rows)) if batch is None else batch
 
     def _dataset(self, client: Client) -> Dataset[Any]:
         if client not in self._recent:
@@ -305,6 +237,65 @@ class DatasetsSource(ClientSource):
             self._recent[client] = self.datasets[client]
             self._class_numbers.check(client, self._recent[client])
         return self._recent[client]
+
+
+class ClientSubset(Subset[Any]):
+    """A client's part of a data set.
+
+    Args:
+        dataset: The data set.
+        indices: Indices of the client's examples, shape (n,).
+        transform: Transform for each sample.
+
+    """
+
+    indices: np.ndarray  # type: ignore[assignment]
+
+    def __init__(self, dataset: Dataset[Any], indices: np.ndarray, transform: SampleTransform | None = None) -> None:
+        super().__init__(dataset, indices)  # type: ignore[arg-type]
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        samples = _read_samples(self.dataset, self.indices[indices])
+        return samples if self.transform is None else [self.transform(sample) for sample in samples]
+
+
+def client_subsets(
+    dataset: Dataset[Any],
+    indices: Mapping[Client, np.ndarray],
+    transform: Callable[[Client], SampleTransform | None] | None = None,
+) -> Mapping[Client, ClientSubset]:
+    """Splits a data set into clients.
+
+    Args:
+        dataset: The data set.
+        indices: Example indices by client.
+        transform: Function from a client's key to a transform for the client's samples, or ``None``.
+
+    Example:
+        >>> clients = client_subsets(TensorDataset(torch.arange(4)), {"a": np.array([2, 0])})
+        >>> list(clients["a"])
+        [(tensor(2),), (tensor(0),)]
+
+    """
+    while type(dataset) is Subset:  # batches then come directly from the underlying data set
+        outer = np.asarray(dataset.indices)
+        indices = {client: outer[inner] for client, inner in indices.items()}
+        dataset = dataset.dataset
+    return LazyClients(client_keys(indices), partial(_client_subset, dataset, indices, transform))
+
+
+def _client_subset(dataset: Dataset[Any], indices: Any, transform: Any, client: Client) -> ClientSubset:
+    return ClientSubset(dataset, indices[client], transform and transform(client))
+
+
+def _read_samples(dataset: Dataset[Any], indices: np.ndarray) -> list[Any]:
+    if hasattr(dataset, "__getitems__"):
+        return list(dataset.__getitems__(indices.tolist()))
+    return [dataset[index] for index in indices.tolist()]
 
 
 class BatchRequest(NamedTuple):

@@ -26,9 +26,9 @@ from torch.utils.data import (
 
 from lightning_fed.data.class_numbers import ClassNumbers
 from lightning_fed.data.dataset_clients import (
+    ClientSource,
     DatasetClients,
-    DatasetsSource,
-    PartitionedSource,
+    client_subsets,
     count_batches,
     cut_batches,
 )
@@ -249,7 +249,7 @@ class FederatedDataModule(EvaluationData):
         if not isinstance(self._first_data(keys), Dataset):
             return LoaderClients(self.clients, class_numbers=self.class_numbers)
         return DatasetClients(
-            DatasetsSource(self.clients, self.collate_fn, self.class_numbers),
+            ClientSource(self.clients, self.collate_fn, self.class_numbers),
             self.batch_size,
             self.shuffle,
             self.drop_last,
@@ -505,11 +505,9 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
             " one has. To keep the size of batches, give each client its own loader in a FederatedDataModule.",
             type(sampler).__name__,
         )
-    transform = partial(partition.transform, seed=seed)
-    changes_samples = transform(next(iter(indices))) is not None
-    source = PartitionedSource(loader.dataset, indices, transform if changes_samples else None, loader.collate_fn)
+    parts = client_subsets(loader.dataset, indices, partial(partition.transform, seed=seed))
     clients = DatasetClients(
-        source,
+        ClientSource(parts, loader.collate_fn),
         batch_size or 1,
         isinstance(sampler, RandomSampler),
         drop_last,

@@ -6,15 +6,14 @@ from typing import Any
 
 import lightning as L
 import numpy as np
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from lightning_fed.argument_checks import check_inside
 from lightning_fed.data.arrays import ArrayDataset
-from lightning_fed.data.dataset_clients import DatasetClients, PartitionedSource, SampleTransform
+from lightning_fed.data.dataset_clients import ClientSubset, DatasetClients
 from lightning_fed.data.federated import FederatedDataModule, split_loader
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import Population
-from lightning_fed.data.sample_assignment import IndexArray
 from lightning_fed.errors import OptionError
 from lightning_fed.lightning.internals import TRANSFER_HOOKS
 from lightning_fed.messages import Client
@@ -163,27 +162,25 @@ class PartitionedData(FederatedDataModule):
                 " the Trainer."
             )
         source = population.source
-        assert isinstance(source, PartitionedSource)
-        train, val, test = {}, {}, {}
-        for client in source.clients:
-            indices = source.indices[client]
-            num_val = _share(self.val_fraction, len(indices), len(indices) - 1)
-            num_test = _share(self.test_fraction, len(indices), len(indices) - num_val - 1)
-            generator = np.random.default_rng([seed, client_key(client)])
-            order = generator.permutation(len(indices))
-            parts = np.split(order, [num_val, num_val + num_test])
-            val[client], test[client], train[client] = (indices[np.sort(part)] for part in parts)
-        source.indices = train
-        dataset = source.dataset
-        plain = dataset.without_augmentation() if isinstance(dataset, ArrayDataset) else dataset
+        train, val, test = dict[Client, Any](), dict[Client, Any](), dict[Client, Any]()
+        for client, whole in source.datasets.items():
+            assert isinstance(whole, ClientSubset)
+            dataset, count = whole.dataset, len(whole)
+            num_val = _share(self.val_fraction, count, count - 1)
+            num_test = _share(self.test_fraction, count, count - num_val - 1)
+            order = np.random.default_rng([seed, client_key(client)]).permutation(count)
+            plain = dataset.without_augmentation() if isinstance(dataset, ArrayDataset) else dataset
+            places = np.split(order, [num_val, num_val + num_test])
+            for parts, samples, part in zip((val, test, train), (plain, plain, dataset), places, strict=True):
+                parts[client] = ClientSubset(samples, whole.indices[np.sort(part)], whole.transform)
+        source.datasets = train
         self.clients, self.val, self.test = (
-            {client: _part(source, samples, client, indices) for client, indices in part.items() if len(indices)}
-            for part, samples in ((train, dataset), (val, plain), (test, plain))
+            {client: part for client, part in parts.items() if len(part)} for parts in (train, val, test)
         )
-        if source.transform is None:
-            self._pooled = Subset(source.dataset, np.concatenate(list(train.values())).tolist())
-        else:
-            self._pooled = ConcatDataset(self.clients.values())
+        self._pooled = ConcatDataset(self.clients.values())
+        if all(part.transform is None for part in train.values()):
+            indices = np.concatenate([part.indices for part in train.values()])
+            self._pooled = ClientSubset(next(iter(train.values())).dataset, indices)
         self.batch_size, self.shuffle, self.drop_last = population.batch_size, population.shuffle, population.drop_last
         self.collate_fn = source.collate
         return population
@@ -191,23 +188,3 @@ class PartitionedData(FederatedDataModule):
 
 def _share(fraction: float, count: int, most: int) -> int:
     return max(0, min(max(1, int(fraction * count)), most)) if fraction else 0
-
-
-class _Transformed(Dataset[Any]):
-    """A data set with a transform of its samples."""
-
-    def __init__(self, dataset: Subset[Any], transform: SampleTransform) -> None:
-        self._dataset, self._transform = dataset, transform
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._transform(self._dataset[index])
-
-
-def _part(source: PartitionedSource, dataset: Dataset[Any], client: Client, indices: IndexArray) -> Dataset[Any]:
-    """Some of a client's examples, with the client's transform."""
-    part = Subset(dataset, indices.tolist())
-    transform = None if source.transform is None else source.transform(client)
-    return part if transform is None else _Transformed(part, transform)

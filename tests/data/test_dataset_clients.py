@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_fed.data.arrays import ArrayDataset
-from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource, PartitionedSource, cut_batches
+from lightning_fed.data.dataset_clients import ClientSource, DatasetClients, client_subsets, cut_batches
 from lightning_fed.data.population import LazyClients, PlannedVisit
 from lightning_fed.server.schedule import Visit
 
@@ -29,7 +29,7 @@ def numbered(sizes=SIZES):
 
 
 def separate_datasets(batch_size=4, datasets=None, collate=None, **options):
-    return DatasetClients(DatasetsSource(datasets or numbered(), collate), batch_size, **options)
+    return DatasetClients(ClientSource(datasets or numbered(), collate), batch_size, **options)
 
 
 def parts(batch_size=4, transform=None, **options):
@@ -41,7 +41,9 @@ def parts(batch_size=4, transform=None, **options):
         name: np.array([numbers.tolist().index(number) for number in dataset.tensors[0].tolist()])
         for name, dataset in datasets.items()
     }
-    return DatasetClients(PartitionedSource(TensorDataset(numbers), indices, transform), batch_size, **options)
+    return DatasetClients(
+        ClientSource(client_subsets(TensorDataset(numbers), indices, transform)), batch_size, **options
+    )
 
 
 def plan(population, *visits):
@@ -326,7 +328,7 @@ def assert_same_batch(left_batch, right_batch):
 @pytest.mark.parametrize("name", FETCHED)
 def test_batches_are_those_of_torchs_own_loader(name, shared):
     dataset = FETCHED[name]()
-    source = PartitionedSource(dataset, {"a": np.arange(10)}) if shared else DatasetsSource({"a": dataset})
+    source = ClientSource(client_subsets(dataset, {"a": np.arange(10)})) if shared else ClientSource({"a": dataset})
     population = DatasetClients(source, 4)
     batches = [item.batch for item in population.stream(plan(population, Visit("a", 0, 3)))]
     order = np.random.default_rng([3, 0]).permutation(10).tolist()
@@ -345,11 +347,11 @@ def test_batches_share_no_memory_with_the_data_set():
 def test_clients_of_a_subset_are_indexed_below_it():
     dataset = TensorDataset(torch.arange(20))
     view = Subset(Subset(dataset, range(19, -1, -1)), [0, 2, 4, 6, 8])  # 19, 17, 15, 13, 11
-    source = PartitionedSource(view, {"a": np.array([4, 0]), "b": np.array([1, 2, 3])})
+    source = ClientSource(client_subsets(view, {"a": np.array([4, 0]), "b": np.array([1, 2, 3])}))
     population = DatasetClients(source, 4, shuffle=False)
     assert served(population, Visit("a", 0, 0), Visit("b", 0, 0)) == [(0, [11, 19]), (1, [17, 15, 13])]
     assert [population.num_samples(client) for client in population.clients] == [2, 3]
-    assert source.dataset is dataset  # no view is left over
+    assert source.datasets["a"].dataset is dataset  # no view is left between
 
 
 class Shifted(Subset):
@@ -362,7 +364,7 @@ class Shifted(Subset):
 
 def test_a_subclass_of_subset_keeps_its_own_ways():
     view = Shifted(TensorDataset(torch.arange(20)), [19, 17, 15])
-    population = DatasetClients(PartitionedSource(view, {"a": np.array([2, 0])}), 4, shuffle=False)
+    population = DatasetClients(ClientSource(client_subsets(view, {"a": np.array([2, 0])})), 4, shuffle=False)
     assert served(population, Visit("a", 0, 0)) == [(0, [1015, 1019])]
 
 

@@ -59,7 +59,7 @@ def test_every_clients_data_are_cut_in_two(partition, fraction):
     assert population.clients == list(split)
     for client, indices in split.items():
         held_out = numbers(data.val_clients()[client])
-        trained = population.source.indices[client].tolist()
+        trained = population.source.datasets[client].indices.tolist()
         assert len(held_out) == max(1, int(fraction * len(indices)))
         assert sorted(held_out + trained) == sorted(indices.tolist())
         assert trained == numbers([[image[None]] for image, _ in data.clients[client]])
@@ -76,9 +76,9 @@ def test_the_split_is_that_of_a_federation(federated_trainer):
     trainer = federated_trainer(max_rounds=1, partition=Dirichlet(4, 0.5))
     source = Numbered()
     trainer.fit(ClassificationTask("mlp", 5, input_size=2), datamodule=source)
-    for client, indices in trainer.federation.population.source.indices.items():
-        examples = data.population().source.indices[client].tolist() + numbers(data.val_clients()[client])
-        assert sorted(examples) == sorted(indices.tolist())
+    for client, part in trainer.federation.population.source.datasets.items():
+        examples = data.population().source.datasets[client].indices.tolist() + numbers(data.val_clients()[client])
+        assert sorted(examples) == sorted(part.indices.tolist())
 
 
 def test_what_is_held_out_depends_on_seed_and_client():
@@ -95,7 +95,7 @@ def test_clients_with_test_data_of_their_own():
     for client, indices in split.items():
         parts = [numbers(loaders[client]) for loaders in (data.val_clients(), data.test_clients())]
         assert [len(part) for part in parts] == [max(1, int(share * len(indices))) for share in (0.2, 0.3)]
-        trained = data.population().source.indices[client].tolist()
+        trained = data.population().source.datasets[client].indices.tolist()
         assert sorted(parts[0] + parts[1] + trained) == sorted(indices.tolist())
     assert len(numbers(data.test_dataloader())) == sum(map(len, map(numbers, data.test_clients().values())))
     assert not set_up(Dirichlet(4, 0.5), seed=3).test_clients()
@@ -122,7 +122,7 @@ def test_the_loaders_options_are_kept():
     loader = data.train_dataloader()
     assert loader.batch_size == 8
     assert data.collate_fn is data.source.options["collate_fn"]
-    assert numbers(loader) == data.population().source.indices[0].tolist()[:81]
+    assert numbers(loader) == data.population().source.datasets[0].indices.tolist()[:81]
     population = data.population()
     assert (population.batch_size, population.shuffle, population.drop_last) == (8, False, True)
     assert len(numbers(data.val_dataloader())) == 9

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource
+from lightning_fed.data.dataset_clients import ClientSource, DatasetClients
 from lightning_fed.data.federated import FederatedDataModule
 from lightning_fed.data.interleave import ClientGenerators
 from lightning_fed.data.loader_clients import LoaderClients
@@ -64,7 +64,7 @@ def test_the_keys_of_a_lazy_mapping_are_not_listed():
 def test_the_order_in_which_clients_are_given_does_not_matter(keys):
     datasets = {key: TensorDataset(torch.zeros(2)) for key in keys}
     turned = dict(reversed(datasets.items()))
-    for kind in (LoaderClients, lambda clients: DatasetClients(DatasetsSource(clients), 2)):
+    for kind in (LoaderClients, lambda clients: DatasetClients(ClientSource(clients), 2)):
         assert kind(datasets).clients == kind(turned).clients
         assert sorted(kind(datasets).clients, key=repr) == sorted(keys, key=repr)
     for alike in (str, int):
@@ -72,7 +72,7 @@ def test_the_order_in_which_clients_are_given_does_not_matter(keys):
         assert same == sorted(same)
 
 
-@pytest.mark.parametrize("kind", [LoaderClients, lambda clients: DatasetClients(DatasetsSource(clients), 2)])
+@pytest.mark.parametrize("kind", [LoaderClients, lambda clients: DatasetClients(ClientSource(clients), 2)])
 def test_a_population_of_nobody(kind):
     with pytest.raises(ValueError, match="Expected at least one client, but got none"):
         kind({})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_fed.data.dataset_clients import DatasetClients, DatasetsSource
+from lightning_fed.data.dataset_clients import ClientSource, DatasetClients
 from lightning_fed.data.loader_clients import LoaderClients
 from lightning_fed.data.population import LazyClients, VisitBatch
 from lightning_fed.data.round_loader import RoundLoader
@@ -42,7 +42,7 @@ class Numbers(Dataset):
 
 def population(datasets=None, **options):
     datasets = datasets or {name: Numbers(size) for name, size in SIZES.items()}
-    return DatasetClients(DatasetsSource(datasets), 4, **{"shuffle": False, **options})
+    return DatasetClients(ClientSource(datasets), 4, **{"shuffle": False, **options})
 
 
 def cohort(*clients, round=0, **options):
@@ -277,7 +277,7 @@ class Ahead(DatasetClients):
 
 def test_what_workers_fetched_ahead_for_a_failed_visit_is_passed_over():
     datasets = {"bad": Numbers(12), "bob": Numbers(3)}
-    loader = RoundLoader(Ahead(DatasetsSource(datasets), 4), cohort("bad", "bob"))
+    loader = RoundLoader(Ahead(ClientSource(datasets), 4), cohort("bad", "bob"))
     assert walk(loader) == [("bad", 2, None), ("bad", 1, None), ("bad", 0, None), ("bob", 0, [70])]
 
 

@@ -16,7 +16,7 @@ from lightning_fed import Availability, FederatedDataModule, Federation, FixedSt
 from lightning_fed.backends.vectorized.stacked_model import many
 from lightning_fed.callbacks import FederatedCallback, ProximalTerm
 from lightning_fed.data import DatasetClients
-from lightning_fed.data.dataset_clients import DatasetsSource
+from lightning_fed.data.dataset_clients import ClientSource
 from tests import models
 from tests.breadth import quick, slow
 from tests.recorders import assert_same, state_of
@@ -728,7 +728,7 @@ def test_a_population_that_takes_no_turns(federated_trainer, caplog):
 
     class Data(FederatedDataModule):
         def population(self):
-            return Plain(DatasetsSource(models.as_datasets(models.vectors())), 16)
+            return Plain(ClientSource(models.as_datasets(models.vectors())), 16)
 
     fit(
         federated_trainer, models.Module(models.mlp()), Data({"unused": models.as_datasets(models.vectors())["ann"]}), 3
