@@ -1,13 +1,9 @@
-"""Labels and natural groups of the samples of a data set, without running its transforms where possible.
-
-Partitions need one class per sample. Classification sets mostly keep theirs in an attribute; in a segmentation set, the
-class of an image is taken to be its dominant foreground class.
-"""
+"""Labels and groups for the samples in a data set, without reading samples if possible."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +20,8 @@ MapDataset = Dataset[Any] | Sequence[Any]
 
 IndexArray = npt.NDArray[np.int64]
 
-_NAMES = ("targets", "labels", "label", "target", "y")  # of attributes and columns
-_KEYS = ("label", "labels", "target", "y", "mask")  # of a sample
+_NAMES = ("targets", "labels", "label", "target", "y")  # attributes and columns
+_KEYS = ("label", "labels", "target", "y", "mask")  # entries in a sample
 _NUM_BINS = 10
 _HINT = (
     "Pass `label_fn`, a function of a sample that gives its label, a number or a text. The partitions `IID` and"
@@ -35,7 +31,7 @@ _MOST_BINS = 1 << 16  # larger class numbers are counted by sorting
 
 
 class NoLabels(TypeError):
-    """A data set has no labels where they are looked for."""
+    """A data set has no labels in the usual places."""
 
 
 def labels_of(
@@ -45,37 +41,38 @@ def labels_of(
     ignore_index: int | None = 255,
     background: int | None = 0,
 ) -> IndexArray:
-    """One class label per sample.
+    """Finds one class label per sample.
 
-    The first of these that the data set offers:
+    The first available source counts:
 
-    1. ``label_fn(sample)`` of every sample, if given.
-    2. An attribute, or a column of a table (``datasets.Dataset``), that is called ``targets``, ``labels``, ``label``,
-       ``target`` or ``y`` and has one entry per sample.
-    3. The labels of what a ``Subset`` or ``ConcatDataset`` is made of.
-    4. The second tensor of a ``TensorDataset``.
-    5. Every sample is read (a line is logged, because it can take long): element 1 of a tuple or list, otherwise the
-       entry or attribute ``label``, ``labels``, ``target``, ``y`` or ``mask``. Random augmentations see the same fixed
-       seed each time, and the global generators are left as they were.
+    1. ``label_fn(sample)`` for every sample.
+    2. An attribute, or a table's column (``datasets.Dataset``), named ``targets``, ``labels``, ``label``, ``target`` or
+       ``y``, with one entry per sample.
+    3. The labels in the parts of a ``Subset`` or ``ConcatDataset``.
+    4. The second tensor in a ``TensorDataset``.
+    5. Every sample: element 1 in a tuple or list, otherwise the entry or attribute ``label``, ``labels``, ``target``,
+       ``y`` or ``mask``. The log names the place, because reading can take long. Random augmentation draws from a fixed
+       seed, and the global generators are restored.
 
-    A target is a number, or a mask of integers, shape ``(H, W)``, ``(1, H, W)`` or ``(H, W, 1)``. A mask's label is its
-    dominant foreground class: the class with most pixels, apart from ``ignore_index`` and ``background``, the smaller
-    one of two equals. Numbers with fractions are put into ten bins of equally many samples, which is logged. Texts of
-    ``label_fn`` are numbered in the order of the alphabet.
+    A target is a number, or an integer mask with shape ``(H, W)``, ``(1, H, W)`` or ``(H, W, 1)``. A mask's label is
+    the dominant foreground class: the class with the most pixels, without ``ignore_index`` and ``background``. The
+    smaller class wins a tie. Fractions are sorted into ten bins with equally many samples, with a log line. Texts from
+    ``label_fn`` are numbered in alphabetical order.
 
     Args:
         dataset: A data set with ``__len__`` and ``__getitem__``.
-        label_fn: Function of a sample, as the data set returns it, that gives its label: a number or a text.
-        ignore_index: Value of void pixels in a mask; ``None`` for none (a binary mask stored as 0 and 255, say).
-        background: Background class of masks, the label of a mask without foreground; ``None`` where every class counts
-            (then a mask of void pixels only has the label ``ignore_index``).
+        label_fn: Function from a sample to a label: a number or a text.
+        ignore_index: Value of void pixels in a mask. ``None`` without void pixels, as in a binary mask with the
+            values 0 and 255.
+        background: Background class in masks, and the label for a mask without foreground. ``None`` if every class
+            counts; a mask with only void pixels then has the label ``ignore_index``.
 
     Returns:
         Labels, shape ``(N,)``.
 
     Raises:
         TypeError: If the data set cannot be read by index.
-        NoLabels: If its targets are neither labels nor masks.
+        NoLabels: If the targets are neither labels nor masks.
         ValueError: If a label is not finite, or a mask has a negative class other than ``ignore_index``.
 
     Example:
@@ -88,38 +85,240 @@ def labels_of(
     """
     length = length_of(dataset)
     if label_fn is not None:
-        with seeded_generators(0):  # random augmentations repeat
-            values = np.asarray([_plain(label_fn(dataset[index])) for index in range(length)])
-        return _warned_of(_as_classes(values))
+        return _as_classes(np.asarray(_apply(label_fn, dataset, range(length))))
 
     def label_of(target: Any) -> float:
         return _label_of_target(target, ignore_index, background)
 
-    def known(part: Any, indices: IndexArray) -> npt.NDArray[Any] | None:
-        labels = (_labels_of_targets(targets, indices, len(part), label_of) for targets in _possible_targets(part))
-        return next((found for found in labels if found is not None), None)
+    def find_labels(part: Any, indices: IndexArray) -> npt.NDArray[Any] | None:
+        found = (_labels_of_targets(targets, indices, len(part), label_of) for targets in _possible_targets(part))
+        return next((labels for labels in found if labels is not None), None)
 
-    def read(part: Any, indices: IndexArray) -> npt.NDArray[Any]:
+    def read_labels(part: Any, indices: IndexArray) -> npt.NDArray[Any]:
         _log.info(
             "Reading %d samples of %s to find their labels, because it has no labels as `targets` or `labels`. Should"
             " this take long, give it such an attribute.",
             indices.size,
             type(part).__name__,
         )
+        labels: list[float] = []
+
+        def read_label(sample: Any) -> float:
+            try:
+                return label_of(_find_target(sample, is_logged=not labels))
+            except (TypeError, ValueError) as error:
+                error.add_note(f"This is about sample {indices[len(labels)]} of {type(part).__name__}.")
+                raise
+
         with seeded_generators(0):
-            labels: list[float] = []
             for index in indices.tolist():
-                sample = part[index]
-                if not labels:
-                    _describe_place(sample)
-                labels.append(_label_of_sample(part, index, sample, label_of))
-            return np.asarray(labels)
+                labels.append(read_label(part[index]))
+        return np.asarray(labels)
 
-    return _warned_of(_as_classes(_collect(dataset, np.arange(length), known, read)))
+    return _as_classes(_collect(dataset, np.arange(length), find_labels, read_labels))
 
 
-def _warned_of(labels: IndexArray) -> IndexArray:
-    """The labels, after a line in the log if these may not be classes."""
+def groups_of(
+    dataset: MapDataset, group: str | npt.ArrayLike | Callable[[Any], int | str] = "groups"
+) -> IndexArray | npt.NDArray[np.str_]:
+    """Finds the group for every sample: a writer, speaker, video or hospital.
+
+    Args:
+        dataset: A data set with ``__len__`` and ``__getitem__``.
+        group: Name of an attribute, or of a table's column, with one group per sample. ``Subset`` and ``ConcatDataset``
+            are searched; equal names in two parts are one group. Also the groups themselves, or a function from a
+            sample to a group (reads every sample).
+
+    Returns:
+        Groups, shape ``(N,)``, integers or strings.
+
+    Raises:
+        TypeError: If the data set cannot be read by index, or groups are neither all integers nor all strings.
+        ValueError: If the data set has no such attribute, or the numbers of groups and samples differ.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import Subset, TensorDataset
+        >>> dataset = TensorDataset(torch.rand(3, 2))
+        >>> dataset.groups = ["ann", "bob", "ann"]
+        >>> groups_of(Subset(dataset, [1, 2])).tolist()
+        ['bob', 'ann']
+
+    """
+    length = length_of(dataset)
+    if not isinstance(group, str):
+        groups = _apply(group, dataset, range(length)) if callable(group) else group
+        return _as_groups(groups, length, "`group`")
+
+    def find_groups(part: Any, indices: IndexArray) -> npt.NDArray[Any] | None:
+        values = _stored_values(part, group)
+        return None if values is None else _as_groups(values, len(part), f"`{group}`")[indices]
+
+    def refuse(part: Any, indices: IndexArray) -> npt.NDArray[Any]:
+        raise ValueError(
+            f"Expected the data set to have an attribute or column `{group}` with one group per sample, but"
+            f" {type(part).__name__} has none. Name another one, or pass the groups or a function of a sample."
+        )
+
+    return _collect(dataset, np.arange(length), find_groups, refuse)
+
+
+def _apply(function: Callable[[Any], Any], dataset: Any, indices: Iterable[int]) -> list[Any]:
+    with seeded_generators(0):  # random augmentation repeats
+        return [_plain(function(dataset[index])) for index in indices]
+
+
+def _collect(
+    dataset: Any,
+    indices: IndexArray,
+    find: Callable[[Any, IndexArray], npt.NDArray[Any] | None],
+    read: Callable[[Any, IndexArray], npt.NDArray[Any]],
+) -> npt.NDArray[Any]:
+    """Collects values for the samples at ``indices``, from nested data sets if necessary.
+
+    Args:
+        dataset: The data set.
+        indices: Indices of the samples.
+        find: Function that looks up stored values; ``None`` without stored values.
+        read: Function that reads samples.
+
+    """
+    length_of(dataset)
+    values = find(dataset, indices)
+    if values is not None:
+        return values
+    if isinstance(dataset, Subset):
+        inner = np.asarray(dataset.indices, dtype=np.int64)[indices]  # negative indices count from the end
+        inner = np.where(inner < 0, inner + length_of(dataset.dataset), inner)
+        return _collect(dataset.dataset, inner, find, read)
+    if isinstance(dataset, ConcatDataset):
+        ends = np.asarray(dataset.cumulative_sizes)
+        part_of = np.searchsorted(ends, indices, side="right")
+        positions = [np.flatnonzero(part_of == number) for number in range(ends.size)]
+        parts = [
+            _collect(part, indices[inside] - (end - length_of(part)), find, read)
+            for part, inside, end in zip(dataset.datasets, positions, ends, strict=True)
+            if inside.size
+        ]
+        return np.concatenate(parts)[np.argsort(np.concatenate(positions))] if parts else np.zeros(0, np.int64)
+    return read(dataset, indices)
+
+
+def length_of(dataset: Any) -> int:
+    """Counts the samples in a map-style data set.
+
+    Args:
+        dataset: A data set with ``__len__`` and ``__getitem__``.
+
+    Raises:
+        TypeError: If the data set cannot be read by index.
+
+    Example:
+        >>> length_of(["a", "b"])
+        2
+
+    """
+    is_iterable = isinstance(dataset, IterableDataset)  # inherits `__getitem__` from `Dataset`
+    if is_iterable or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            "Expected a data set with `__len__` and `__getitem__` (map-style), but got"
+            f" {type(dataset).__name__}. Only such a data set can be split by sample."
+        )
+    return len(dataset)
+
+
+def _possible_targets(dataset: Any) -> Iterator[Any]:
+    for name in _NAMES:
+        yield _stored_values(dataset, name)
+    if type(dataset) is TensorDataset and len(dataset.tensors) > 1:  # a subclass may return something else
+        yield dataset.tensors[1]
+
+
+def _stored_values(dataset: Any, name: str) -> Any:
+    """Looks up an attribute, or a column in a table such as ``datasets.Dataset``; ``None`` without either."""
+    values = getattr(dataset, name, None)
+    names = getattr(dataset, "column_names", None)
+    if values is None and isinstance(names, list | tuple) and name in names:
+        values = (dataset.with_format(None) if hasattr(dataset, "with_format") else dataset)[name]
+        return values if _as_array(values) is not None else list(values)
+    return values
+
+
+def _labels_of_targets(
+    targets: Any, indices: IndexArray, length: int, label_of: Callable[[Any], float]
+) -> npt.NDArray[Any] | None:
+    """Labels from all samples' targets; ``None`` unless there is one label or mask per sample."""
+    array = _as_array(targets)
+    targets = targets if array is None else array
+    if not isinstance(targets, np.ndarray | list | tuple) or len(targets) != length:
+        return None
+    if isinstance(targets, list | tuple) and all(isinstance(target, int | float) for target in targets):
+        targets = np.asarray(targets)
+    if isinstance(targets, np.ndarray) and targets.ndim == 1 and targets.dtype.kind in "iubf":
+        return targets[indices]
+    try:
+        return np.asarray([label_of(targets[index]) for index in indices.tolist()])
+    except TypeError:
+        return None
+
+
+def _find_target(sample: Any, is_logged: bool) -> Any:
+    """Takes the target from a sample, and logs the place."""
+    if isinstance(sample, tuple | list) and len(sample) > 1:
+        if is_logged:
+            _log.info(
+                "The label of a sample is the second of its %d elements (a %s); `label_fn` takes another one.",
+                len(sample),
+                type(sample[1]).__name__,
+            )
+        return sample[1]
+    entries = sample if isinstance(sample, Mapping) else {key: getattr(sample, key, None) for key in _KEYS}
+    for key in _KEYS:
+        if entries.get(key) is not None:
+            if is_logged:
+                _log.info("The label of a sample is its %r; `label_fn` takes another one.", key)
+            return entries[key]
+    raise NoLabels(
+        "Expected a sample to be a tuple or list of at least an input and a target, or to have one of"
+        f" {', '.join(map(repr, _KEYS))}, but got {_describe(sample)}. {_HINT}"
+    )
+
+
+def _label_of_target(target: Any, ignore_index: int | None, background: int | None) -> float:
+    array = _as_array(target)
+    if array is not None and array.dtype.kind in "iubf":
+        if array.size == 1:
+            number: float = array.item()
+            return number
+        if array.ndim == 3 and 1 in (array.shape[0], array.shape[-1]):
+            array = array.squeeze(0 if array.shape[0] == 1 else -1)
+        if array.ndim == 2:
+            return _dominant_class(array, ignore_index, background)
+    raise NoLabels(
+        "Expected a target to be a number or a mask of classes of shape (H, W), (1, H, W) or (H, W, 1), but got"
+        f" {_describe(target if array is None else array)}. {_HINT}"
+    )
+
+
+def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
+    """Converts labels to integers: texts in alphabetical order, fractions to bins. Suspicious labels are logged."""
+    if values.dtype.kind not in "iubfU":
+        raise NoLabels(f"Expected labels to be numbers, or all of them texts, but got {values[0]!r}. {_HINT}")
+    if values.dtype.kind == "U":
+        values = np.unique(values, return_inverse=True)[1]
+    if not np.isfinite(values).all():
+        raise ValueError(f"Expected labels to be finite, but got {values[~np.isfinite(values)][0]}. {_HINT}")
+    labels = _as_integers(values)
+    if labels is None:
+        _log.info(
+            "The targets are numbers with fractions, from %g to %g: their labels are %d bins of equally many samples."
+            " Another division can be passed as `label_fn`.",
+            values.min(),
+            values.max(),
+            _NUM_BINS,
+        )
+        edges = np.quantile(values, np.linspace(0, 1, _NUM_BINS + 1)[1:-1])
+        labels = np.searchsorted(edges, values, side="right").astype(np.int64)
     if labels.size > 1 and (labels == labels[0]).all():
         _log.warning(
             "All %d samples have the label %d, by which clients cannot differ. In masks of 0 and 255 the foreground"
@@ -137,225 +336,8 @@ def _warned_of(labels: IndexArray) -> IndexArray:
     return labels
 
 
-def groups_of(
-    dataset: MapDataset, group: str | npt.ArrayLike | Callable[[Any], int | str] = "groups"
-) -> IndexArray | npt.NDArray[np.str_]:
-    """The group of every sample: its writer, speaker, video or hospital.
-
-    Args:
-        dataset: A data set with ``__len__`` and ``__getitem__``.
-        group: Name of an attribute, or of a column of a table, with one group per sample (found through ``Subset`` and
-            ``ConcatDataset``; equal names in two parts are one group), or the groups themselves, or a function of a
-            sample that gives its group (reads every sample).
-
-    Returns:
-        Groups, shape ``(N,)``, integers or strings.
-
-    Raises:
-        TypeError: If the data set cannot be read by index, or the groups are neither all integers nor all strings.
-        ValueError: If the data set has no such attribute, or the number of groups is not that of the samples.
-
-    Example:
-        >>> import torch
-        >>> from torch.utils.data import Subset, TensorDataset
-        >>> dataset = TensorDataset(torch.rand(3, 2))
-        >>> dataset.groups = ["ann", "bob", "ann"]
-        >>> groups_of(Subset(dataset, [1, 2])).tolist()
-        ['bob', 'ann']
-
-    """
-    length = length_of(dataset)
-    if callable(group):
-        with seeded_generators(0):
-            return _as_groups([group(dataset[index]) for index in range(length)], length, "`group`")
-    if not isinstance(group, str):
-        return _as_groups(group, length, "`group`")
-
-    def known(part: Any, indices: IndexArray) -> npt.NDArray[Any] | None:
-        values = _stored_values(part, group)
-        return None if values is None else _as_groups(values, len(part), f"`{group}`")[indices]
-
-    def read(part: Any, indices: IndexArray) -> npt.NDArray[Any]:
-        raise ValueError(
-            f"Expected the data set to have an attribute or column `{group}` with one group per sample, but"
-            f" {type(part).__name__} has none. Name another one, or pass the groups or a function of a sample."
-        )
-
-    return _collect(dataset, np.arange(length), known, read)
-
-
-def _collect(
-    dataset: Any,
-    indices: IndexArray,
-    known: Callable[[Any, IndexArray], npt.NDArray[Any] | None],
-    read: Callable[[Any, IndexArray], npt.NDArray[Any]],
-) -> npt.NDArray[Any]:
-    """Values of the samples at ``indices``: those ``known`` to the data set or to its parts, otherwise ``read``."""
-    length_of(dataset)
-    values = known(dataset, indices)
-    if values is not None:
-        return values
-    if isinstance(dataset, Subset):
-        inner = np.asarray(dataset.indices, dtype=np.int64)[indices]  # negative ones count from the end
-        inner = np.where(inner < 0, inner + length_of(dataset.dataset), inner)
-        return _collect(dataset.dataset, inner, known, read)
-    if isinstance(dataset, ConcatDataset):
-        ends = np.asarray(dataset.cumulative_sizes)
-        part_of = np.searchsorted(ends, indices, side="right")
-        positions = [np.flatnonzero(part_of == number) for number in range(ends.size)]
-        parts = [
-            _collect(part, indices[inside] - (end - length_of(part)), known, read)
-            for part, inside, end in zip(dataset.datasets, positions, ends, strict=True)
-            if inside.size
-        ]
-        return np.concatenate(parts)[np.argsort(np.concatenate(positions))] if parts else np.zeros(0, np.int64)
-    return read(dataset, indices)
-
-
-def length_of(dataset: Any) -> int:
-    """Number of samples.
-
-    Args:
-        dataset: A data set with ``__len__`` and ``__getitem__``.
-
-    Raises:
-        TypeError: If the data set cannot be read by index.
-
-    Example:
-        >>> length_of(["a", "b"])
-        2
-
-    """
-    is_iterable = isinstance(dataset, IterableDataset)  # has `__getitem__` too, from `Dataset`
-    if is_iterable or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise TypeError(
-            "Expected a data set with `__len__` and `__getitem__` (map-style), but got"
-            f" {type(dataset).__name__}. Only such a data set can be split by sample."
-        )
-    return len(dataset)
-
-
-def _possible_targets(dataset: Any) -> Iterator[Any]:
-    """Yields the attributes, columns and tensors that may hold the targets of all samples."""
-    for name in _NAMES:
-        yield _stored_values(dataset, name)
-    if type(dataset) is TensorDataset and len(dataset.tensors) > 1:  # not a subclass, which may return something else
-        yield dataset.tensors[1]
-
-
-def _stored_values(dataset: Any, name: str) -> Any:
-    """The attribute or column of this name; ``None`` if there is neither."""
-    values = getattr(dataset, name, None)
-    return _column(dataset, name) if values is None else values
-
-
-def _column(dataset: Any, name: str) -> Any:
-    """A column of a table such as ``datasets.Dataset``, as it is stored; ``None`` if there is none."""
-    names = getattr(dataset, "column_names", None)
-    if not isinstance(names, list | tuple) or name not in names:
-        return None
-    values = (dataset.with_format(None) if hasattr(dataset, "with_format") else dataset)[name]
-    return values if _as_array(values) is not None else list(values)
-
-
-def _labels_of_targets(
-    targets: Any, indices: IndexArray, length: int, label_of: Callable[[Any], float]
-) -> npt.NDArray[Any] | None:
-    """Labels from the targets of all samples, or ``None`` if these are not one label or mask per sample."""
-    array = _as_array(targets)
-    targets = targets if array is None else array
-    if not isinstance(targets, np.ndarray | list | tuple) or len(targets) != length:
-        return None
-    if isinstance(targets, list | tuple) and all(isinstance(target, int | float) for target in targets):
-        targets = np.asarray(targets)
-    if isinstance(targets, np.ndarray) and targets.ndim == 1 and targets.dtype.kind in "iubf":
-        return targets[indices]
-    try:
-        return np.asarray([label_of(targets[index]) for index in indices.tolist()])
-    except TypeError:
-        return None
-
-
-def _label_of_sample(dataset: Any, index: int, sample: Any, label_of: Callable[[Any], float]) -> float:
-    try:
-        return label_of(_target_of(sample))
-    except (TypeError, ValueError) as error:
-        error.add_note(f"This is about sample {index} of {type(dataset).__name__}.")
-        raise
-
-
-def _target_of(sample: Any) -> Any:
-    place = _place_of_target(sample)
-    if place is None:
-        raise NoLabels(
-            "Expected a sample to be a tuple or list of at least an input and a target, or to have one of"
-            f" {', '.join(map(repr, _KEYS))}, but got {_described(sample)}. {_HINT}"
-        )
-    return sample[place] if isinstance(place, int) or isinstance(sample, Mapping) else getattr(sample, place)
-
-
-def _place_of_target(sample: Any) -> int | str | None:
-    """Index, key or attribute of a sample's target."""
-    if isinstance(sample, tuple | list) and len(sample) > 1:
-        return 1
-    entries = sample if isinstance(sample, Mapping) else {key: getattr(sample, key, None) for key in _KEYS}
-    return next((key for key in _KEYS if entries.get(key) is not None), None)
-
-
-def _describe_place(sample: Any) -> None:
-    """Logs where in a sample the label is looked for."""
-    place = _place_of_target(sample)
-    if isinstance(place, int):
-        _log.info(
-            "The label of a sample is the second of its %d elements (a %s); `label_fn` takes another one.",
-            len(sample),
-            type(sample[place]).__name__,
-        )
-    elif place is not None:
-        _log.info("The label of a sample is its %r; `label_fn` takes another one.", place)
-
-
-def _label_of_target(target: Any, ignore_index: int | None, background: int | None) -> float:
-    """The label itself, or a mask's dominant foreground class."""
-    array = _as_array(target)
-    if array is not None and array.dtype.kind in "iubf":
-        if array.size == 1:
-            number: float = array.item()
-            return number
-        if array.ndim == 3 and 1 in (array.shape[0], array.shape[-1]):
-            array = array.squeeze(0 if array.shape[0] == 1 else -1)
-        if array.ndim == 2:
-            return _dominant_class(array, ignore_index, background)
-    raise NoLabels(
-        "Expected a target to be a number or a mask of classes of shape (H, W), (1, H, W) or (H, W, 1), but got"
-        f" {_described(target if array is None else array)}. {_HINT}"
-    )
-
-
-def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
-    """Labels as they are; texts by their order; numbers with fractions by bins of equally many samples."""
-    if values.dtype.kind == "U":
-        return np.unique(values, return_inverse=True)[1].astype(np.int64)
-    if values.dtype.kind not in "iubf":
-        raise NoLabels(f"Expected labels to be numbers, or all of them texts, but got {values[0]!r}. {_HINT}")
-    if not np.isfinite(values).all():
-        raise ValueError(f"Expected labels to be finite, but got {values[~np.isfinite(values)][0]}. {_HINT}")
-    labels = _as_labels(values)
-    if labels is not None:
-        return labels
-    _log.info(
-        "The targets are numbers with fractions, from %g to %g: their labels are %d bins of equally many samples."
-        " Another division can be passed as `label_fn`.",
-        values.min(),
-        values.max(),
-        _NUM_BINS,
-    )
-    edges = np.quantile(values, np.linspace(0, 1, _NUM_BINS + 1)[1:-1])
-    return np.searchsorted(edges, values, side="right").astype(np.int64)
-
-
 def _dominant_class(mask: npt.NDArray[Any], ignore_index: int | None, background: int | None) -> int:
-    pixels = _as_labels(mask.ravel())
+    pixels = _as_integers(mask.ravel())
     if pixels is None:
         raise NoLabels(
             f"Expected a mask of classes (whole numbers), but got one of {mask.dtype} with fractions. {_HINT}"
@@ -378,7 +360,7 @@ def _dominant_class(mask: npt.NDArray[Any], ignore_index: int | None, background
 
 
 def _as_array(value: Any) -> npt.NDArray[Any] | None:
-    """Numbers, tensors, arrays, images and data frames' columns as an array; ``None`` for everything else."""
+    """Converts numbers, tensors, arrays, images and data frames' columns; ``None`` for other objects."""
     if isinstance(value, Tensor):
         return value.detach().cpu().numpy()
     if isinstance(value, int | float) or hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
@@ -386,37 +368,29 @@ def _as_array(value: Any) -> npt.NDArray[Any] | None:
     return None
 
 
-def _as_labels(values: npt.NDArray[Any]) -> IndexArray | None:
-    """The values as integers, or ``None`` if they are not whole numbers."""
-    if values.dtype.kind not in "iubf":
-        return None
+def _as_integers(values: npt.NDArray[Any]) -> IndexArray | None:
     with np.errstate(invalid="ignore"):  # NaN and infinity compare unequal below
         integers = values.astype(np.int64)
     return integers if values.dtype.kind != "f" or bool((integers == values).all()) else None
 
 
 def _plain(value: Any) -> Any:
-    """A tensor of one number, or a number of NumPy, as a number."""
     return value.item() if isinstance(value, Tensor | np.generic | np.ndarray) else value
 
 
 def _as_groups(values: Any, length: int, source: str) -> npt.NDArray[Any]:
-    """Groups as an array of integers or of strings."""
     array = _as_array(values)
-    items = list(values) if array is None else array.tolist()
-    items = [_plain(item) for item in items]
+    items = [_plain(item) for item in (values if array is None else array.tolist())]
     if len(items) != length:
         raise ValueError(f"Expected {source} to have one group for each of {length} samples, but got {len(items)}.")
-    if all(isinstance(item, str) for item in items):
-        return np.asarray(items, dtype=np.str_)
-    if all(isinstance(item, int) for item in items):
-        return np.asarray(items, dtype=np.int64)
+    for kind, dtype in ((str, np.str_), (int, np.int64)):
+        if all(isinstance(item, kind) for item in items):
+            return np.asarray(items, dtype=dtype)
     kinds = sorted({type(item).__name__ for item in items})
     raise TypeError(f"Expected {source} to be all integers or all strings, but got {', '.join(kinds)}.")
 
 
-def _described(value: Any) -> str:
-    """Type and shape of a value, for an error."""
+def _describe(value: Any) -> str:
     shape = getattr(value, "shape", None)
     name = type(value).__name__
     if shape is not None:
