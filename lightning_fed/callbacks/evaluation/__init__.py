@@ -1,7 +1,7 @@
-"""Evaluation where the data are: what clients send of it, and the values over all of them.
+"""Evaluation on the clients' own data.
 
-Read :mod:`.report` (the message), :mod:`.data_pass` (what a client does, and what the server makes of it), and then
-:mod:`.client_evaluation`, the callback.
+Clients send sums and metric states instead of means, so values over all clients equal the values from one pass over the
+pooled data. :class:`~lightning_fed.callbacks.ClientEvaluation` controls the evaluation.
 """
 
 from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation as ClientEvaluation

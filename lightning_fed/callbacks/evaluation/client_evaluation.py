@@ -1,4 +1,4 @@
-"""The callback that evaluates models where the clients' validation and test data are."""
+"""Callback for evaluation on the clients' validation and test data."""
 
 from __future__ import annotations
 
@@ -50,54 +50,56 @@ NO_CLIENTS = (
 )
 
 _MAX_CLIENTS_BY_NAME = 20
-_SAMPLE = 40  # a stream of random numbers of its own
+_SAMPLE = 40  # separate stream of random numbers
 _MOST_NAMES = 256
-_LIGHTNINGS = {"step", "epoch"}  # which name the x-axis
+_LIGHTNINGS = {"step", "epoch"}  # Lightning's names for the x-axis
 _PRIVATE = {"sum": "their scores would not be in the secure sum", "model": "no noise covers their scores"}
 _HOOKS = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end")
 
 
 class ClientEvaluation(FederatedCallback):
-    """Evaluates the model on the clients' own validation and test data, where they are.
+    """Evaluates the model on each client's own validation and test data.
 
-    Each client runs the module's ``validation_step`` (in ``trainer.test`` its ``test_step``) with all hooks on its own
-    data. It sends sums, weights and states of metrics, and the server merges them: values over all clients are those of
-    one process on the pooled data, up to rounding. ``FederatedTrainer`` adds this callback where there is none; a plain
-    Trainer with :class:`~lightning_fed.callbacks.Federation` needs it among its callbacks.
+    Each client runs the module's ``validation_step`` (in ``trainer.test`` the ``test_step``) with all hooks. The client
+    sends sums, weights and metric states, and the server merges them: values over all clients equal the values from one
+    process on the pooled data, up to rounding. ``FederatedTrainer`` adds this callback by default. A plain Trainer with
+    :class:`~lightning_fed.callbacks.Federation` needs this callback in the list of callbacks.
 
-    A module's hooks of an epoch's start and end run once for each client, and, where the end's logs values, once more
-    for each client and for all of them, with the states that are sent: that shows which values follow from them. If
-    a hook updates a metric or writes a number, the hooks run again, to find values with a history over epochs.
+    The module's hooks at the start and end of an epoch run once per client. If the end hook logs values, the end hook
+    runs again for each client and for all clients together, with the merged states. This second run shows which values
+    follow from the states. If a hook updates a metric or writes a number, the hooks run a third time, to find values
+    with a history over epochs.
 
     ============================== ==================================================================================
-    ``<name>``                     over all clients, the global model: logged here where the server has no data of its
-                                   own; else it is the value of Lightning's own validation
-    ``fed/<name>/pooled``          over all clients, each with its own model where it has one
-    ``fed/<name>/mean``            mean over the clients; ``std``, ``min`` and ``worst10``, the mean of the worst tenth
-    ``client/<id>/<name>``         each client's, of at most 20
-    ``evaluation/clients``         clients that were evaluated; ``failed``, ``num_samples``, ``up_bytes``,
+    ``<name>``                     over all clients, global model: logged here if the server has no data, otherwise
+                                   from Lightning's own validation
+    ``fed/<name>/pooled``          over all clients, each with the client's own model if any
+    ``fed/<name>/mean``            mean over clients; ``std``, ``min`` and ``worst10``, the mean over the worst tenth
+    ``client/<id>/<name>``         for each client, up to 20 clients
+    ``evaluation/clients``         number of evaluated clients; ``failed``, ``num_samples``, ``up_bytes``,
                                    ``down_bytes``
     ============================== ==================================================================================
 
     Args:
-        every_n_rounds: Of the rounds in which validation runs, after every how many-th clients are evaluated; 0 for
-            never, also in ``trainer.validate`` and ``trainer.test``.
-        clients: ``"all"``, those of the ``"round"``, or a number or share of them, drawn by (seed, round).
-        min_clients: Least number of clients: with fewer the round has no score, and the log says so.
-        min_examples: On a client: with fewer validation examples it does not answer.
-        lists: Patterns of the module's metrics (their attributes' paths) whose states may leave a client although they
-            are lists of predictions.
-        withheld: Patterns of metrics of which no state leaves a client.
-        folder: Where the newest table of the clients goes, as ``clients.csv`` and, with matplotlib, ``clients.png``;
-            ``None`` for nowhere.
+        every_n_rounds: Rounds with validation between two evaluations. 0 means no evaluation, also in
+            ``trainer.validate`` and ``trainer.test``.
+        clients: ``"all"``, the clients in the ``"round"``, or a number or share drawn by (seed, round).
+        min_clients: Minimum number of clients for a score. With fewer clients the round has no score, and the log says
+            so.
+        min_examples: Minimum number of examples for a client's answer.
+        lists: Patterns for the module's metrics (attribute paths). Matching states may leave a client as lists of
+            predictions.
+        withheld: Patterns for metrics. Matching states never leave a client.
+        folder: Folder for the newest table, as ``clients.csv`` and, with matplotlib, ``clients.png``. ``None`` writes
+            no files.
 
     Attributes:
-        results: Last evaluation by client; ``None`` before the first evaluation.
-        pooled: Its values over all clients.
+        results: Last evaluation by client. ``None`` before the first evaluation.
+        pooled: Last values over all clients.
 
     Raises:
-        ValueError: If an argument is out of its range.
-        MisconfigurationException: In ``fit``, if neither validation nor test data are those of clients.
+        ValueError: If an argument is outside the allowed range.
+        MisconfigurationException: In ``fit``, if neither validation nor test data are mappings by client.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -133,7 +135,7 @@ class ClientEvaluation(FederatedCallback):
         self._names: set[str] = set()
         self._announced: dict[tuple[Stage, Client], int] = {}  # examples in a client's first evaluation
         self._trained: dict[Client, int] = {}  # examples in a client's last training
-        self._known: set[str] = set()  # names over all clients, of all rounds that had a score
+        self._known: set[str] = set()  # names over all clients, from all rounds with a score
 
     # Lightning's hooks
 
@@ -142,13 +144,13 @@ class ClientEvaluation(FederatedCallback):
         self._announced, self._trained = {}, {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Moves behind the federation: callbacks that monitor come later."""
+        """Moves the callback behind the federation, before callbacks with a monitor."""
         callbacks = callbacks_of(trainer)
         callbacks.remove(self)
         callbacks.insert(callbacks.index(find_federation(trainer)) + 1, self)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs the reason if privacy forbids an evaluation by client.
+        """Checks for data, and logs the reason if privacy forbids evaluation by client.
 
         Raises:
             MisconfigurationException: If clients have no validation or test data.
@@ -163,15 +165,15 @@ class ClientEvaluation(FederatedCallback):
             raise MisconfigurationException(f"`ClientEvaluation` {NO_CLIENTS}")
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Takes the place of the module's step and hooks, where the only batch stands for the clients."""
+        """Replaces the module's step and hooks on a server without data."""
         self._stand_in(trainer, pl_module, "validation")
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Likewise."""
+        """Replaces the module's step and hooks on a server without data."""
         self._stand_in(trainer, pl_module, "test")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluates the clients, before any checkpoint is saved by what they reach."""
+        """Evaluates the clients, before any checkpoint depends on the scores."""
         if not self._overridden and not trainer.sanity_checking and self._is_due(trainer):
             self._evaluate_own(trainer, pl_module, "validation")
 
@@ -181,7 +183,7 @@ class ClientEvaluation(FederatedCallback):
             self._evaluate_own(trainer, pl_module, "test")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Shows the table of the last round."""
+        """Logs the table for the last round."""
         self._show_table(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -200,7 +202,7 @@ class ClientEvaluation(FederatedCallback):
         """Runs the module's step over the client's data.
 
         Raises:
-            ClientFault: If it has no data, or fewer than ``min_examples``.
+            ClientFault: If the client has no data, or fewer than ``min_examples``.
 
         """
         stage, limit = question.get("stage"), question.get("limit")
@@ -225,13 +227,13 @@ class ClientEvaluation(FederatedCallback):
     def evaluate(
         self, trainer: L.Trainer, module: L.LightningModule, stage: Stage = "validation", own: bool = False
     ) -> dict[Client, EvaluationReport]:
-        """Has the clients evaluate the model, and returns the reports, without excluded clients.
+        """Evaluates the model on the clients, and returns the reports from accepted clients.
 
         Args:
             trainer: The Trainer.
-            module: The module, which is the global model.
-            stage: Whose step and data.
-            own: Whether each client evaluates its own model.
+            module: The module with the global model.
+            stage: Stage with the step and data.
+            own: Whether each client evaluates the client's own model.
 
         """
         federation = find_federation(trainer)
@@ -256,19 +258,18 @@ class ClientEvaluation(FederatedCallback):
         return reports
 
     def table(self) -> str:
-        """The last evaluation in Markdown: a row for each client and one for all; numbers of examples by class too."""
+        """Formats the last evaluation in Markdown: a row per client and for all clients, with examples per class."""
         return client_table(self.results, self.pooled).markdown() if self.results is not None else ""
 
     def _of_clients(self, trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any]]:
-        """The clients' loaders; an evaluation makes the loaders once."""
         return self._kept_loaders or loaders_of(trainer, stage)
 
     def _evaluate_own(self, trainer: L.Trainer, module: L.LightningModule, stage: Stage) -> None:
-        """Evaluates clients beside Lightning's own evaluation of the global model."""
+        """Evaluates clients in addition to Lightning's own evaluation."""
         federation = find_federation(trainer)
         if federation.has_lost_entries or not (federation.is_remote or has_clients(trainer, stage)):
             return
-        # The only client's visit may be under way: inside a round, as `val_check_interval` has it.
+        # With `val_check_interval` a validation runs inside the only client's visit.
         if federation.current_visit is not None or self._is_private(federation):
             return
         with federation.averages_in_place():
@@ -277,21 +278,21 @@ class ClientEvaluation(FederatedCallback):
             self._log_clients(trainer, reports, self._pooled(trainer, module, stage, reports))
 
     def _evaluate_remotely(self, trainer: L.Trainer, module: L.LightningModule, stage: Stage) -> None:
-        """Evaluates the clients in the place of Lightning's own evaluation, for which the server has no data."""
+        """Evaluates clients instead of Lightning's own evaluation, on a server without data."""
         federation = find_federation(trainer)
         if federation.has_lost_entries or not self._is_due(trainer) or self._is_private(federation):
             return
         reports = self.evaluate(trainer, module, stage)
-        if not self._has_score(trainer, reports):  # and none of an earlier model's in its place
+        if not self._has_score(trainer, reports):  # an earlier model's values must not remain
             for name in self._known:
                 module.log(name, math.nan, on_step=False, on_epoch=True, batch_size=1)
             return
         values = self._pooled(trainer, module, stage, reports, is_muted=False)
-        values |= dict.fromkeys(self._known - values.keys(), math.nan)  # nor a value of an earlier model
+        values |= dict.fromkeys(self._known - values.keys(), math.nan)  # an earlier model's values must not remain
         self._known |= {name for name in values if "/dataloader_idx_" not in name}
         shown = {name for report in reports.values() for name in report.shown}
         for name, value in values.items():
-            if "/dataloader_idx_" in name:  # of which Lightning makes the names itself
+            if "/dataloader_idx_" in name:  # Lightning adds this suffix itself
                 federation.round_log.put(trainer, trainer.current_epoch, {name: value})
             else:
                 module.log(name, value, prog_bar=name in shown, on_step=False, on_epoch=True, batch_size=1)
@@ -308,7 +309,7 @@ class ClientEvaluation(FederatedCallback):
         reports: Mapping[Client, EvaluationReport],
         is_muted: bool = True,
     ) -> dict[str, float]:
-        """Values over all clients; missing values and excluded clients are logged once."""
+        """Computes values over all clients. Missing values and excluded clients are logged once."""
         listed = list(reports.values())
         faults: dict[str, str] = {}
         values = pooled_values(trainer, module, listed, stage, is_muted=is_muted, faults=faults)
@@ -350,7 +351,7 @@ class ClientEvaluation(FederatedCallback):
     def _log_clients(
         self, trainer: L.Trainer, reports: Mapping[Client, EvaluationReport], pooled: Mapping[str, float]
     ) -> None:
-        """Logs the values by client: ``fed/<metric>/...``, and ``client/<id>/<metric>`` of few clients."""
+        """Logs the values by client: ``fed/<metric>/...``, and ``client/<id>/<metric>`` for few clients."""
         results = self.results = ClientResults.of(reports)
         values: dict[str, float] = {}
         for name, by_client in results.values.items():
@@ -366,13 +367,11 @@ class ClientEvaluation(FederatedCallback):
             self._show_table(trainer)
 
     def _show_table(self, trainer: L.Trainer) -> None:
-        """Shows the last evaluation's table in the log, where it is not too long for it."""
         results = self.results
         if results is not None and trainer.is_global_zero and len(results.num_samples) <= _MAX_CLIENTS_BY_NAME:
             _log.info("Evaluated by client:\n\n%s\n", client_table(results, self.pooled, with_support=False).markdown())
 
     def _read(self, module: L.LightningModule, answers: Answers, stage: Stage) -> dict[Client, EvaluationReport]:
-        """Reads and checks the answers."""
         reports, metrics = dict[Client, EvaluationReport](), named_metrics(module)
         for client, update in answers.updates.items():
             try:
@@ -404,9 +403,9 @@ class ClientEvaluation(FederatedCallback):
         _log.warning("The evaluation of client %r is excluded: %s.", client, reason)
 
     def _bound_names(self, reports: Mapping[Client, EvaluationReport]) -> None:
-        """Leaves names out beyond the first that most clients send, and those that Lightning has for itself."""
+        """Drops names beyond the most frequent ones, and names reserved by Lightning."""
         counts = Counter(name for report in reports.values() for name in report.values)
-        taken = sorted(counts, key=lambda name: (name not in self._names, -counts[name]))  # stable: in their order
+        taken = sorted(counts, key=lambda name: (name not in self._names, -counts[name]))  # stable sort
         taken = [name for name in taken if name not in _LIGHTNINGS][:_MOST_NAMES]
         self._names.update(taken)
         left_out = counts.keys() - set(taken)
@@ -429,7 +428,6 @@ class ClientEvaluation(FederatedCallback):
         return False
 
     def _drawn(self, trainer: L.Trainer, federation: Federation, stage: Stage) -> list[Client]:
-        """The clients that are evaluated."""
         clients: list[Client] = list(
             federation.population.clients if federation.is_remote else self._of_clients(trainer, stage)
         )
@@ -449,7 +447,6 @@ class ClientEvaluation(FederatedCallback):
         return bool(every) and (not is_fitting(trainer) or (trainer.current_epoch + 1) % every == 0)
 
     def _is_private(self, federation: Federation) -> bool:
-        """True if single clients' scores may not be known; says so."""
         reveals = federation.server.chain.reveals
         if reveals != "update":
             self._say_once(f"Clients are not evaluated: {_PRIVATE[reveals]}.")
@@ -463,7 +460,6 @@ class ClientEvaluation(FederatedCallback):
     # The stand-in for a module on a server without data
 
     def _stand_in(self, trainer: L.Trainer, module: L.LightningModule, stage: Stage) -> None:
-        """Takes the place of the module's step and hooks, until its hook at the evaluation's end."""
         loaders = trainer.val_dataloaders if stage == "validation" else trainer.test_dataloaders
         if not isinstance(loaders, ClientsBatch):
             return
@@ -474,7 +470,7 @@ class ClientEvaluation(FederatedCallback):
             )
 
         def step(*args: Any, **kwargs: Any) -> None:
-            self._restore()  # the module computes what is of all clients by its own hooks
+            self._restore()  # the module's own hooks compute the values over all clients
             try:
                 self._evaluate_remotely(trainer, module, stage)
             finally:
@@ -494,7 +490,7 @@ class ClientEvaluation(FederatedCallback):
 
 
 class ClientsBatch:
-    """The loader of a server without data: one batch, which stands for the clients."""
+    """Loader for a server without data: one batch as a placeholder for all clients."""
 
     def __len__(self) -> int:
         return 1
@@ -504,7 +500,7 @@ class ClientsBatch:
 
 
 def loaders_of(trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any]]:
-    """The clients' loaders that this process has."""
+    """Returns the clients' loaders in this process."""
     datamodule = datamodule_of(trainer)
     if not isinstance(datamodule, EvaluationData):
         return {}
@@ -512,13 +508,13 @@ def loaders_of(trainer: L.Trainer, stage: Stage) -> Mapping[Client, Iterable[Any
 
 
 def has_clients(trainer: L.Trainer, stage: Stage) -> bool:
-    """True if this process has data of clients; of the package's datamodules without making loaders."""
+    """Returns whether this process has clients' data. The package's datamodules answer without making loaders."""
     datamodule = datamodule_of(trainer)
     return isinstance(datamodule, EvaluationData) and datamodule.has_clients(stage)
 
 
 def _has_own_models(trainer: L.Trainer, federation: Federation) -> bool:
-    """True if clients may be served by other models than the global one."""
+    """Returns whether clients may have other models than the global model."""
     if federation.has_own_statistics or "personal" in federation.policies.values():
         return True
     if federation.server.rule.has_clusters:
@@ -527,7 +523,6 @@ def _has_own_models(trainer: L.Trainer, federation: Federation) -> bool:
 
 
 def _advice(error: Exception) -> str:
-    """Advice on an error that a client's batch is at fault for."""
     if "more than 1 value per channel" not in str(error):
         return ""
     return (
@@ -537,12 +532,10 @@ def _advice(error: Exception) -> str:
 
 
 def _loggable(client: Client) -> str:
-    """Name of a client in a log: a number as text is quoted, and invalid characters are escaped."""
     return row_name(client).encode(errors="backslashreplace").decode()
 
 
 def _check_clients(clients: object) -> Any:
-    """Checks whom the user wants to be evaluated."""
     is_share = isinstance(clients, float) and 0 < clients <= 1
     if clients in ("all", "round") or is_share or (type(clients) is int and clients > 0):
         return clients

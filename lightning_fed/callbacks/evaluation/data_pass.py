@@ -473,7 +473,6 @@ def _read_batches(batches: Iterable[Any]) -> Iterator[Any]:
 
 @contextmanager
 def _in_stage(trainer: L.Trainer, stage: Stage) -> Iterator[None]:
-    """Context with ``trainer.validating`` or ``trainer.testing`` set."""
     before = exchange_stage(trainer, stage)
     try:
         yield
@@ -482,7 +481,6 @@ def _in_stage(trainer: L.Trainer, stage: Stage) -> Iterator[None]:
 
 
 def _monitored(trainer: L.Trainer) -> dict[str, bool]:
-    """Directions of the values monitored by the user's callbacks, for the clients' values and for the mean."""
     return {
         monitored_name(callback.monitor): callback.mode == "max"
         for callback in callbacks_of(trainer)
@@ -491,7 +489,6 @@ def _monitored(trainer: L.Trainer) -> dict[str, bool]:
 
 
 def _collected(module: L.LightningModule) -> dict[str, bool]:
-    """Directions of the metrics in collections: a step logs each metric's value under the metric's name."""
     return {
         name: metric.higher_is_better
         for collection in find_metrics(module)

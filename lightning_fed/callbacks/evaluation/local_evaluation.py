@@ -1,4 +1,4 @@
-"""Evaluation of what clients have trained, before it is averaged."""
+"""Evaluation of clients' models between local training and averaging."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lightning_fed.messages import Client, ClientUpdate
 
 
 class LocalEvaluation(FederatedCallback):
-    """Evaluates every client of a round after its local training, on its own validation data.
+    """Evaluates each client after local training, on the client's own validation data.
 
     :class:`~lightning_fed.callbacks.ClientEvaluation` evaluates the global model, after the round. Papers also report
-    the accuracy of the models that clients have trained from it: with classes of their own these are far better on
-    them. Logged as ``clients/local/<metric>``, the mean over the round's clients, for all that ``validation_step``
-    logs.
+    the accuracy of the locally trained models. With different classes per client, these models score far better on
+    local data. The callback logs ``clients/local/<metric>``, the mean over the round's clients, for every value from
+    ``validation_step``.
 
-    The validation data are a mapping of clients; those without any are left out. The training is the same with and
-    without it. On other machines it is a callback of both halves.
+    The validation data are a mapping by client; clients without data are skipped. Training does not change. With remote
+    clients, server and clients both need the callback.
 
     Args:
         every_n_rounds: Rounds between evaluations.
@@ -37,7 +37,7 @@ class LocalEvaluation(FederatedCallback):
         >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[LocalEvaluation()], logger=False)
 
     References:
-        Yao et al., ICIP 2019, whose results are presumably of this measure.
+        Yao et al., ICIP 2019, presumably with this measure.
 
     """
 
@@ -47,7 +47,7 @@ class LocalEvaluation(FederatedCallback):
         self.every_n_rounds = check_count("every_n_rounds", every_n_rounds)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Makes sure that there are validation data, where the clients are in this process."""
+        """Checks for validation data if the clients are in this process."""
         federation = find_federation(trainer)
         if federation.has_server and not federation.is_remote and not has_clients(trainer, "validation"):
             raise MisconfigurationException("Expected validation data as a mapping of clients, but there are none.")
@@ -55,13 +55,13 @@ class LocalEvaluation(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Evaluates the client's model and adds the values to its update."""
+        """Evaluates the client's model, and adds the values to the update."""
         if (trainer.current_epoch + 1) % self.every_n_rounds:
             return
         loaders = loaders_of(trainer, "validation")
         if client in loaders:
-            # On another machine the client's Trainer does not validate, and its limit is 0.
+            # A remote client's Trainer does not validate, so the limit is 0 there.
             limit = None if find_federation(trainer).has_server else 1.0
-            with seeded_generators():  # the visit goes on as without it
+            with seeded_generators():  # training draws the same numbers with and without the evaluation
                 values = evaluate_data(trainer, module, loaders[client], limit=limit, keeps=True).values
             update.metrics |= {f"local/{name}": value for name, value in values.items()}

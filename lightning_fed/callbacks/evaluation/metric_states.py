@@ -1,4 +1,4 @@
-"""States of torchmetrics objects: read, joined and written, with private names of torchmetrics."""
+"""Metric states: copying, merging and loading, with private names from torchmetrics."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ REASONS = (
 _MERGING = {dim_zero_sum, dim_zero_min, dim_zero_max, dim_zero_cat, torch.min, torch.max}
 _CURVES = BinaryPrecisionRecallCurve, MulticlassPrecisionRecallCurve, MultilabelPrecisionRecallCurve
 _CORRELATIONS = BinaryMatthewsCorrCoef, MulticlassMatthewsCorrCoef, MultilabelMatthewsCorrCoef
-# Counts in denominators of metrics without an argument `zero_division`.
+# Counts in the denominators for metrics without an argument `zero_division`.
 _DENOMINATORS: tuple[tuple[tuple[type[Metric], ...], tuple[str, str]], ...] = (
     ((BinarySpecificity, MulticlassSpecificity, MultilabelSpecificity), ("tn", "fp")),
     (
@@ -73,8 +73,8 @@ class MetricState:
     """State of one metric.
 
     Args:
-        values: Tensor of every state by name; a list of tensors is joined.
-        updates: Number of batches seen.
+        values: Tensors by name; a list is concatenated.
+        updates: Number of batches.
 
     """
 
@@ -87,8 +87,8 @@ class StateRules:
     """Rules for metric states leaving a client.
 
     Args:
-        lists: Patterns of metrics; lists of predictions may leave.
-        withheld: Patterns of metrics; nothing leaves.
+        lists: Patterns for metrics; lists with predictions may leave.
+        withheld: Patterns for metrics; nothing leaves.
 
     """
 
@@ -96,7 +96,7 @@ class StateRules:
     withheld: Sequence[str] = ()
 
     def find_obstacle(self, name: str, metric: Metric) -> str | None:
-        """Reason to keep a metric's state; ``None`` if the state leaves.
+        """Finds a reason to keep a metric's state on the client; ``None`` if the state may leave.
 
         Example:
             >>> from torchmetrics.classification import BinaryAUROC
@@ -122,10 +122,10 @@ def holds_lists(metric: Metric) -> bool:
 
 
 def is_mergeable(metric: Metric) -> bool:
-    """True if the states of two parts of the data give the state of both parts.
+    """Returns whether the states for two parts of the data give the state for both parts.
 
-    By the contract of ``dist_reduce_fx`` a sum, a minimum, a maximum and a concatenation do. Metrics of torchmetrics
-    merge other states in ``compute`` (``PearsonCorrCoef``). ``Running`` depends on the order of batches.
+    Sums, minima, maxima and concatenations do, by the contract for ``dist_reduce_fx``. Some torchmetrics classes merge
+    other states in ``compute`` (``PearsonCorrCoef``). ``Running`` depends on the order in which batches arrive.
 
     Example:
         >>> from torchmetrics import MeanMetric
@@ -170,11 +170,11 @@ def is_updated(metric: Metric) -> bool:
 def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
     """Computes a metric, with NaN for undefined numbers.
 
-    Undefined are all numbers of a metric without a batch, and all numbers with 0 / 0: the recall of a class without
-    examples, the specificity without negatives, the area under a curve without positives or negatives, retrieval
-    without any relevant document. torchmetrics returns 0 or 1 there. An average with an undefined class is undefined.
+    A number is undefined without a batch and after 0 / 0: the recall for a class without examples, the specificity
+    without negatives, the area under a curve without positives or negatives, retrieval without any relevant document.
+    torchmetrics returns 0 or 1 there. An average over an undefined class is undefined.
 
-    The macro average of ``MulticlassAccuracy`` is an exception: torchmetrics averages over the classes with labels or
+    The macro average in ``MulticlassAccuracy`` is an exception: torchmetrics averages over the classes with labels or
     predictions.
 
     Args:
@@ -204,7 +204,7 @@ def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
-    """Computes a metric with 0 and with 1 for 0 / 0, if the metric has the choice; different numbers are undefined."""
+    """Computes a metric with 0 and with 1 for 0 / 0, if possible. A number that changes is undefined."""
     value = compute()
     fill = getattr(metric, "zero_division", None)
     if not isinstance(fill, int | float) or not isinstance(value, Tensor):
@@ -219,14 +219,14 @@ def _compute_twice(metric: Metric, compute: Callable[[], Any]) -> Any:
 
 
 class RunningValue(Tensor):
-    """A metric's value between two batches, and every result of an operation with such a value."""
+    """A metric's value between two batches, and every result computed from such a value."""
 
 
 @contextmanager
 def tracing(metrics: Iterable[Metric], found: list[Metric]) -> Iterator[None]:
-    """Makes ``metric.compute()`` in a step return a :class:`RunningValue`, because the order of batches matters.
+    """Makes ``metric.compute()`` in a step return a :class:`RunningValue`, because the order matters.
 
-    ``metric(...)`` returns the value of one batch, as usual.
+    ``metric(...)`` returns the value for one batch, as usual.
 
     Args:
         metrics: The metrics.
@@ -296,7 +296,7 @@ def as_nan(value: Any) -> Any:
 
 
 def _undefined_numbers(metric: Metric) -> Tensor | None:
-    """True for undefined numbers: bool, of the value's shape or (classes,); ``None`` if unknown."""
+    """Marks undefined numbers: bool, with the value's shape or (classes,); ``None`` if unknown."""
     if isinstance(metric, _CURVES):
         return _undefined_curves(metric)
     if isinstance(metric, RetrievalMetric):
@@ -310,7 +310,7 @@ def _undefined_numbers(metric: Metric) -> Tensor | None:
 
 
 def _undefined_ratios(metric: Metric, names: tuple[str, str]) -> Tensor:
-    """True for ratios of counts without a denominator."""
+    """Marks ratios without a denominator."""
     counts = {name: dim_zero_cat(metric.metric_state[name]) for name in ("tp", "fp", "tn", "fn")}
     average = getattr(metric, "average", None)
     if average == "micro":
@@ -326,7 +326,7 @@ def _undefined_ratios(metric: Metric, names: tuple[str, str]) -> Tensor:
 
 
 def _undefined_curves(metric: Metric) -> Tensor:
-    """True for classes without positive or negative examples: bool, (classes,)."""
+    """Marks classes without positive or negative examples: bool, (classes,)."""
     state = metric.metric_state
     confusion = state.get("confmat")
     if isinstance(confusion, Tensor):  # (thresholds[, classes], 2, 2)
@@ -346,7 +346,7 @@ def _undefined_curves(metric: Metric) -> Tensor:
 
 
 def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
-    """The metrics of a module by name: path, or, in a plain list or dictionary, class and place.
+    """Names a module's metrics by path or, in a plain list or dictionary, by class and place.
 
     Example:
         >>> from torchmetrics import MeanMetric
@@ -359,7 +359,7 @@ def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
     found = find_metrics(module)
     for metric in found:
         if isinstance(metric, MetricCollection):
-            dict(metric.items(copy_state=False))  # metrics with a shared state have the state from here on
+            dict(metric.items(copy_state=False))  # from here on each metric in a compute group has the shared state
     paths = {id(layer): path for path, layer in module.named_modules()}
     metrics = [metric for metric in found if isinstance(metric, Metric)]
     names = [paths.get(id(metric), f"{type(metric).__name__}#{place}") for place, metric in enumerate(metrics)]
@@ -386,7 +386,7 @@ class MetricStates(dict[str, MetricState]):
 
         Args:
             metrics: Metrics by name, from :func:`named_metrics`.
-            place: Position of the only loader behind the states; ``None`` for all loaders.
+            place: Position for the states from a single loader; ``None`` for all loaders.
 
         """
         return cls({state_key(name, place): _read_state(metric) for name, metric in metrics.items()})
@@ -482,7 +482,7 @@ def _write_state(metric: Metric, state: MetricState | None) -> None:
 
 
 def _join_states(metric: Metric, parts: Iterable[MetricState]) -> MetricState:
-    """Joins states by ``dist_reduce_fx``: sums are added, and means are weighted by numbers of batches."""
+    """Joins states by ``dist_reduce_fx``: sums are added, and means are weighted by the numbers of batches."""
     parts = [part for part in parts if part.updates]
     updates = [part.updates for part in parts]
     joined = {}
@@ -494,10 +494,10 @@ def _join_states(metric: Metric, parts: Iterable[MetricState]) -> MetricState:
 
 
 def check_state(metric: Metric, state: MetricState) -> None:
-    """Compares a received state with the metric's own.
+    """Compares a received state with the metric's own state.
 
     Raises:
-        BadUpdate: If the state is not of this metric.
+        BadUpdate: If the state does not belong to this metric.
 
     """
     reductions = _reductions(metric)
@@ -518,9 +518,9 @@ def check_state(metric: Metric, state: MetricState) -> None:
 
 
 def support_of(metric: Metric) -> Tensor | None:
-    """Number of examples (or pixels) by class: float64, (classes,); ``None`` if unknown.
+    """Counts examples (or pixels) by class: float64, (classes,); ``None`` if unknown.
 
-    Known of metrics with a property ``support``, of confusion matrices, and of counts ``tp`` and ``fn``.
+    The sources are a property ``support``, confusion matrices, and the counts ``tp`` and ``fn``.
 
     Example:
         >>> from torchmetrics.classification import MulticlassAccuracy

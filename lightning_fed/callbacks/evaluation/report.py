@@ -1,4 +1,4 @@
-"""The message of a client's evaluation: sums and states, not means."""
+"""Message with a client's evaluation: sums and states instead of means."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _MOST_NAMES = 1000
 
 @dataclass
 class EvaluationReport:
-    """Sums, states and values of one client's validation or test data.
+    """Sums, states and values from one client's validation or test data.
 
     Args:
         num_samples: Number of examples.
-        logged: What steps and batch hooks log per epoch, by name, summed up.
-        states: States of metrics, by :func:`~lightning_fed.callbacks.evaluation.metric_states.state_key`.
-        metrics: Name in the log to the key of the metric that was logged under it.
+        logged: Sums of the values logged per epoch by steps and batch hooks, by name.
+        states: Metric states by :func:`~lightning_fed.callbacks.evaluation.metric_states.state_key`.
+        metrics: Logged name to the key for the logged metric.
         values: The client's own values, by name.
-        partial: Names of values not determined by sums and states; missing over all clients.
-        shown: Names of those that are for the progress bar.
-        higher_is_better: Name to whether high values are good, if a metric knows.
-        stays: Metric to the reason why its state stays with the client.
-        support: Number of examples of every class: float64, shape (classes,); ``None`` where no metric counts them.
+        partial: Names for values not determined by sums and states; missing over all clients.
+        shown: Names for the progress bar.
+        higher_is_better: Name to whether high values are good, if a metric declares the direction.
+        stays: Metric to the reason for keeping the state on the client.
+        support: Examples per class: float64, shape (classes,); ``None`` without a counting metric.
 
     """
 
@@ -49,7 +49,7 @@ class EvaluationReport:
     support: Tensor | None = None
 
     def as_update(self, client: Client) -> ClientUpdate:
-        """The message.
+        """Packs the report into a message.
 
         Example:
             >>> loss = LoggedValue("mean", torch.tensor(2.0), 4.0)
@@ -77,10 +77,10 @@ class EvaluationReport:
 
     @classmethod
     def of(cls, update: ClientUpdate) -> EvaluationReport:
-        """The report in a message.
+        """Unpacks the report from a message.
 
         Raises:
-            BadUpdate: If there is none.
+            BadUpdate: If the message has no valid report.
 
         """
         report = cls(update.num_samples)
@@ -105,7 +105,7 @@ class EvaluationReport:
         return report
 
     def keep_names(self, names: set[str]) -> None:
-        """Forgets the values under all other names."""
+        """Removes all values with other names."""
         for held in (self.logged, self.metrics, self.values, self.higher_is_better):
             for name in held.keys() - names:
                 del held[name]
@@ -151,7 +151,7 @@ class EvaluationReport:
 
 
 def known_names(reports: Iterable[EvaluationReport]) -> list[str]:
-    """Names of the values of several reports, in the order in which they come."""
+    """Lists the value names in several reports, in order of appearance."""
     return list(dict.fromkeys(name for report in reports for name in report.values))
 
 

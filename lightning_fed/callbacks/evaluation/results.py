@@ -1,4 +1,4 @@
-"""Values of an evaluation by client: the table, its summary, and which end of each value is the good one."""
+"""Evaluation values by client: table, summary, and direction of each value."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _CLIENTS_VALUE = re.compile(r"fed/(?P<name>.+)/(mean|worst10|min|pooled)")
 
 @dataclass
 class ClientResults:
-    """Values that the validation step logged, per client.
+    """Values from the validation step, per client.
 
     Args:
         values: Metric name to client to value.
-        higher_is_better: Metric name to which end of the scale is the good one.
-        num_samples: Client to its number of examples.
-        support: Client to the number of its examples of every class, where a metric counts them.
+        higher_is_better: Metric name to whether high values are good.
+        num_samples: Client to number of examples.
+        support: Client to examples per class, with a counting metric.
 
     """
 
@@ -41,7 +41,7 @@ class ClientResults:
 
     @classmethod
     def of(cls, reports: Mapping[Client, EvaluationReport]) -> ClientResults:
-        """The values of the clients' reports; what a client has no value of is missing."""
+        """Collects the values in the clients' reports. A missing value has no entry."""
         results = cls(num_samples={client: report.num_samples for client, report in reports.items()})
         for client, report in reports.items():
             for name, value in report.values.items():
@@ -53,9 +53,9 @@ class ClientResults:
         return results
 
     def summary(self) -> dict[str, float]:
-        """Over clients: ``<metric>/mean``, ``/worst10`` (mean of the worst tenth of them), ``/std`` and ``/min``.
+        """Summarises over clients: ``<metric>/mean``, ``/worst10`` (mean over the worst tenth), ``/std`` and ``/min``.
 
-        A client whose value is NaN has none.
+        NaN values are skipped.
 
         Example:
             >>> results = ClientResults({"val_acc": {"a": 0.5, "b": 0.7}}, {"val_acc": True})
@@ -76,7 +76,7 @@ class ClientResults:
 
 
 def monitored_name(name: str) -> str:
-    """Name of the module's value behind one over the clients.
+    """Finds the module's name in a name over clients.
 
     Example:
         >>> monitored_name("fed/val_acc/mean"), monitored_name("val_acc")
@@ -88,7 +88,7 @@ def monitored_name(name: str) -> str:
 
 
 def is_score(name: str) -> bool:
-    """True if higher is better, as far as a name says.
+    """Guesses from a name whether higher is better.
 
     Example:
         >>> is_score("val_acc"), is_score("val_loss"), is_score("valRMSE"), is_score("macer")

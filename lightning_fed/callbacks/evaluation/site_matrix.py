@@ -1,4 +1,4 @@
-"""The matrix of models by sites: each client's model, and the global one, on every client's data."""
+"""Matrix by models and sites: each client's model and the global model on every client's data."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _log = logging.getLogger(__name__)
 
 
 class SiteMatrix(FederatedCallback):
-    """Evaluates the models of the last round's clients, and the global one, on every client's data, after the fit.
+    """Evaluates the last round's client models and the global model on every client's data, after the fit.
 
-    A client's model is what it has sent in the last round, before it was averaged. The log has the matrix in Markdown;
-    ``<folder>/sites.csv`` and ``sites.png`` have it too. It costs an evaluation of all clients for each model, and the
-    memory of the models of a round. It needs :class:`ClientEvaluation`, on the clients' side too.
+    A client's model is the state sent in the last round, before averaging. The log shows the matrix in Markdown;
+    ``<folder>/sites.csv`` and ``sites.png`` contain the same matrix. The cost is one evaluation on all clients per
+    model, and memory for one round's models. The callback needs :class:`ClientEvaluation` on server and clients.
 
     Args:
-        metric: Name of the value in the matrix, of those that the validation step logs.
-        folder: Where to; ``None`` for the log alone.
+        metric: Name of the value in the matrix, as logged by the validation step.
+        folder: Folder for files; ``None`` writes to the log only.
 
     Attributes:
-        table: The matrix; ``None`` before the fit's end.
+        table: The matrix; ``None`` before the end of the fit.
 
     Raises:
-        MisconfigurationException: In ``fit``, if clients have entries of their own, without which what they send is no
-            model; if the server sees no single client's model, because of privacy or compression; or if no client has
+        MisconfigurationException: In ``fit``, if a sent state is no complete model because clients have personal
+            entries; if privacy or compression hides single clients' models from the server; or if no client has
             validation data.
 
     Example:
@@ -59,7 +59,7 @@ class SiteMatrix(FederatedCallback):
         self._models: dict[Client, State] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses federations in which the server has no single client's model."""
+        """Refuses federations without single clients' models on the server."""
         federation = find_federation(trainer)
         chain, reason = federation.server.chain, ""
         if federation.has_personal_entries:
@@ -83,23 +83,23 @@ class SiteMatrix(FederatedCallback):
             raise MisconfigurationException(f"`SiteMatrix` {NO_CLIENTS}")
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Forgets the round before."""
+        """Removes the models from the previous round."""
         self._models = {}
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Keeps the client's model."""
+        """Stores the client's model."""
         self._models[update.client] = {name: value.cpu() for name, value in copy_state(update.state).items()}
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
-        """The models of this process."""
+        """Returns this process's models."""
         return self._models
 
     def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
-        """Takes those of all processes."""
+        """Merges the models from all processes."""
         self._models = {client: model for share in shares for client, model in share.items()}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Makes the matrix."""
+        """Evaluates all models, and writes the matrix."""
         federation = find_federation(trainer)
         if not federation.has_server:
             return

@@ -1,4 +1,4 @@
-"""A table of values by name: as CSV, as Markdown, and as a picture."""
+"""Table with values by name, as CSV, Markdown or picture."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightning_fed.messages import Client
 
 @dataclass(frozen=True)
 class Table:
-    """A table. A cell without a value is empty: what is missing is not zero.
+    """Table with named rows and columns. A missing value gives an empty cell, not zero.
 
     Args:
-        corner: Heading of the rows' names.
-        rows: Names of the rows.
-        columns: Names of the columns.
-        values: Value by (row, column); NaN is missing too.
+        corner: Heading for the row names.
+        rows: Row names.
+        columns: Column names.
+        values: Value by (row, column); NaN counts as missing.
 
     Example:
         >>> table = Table("client", ["a", "b"], ["val_iou"], {("a", "val_iou"): 0.5})
@@ -41,30 +41,30 @@ class Table:
     values: Mapping[tuple[str, str], float]
 
     def cells(self, digits: int) -> list[list[str]]:
-        """The rows as text."""
+        """Formats the rows as text."""
         return [[row, *(self._cell(row, column, digits) for column in self.columns)] for row in self.rows]
 
     def csv(self) -> str:
-        """The table as CSV."""
+        """Formats the table as CSV."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([[self.corner, *self.columns], *self.cells(17)])
         return text.getvalue()
 
     def markdown(self) -> str:
-        """The table in Markdown."""
+        """Formats the table in Markdown."""
         lines = [[self.corner, *self.columns], *self.cells(3)]
         head, *rest = (f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
         return "\n".join([head, f"|{'---|' * (1 + len(self.columns))}", *rest])
 
     def write(self, path: Path) -> None:
-        """Writes ``<path>.csv`` and, where matplotlib is there, ``<path>.png``."""
+        """Writes ``<path>.csv`` and, with matplotlib, ``<path>.png``."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(path.with_suffix(".csv"), self.csv())
         if has_matplotlib() and self.rows and self.columns:
             self._draw(path.with_suffix(".png"))
 
     def _draw(self, path: Path) -> None:
-        """Draws a column as a colour scale of its own, from its lowest (dark) to its highest value."""
+        """Draws each column with a separate colour scale, from the lowest (dark) to the highest value."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # the extra `demo`
         from matplotlib.figure import Figure
 
@@ -104,7 +104,7 @@ ALL, GLOBAL = "all", "global"
 
 
 def row_name(client: Client) -> str:
-    """A client's name in a table, in quotes where it would read as another row.
+    """Names a client in a table, in quotes if the name would be ambiguous.
 
     Example:
         >>> row_name("ann"), row_name(1), row_name("1"), row_name("all")
@@ -117,12 +117,12 @@ def row_name(client: Client) -> str:
 
 
 def client_table(results: ClientResults, pooled: Mapping[str, float], with_support: bool = True) -> Table:
-    """The values of an evaluation, a row for each client and one for all of them.
+    """Builds a table with a row per client and a row for all clients.
 
     Args:
         results: The clients' values.
         pooled: Values over all clients.
-        with_support: Whether the numbers of examples of every class are columns too, where a metric counts them.
+        with_support: Whether to add columns with examples per class, if a metric counts examples.
 
     """
     values: dict[tuple[str, str], float] = {}
