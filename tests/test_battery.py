@@ -541,6 +541,8 @@ def test_too_few_clients_leave_the_global_model_as_it_was(federated_trainer, cap
     """Two of the five send nonsense in the second round, and four are needed."""
 
     class Nonsense(FederatedCallback):
+        changes_update = True
+
         def on_client_end(self, trainer, module, client, update):
             if trainer.current_epoch == 1 and client in ("ann", "dan"):
                 update.state["net.0.bias"] = update.state["net.0.bias"] * float("nan")

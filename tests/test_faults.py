@@ -321,6 +321,8 @@ MESSAGES = {
 
 
 class Sabotages(FederatedCallback):
+    changes_update = True
+
     def __init__(self, client, sabotage):
         self.client = client
         self.sabotage = sabotage
@@ -760,6 +762,8 @@ def test_failed_rounds_in_a_row_end_the_fit(limit, rounds, caplog):
 
 def test_a_round_that_succeeds_begins_the_count_anew():
     class Watch(FederatedCallback):
+        changes_update = True
+
         def on_server_receive(self, trainer, module, update):
             if trainer.current_epoch % 2 == 0:
                 NAN_BODY(update)
@@ -829,6 +833,8 @@ def test_learning_rates_after_rounds_without_visits():
         trainer_rates = []
 
         class Watch(L.Callback):
+            changes_update = True
+
             def on_train_epoch_end(self, trainer, pl_module, rates=trainer_rates):
                 rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
@@ -862,6 +868,8 @@ def test_a_client_that_failed_comes_back(without):
     seen = []
 
     class Watch(FederatedCallback):
+        changes_update = True
+
         def on_client_start(self, trainer, module, client, broadcast):
             if client == "good":
                 seen.append(module.head.weight.clone())
@@ -978,6 +986,8 @@ def test_a_loader_without_a_length(caplog):
 
 def test_an_error_in_a_visit_names_the_client():
     class Watch(L.Callback):
+        changes_update = True
+
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if trainer.current_epoch == 1 and batch_idx == 9:  # after the 8 of "best"
                 raise ZeroDivisionError("a bug")

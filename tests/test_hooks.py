@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
@@ -48,6 +49,40 @@ class Counter(FederatedCallback):
     def on_client_end(self, trainer, module, client, update):
         self.per_visit[client] = self.count
         self.clients += [client] * self.count
+
+
+class ChangesState(FederatedCallback):
+    def __init__(self, change):
+        self.change = change
+
+    def on_client_end(self, trainer, module, client, update):
+        self.change(update.state)
+
+
+class DeclaresChange(ChangesState):
+    changes_update = True
+
+
+def replace_entry(state):
+    state["net.0.bias"] = state["net.0.bias"] + 1
+
+
+def write_into_entry(state):
+    state["net.0.bias"].add_(1)
+
+
+@pytest.mark.parametrize("change", [replace_entry, write_into_entry, lambda state: state.pop("net.0.bias")])
+def test_only_a_declared_callback_changes_the_state_of_an_update(change, federated_trainer):
+    with pytest.raises(MisconfigurationException, match=r"`ChangesState.on_client_end` to leave `update.state`"):
+        federated_trainer(max_rounds=1, callbacks=[ChangesState(change)]).fit(module(), datamodule=data())
+
+
+def test_a_declared_callback_may_change_the_state_of_an_update(federated_trainer):
+    plain, changed = module(), module()
+    federated_trainer(max_rounds=1).fit(plain, datamodule=data())
+    callbacks = [DeclaresChange(write_into_entry)]
+    federated_trainer(max_rounds=1, callbacks=callbacks).fit(changed, datamodule=data())
+    torch.testing.assert_close(changed.net[0].bias, plain.net[0].bias + 1)
 
 
 def current(trainer):

@@ -511,6 +511,8 @@ def test_what_a_callback_adds_is_counted(federated_trainer):
     """Extras, and a message that a callback makes smaller."""
 
     class Method(Recorder):
+        changes_update = True
+
         def on_server_send(self, trainer, module, client, broadcast):
             broadcast.extras["classes"] = torch.arange(3)
             super().on_server_send(trainer, module, client, broadcast)

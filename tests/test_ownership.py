@@ -16,6 +16,8 @@ SIZES = {"ann": 6, "bob": 9, "cid": 4}, {"eve": 7, "fay": 5}
 class Rising(FederatedCallback):
     """Adds the number of visits so far to a client's update."""
 
+    changes_update = True
+
     def __init__(self):
         self.visits = 0
 

@@ -48,6 +48,11 @@ Flow: TypeAlias = Generator[Ask | Step | Answer, Any, None]
 """A running visit."""
 
 
+def _entry_versions(update: ClientUpdate) -> list[tuple[str, int, int]]:
+    """Changes with every new entry, and with every write into an entry."""
+    return [(name, id(value), value._version) for name, value in update.state.items()]  # noqa: SLF001
+
+
 class ClientVisit:
     """The client's half during one visit.
 
@@ -122,11 +127,17 @@ class ClientVisit:
             self._check_trained(num_losses)
             update = self._make_update(received)
             for callback in self._callbacks:
+                before = _entry_versions(update)
                 for _ in callback.on_client_end(trainer, module, client, update) or ():
                     if self.planned.is_over:
                         self.planned.fault = "its visit ended before the last batch of its second model"
                         raise ClientFault(self.planned.fault)
                     yield Step()
+                if _entry_versions(update) != before and not getattr(callback, "changes_update", False):
+                    raise MisconfigurationException(
+                        f"Expected `{type(callback).__name__}.on_client_end` to leave `update.state` unchanged, but the"
+                        " state changed: use an update step, or set `changes_update = True` on the callback."
+                    )
             update = self._fit.server.chain.on_client(update, broadcast, self.memory)
             self._leave_out_unchanged(update, received)
             if not (yield Answer(update)):

@@ -239,6 +239,8 @@ def test_clients_go_on_from_a_checkpoint(federated_trainer, tmp_path):
 class SpoilsOwn(FederatedCallback):
     """Fills the personal model of one client, or the update of this client, with NaN in round 1."""
 
+    changes_update = True
+
     def __init__(self, own):
         self.own = own
 

@@ -121,6 +121,8 @@ def test_fedss_sends_the_rows_of_its_classes(num_classes, bias, position):
 class Halved(FederatedCallback):
     """Sends half precision in both directions and converts back on receipt."""
 
+    changes_update = True
+
     def on_server_send(self, trainer, module, client, broadcast):
         broadcast.extras = {f"half:{name}": value.half() for name, value in broadcast.state.items()}
 

@@ -243,6 +243,8 @@ def test_a_failed_visit_is_paid_for(federated_trainer):
             return torch.randn(6), 1
 
     class SendsNaN(FederatedCallback):
+        changes_update = True
+
         keeps_privacy = True
 
         def on_client_end(self, trainer, module, client, update):

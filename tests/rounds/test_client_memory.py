@@ -61,6 +61,8 @@ def test_what_a_client_keeps(kind, options, federated_trainer, tmp_path):
 
 def test_it_is_kept_only_if_the_update_was_good(federated_trainer):
     class Nonsense(FederatedCallback):
+        changes_update = True
+
         def on_client_end(self, trainer, module, client, update):
             if trainer.current_epoch == 1:
                 update.state["net.base.0.bias"] = update.state["net.base.0.bias"] * math.nan
@@ -172,6 +174,8 @@ def test_what_an_aggregator_reports_is_logged(federated_trainer):
     """For every round with a new global model, visible to callbacks."""
 
     class Nonsense(FederatedCallback):
+        changes_update = True
+
         def on_client_end(self, trainer, module, client, update):
             if trainer.current_epoch == 1:
                 update.state["net.0.bias"] = update.state["net.0.bias"] * math.nan

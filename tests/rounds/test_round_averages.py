@@ -185,6 +185,8 @@ def test_a_failed_evaluation_leaves_the_global_model(federated_trainer, monkeypa
 
 def test_a_failed_round_is_not_averaged(federated_trainer):
     class Fails(FederatedCallback):
+        changes_update = True
+
         def on_client_end(self, trainer, pl_module, client, update):
             if trainer.current_epoch == 2:
                 for value in update.state.values():

@@ -221,6 +221,8 @@ def test_an_exception_leaves_the_whole_table(federated_trainer):
 class Diverging(OwnWords):
     """The last client sends NaN."""
 
+    changes_update = True
+
     def on_client_end(self, trainer, module, client, update):
         if client == f"c{CLIENTS - 1}":
             update.state["net.words.weight"] = torch.full_like(update.state["net.words.weight"], float("nan"))

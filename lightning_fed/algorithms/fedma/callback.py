@@ -96,6 +96,8 @@ class LayerwiseTraining(FederatedCallback):
 
     """
 
+    changes_update = True
+
     can_recalibrate_remotely = False
 
     def __init__(

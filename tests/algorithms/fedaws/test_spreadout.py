@@ -202,6 +202,8 @@ def test_a_row_of_zeros_stays(lr, federated_trainer):
 class Broken(FederatedCallback):
     """Sends a non-finite update."""
 
+    changes_update = True
+
     def on_client_end(self, trainer, module, client, update):
         if client == "ann":
             update.state["net.0.bias"] = update.state["net.0.bias"] * float("nan")

@@ -318,6 +318,8 @@ def test_a_round_that_comes_to_nothing_leaves_the_last_global_model(federated_tr
     """
 
     class SpoiledUpdate(FederatedCallback):
+        changes_update = True
+
         def on_client_end(self, trainer, module, client, update):
             if trainer.current_epoch == 1:
                 update.state[WEIGHT] = torch.full_like(update.state[WEIGHT], torch.nan)

@@ -216,6 +216,8 @@ def test_only_clients_of_the_last_pass_keep_a_model(federated_trainer, tmp_path,
     """The number of stored models stays constant, even with failed clients or a failed pass."""
 
     class Broken(FederatedCallback):
+        changes_update = True
+
         def on_client_end(self, trainer, module, client, update):
             round, earlier = trainer.current_epoch, watch.rounds[trainer.current_epoch][:-1]
             if (round == 4 and not earlier) or (round == 6 and earlier):
@@ -247,6 +249,8 @@ def test_a_client_that_fails_is_left_out_for_the_rest_of_the_pass(federated_trai
     watch = Visitors()
 
     class Broken(FederatedCallback):
+        changes_update = True
+
         def on_client_end(self, trainer, module, client, update):
             if trainer.current_epoch == 1 and client == "c1":
                 next(iter(update.state.values())).fill_(float("nan"))
@@ -266,6 +270,8 @@ def test_a_new_pass_begins_where_nothing_came_of_a_round(federated_trainer, capl
     watch = Visitors()
 
     class Broken(FederatedCallback):
+        changes_update = True
+
         def on_client_end(self, trainer, module, client, update):
             if trainer.current_epoch == 1:
                 next(iter(update.state.values())).fill_(float("nan"))
@@ -288,6 +294,8 @@ def test_a_pass_after_one_that_came_to_nothing_starts_from_the_last_model(federa
     seen = {}
 
     class Broken(FederatedCallback):
+        changes_update = True
+
         def on_client_start(self, trainer, module, client, broadcast):
             seen[trainer.current_epoch, client] = state_of(module)
 

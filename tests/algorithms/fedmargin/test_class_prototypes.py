@@ -825,6 +825,8 @@ def test_margins_against_the_last_visit(store, passes, federated_trainer, tmp_pa
 
 def test_what_a_client_kept_is_of_its_last_good_visit(federated_trainer):
     class Nonsense(FederatedCallback):
+        changes_update = True
+
         def on_client_end(self, trainer, module, client, update):
             if trainer.current_epoch == 1:
                 update.state["net.0.bias"] = update.state["net.0.bias"] * math.nan

@@ -880,6 +880,8 @@ def test_a_round_that_comes_to_nothing_is_not_remembered(federated_trainer):
     """With too few valid updates, global model and aggregate prototypes do not change."""
 
     class Nonsense(FederatedCallback):
+        changes_update = True
+
         def on_client_end(self, trainer, module, client, update):
             if trainer.current_epoch == 1 and client != "ann":
                 update.state["net.0.bias"] = update.state["net.0.bias"] * math.nan

@@ -577,6 +577,8 @@ def test_failed_rounds_leave_the_centres(federated_trainer):
     """In one round all clients send invalid updates."""
 
     class Nonsense(Recorder):
+        changes_update = True
+
         def on_client_end(self, trainer, module, client, update):
             super().on_client_end(trainer, module, client, update)
             if trainer.current_epoch == 2:

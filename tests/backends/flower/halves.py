@@ -45,6 +45,8 @@ def is_lost(message, content):
 class Loses(FederatedCallback):
     """In one process: invalidates some clients' updates in some rounds."""
 
+    changes_update = True
+
     def __init__(self, client=LOST, rounds=(ROUND,)):
         self.client, self.rounds = client, rounds
 
