@@ -14,20 +14,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fed.algorithms.client_pass import refuse_rows
-from lightning_fed.algorithms.gradient_terms import add_to_gradients
+from lightning_fed.algorithms.gradient_terms import GradientTerm
 from lightning_fed.argument_checks import check_count, check_nonnegative
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.client.local_model import OWN_MODEL
 from lightning_fed.errors import ClientFault
-from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, with_prefix, without_prefix
 from lightning_fed.method import Method, register
-from lightning_fed.model.entries import copy_state, find_non_finite, live_entries, parameter_entries
+from lightning_fed.model.entries import copy_state, find_non_finite, live_entries
 from lightning_fed.numerics.precision import as_real
 from lightning_fed.rule import Aggregator
 
 
-class PersonalModel(FederatedCallback):
+class PersonalModel(GradientTerm):
     r"""In the first epochs of a visit the global model trains; in the others a model of the client's own.
 
     The client's own model :math:`v_i` starts from the first model that the client was sent, and stays in its memory. It
@@ -74,11 +73,8 @@ class PersonalModel(FederatedCallback):
     def __init__(self, lam: float, global_epochs: int = 1) -> None:
         self.lam = check_nonnegative("lam", lam)
         self.global_epochs = check_count("global_epochs", global_epochs)
-        self._reset()
-
-    def _reset(self) -> None:
-        self._first_model: State = {}  # until the client has an own model
-        self._pulls: dict[nn.Parameter, Tensor] = {}  # x, by parameter
+        super().__init__(self.lam)
+        self._first_model: State = {}  # for a client without a personal model
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Checks the lengths of the visits."""
@@ -96,17 +92,12 @@ class PersonalModel(FederatedCallback):
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
         """Stores the received model."""
-        self._reset()
         refuse_rows(broadcast, "Ditto")
         federation = find_federation(trainer)
         assert federation.open_visit is not None
         batches = federation.population.batches_per_epoch(client)
         federation.open_visit.main_batches = batches and self.global_epochs * batches
-        self._pulls = {
-            parameter: broadcast.state[name].to(parameter.device)
-            for parameter, name in parameter_entries(module).items()
-            if name in broadcast.state
-        }
+        self.use_broadcast(module, broadcast)
         if not any(name.startswith(OWN_MODEL) for name in federation.client_memory):
             entries = live_entries(module)
             policies = federation.policies
@@ -134,15 +125,16 @@ class PersonalModel(FederatedCallback):
         """Pulls the client's own model towards the global one."""
         visit = find_federation(trainer).open_visit
         if visit is not None and visit.trains_second_model:
-            add_to_gradients(trainer, optimizer, self._difference, self.lam)
+            super().on_before_optimizer_step(trainer, pl_module, optimizer)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Releases the tensors."""
-        self._reset()
+        super().on_client_visit_end(trainer, module, client)
+        self._first_model = {}
 
-    def _difference(self, parameter: nn.Parameter) -> Tensor | None:
-        """The parameter's difference to the global model."""
-        return as_real(parameter.detach()) - self._pulls[parameter] if parameter in self._pulls else None
+    def term(self, parameter: nn.Parameter) -> Tensor | None:
+        """Difference between the parameter and the global model."""
+        return as_real(parameter.detach()) - self.tensors[parameter] if parameter in self.tensors else None
 
 
 @register

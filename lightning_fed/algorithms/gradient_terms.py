@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 
 import lightning as L
@@ -9,8 +10,46 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fed.callbacks.federation import find_federation
+from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.internals import gradient_scale
+from lightning_fed.messages import Broadcast, Client
+from lightning_fed.model.entries import parameter_entries
 from lightning_fed.numerics.precision import as_real
+
+
+class GradientTerm(FederatedCallback):
+    """Adds a term to the gradients of every optimizer step in a visit. A subclass implements :meth:`term`.
+
+    Attributes:
+        tensors: A tensor for each parameter with a term; empty outside visits.
+
+    """
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self._factor = factor
+        self.tensors: dict[nn.Parameter, Tensor] = {}
+
+    @abstractmethod
+    def term(self, parameter: nn.Parameter) -> Tensor | None:
+        """Computes the term for a parameter's gradient; ``None`` for a parameter without a term."""
+
+    def use_broadcast(self, module: nn.Module, broadcast: Broadcast) -> None:
+        """Sets :attr:`tensors` to the broadcast's entries."""
+        self.tensors = {
+            parameter: broadcast.state[name].to(parameter.device)
+            for parameter, name in parameter_entries(module).items()
+            if name in broadcast.state
+        }
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        """Adds the terms in a visit."""
+        if self.tensors and find_federation(trainer).current_visits:
+            add_to_gradients(trainer, optimizer, self.term, self._factor)
+
+    def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
+        """Releases the tensors."""
+        self.tensors = {}
 
 
 @torch.no_grad()
@@ -22,8 +61,8 @@ def add_to_gradients(
     Args:
         trainer: The Trainer, in whose scale of the loss the gradients are.
         optimizer: The optimizer.
-        term: The term of a parameter that has a gradient; ``None`` where nothing is added.
-        factor: Factor of all terms.
+        term: Computes the term for a parameter with a gradient; ``None`` for a parameter without a term.
+        factor: Factor for all terms.
 
     """
     scale = factor * gradient_scale(trainer, optimizer)

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import lightning as L
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from lightning_fed.algorithms.gradient_terms import add_to_gradients
+from lightning_fed.algorithms.gradient_terms import GradientTerm
 from lightning_fed.argument_checks import check_nonnegative
-from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Broadcast, Client
-from lightning_fed.model.entries import parameter_entries
 from lightning_fed.numerics.precision import as_real
 
 
-class ProximalTerm(FederatedCallback):
+class ProximalTerm(GradientTerm):
     r"""Adds the gradient of a proximal term to every optimizer step.
 
     .. math:: w \leftarrow w - \eta \left( \nabla F_k(w) + \mu (w - w_t) \right)
@@ -55,32 +51,20 @@ class ProximalTerm(FederatedCallback):
 
     def __init__(self, mu: float) -> None:
         self.mu = check_nonnegative("mu", mu)
-        self._starts: dict[nn.Parameter, Tensor] = {}
+        super().__init__(self.mu)
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
         """Notes where the visit starts."""
-        self._starts = {
-            parameter: broadcast.state[name].to(parameter.device)
-            for parameter, name in parameter_entries(module).items()
-            if self.mu and name in broadcast.state
-        }
+        if self.mu:
+            self.use_broadcast(module, broadcast)
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Adds the gradient of the term."""
-        if self._starts and find_federation(trainer).current_visits:
-            add_to_gradients(trainer, optimizer, self._difference, self.mu)
-
-    def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Forgets it."""
-        self._starts = {}
-
-    def _difference(self, parameter: nn.Parameter) -> Tensor | None:
+    def term(self, parameter: nn.Parameter) -> Tensor | None:
         """The parameter's difference to the start of the visit."""
-        start, current = self._starts.get(parameter), as_real(parameter.detach())
+        start, current = self.tensors.get(parameter), as_real(parameter.detach())
         if start is None:
             return None
         if start.shape != current.shape:  # the first step of several clients at once
-            start = self._starts[parameter] = current.clone()
+            start = self.tensors[parameter] = current.clone()
         return current - start

@@ -39,7 +39,7 @@ class Keep(FederatedCallback):
     def on_client_start(self, trainer, module, client, broadcast):
         correction = next(callback for callback in trainer.callbacks if isinstance(callback, GradientCorrection))
         names = {parameter: name for name, parameter in module.named_parameters()}
-        self.corrections.append({names[p]: value.clone() for p, value in vars(correction)["_corrections"].items()})
+        self.corrections.append({names[p]: value.clone() for p, value in correction.tensors.items()})
         self.extras.append(dict(broadcast.extras))
 
 
@@ -197,8 +197,8 @@ class Uncorrected(FederatedCallback):
 
     def on_client_start(self, trainer, module, client, broadcast):
         correction = next(callback for callback in trainer.callbacks if isinstance(callback, GradientCorrection))
-        counts.append(len(vars(correction)["_corrections"]))
-        vars(correction)["_corrections"].clear()
+        counts.append(len(correction.tensors))
+        correction.tensors.clear()
 
 
 counts = []

@@ -305,7 +305,7 @@ def test_it_holds_the_broadcast_and_no_copy(federated_trainer):
             self.sent = {value.data_ptr() for value in broadcast.state.values()}
 
         def on_before_optimizer_step(self, trainer, module, optimizer):
-            starts = vars(term)["_starts"]
+            starts = term.tensors
             held.append({value.data_ptr() for value in starts.values()} <= self.sent and len(starts) == 4)
 
     class Break(FederatedCallback):

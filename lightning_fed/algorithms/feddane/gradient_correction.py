@@ -14,17 +14,16 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_fed.algorithms.client_pass import loss_of, refuse_manual_optimization
 from lightning_fed.algorithms.feddane.aggregator import FedDANE
-from lightning_fed.algorithms.gradient_terms import add_to_gradients
+from lightning_fed.algorithms.gradient_terms import GradientTerm
 from lightning_fed.algorithms.proximal_term import ProximalTerm
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, batch_length, seeded_generators
 from lightning_fed.errors import describe
-from lightning_fed.federated_callback import FederatedCallback, tell_of_model
+from lightning_fed.federated_callback import tell_of_model
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.isolated_pass import isolated_pass, until_fault
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, with_prefix, without_prefix
@@ -42,7 +41,7 @@ _log = logging.getLogger(__name__)
 _PREFIX = "gradient:"
 
 
-class GradientCorrection(FederatedCallback):
+class GradientCorrection(GradientTerm):
     r"""Adds :math:`g_t - \nabla F_k(w_t)` to the gradients of every optimizer step.
 
     At the start of a round a sample of clients, drawn apart from the cohort and as large
@@ -79,9 +78,9 @@ class GradientCorrection(FederatedCallback):
     needs_local_clients = "its gradients are asked for beside the rounds' visits"
 
     def __init__(self) -> None:
+        super().__init__()
         self._mean: State = {}
         self._step_error: Exception | None = None  # of a client of the sample
-        self._corrections: dict[nn.Parameter, Tensor] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuses manual optimization."""
@@ -136,7 +135,6 @@ class GradientCorrection(FederatedCallback):
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
         """Computes the client's gradient and its difference to the mean."""
-        self._corrections = {}
         mean = without_prefix(broadcast.extras, _PREFIX)
         visit = find_federation(trainer).visit
         if not mean:
@@ -154,16 +152,11 @@ class GradientCorrection(FederatedCallback):
             return
         differences = {name: mean[name] - gradient for name, gradient in without_prefix(gradients, _PREFIX).items()}
         parameters = parameter_entries(module).items()
-        self._corrections = {parameter: differences[name] for parameter, name in parameters if name in differences}
+        self.tensors = {parameter: differences[name] for parameter, name in parameters if name in differences}
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Adds the correction."""
-        if self._corrections and find_federation(trainer).current_visits:
-            add_to_gradients(trainer, optimizer, self._corrections.get)
-
-    def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Forgets the correction."""
-        self._corrections = {}
+    def term(self, parameter: nn.Parameter) -> Tensor | None:
+        """The parameter's correction."""
+        return self.tensors.get(parameter)
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
         """Forgets the mean gradient."""
