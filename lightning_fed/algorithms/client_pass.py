@@ -48,6 +48,8 @@ def pass_over_data(
     if faults:
         planned.fault = planned.fault or f"its data raised {describe(faults[0])}"
         return None
+    if result is None:
+        planned.fault = planned.fault or "its data gave no batch with a loss"
     return result
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fed.algorithms.client_pass import refuse_rows
-from lightning_fed.algorithms.gradient_terms import GradientTerm
+from lightning_fed.algorithms.gradient_terms import GradientTerm, add_to_gradients
 from lightning_fed.argument_checks import check_count, check_nonnegative
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.client.local_model import OWN_MODEL
@@ -125,7 +125,7 @@ class PersonalModel(GradientTerm):
         """Pulls the client's own model towards the global one."""
         visit = find_federation(trainer).open_visit
         if visit is not None and visit.trains_second_model:
-            super().on_before_optimizer_step(trainer, pl_module, optimizer)
+            add_to_gradients(trainer, optimizer, self.term, self.lam)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Releases the tensors."""

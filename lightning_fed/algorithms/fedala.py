@@ -115,7 +115,6 @@ class AdaptiveAggregation(FederatedCallback):
         while len(losses) < (_MOST_EPOCHS if is_first else 1):
             loss = pass_over_data(federation.population, planned, learn)
             if loss is None:
-                planned.fault = planned.fault or "its data gave no batch with a loss"
                 return
             losses.append(loss)
             if len(losses) > _WINDOW and torch.tensor(losses[-_WINDOW:]).std(correction=0) < _SPREAD:

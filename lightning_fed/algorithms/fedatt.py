@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from lightning_fed.argument_checks import check_count, check_nonnegative, check_positive
-from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
+from lightning_fed.messages import ClientUpdate, State
 from lightning_fed.method import register
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.seeds import derive_seed
-from lightning_fed.numerics.weighted_mean import WeightedMean
-from lightning_fed.rule import Aggregator, RoundInfo
+from lightning_fed.rule import RoundInfo
+from lightning_fed.server.averaging import AveragingAggregator
 
 
 @register
-class FedAtt(Aggregator):
+class FedAtt(AveragingAggregator):
     r"""A step towards the clients' models, with weights by layer that are a softmax of the distances.
 
     .. math:: s_k^l = \lVert w_t^l - w_k^l \rVert, \qquad \alpha^l = \mathrm{softmax}_k(s_k^l), \qquad
@@ -69,17 +69,17 @@ class FedAtt(Aggregator):
         self.step_size = check_positive("step_size", step_size)
         self.noise = check_nonnegative("noise", noise)
         self.seed = check_count("seed", seed, 0)
-        self.start(RoundInfo(-1), {})
+        super().__init__()
+        self.layers = SoftmaxMean()
 
     def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round from ``state``."""
-        self._info, self._state = info, state
+        super().start(info, state)
         self.layers = SoftmaxMean()
-        self.averaged_entries = WeightedMean()
 
-    def broadcast(self, request: Request) -> Broadcast:
-        """The global state, the same for every client."""
-        return Broadcast(self._info.round, dict(self._state))
+    def weight(self, update: ClientUpdate) -> float:
+        """The number of examples, for entries without attention."""
+        return float(update.num_samples)
 
     @torch.no_grad()
     def receive(self, update: ClientUpdate) -> None:
@@ -91,18 +91,18 @@ class FedAtt(Aggregator):
         }
         self.layers.add(layers, distances)
         averaged = {name: value for name, value in update.state.items() if name not in layers}
-        self.averaged_entries.add(averaged, update.num_samples, update.num_samples)
+        self.running.add(averaged, self.weight(update), update.num_samples)
 
     def merge(self, other: FedAtt) -> None:
         """Joins what another FedAtt has received."""
+        super().merge(other)
         self.layers.merge(other.layers)
-        self.averaged_entries.merge(other.averaged_entries)
 
     @torch.no_grad()
     def aggregate(self) -> State:
         """The step from the global state, entry by entry."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self._info.round))
-        means, averaged = self.layers.mean(), self.averaged_entries.mean()
+        means, averaged = self.layers.mean(), self.running.mean()
         new = {}
         for name, old in self._state.items():
             if name in averaged:
