@@ -7,13 +7,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import NoneType
+from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import lightning as L
 import numpy as np
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -43,7 +44,7 @@ class _Known:
     """Results of a module's rounds: changed attributes, attributes in the log, and searches inside rounds."""
 
     def __init__(self) -> None:
-        self.suspects: set[str] = set()
+        self.suspects: dict[str, ref[Any]] = {}  # owners; a second fit has other optimizers
         self.named: set[str] = set()
         self.num_looks = 0
         self.training_callbacks: set[int] = set()  # identities of callbacks that write to the training
@@ -53,22 +54,27 @@ _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
 class CarriedAttributes:
-    """Finds attributes with an effect on later visits, and names each attribute once in the log.
+    """Finds attributes with an effect on later visits. Refuses some, and names others once in the log.
 
-    An attribute is named after two events: one visit changes the attribute, and a later visit reads before writing. A
-    cache is written before each read, and is not named. The search covers the module, submodules, the user's callbacks,
+    An attribute is found after two events: one visit changes the attribute, and a later visit reads before writing. A
+    cache is written before each read, and is not found. The search covers the module, submodules, the user's callbacks,
     the Trainer's optimizers, and the schedulers with a step per batch: numbers, texts, tensors, arrays, random
-    generators, optimizers, iterators, containers, and objects with such attributes. A callback may count: the numbers
-    are included if a hook writes to parameters, gradients or options for an optimizer. A metric is named after
-    a call of ``compute`` in a visit with updates from an earlier visit.
+    generators, optimizers, iterators, containers, functions with variables in a closure, and objects with such
+    attributes. A callback may count: the numbers are included if a hook writes to parameters, gradients or options for
+    an optimizer. A metric is found after a call of ``compute`` in a visit with updates from an earlier visit. Class
+    attributes and variables in the closures of methods are found after changes in two visits.
+
+    With several clients, attributes in optimizers, schedulers, and callbacks with an effect on training are an error
+    after changes in two visits.
 
     Excluded are layers from this package, the ``state_dict`` in optimizers and schedulers, memory with parameters
-    and buffers, and tensors with a gradient history. The search cannot find class attributes, globals, variables
-    in closures, and objects behind more than five levels.
+    and buffers, and tensors with a gradient history. The search cannot find globals, and objects behind more than five
+    levels.
 
     Args:
         module: The module.
         trainer: The Trainer, for callbacks and optimizers.
+        is_shared: True if several clients train the module.
 
     Example:
         >>> module = L.LightningModule()
@@ -82,10 +88,11 @@ class CarriedAttributes:
 
     """
 
-    def __init__(self, module: L.LightningModule, trainer: L.Trainer | None = None) -> None:
-        self._module, self._trainer = module, trainer
+    def __init__(self, module: L.LightningModule, trainer: L.Trainer | None = None, is_shared: bool = True) -> None:
+        self._module, self._trainer, self._is_shared = module, trainer, is_shared
         self._known = _known.setdefault(module, _Known())
         self._before: dict[str, Any] = {}
+        self._at_second: dict[str, Any] = {}
         self._num_visits = 0
         self._is_seen: set[str] = set()  # read or written in the current visit
         self._read_first: set[str] = set()
@@ -111,7 +118,8 @@ class CarriedAttributes:
         # A list is empty before the first round only. Later changes show at a round's end.
         if self._num_visits == 2 and self._known.num_looks < 2:
             self._known.num_looks += 1
-            self._known.suspects.update(self.changed())
+            self._at_second = self._fingerprints()
+            self._suspect(self._differences(self._before, self._at_second))
             self._watch()
 
     def changed(self) -> list[str]:
@@ -120,7 +128,9 @@ class CarriedAttributes:
         A list without elements at the round's start is excluded, because modules collect outputs of an epoch for the
         log. A list with elements from an earlier round is included.
         """
-        after, before = self._fingerprints(), self._before
+        return self._differences(self._before, self._fingerprints())
+
+    def _differences(self, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         names = sorted(before.keys() | after.keys())
         # NaN equals the same NaN inside a list
         different = [name for name in names if [before.get(name, _MISSING)] != [after.get(name, _MISSING)]]
@@ -145,46 +155,76 @@ class CarriedAttributes:
         Args:
             round: The round.
 
+        Raises:
+            MisconfigurationException: If an optimizer, a scheduler or a callback carries state into the training of
+                another client.
+
         """
-        known = self._known
-        changed = set(self.changed())
-        blind = {name for name in changed & known.suspects if name not in self._watched_names}
+        known, after = self._known, self._fingerprints()
+        changed = self._differences(self._before, after)
+        suspects = self._suspects()
+        blind = {name for name in suspects.intersection(changed) if name not in self._watched_names}
         self.stop()
-        known.suspects |= changed
+        self._suspect(changed)
+        found = self._suspects() & self._read_first
+        # A constant, made in the first visit, does not change again.
+        again = found.intersection(self._differences(self._at_second or self._before, after))
+        refused = sorted(name for name in again if self._is_shared and self._is_training(name))
+        if refused:
+            raise MisconfigurationException(
+                f"Expected every visit to begin with the state of the round's start, but the visits of"
+                f" {type(self._module).__name__} changed and read {_listed(refused)}: the values would pass from client"
+                f" to client beside the messages; {self._advise(refused)}."
+            )
         metrics = self._read_metrics - known.named
-        names = sorted((((known.suspects & self._read_first) | blind) - known.named) | metrics)
-        if not names:
-            return
-        known.named.update(names)
+        names = sorted(((found | blind) - known.named) | metrics)
+        if names:
+            known.named.update(names)
+            _log.warning(
+                "Round %d: these attributes of %s changed in the visits: %s. They pass from client to client beside the"
+                " messages: %s.",
+                round_number(round),
+                type(self._module).__name__,
+                _listed(names),
+                self._advise(names),
+            )
+
+    def _suspect(self, names: list[str]) -> None:
         owners = self._owners()
-        holders = [_owner_of(owners, name)[0] for name in names if name not in metrics]
-        values = [getattr(*_owner_of(owners, name), None) for name in names]
-        advice = []
-        if any(isinstance(holder, nn.Module | NoneType) for holder in holders):
-            advice.append("make what training uses a buffer, `register_buffer(name, tensor)`")
-        if any(isinstance(value, Optimizer) for value in values):
-            advice.append(
-                "return optimizers from `configure_optimizers`, so that `optimizer_state` decides about their state"
-            )
-        if any(isinstance(holder, Optimizer) for holder in holders):
-            advice.append(
-                "keep what an optimizer remembers in `self.state[parameter]` or `param_groups`, so that"
-                " `optimizer_state` decides about the state"
-            )
-        if any(isinstance(holder, L.Callback) for holder in holders):
-            advice.append("let a callback set its state anew in `on_client_start`")
-        if metrics:
-            advice.append("let a callback reset metrics that training uses in `on_client_start`")
-        if any(not isinstance(holder, nn.Module | NoneType | Optimizer | L.Callback) for holder in holders):
-            advice.append("return every number of a scheduler in `state_dict`")
-        _log.warning(
-            "Round %d: these attributes of %s changed in the visits: %s. They pass from client to client beside the"
-            " messages: %s.",
-            round_number(round),
-            type(self._module).__name__,
-            ", ".join(f"`{name}`" for name in names),
-            "; ".join(advice),
-        )
+        self._known.suspects |= {name: ref(_owner_of(owners, name)[0]) for name in names}
+
+    def _suspects(self) -> set[str]:
+        owners = self._owners()
+        return {name for name, owner in self._known.suspects.items() if owner() is _owner_of(owners, name)[0]}
+
+    def _is_training(self, name: str) -> bool:
+        owner = _owner_of(self._owners(), name)[0]
+        if isinstance(owner, L.Callback):
+            return id(owner) in self._known.training_callbacks
+        return not isinstance(owner, nn.Module)
+
+    def _advise(self, names: list[str]) -> str:
+        owners = self._owners()
+        places = [_owner_of(owners, name) for name in names if name not in self._read_metrics]
+        holders = [holder for holder, _ in places]
+        has_optimizers = any(isinstance(getattr(*place, None), Optimizer) for place in places)
+        advice = {
+            "make what training uses a buffer, `register_buffer(name, tensor)`": any(
+                isinstance(holder, nn.Module) for holder in holders
+            ),
+            "return optimizers from `configure_optimizers`, so that `optimizer_state` decides about their"
+            " state": has_optimizers,
+            "keep what an optimizer remembers in `self.state[parameter]` or `param_groups`, so that `optimizer_state`"
+            " decides about the state": any(isinstance(holder, Optimizer) for holder in holders),
+            "let a callback set its state anew in `on_client_start`": any(
+                isinstance(holder, L.Callback) for holder in holders
+            ),
+            "let a callback reset metrics that training uses in `on_client_start`": len(places) < len(names),
+            "return every number of a scheduler in `state_dict`": any(
+                not isinstance(holder, nn.Module | Optimizer | L.Callback) for holder in holders
+            ),
+        }
+        return "; ".join(text for text, is_due in advice.items() if is_due)
 
     def stop(self) -> None:
         """Removes all descriptors from classes, and all overrides from metrics and callbacks."""
@@ -197,14 +237,16 @@ class CarriedAttributes:
         self._watched_names.clear()
 
     def _watch(self) -> None:
-        # A compiled module reads attributes at compile time.
         owners = self._owners()
-        if any(_is_compiled(owner) for owner in owners.values()):
-            return
-        for name in self._known.suspects - self._known.named - self._watched_names:
+        is_compiled = any(_is_compiled(owner) for owner in owners.values())
+        for name in self._suspects() - self._watched_names:
             owner, attribute = _owner_of(owners, name)
             key = type(owner), attribute
-            if owner is None or (key not in self._watched and not _Watched.is_possible(*key)):
+            # A compiled module reads attributes at compile time. A write to a class attribute replaces a descriptor.
+            is_closed = isinstance(owner, nn.Module) and (is_compiled or name in self._known.named)
+            if is_closed or attribute not in getattr(owner, "__dict__", ()):
+                continue
+            if key not in self._watched and not _Watched.is_possible(*key):
                 continue
             if key not in self._watched:
                 self._watched[key] = _Watched(*key, self._note)
@@ -333,7 +375,7 @@ class CarriedAttributes:
                 excluded = frozenset()
             else:
                 excluded = frozenset(("optimizer", *owner.state_dict()))
-            for name, value in vars(owner).items():
+            for name, value in {**_class_values(type(owner)), **vars(owner)}.items():
                 if name in excluded or isinstance(value, OverriddenMethod):
                     continue
                 if isinstance(owner, L.LightningModule) and name in lightning_attributes():
@@ -398,8 +440,27 @@ class _Watched:
 
 
 def _owner_of(owners: dict[str, Any], name: str) -> tuple[Any, str]:
-    prefix, _, attribute = name.rpartition(".")
-    return owners.get(f"{prefix}." if prefix else ""), attribute
+    prefix = max((prefix for prefix in owners if name.startswith(prefix)), key=len)  # the module has an empty one
+    return owners[prefix], name.removeprefix(prefix)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _class_values(owner_type: type) -> dict[str, Any]:
+    """Returns the values of a user's class, and of its bases: attributes, and variables in closures of methods."""
+    values: dict[str, Any] = {}
+    for base in reversed(owner_type.__mro__):
+        if base.__module__.partition(".")[0] in (*LIBRARIES, "torch", "builtins", "abc"):
+            continue
+        for name, value in vars(base).items():
+            if isinstance(value, FunctionType) and value.__closure__:
+                cells = zip(value.__code__.co_freevars, value.__closure__, strict=True)
+                values |= {f"{name}.{variable}": cell for variable, cell in cells}
+            elif not name.startswith("__") and not callable(value) and not hasattr(value, "__get__"):
+                values[name] = value
+    return values
 
 
 def _has_norm(tensor: Tensor) -> bool:

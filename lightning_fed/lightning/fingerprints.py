@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import random
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterator
 from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -86,6 +88,12 @@ def _parts(value: Any) -> Any:
         return [list(value.state.values()), groups]
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
+    if isinstance(value, CellType):
+        return [value.cell_contents]
+    if isinstance(value, FunctionType):
+        return [cell.cell_contents for cell in value.__closure__ or ()]
+    if isinstance(value, itertools.count):
+        return repr(value)
     if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
         return object()
     kind = type(value)

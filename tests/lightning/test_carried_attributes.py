@@ -1,8 +1,10 @@
 """Attributes carried from visit to visit outside messages are named, on every backend."""
 
+import itertools
 import random
 import threading
 from collections import deque, namedtuple
+from contextlib import nullcontext
 from functools import partial
 
 import lightning as L
@@ -10,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn.utils import prune
 
-from lightning_fed import FederatedCallback, FederatedDataModule, Federation
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
 from lightning_fed.algorithms import FedFusion, FedMA
 from lightning_fed.data.dataset_clients import count_batches
 from lightning_fed.lightning.carried_attributes import CarriedAttributes
@@ -416,19 +420,22 @@ class Steps(Keeps):
         (follow_norm, [], None),
         (count_batches_in, 0, None),
         (scale_gradients, 0.0, None),
-        (clip_to_mean_norm, [], 2),
-        (decay_rate, 0, 1),
-        (perturb, 1.0, 1),
+        (clip_to_mean_norm, [], 1),
+        (decay_rate, 0, 0),
+        (perturb, 1.0, 0),
     ],
 )
-def test_numbers_of_a_callback_that_changes_the_training_are_named(write, kept, round, federated_trainer, caplog):
+def test_numbers_of_a_callback_that_changes_the_training_are_refused(write, kept, round, federated_trainer, caplog):
     trainer = federated_trainer(max_rounds=3, callbacks=[Keeps(count_batches_in, 0), Steps(write, kept)])
-    trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors()))
-    messages = carried(caplog)
-    assert len(messages) == (round is not None)
-    assert not messages or messages[0].startswith(f"Round {round}:")
-    assert not messages or "`Steps.kept`" in messages[0]
-    assert all("on_" not in vars(callback) for callback in trainer.callbacks)
+    module, clients = models.Module(models.mlp()), models.as_datasets(models.vectors())
+    if round is None:
+        trainer.fit(module, clients)
+    else:
+        with pytest.raises(MisconfigurationException, match=r"`Steps\.kept`: .* in `on_client_start`\."):
+            trainer.fit(module, clients)
+        assert trainer.current_epoch == round
+    assert not carried(caplog)
+    assert not any(name.startswith("on_") for callback in trainer.callbacks for name in vars(callback))
 
 
 # --- Optimizers and schedulers ----------------------------------------------------------------------------------------
@@ -491,15 +498,52 @@ class InState(torch.optim.SGD):
 OPTIMIZERS = {Momentum: "buffers", Counting: "_count", Lookahead: "fast", InState: None, torch.optim.Adam: None}
 
 
+@pytest.mark.parametrize("clients_per_round", [2, 1])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_attributes_of_an_optimizer_are_named(kind, federated_trainer, caplog):
-    module = models.Module(models.mlp(), kind)
+def test_attributes_of_an_optimizer_are_refused(kind, clients_per_round, federated_trainer, caplog):
+    module, clients = models.Module(models.mlp(), kind), models.as_datasets(models.vectors())
+    trainer = federated_trainer(max_rounds=3, clients_per_round=clients_per_round)
+    if OPTIMIZERS[kind] is None:
+        trainer.fit(module, clients)
+        assert not carried(caplog)
+        return
+    with pytest.raises(MisconfigurationException, match=rf"`{kind.__name__}\.{OPTIMIZERS[kind]}`.*`self\.state\["):
+        trainer.fit(module, clients)
+    assert trainer.current_epoch == (clients_per_round == 1)
+
+
+@pytest.mark.parametrize("kind", [Momentum, Counting])
+def test_one_client_and_a_second_fit_may_have_any_optimizer(kind, federated_trainer, caplog):
+    """One client trains as in a plain fit, and a second fit has another optimizer."""
+    module, data = models.Module(models.mlp(), kind), models.vectors()
+    federated_trainer(max_rounds=2).fit(module, {"ann": models.as_datasets(data)["ann"]})
+    caplog.clear()
+    for _ in range(2):
+        trainer = federated_trainer(max_rounds=1, clients_per_round=1)
+        trainer.fit(module, models.as_datasets(data))
+    assert not carried(caplog)
+
+
+class LazyConstant(torch.optim.SGD):
+    """Makes a constant in the first step, as `torch.optim.LBFGS` does."""
+
+    num_steps = 0
+
+    def __init__(self, parameters):
+        super().__init__(parameters, 0.01)
+        self.numel = None
+
+    def step(self, closure=None):
+        if self.numel is None:
+            self.numel = sum(each.numel() for each in self.param_groups[0]["params"])
+        return super().step(closure)
+
+
+def test_a_constant_from_the_first_visit_is_named_only(federated_trainer, caplog):
+    module = models.Module(models.mlp(), LazyConstant)
     federated_trainer(max_rounds=3).fit(module, models.as_datasets(models.vectors()))
-    messages = carried(caplog)
-    assert len(messages) == (OPTIMIZERS[kind] is not None)
-    for message in messages:
-        assert f"`{kind.__name__}.{OPTIMIZERS[kind]}`" in message
-        assert "`self.state[parameter]`" in message
+    (message,) = carried(caplog)
+    assert "`LazyConstant.numel`" in message
 
 
 class Warmup(torch.optim.lr_scheduler.LRScheduler):
@@ -526,12 +570,175 @@ class Saved(Warmup):
     ("kind", "interval", "is_named"),
     [(Warmup, "step", True), (Warmup, "epoch", False), (Saved, "step", False)],
 )
-def test_attributes_that_a_scheduler_does_not_save_are_named(kind, interval, is_named, federated_trainer, caplog):
+def test_attributes_that_a_scheduler_does_not_save_are_refused(kind, interval, is_named, federated_trainer, caplog):
     module = models.Module(models.mlp(), scheduler=lambda each: {"scheduler": kind(each), "interval": interval})
-    federated_trainer(max_rounds=3).fit(module, models.as_datasets(models.vectors()))
-    messages = carried(caplog)
-    assert len(messages) == is_named
-    assert all("`Warmup.count`" in message and "scheduler in `state_dict`" in message for message in messages)
+    is_refused = pytest.raises(MisconfigurationException, match=r"`Warmup\.count`: .*scheduler in `state_dict`")
+    with is_refused if is_named else nullcontext():
+        federated_trainer(max_rounds=3).fit(module, models.as_datasets(models.vectors()))
+    assert not carried(caplog)
+
+
+# --- classes and closures ---------------------------------------------------------------------------------------------
+
+
+def _count_in_class(module, outputs):
+    type(module).total += 1
+
+
+def _append_to_class(module, outputs):
+    type(module).total.append(len(outputs))
+
+
+@pytest.mark.parametrize(("write", "total"), [(_count_in_class, 0), (_append_to_class, [1])])
+def test_values_of_a_class_are_named(write, total, federated_trainer, caplog):
+    class Counted(Writing):
+        pass
+
+    Counted.total = total
+    federated_trainer(max_rounds=2).fit(Counted(write), models.as_datasets(models.vectors()))
+    (message,) = carried(caplog)
+    assert "Round 1: these attributes of Counted changed in the visits: `total`." in message
+    assert Counted.total not in (0, [1])
+
+
+def test_variables_in_closures_are_named(federated_trainer, caplog):
+    mean, options, seen = 0.0, {"mean": 0.0}, itertools.count()
+
+    def make_loss():
+        scale = torch.ones(1)
+
+        def loss(outputs, targets):
+            scale.mul_(0.9).add_(outputs.detach().mean() * 0.1)
+            return nn.functional.cross_entropy(outputs, targets) / scale.sum()
+
+        return loss
+
+    class Closed(models.Module):
+        def training_step(self, batch, batch_idx):
+            nonlocal mean
+            mean = 0.9 * mean + float(batch[0].mean())
+            options["mean"] = mean
+            next(seen)
+            return super().training_step(batch, batch_idx)
+
+    module = Closed(models.mlp(), loss=make_loss())
+    federated_trainer(max_rounds=2).fit(module, models.as_datasets(models.vectors()))
+    (message,) = carried(caplog)
+    names = ["loss", *(f"training_step.{name}" for name in ("mean", "options", "seen"))]
+    assert f"changed in the visits: {', '.join(f'`{name}`' for name in names)}." in message
+
+
+# --- no false alarms --------------------------------------------------------------------------------------------------
+
+ORDINARY_OPTIMIZERS = {
+    **{name: getattr(torch.optim, name) for name in (
+        "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "LBFGS", "NAdam", "RAdam", "RMSprop",
+        "Rprop", "SGD",
+    )},
+    "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
+    "foreach": partial(torch.optim.Adam, foreach=True),
+    "momentum": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+}  # fmt: skip
+schedulers = torch.optim.lr_scheduler
+ORDINARY_SCHEDULERS = {
+    "OneCycleLR": lambda each: schedulers.OneCycleLR(each, 0.01, total_steps=100),
+    "CosineAnnealingWarmRestarts": lambda each: schedulers.CosineAnnealingWarmRestarts(each, 3),
+    "CyclicLR": lambda each: schedulers.CyclicLR(each, 0.001, 0.01, cycle_momentum=False),
+    "LambdaLR": lambda each: schedulers.LambdaLR(each, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda each: schedulers.MultiplicativeLR(each, lambda step: 0.9),
+    "SequentialLR": lambda each: schedulers.SequentialLR(
+        each, [schedulers.LinearLR(each), schedulers.ExponentialLR(each, 0.9)], [3]
+    ),
+    "ChainedScheduler": lambda each: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(each), schedulers.PolynomialLR(each)]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ORDINARY_OPTIMIZERS)
+def test_ordinary_optimizers_are_no_state(kind, federated_trainer, caplog):
+    make = partial(ORDINARY_OPTIMIZERS[kind], lr=0.001)
+    federated_trainer(max_rounds=2).fit(models.Module(models.mlp(), make), models.as_datasets(models.vectors()))
+    assert not carried(caplog)
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
+@pytest.mark.parametrize("kind", ORDINARY_SCHEDULERS)
+def test_ordinary_schedulers_are_no_state(kind, federated_trainer, caplog):
+    scheduler = ORDINARY_SCHEDULERS[kind]
+    module = models.Module(models.mlp(), models.sgd, lambda each: {"scheduler": scheduler(each), "interval": "step"})
+    federated_trainer(max_rounds=2).fit(module, models.as_datasets(models.vectors()))
+    assert not carried(caplog)
+
+
+class Stops(L.pytorch.callbacks.EarlyStopping):
+    """A user's subclass counts rounds without progress."""
+
+    def __init__(self):
+        super().__init__("val_loss", patience=0, min_delta=1e9, check_on_train_epoch_end=False)
+
+
+class Times(L.pytorch.callbacks.Timer):
+    """A user's subclass measures time."""
+
+
+class FollowsLosses(L.Callback):
+    """Plots a mean loss with an own smoothing."""
+
+    def __init__(self):
+        self.smoothed, self.losses, self.matrix = 0.0, [], torchmetrics.ConfusionMatrix("multiclass", num_classes=3)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.smoothed = 0.9 * self.smoothed + 0.1 * float(outputs["loss"])
+        self.losses.append(self.smoothed)
+        self.matrix.update(module(batch[0]), batch[1])
+
+
+def test_ordinary_callbacks_and_metrics_are_no_state(tmp_path, caplog):
+    callbacks = L.pytorch.callbacks
+    measured = torchmetrics.MetricCollection(
+        {
+            "f1": torchmetrics.F1Score("multiclass", num_classes=3),
+            "auroc": torchmetrics.AUROC("multiclass", num_classes=3),
+        }
+    )
+
+    class Measured(models.Module):
+        def __init__(self):
+            super().__init__(models.mlp())
+            self.measured, self.running = measured.clone("train_"), torchmetrics.aggregation.RunningMean(3)
+            self.tracked = torchmetrics.MetricTracker(torchmetrics.MeanMetric(), maximize=False)
+
+        def on_train_epoch_start(self):
+            self.tracked.increment()
+
+        def training_step(self, batch, batch_idx):
+            outputs = self(batch[0])
+            self.measured.update(outputs.detach().softmax(1), batch[1])
+            loss = nn.functional.cross_entropy(outputs, batch[1])
+            self.running.update(loss.detach())
+            self.tracked.update(loss.detach())
+            self.log_dict(self.measured, on_step=False, on_epoch=True)
+            return loss
+
+    trainer = FederatedTrainer(
+        max_rounds=3,
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        logger=CSVLogger(tmp_path),
+        log_every_n_steps=1,
+        callbacks=[
+            Stops(), Times("00:01:00:00"), FollowsLosses(),
+            callbacks.EarlyStopping("val_loss"), callbacks.ModelCheckpoint(tmp_path, monitor="val_loss"),
+            callbacks.LearningRateMonitor("step"), callbacks.Timer("00:01:00:00"), callbacks.TQDMProgressBar(),
+            callbacks.DeviceStatsMonitor(cpu_stats=True), callbacks.ModelSummary(), callbacks.LambdaCallback(),
+            callbacks.EMAWeightAveraging() if hasattr(callbacks, "EMAWeightAveraging") else callbacks.Callback(),
+        ],
+    )  # fmt: skip
+    clients = models.as_datasets(models.vectors())
+    trainer.fit(Measured(), datamodule=FederatedDataModule(clients, clients["ann"]))
+    assert trainer.current_epoch == 2  # by the user's subclass
+    assert not carried(caplog)
 
 
 def test_an_optimizer_of_the_trainer_is_none_of_the_modules(federated_trainer, caplog):
