@@ -226,7 +226,8 @@ class ClientSource(Dataset[Any]):
             seed_everything(request.seed)
         dataset, rows = self._dataset(request.client), request.positions
         if isinstance(dataset, ClientSubset) and dataset.transform is None:
-            dataset, rows = dataset.dataset, dataset.indices[rows]
+            rows = dataset.indices[rows]
+            dataset = dataset.dataset
         batch = _direct_batch(dataset, rows) if self.collate is default_collate else None
         return self.collate(_read_samples(dataset, rows)) if batch is None else batch
 
