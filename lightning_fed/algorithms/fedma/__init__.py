@@ -1,12 +1,11 @@
-"""FedMA: neurons are matched before they are averaged, layer by layer; and PFNM, all layers in one exchange.
+"""FedMA: matches neurons before averaging, layer by layer; and PFNM, all layers in one exchange.
 
 Wang, Yurochkin, Sun, Papailiopoulos and Khazaeni, "Federated Learning with Matched Averaging", ICLR 2020; Yurochkin et
 al., "Bayesian Nonparametric Federated Learning of Neural Networks" (PFNM), ICML 2019. The files, in reading order:
 
-- equations: :mod:`lightning_fed.matching` (neurons of any network found, matched and merged), ``class_mean`` (output
-  layers);
-- server side: ``aggregator`` (``FedMA``, Algorithm 1), ``matching_pass`` (its progress and its messages), ``pfnm``;
-- client side: ``callback`` (``LayerwiseTraining``), ``checks`` (options and optimizers that it refuses).
+- equations: :mod:`lightning_fed.matching` (finds, matches and merges neurons), ``class_mean`` (output layers);
+- server: ``aggregator`` (``FedMA``, Algorithm 1), ``matching_pass`` (progress and messages), ``pfnm``;
+- client: ``callback`` (``LayerwiseTraining``), ``checks`` (options and optimizers).
 """
 
 from lightning_fed.algorithms.fedma.aggregator import FedMA as FedMA

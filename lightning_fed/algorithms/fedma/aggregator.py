@@ -1,4 +1,4 @@
-r"""FedMA's server side: layer after layer, neurons are matched before they are averaged.
+"""FedMA on the server: matches neurons before averaging, layer by layer.
 
 Wang, Yurochkin, Sun, Papailiopoulos & Khazaeni, "Federated Learning with Matched Averaging" (FedMA), ICLR 2020,
 Algorithm 1.
@@ -44,76 +44,84 @@ _log = logging.getLogger(__name__)
 class FedMA(Aggregator):
     r"""Matched averaging, layer by layer, with training in between; one exchange is one round.
 
-    A pass through a network of :math:`N` stages has :math:`N` rounds, all with the same clients. In the first they
-    train the whole model, and send the first stage only (in a chain: its first layer). The server finds out which of
-    the clients' neurons are one neuron, and averages these. In the next round every client receives that stage and the
-    positions of its neurons in it, gives the inputs of the following layers that order, keeps the matched layers frozen
-    and trains the rest; and so on. The output layer is averaged by the clients' shares of every class. After the last
-    round there is a new global model: until then the Trainer validates the one before. It is a wider one if clients had
-    neurons that others had not. In the next pass clients start from their neurons of the global model, at the
-    widths that they had.
+    A pass through a network with :math:`N` stages takes :math:`N` rounds with the same clients. In the first round
+    clients
+    train the whole model and send the first stage (in a chain: the first layer). The server matches the clients'
+    neurons and
+    averages matched neurons. In the next round each client receives the averaged stage and the positions of its
+    neurons,
+    permutes the inputs of the next layers, freezes the matched layers and trains the rest. The output layer is averaged
+    by
+    class shares. The last round yields a new global model; earlier rounds validate the previous model. The global model
+    becomes wider if clients have unmatched neurons. In the next pass each client starts from its neurons of the global
+    model, at its original width.
 
-    The entries of a neuron are found in any network (:class:`~lightning_fed.matching.PermutationGroups`), and so are
-    the stages (:func:`~lightning_fed.matching.find_stages`): all blocks whose sums tie their channels are one. The
-    module's layers get other widths in place; :func:`~lightning_fed.matching.load_matched` loads a checkpoint of a
-    wider model. A client that fails or drops out is left out for the rest of the pass. If too few answer, a new pass
-    begins.
+    Neurons are found in any network (:class:`~lightning_fed.matching.PermutationGroups`), as are stages
+    (:func:`~lightning_fed.matching.find_stages`): all blocks of a residual stage form one stage. Module layers are
+    resized
+    in place; :func:`~lightning_fed.matching.load_matched` loads checkpoints of wider models. Failed clients are
+    excluded for
+    the rest of the pass. With too few clients a new pass starts.
 
-    BatchNorm's statistics of a matched stage are measured by the clients (``batch_norm="recalibrate"``), and used as
-    they are while later layers train; those of the complete model are measured once more.
+    Clients measure BatchNorm statistics for a matched stage (``batch_norm="recalibrate"``). The statistics are fixed
+    while later layers train, and measured again for the complete model.
 
-    Every owner of a neuron counts alike in its mean, as in the paper and the authors' program, with
-    ``weighting="uniform"``, an option of the federation; by default by its number of examples.
+    With the federation's ``weighting="uniform"`` all owners of a neuron have equal weight, as in the paper and the
+    authors'
+    program. By default weights are numbers of examples.
 
-    The client's side is a callback, which is added to the Trainer if it has none:
-    :class:`~lightning_fed.callbacks.LayerwiseTraining`. Its options can be given here or there.
+    The client side is the callback :class:`~lightning_fed.callbacks.LayerwiseTraining`, added automatically. Options
+    can be
+    set here or in the callback.
 
     - Sends: one stage of the model per round, both ways; widths may grow.
-    - Keeps: every client its widths.
+    - Keeps: each client's widths.
     - Costs: one round per stage; an assignment problem per layer on the server.
-    - For: clients that trained apart, so that their neurons are not in the same order.
+    - For: clients trained separately, with neurons in different orders.
 
     Args:
-        mode: ``"grow"``, as in the paper: neurons that others do not have are added; ``"permute"``: every neuron has
-            one partner in every other client, and widths stay; ``"none"``: layers are averaged as they are, which is
-            freezing and training without matching. Groups that cannot grow are permuted with ``"grow"``.
-        stages: ``"auto"``; the most that there are to be (1 for all layers in one exchange, without training in
-            between); or patterns of entry names for each stage.
-        last_layer: Whether output layers are averaged by the clients' shares of every class, for which they send their
-            numbers of examples (or pixels) per class, or by their numbers of examples (``"size"``), as are models
-            without classes. Class counts say something of the clients' labels. Labels are numbers of classes: several
-            classes of one example (multi-hot) go with ``"size"``.
-        initial: Whether all clients start from the same model (``"shared"``: the module as it is), or each from random
-            numbers of its own (``"independent"``), as the authors do, for which nothing is sent: the entries of the
-            module's own tensors in an order of the client's, which is another draw of the module's initialisation,
-            see :func:`~lightning_fed.model.initial_state.shuffled_state`.
-        order: Order in which the groups of one stage are matched, and their weights: as in FedMA, or as in PFNM.
-        score: Score of a match, see :func:`~lightning_fed.matching.match_neurons`.
-        gamma: :math:`\gamma`; the larger, the more neurons are added. By default 7 with the published score and 1 with
-            the marginal one. The authors have 7 for convolutional networks, and 0.001 for their LSTM, with which none
-            is added.
-        passes: Most passes over the clients in the matching of a group.
-        max_width: Most neurons of a group, as a multiple of those of a client; ``None`` for no limit; ``"auto"``: 1.25
-            with the marginal score, and no limit with the published one, as published.
-        prior_weight: Clients that a prior with mean 0 counts for in a neuron's mean. With 1 and
-            ``weighting="uniform"`` the mean of *n* owners is multiplied by n/(n+1), as in the authors' program for
-            convolutional networks; the paper has no such factor. The logged agreement falls with it.
-        seed: Seed of the order in which clients are matched.
+        mode: ``"grow"`` (as in the paper) adds unmatched neurons; ``"permute"`` matches neurons one to one and
+            preserves
+            widths; ``"none"`` averages without matching, with the same freezing and training. With ``"grow"`` groups of
+            fixed width are permuted.
+        stages: ``"auto"``; the maximum number of stages (1 for all layers in one exchange); or patterns for entry names
+            by
+            stage.
+        last_layer: Whether to weight output layers by class shares (``"class"``; clients send numbers of examples or
+            pixels
+            per class) or by numbers of examples (``"size"``, also used for models without classes). Class counts reveal
+            label statistics. Labels are class indices; multi-hot labels require ``"size"``.
+        initial: Whether all clients start from the module (``"shared"``), or from separate random weights
+            (``"independent"``, as the authors do). Independent weights are not sent: each client shuffles the module's
+            initial weights, see :func:`~lightning_fed.model.initial_state.shuffled_state`.
+        order: Group order in a stage, and weights to compare: as in FedMA or PFNM.
+        score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
+        gamma: :math:`\gamma`; larger values add more neurons. By default 7 with the published score and 1 with the
+            marginal
+            score. The authors use 7 for convolutional networks and 0.001 for their LSTM, where no neuron is added.
+        passes: Maximum number of matching passes over the clients per group.
+        max_width: Maximum width of a group relative to a client; ``None`` for no limit; ``"auto"`` for 1.25 with the
+            marginal score, and no limit with the published score.
+        prior_weight: Weight of a prior with mean 0, in clients. With 1 and ``weighting="uniform"`` the mean over *n*
+            owners
+            is multiplied by n/(n+1), as in the authors' program for convolutional networks, but not in the paper. The
+            logged agreement shrinks as well.
+        seed: Seed for the order of clients.
 
     Attributes:
-        client_widths: Numbers of neurons of a client's groups.
-        received: The round's updates.
-        outputs: Entries of the output layers.
+        client_widths: Client widths by group.
+        received: Updates in this round.
+        outputs: Entries in output layers.
 
     Raises:
-        ValueError: If an option is unknown or out of its range.
+        ValueError: If an option is unknown or outside its range.
 
     Note:
-        Logged are ``fedma/stage`` (the stage that the round has matched, from 0 on) and, of each of its groups,
-        ``fedma/<group>/width``, ``fedma/<group>/matched`` (the share of the clients' neurons that others have too),
-        ``fedma/<group>/agreement`` (the share of the squared length of their incoming weights that averaging keeps: 1
-        where matched neurons are the same, about 1/n where they are n unrelated ones) and ``fedma/<group>/seconds``; at
-        the end of a pass also ``fedma/growth``, the global model's numbers over a client's.
+        Logs ``fedma/stage`` (matched stage, from 0) and for each group ``fedma/<group>/width``,
+        ``fedma/<group>/matched``
+        (share of client neurons matched with another client), ``fedma/<group>/agreement`` (share of the squared norm of
+        incoming weights preserved by averaging: 1 for equal neurons, about 1/n for n unrelated neurons) and
+        ``fedma/<group>/seconds``; after a pass also ``fedma/growth`` (size of the global model relative to a client).
 
     Example:
         >>> rule = FedMA("permute")
@@ -122,7 +130,7 @@ class FedMA(Aggregator):
         ('shared', ['LayerwiseTraining'])
 
     References:
-        Wang et al., ICLR 2020, https://arxiv.org/abs/2002.06440; the scores are in
+        Wang et al., ICLR 2020, https://arxiv.org/abs/2002.06440; scores in
         :mod:`lightning_fed.matching.neuron_matching`.
 
     """
@@ -165,9 +173,9 @@ class FedMA(Aggregator):
         self._groups = PermutationGroups(())
         self._stages: list[Stage] = []
         self._client_entries: State = {}
-        self._changed = frozenset[str]()  # entries sent to clients that have their model of the last pass
-        self._open_pass: MatchingPass | None = None  # the one under way
-        self._last_pass: MatchingPass | None = None  # the last complete one
+        self._changed = frozenset[str]()  # entries to send to clients with a model from the last pass
+        self._open_pass: MatchingPass | None = None  # current pass
+        self._last_pass: MatchingPass | None = None  # last complete pass
         self._info = RoundInfo(-1)
         self._state: State = {}
         self.received: dict[Client, ClientUpdate] = {}
@@ -175,15 +183,15 @@ class FedMA(Aggregator):
         self._metrics: dict[str, float] = {}
 
     def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], entries: Mapping[str, Tensor]) -> None:
-        """Makes the network known, before the first round of a fit.
+        """Sets the network before the first round of a fit.
 
         Args:
-            groups: Its groups, of a client's widths.
-            stages: Its stages.
-            entries: Its entries of a client's widths; values do not matter.
+            groups: Permutation groups, with client widths.
+            stages: Stages of the network.
+            entries: Entries with client widths; only shapes and dtypes matter.
 
         Raises:
-            ValueError: If a pass that goes on has other stages.
+            ValueError: If a resumed pass has other stages.
 
         """
         current = self._open_pass
@@ -201,38 +209,38 @@ class FedMA(Aggregator):
 
     @property
     def widths(self) -> dict[str, int]:
-        """Numbers of neurons of the global model's groups; empty before there is one."""
+        """Number of neurons in each group of the global model; empty before the first model."""
         return {} if self._last_pass is None else dict(self._last_pass.sizes)
 
     @property
     def num_classes(self) -> int:
-        """Rows of the output layers; 0 where none was found."""
+        """Number of rows in the output layers; 0 without output layers."""
         return len(self._client_entries[self.outputs[0]]) if self.outputs else 0
 
     @property
     def clients_with_models(self) -> frozenset[Client]:
-        """Clients whose own models later rounds may build on: those of the last passes."""
+        """Clients with a stored model needed in later rounds."""
         passes = (self._last_pass, self._open_pass)
         return frozenset().union(*(known.assignments for known in passes if known is not None))
 
     @property
     def unfinished(self) -> tuple[Stage, MatchingPass] | None:
-        """The stage that the round has matched, and the pass, if that goes on."""
+        """The stage matched in this round and the pass, if the pass continues."""
         current = self._open_pass
         if current is None or current.round != self._info.round:
             return None
         return self._stages[current.stage - 1], current
 
     def plan(self, round: int) -> RoundPlan:
-        """The clients of the pass that is under way."""
+        """Clients of the current pass."""
         current = self._pass(round)
         return RoundPlan(current.origin, frozenset(current.assignments)) if current.stage else RoundPlan()
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Goes on with the pass that is under way, or begins one from ``state``.
+        """Continues the current pass, or starts a new pass from ``state``.
 
         Raises:
-            RuntimeError: If the network is not known.
+            RuntimeError: If the network is not set.
 
         """
         if not self._stages:
@@ -251,11 +259,13 @@ class FedMA(Aggregator):
             self._changed = frozenset(name for name in state if hashes.get(name) != self._last_pass.hashes[name])
 
     def broadcast(self, request: Request) -> Broadcast:
-        """The stage that was matched last, or all of the model to start a pass from.
+        """Sends the last matched stage, or a whole model to start a pass.
 
-        Of a wider global model these are the client's neurons, or those that most clients have, if it was not in the
-        last pass. If the client has its model of the last pass, they are the entries of the last stage, and those that
-        differ from the ones that it was sent (BatchNorm's statistics of the complete model).
+        From a wider global model each client receives its own neurons, or the most common neurons if the client missed
+        the last
+        pass. A client with its model of the last pass only receives the last stage and entries changed since then
+        (BatchNorm
+        statistics of the complete model).
         """
         current, last, client = self._pass(self._info.round), self._last_pass, request.client
         if current.stage:
@@ -278,16 +288,16 @@ class FedMA(Aggregator):
         return Broadcast(self._info.round, state, extras)
 
     def expected(self, broadcast: Broadcast) -> State:
-        """The entries of the stage that is matched next, with the client's neurons and the matched inputs."""
+        """Entries of the next stage, with the client's neurons and matched inputs."""
         current = self._pass(self._info.round)
         entries = self._resized_entries(current)
         return {name: entries[name] for name in self._stages[current.stage].entries}
 
     def receive(self, update: ClientUpdate) -> None:
-        """Keeps the client's stage.
+        """Stores the client's stage.
 
         Raises:
-            BadUpdate: If it has counts of classes that cannot be.
+            BadUpdate: If class counts are invalid.
 
         """
         counts = update.extras.get(COUNTS)
@@ -300,11 +310,11 @@ class FedMA(Aggregator):
         self.received[update.client] = update
 
     def merge(self, other: FedMA) -> None:
-        """Joins the updates of another aggregator of the same kind."""
+        """Adds the updates from another process."""
         self.received |= other.received
 
     def aggregate(self) -> State | None:
-        """Matches and averages a stage; returns the new model if it was the last one."""
+        """Matches and averages a stage. Returns a new model after the last stage."""
         current = self._pass(self._info.round)
         stage = self._stages[current.stage]
         clients = sorted(self.received, key=client_key)
@@ -349,19 +359,16 @@ class FedMA(Aggregator):
         return {name: current.matched_state[name] for name in self._state}
 
     def put_statistics(self, statistics: Mapping[str, Tensor]) -> None:
-        """Replaces running statistics of matched entries by measured ones."""
+        """Sets measured running statistics of matched entries."""
         if self._open_pass is not None:
             self._open_pass = replace(self._open_pass, matched_state={**self._open_pass.matched_state, **statistics})
 
     def metrics(self) -> dict[str, float]:
-        """The stage, and for each of its groups its width, what of its neurons others have and agree on, and the time.
-
-        At the end of a pass also ``fedma/growth``, the global model's numbers over a client's.
-        """
+        """Stage, and for each group width, matched share, agreement and time; after a pass also ``fedma/growth``."""
         return dict(self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """The pass that is under way, and the last complete one."""
+        """The current pass and the last complete pass."""
         passes = {
             name: dict(vars(known))
             for name, known in (("current", self._open_pass), ("last", self._last_pass))
@@ -370,18 +377,18 @@ class FedMA(Aggregator):
         return {**passes, "client_widths": dict(self.client_widths)} if passes else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores both."""
+        """Restores both passes."""
         self._open_pass = MatchingPass(**state["current"]) if "current" in state else None
         self._last_pass = MatchingPass(**state["last"]) if "last" in state else None
         self.client_widths = state.get("client_widths", {})
 
     def _pass(self, round: int) -> MatchingPass:
-        """The pass that a round belongs to; a new one where nothing came of the round before."""
         current = self._open_pass
+        # A failed round ends the pass.
         return current if current is not None and round <= current.round + 1 else MatchingPass(round, round)
 
     def _resized_entries(self, current: MatchingPass) -> State:
-        """A client's entries in the pass; values do not matter."""
+        """Entries of a client in the pass; only shapes and dtypes matter."""
         shapes = {name: list(value.shape) for name, value in self._client_entries.items()}
         for group in self._groups.resized(current.sizes):
             for (name, axis), entry in group.entries.items():
@@ -392,7 +399,7 @@ class FedMA(Aggregator):
     def _output_means(
         self, updates: Sequence[ClientUpdate], groups: Sequence[PermutationGroup], match: StateMatch
     ) -> State:
-        """The rows of output layers, averaged by the clients' shares of their classes."""
+        """Averages output layers by class shares."""
         if self.last_layer != "class" or not all(COUNTS in update.extras for update in updates):
             return {}
         counts = [update.extras[COUNTS] for update in updates]

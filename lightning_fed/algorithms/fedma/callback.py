@@ -1,4 +1,4 @@
-"""FedMA's client side: matched layers stay frozen, the rest takes their order and trains on.
+"""FedMA on the client: freezes matched layers, permutes the rest and trains on.
 
 Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1.
 """
@@ -58,34 +58,38 @@ _MODEL = f"{MEMORY}model:"
 
 
 class LayerwiseTraining(FederatedCallback):
-    """The client's side of :class:`~lightning_fed.algorithms.FedMA`, which adds it to the Trainer.
+    """Client side of :class:`~lightning_fed.algorithms.FedMA`, added to the Trainer automatically.
 
-    Before the first round it finds the module's groups of neurons and the stages, and names them in the log. A client
-    keeps its own model between the rounds of a pass, and until the end of the next: with large models, give the
-    federation a folder as ``store``. Matched layers do not train (``requires_grad`` is off, BatchNorm in evaluation
-    mode).
+    Finds permutation groups and stages before the first round and logs both. Each client keeps its model between the
+    rounds
+    of a pass, until the end of the next pass: for large models set a folder as the federation's ``store``. Matched
+    layers do
+    not train (``requires_grad`` is off, BatchNorm in evaluation mode).
 
-    Checkpoints of models that have grown load into modules of the first widths, in all that the Trainer does. Other
-    widths than those of groups that can grow, as of another number of classes, are refused: its state, which is part of
-    checkpoints, names the groups' axes, a few numbers for each entry.
+    Checkpoints of grown models load into modules with the original widths in all Trainer functions. Other width
+    changes,
+    such as a different number of classes, are refused. For this check the state contains the growable axes: a few
+    numbers
+    per entry.
 
     Args:
-        example_input: Arguments of the module's ``forward`` for following its neurons (of a module without one: of the
-            network that its ``training_step`` trains), see
-            :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By default the module's
-            ``example_input_array``, or else the inputs of two of a client's examples: the usual ones of a batch, or
-            those entries of a mapping that ``forward`` takes by name, as models of transformers do.
-        pin: Patterns of entry names whose neurons keep their order. Those of entries that do not travel do anyway.
-        extra_groups: Groups of neurons that are not found by themselves, of a client's widths.
-        target: Labels of a batch: index, key or function; ``None`` for the usual places.
-        inputs: Inputs of a batch, likewise.
+        example_input: Arguments for ``forward`` to trace the module (without ``forward``: for the network in
+            ``training_step``), see :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By
+            default
+            ``example_input_array``, or the inputs of two examples: the usual inputs of a batch, or for transformers the
+            batch entries named like arguments of ``forward``.
+        pin: Patterns for entry names with fixed neuron order. Entries that are not sent are always fixed.
+        extra_groups: Manual permutation groups, with client widths.
+        target: Index, key or function for the labels in a batch; ``None`` for the usual labels.
+        inputs: Index, key or function for the inputs in a batch; ``None`` for the usual inputs.
 
     Raises:
-        MisconfigurationException: In ``fit``, if the federation's rule is not FedMA, no neurons can be matched, clients
-            keep their optimizer state or hold rows of entries, their work is counted in steps where the rule has
-            epochs, or an optimizer has state before its first step (Adagrad) or remembers sizes that change (LBFGS).
-        ValueError: If a checkpoint has widths that cannot have grown, or that do not fit each other. In ``fit``, if
-            stages or patterns do not fit the module.
+        MisconfigurationException: In ``fit``, if the rule is not FedMA, no neurons can be matched, clients keep
+            optimizer
+            states or hold partial rows, or an optimizer has an initial state (Adagrad) or fixed sizes (LBFGS).
+        ValueError: If a checkpoint has impossible or inconsistent widths; in ``fit``, if stages or patterns do not
+            match the
+            module.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -115,7 +119,7 @@ class LayerwiseTraining(FederatedCallback):
         self.inputs = inputs
         self.groups = PermutationGroups(())
         self._hook: OverriddenMethod | None = None
-        self._initial: State = {}  # the module before the first pass, of which clients draw their own
+        self._initial: State = {}  # initial module; clients shuffle these weights
         self._drawn = frozenset[str]()
         self._stages: list[frozenset[str]] = []  # entries
         self._frozen_parameters: list[nn.Parameter] = []
@@ -124,17 +128,17 @@ class LayerwiseTraining(FederatedCallback):
         self._counts: Tensor | None = None
         self._batches_left = 0
         self._has_warned = False
-        self._growable: dict[str, list[int]] = {}  # axes of groups that can grow, of the fit or the last one
-        self._resized: dict[str, tuple[torch.Size, torch.Size]] = {}  # by a checkpoint: before and after
+        self._growable: dict[str, list[int]] = {}  # growable axes in this fit or the last fit
+        self._resized: dict[str, tuple[torch.Size, torch.Size]] = {}  # shapes before and after loading a checkpoint
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs code to load a checkpoint with grown layers."""
+        """Logs how to load a checkpoint with grown layers."""
         rule = find_federation(trainer).server.rule
         if trainer.checkpoint_callbacks and isinstance(rule, FedMA) and rule.mode == "grow":
             rank_zero_info("Load a checkpoint into a new module: lightning_fed.matching.load_matched(module, path)")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Lets a checkpoint of a wider model load."""
+        """Prepares to load checkpoints of wider models."""
         self._restore_hook()
         self._resized = {}
         if stage == "fit":
@@ -153,19 +157,19 @@ class LayerwiseTraining(FederatedCallback):
         self._hook = OverriddenMethod(pl_module, "on_load_checkpoint", resize)
 
     def state_dict(self) -> dict[str, Any]:
-        """The axes of every entry that belong to groups which can grow."""
+        """Growable axes of all entries."""
         return {"growable": self._growable}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Restores the module's hook that ``setup`` replaced."""
+        """Restores the module hook replaced in ``setup``."""
         self._restore_hook()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Restores the module's hook that ``setup`` replaced."""
+        """Restores the module hook replaced in ``setup``."""
         self._restore_hook()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the groups of neurons and the stages."""
+        """Finds permutation groups and stages."""
         federation = find_federation(trainer)
         rule = _rule(federation)
         local = federation.local_model(pl_module)
@@ -186,7 +190,7 @@ class LayerwiseTraining(FederatedCallback):
         shared = {name: local.entries[name] for name in local.shared}
         self._growable = _growable_axes(groups)
         check_growth(self._resized, self._growable)
-        if rule.widths:  # the fit was resumed: groups and entries of a client's widths
+        if rule.widths:  # resumed fit: restore client widths
             if groups.sizes != rule.widths:
                 raise MisconfigurationException(
                     f"FedMA goes on from a model with {rule.widths} neurons, but the module has {groups.sizes}. If this"
@@ -200,7 +204,7 @@ class LayerwiseTraining(FederatedCallback):
         while len(stages) > 1 and not trainable_entries(pl_module).difference(
             *(stage.entries for stage in stages[:-1])
         ):
-            stages[-2:] = [stages[-2].joined(stages[-1])]  # nothing would be left to train
+            stages[-2:] = [stages[-2].joined(stages[-1])]  # otherwise no parameters would remain to train
         check_optimizers(
             trainer, rule.mode == "grow" and len(stages) > 1 and any(group.is_growable for group in groups)
         )
@@ -218,13 +222,13 @@ class LayerwiseTraining(FederatedCallback):
             warn_of_rounds(trainer, len(stages))
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Notes the clients that have a model of their own."""
+        """Records clients with a stored model."""
         self._clients_with_models = _rule(find_federation(trainer)).clients_with_models
 
     def on_client_request(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
     ) -> None:
-        """Names the step that the client's own model has reached."""
+        """Reports the pass and stage of the client's stored model."""
         memory = find_federation(trainer).client_memory
         if STEP in memory:
             request.extras[STEP] = memory[STEP]
@@ -232,7 +236,7 @@ class LayerwiseTraining(FederatedCallback):
     def on_client_receive(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Makes the client's model of the entries that it has and those that it is sent."""
+        """Builds the client's model from stored and received entries."""
         federation = find_federation(trainer)
         memory = federation.client_memory
         broadcast.state = self._client_model(federation, client, broadcast, memory)
@@ -240,7 +244,7 @@ class LayerwiseTraining(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Freezes the matched stages."""
+        """Freezes matched stages."""
         federation = find_federation(trainer)
         stage = int(broadcast.extras[STEP][1])
         self._freeze(module, stage)
@@ -253,7 +257,7 @@ class LayerwiseTraining(FederatedCallback):
             self._batches_left = batches or planned.num_batches
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Counts the client's classes, in one epoch of the last stage."""
+        """Counts classes over one epoch in the last stage."""
         if self._counts is not None and self._batches_left:
             self._batches_left -= 1
             try:
@@ -269,14 +273,14 @@ class LayerwiseTraining(FederatedCallback):
                     rank_zero_warn(f"FedMA averages the output layer by numbers of examples, because {reason}.")
                     self._has_warned = True
                 return batch
-            known = labels[(labels >= 0) & (labels < len(self._counts))]  # not those that are ignored
+            known = labels[(labels >= 0) & (labels < len(self._counts))]  # excludes ignored labels
             self._counts += torch.bincount(known.flatten().long().cpu(), minlength=len(self._counts))
         return batch
 
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Keeps the client's model, and sends the stage that is matched next."""
+        """Stores the client's model, and sends the next stage to match."""
         memory = find_federation(trainer).client_memory
         stage = int(memory[STEP][1])
         memory |= with_prefix(update.state, _MODEL)
@@ -285,17 +289,17 @@ class LayerwiseTraining(FederatedCallback):
             update.extras[COUNTS] = self._counts
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Lets everything train again."""
+        """Unfreezes all layers."""
         self._unfreeze()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Has BatchNorm's statistics of the stage measured, if the pass goes on."""
+        """Measures the BatchNorm statistics of the matched stage on the clients, if the pass continues."""
         federation = find_federation(trainer)
         rule = _rule(federation)
         if rule.unfinished is None or federation.options.batch_norm not in ("auto", "recalibrate"):
             return
         stage, current = rule.unfinished
-        layers = {  # not the user's frozen
+        layers = {  # excludes layers frozen by the user
             name: layer
             for name, layer in batch_norm_layers(module).items()
             if layer.training and f"{name}.running_mean" in stage.entries
@@ -323,7 +327,7 @@ class LayerwiseTraining(FederatedCallback):
         rule.put_statistics(measured)
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Has clients forget models that no later round builds on."""
+        """Deletes client models not needed in later rounds."""
         federation = find_federation(trainer)
         if _rule(federation).widths:
             self._initial = {}
@@ -340,7 +344,7 @@ class LayerwiseTraining(FederatedCallback):
         broadcast: Broadcast,
         memory: State,
     ) -> State:
-        """The client's model at the start of a visit; the step, widths and assignment are put into its memory."""
+        """Builds the client's model at the start of a visit, and stores step, widths and assignment."""
         sent, stage = broadcast.extras, int(broadcast.extras[STEP][1])
         if not _has_required_step(memory, broadcast):
             raise ClientFault("it does not have its model of the stage before any more")
@@ -353,7 +357,7 @@ class LayerwiseTraining(FederatedCallback):
             return grown | broadcast.state
         for name in (*map(WIDTH.__add__, widths), *map(ASSIGNMENT.__add__, assignment)):
             del memory[name]
-        if REQUIRED_STEP in sent:  # a new pass, from the client's neurons of the global model
+        if REQUIRED_STEP in sent:  # new pass, starting from the client's neurons in the global model
             return self.groups.resized(widths).slice(model, assignment) | broadcast.state
         if not broadcast.state:
             seed = derive_seed(federation.schedule.seed, client_key(client))
@@ -361,14 +365,13 @@ class LayerwiseTraining(FederatedCallback):
         return broadcast.state
 
     def _freeze(self, module: nn.Module, stage: int) -> None:
-        """Keeps the parameters and statistics of matched stages as they are."""
         matched = frozenset[str]().union(*self._stages[:stage])
         for parameter, name in parameter_entries(module).items():
             if name in matched and parameter.requires_grad:
                 parameter.requires_grad_(False)
                 self._frozen_parameters.append(parameter)
         for layer, prefix in layer_prefixes(module).items():
-            if layer.training and f"{prefix}running_mean" in matched:  # BatchNorm, and InstanceNorm that keeps them
+            if layer.training and f"{prefix}running_mean" in matched:  # BatchNorm or InstanceNorm
                 layer.eval()
                 self._frozen_layers.append(layer)
 
@@ -381,7 +384,7 @@ class LayerwiseTraining(FederatedCallback):
 
     @contextmanager
     def _followed(self, trainer: L.Trainer, module: L.LightningModule) -> Iterator[Any]:
-        """Context in which the module has a `forward`; yields arguments that it is called with."""
+        """Yields arguments for ``forward``, in a context with ``forward`` replaced by ``training_step`` if missing."""
         if has_forward(module):
             yield self._example(find_federation(trainer), module)
             return
@@ -389,7 +392,7 @@ class LayerwiseTraining(FederatedCallback):
             yield example if self.example_input is None else move_tensors(self.example_input, module.device)
 
     def _example(self, federation: Federation, module: L.LightningModule) -> Any:
-        """Arguments that the module's `forward` is called with."""
+        """Arguments for ``forward``."""
         example = self.example_input if self.example_input is not None else module.example_input_array
         if example is None:
             try:
@@ -417,7 +420,7 @@ def _rule(federation: Federation) -> FedMA:
 
 
 def _growable_axes(groups: PermutationGroups) -> dict[str, list[int]]:
-    """The axes of entries that groups can make longer, tied ones under all names."""
+    """Growable axes by entry name, including tied names."""
     axes: dict[str, set[int]] = {}
     for name, axis in (entry for group in groups if group.is_growable for entry in group.entries):
         for tied_name in (name, *(alias for alias, first in groups.tied.items() if first == name)):
@@ -426,7 +429,6 @@ def _growable_axes(groups: PermutationGroups) -> dict[str, list[int]]:
 
 
 def _has_required_step(memory: State, broadcast: Broadcast) -> bool:
-    """True if a client has the model that a message builds on."""
     required, reached = broadcast.extras.get(REQUIRED_STEP), memory.get(STEP)
     return required is None or (reached is not None and torch.equal(reached.cpu(), required.cpu()))
 

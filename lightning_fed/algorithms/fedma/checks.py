@@ -1,4 +1,4 @@
-"""FedMA's client side: checks of the options and optimizers that a pass through the layers cannot go with."""
+"""Checks of FedMA's options and optimizers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _log = logging.getLogger(__name__)
 
 
 def check_options(federation: Federation, local: LocalModel) -> None:
-    """Refuses options of the federation.
+    """Refuses unsupported options of the federation.
 
     Args:
         federation: The federation.
-        local: The module as a client sees it.
+        local: The module from a client's view.
 
     Raises:
-        MisconfigurationException: If a pass cannot go with one of them.
+        MisconfigurationException: If an option is unsupported.
 
     """
     if federation.options.optimizer_state == "keep":
@@ -41,14 +41,14 @@ def check_options(federation: Federation, local: LocalModel) -> None:
 
 
 def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
-    """Refuses optimizers that cannot follow when layers change their widths.
+    """Refuses optimizers that cannot handle changing widths.
 
     Args:
-        trainer: The Trainer, whose optimizers are as they were made.
-        grows: Whether layers may grow between a client's visits of one pass.
+        trainer: Trainer with new optimizers.
+        grows: Whether layers may grow between a client's visits in one pass.
 
     Raises:
-        MisconfigurationException: If there is one.
+        MisconfigurationException: If an optimizer is unsupported.
 
     """
     if any(optimizer.state for optimizer in trainer.optimizers):
@@ -66,14 +66,14 @@ def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
 def check_growth(
     shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]], growable: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuses widths of a checkpoint that no group of neurons can have grown to.
+    """Refuses checkpoint widths that do not result from growth.
 
     Args:
-        shapes: Shapes of entries in the module and in the checkpoint.
-        growable: The axes of entries that belong to groups which can grow.
+        shapes: Shapes in the module and in the checkpoint, by entry.
+        growable: Growable axes by entry.
 
     Raises:
-        OptionError: If an entry has another length on another axis.
+        OptionError: If another axis has a different length.
 
     """
     for name, (shape, loaded) in shapes.items():
@@ -86,11 +86,11 @@ def check_growth(
 
 
 def warn_of_rounds(trainer: L.Trainer, length: int) -> None:
-    """Warns of a fit that ends, or may end, before there is a new model.
+    """Warns if a fit ends, or may end, before a new model.
 
     Args:
         trainer: The Trainer.
-        length: Rounds of a pass.
+        length: Rounds per pass.
 
     """
     rounds = trainer.max_epochs or -1

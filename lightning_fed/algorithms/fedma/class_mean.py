@@ -1,4 +1,4 @@
-"""FedMA's mean of output layers, by the clients' shares of every class.
+"""Average of output layers by class shares.
 
 Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Section 2.
 """
@@ -15,22 +15,22 @@ from lightning_fed.numerics.precision import cast_back, to_float64
 
 @torch.no_grad()
 def class_mean(layers: Sequence[Tensor], counts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    r"""The mean of an output layer, every class's row weighted by the clients' shares of that class.
+    r"""Averages an output layer, with each class's row weighted by the clients' shares of the class.
 
     .. math:: W_k = \sum_j \frac{n_{jk}}{\sum_{j'} n_{j'k}} W_{jk}
 
-    A class that no client has is weighted by the clients' weights.
+    Classes without examples use the client weights.
 
     Args:
-        layers: The clients' weights or biases, shape ``(classes, ...)``, floating point.
-        counts: Number of examples (or pixels) of each class that each client has, shape ``(classes,)``.
-        weights: Weight of each client, greater than 0, for classes that no client has.
+        layers: Client weights or biases, shape ``(classes, ...)``, floating point.
+        counts: Number of examples (or pixels) per class on each client, shape ``(classes,)``.
+        weights: Client weights, greater than 0, for classes without examples.
 
     Returns:
         The mean, shape ``(classes, ...)``.
 
     Raises:
-        ValueError: If the numbers or shapes do not fit.
+        ValueError: If lengths or shapes do not match.
 
     Example:
         >>> biases = [torch.tensor([1.0, 1.0, 1.0]), torch.tensor([3.0, 3.0, 3.0])]

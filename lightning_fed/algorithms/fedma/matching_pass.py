@@ -1,4 +1,4 @@
-"""Progress of a pass of FedMA through the layers, and the extras of its messages.
+"""Progress of a FedMA pass through the layers, and the extras in its messages.
 
 Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1.
 """
@@ -16,16 +16,16 @@ from lightning_fed.matching.one_shot import StateMatch
 from lightning_fed.matching.stages import Stage
 from lightning_fed.messages import Client, State, without_prefix
 
+# Prefix for all entries in the client state.
 MEMORY = "fedma:"
-"""Prefix of all entries in a client's memory."""
+# First round in the pass, and number of matched stages.
 STEP = "fedma:step"
-"""The pass (its first round) and the number of its stages that are matched."""
+# Required STEP of the client's stored model.
 REQUIRED_STEP = "fedma:required_step"
-"""The step that the client's own model must have reached."""
+# Examples or pixels per class.
 COUNTS = "fedma:counts"
-"""Examples, or pixels, of every class."""
+# Prefixes for group names: positions of the client's neurons in the group, and width of the group.
 ASSIGNMENT, WIDTH = "fedma:assignment:", "fedma:width:"
-"""Before a group's name: the positions of the client's neurons in it, and its number of neurons."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class MatchingPass:
     """Progress of a pass through the layers.
 
     Attributes:
-        origin: Index of the round in which it began.
-        round: Index of its last round.
-        stage: Number of stages that are matched.
-        assignments: For every client that is still in it, the positions of its neurons in the matched groups.
-        sizes: Numbers of neurons of the matched groups.
-        owners: Number of clients that have each of these neurons.
-        matched_state: Values of the matched entries; empty when it is complete.
-        hashes: Hashes of these values, when it is complete.
+        origin: First round index.
+        round: Latest round index.
+        stage: Number of matched stages.
+        assignments: Positions of each active client's neurons in matched groups.
+        sizes: Widths of matched groups.
+        owners: Number of clients with each matched neuron.
+        matched_state: Matched entries; empty after the pass.
+        hashes: Hashes of matched entries, after the pass.
 
     """
 
@@ -55,21 +55,21 @@ class MatchingPass:
 
     @property
     def step(self) -> Tensor:
-        """Its first round and its number of matched stages, int64, shape ``(2,)``."""
+        """First round and number of matched stages, int64, shape ``(2,)``."""
         return torch.tensor([self.origin, self.stage])
 
     @property
     def step_before(self) -> Tensor:
-        """The step before the last one, which clients' models reach: they train no more after it."""
+        """Step of client models after their last training, one stage before :attr:`step`."""
         return torch.tensor([self.origin, self.stage - 1])
 
     def with_stage(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:
-        """The pass after a round, with another stage matched.
+        """Adds a matched stage.
 
         Args:
-            round: Index of the round.
-            clients: Those that are still in it.
-            match: Their layers merged.
+            round: Round index.
+            clients: Remaining clients.
+            match: Merged layers.
 
         """
         return replace(
@@ -86,27 +86,27 @@ class MatchingPass:
         )
 
     def complete(self) -> MatchingPass:
-        """The pass after its last round: the values are the global model's, and are not kept a second time."""
+        """Replaces matched values by hashes, because the global model holds the values."""
         hashes = {name: tensor_hash(value) for name, value in self.matched_state.items()}
         return replace(self, matched_state={}, hashes=hashes)
 
     def extras(self, client: Client, stage: Stage) -> State:
-        """Extras of the message with the stage that was matched last."""
+        """Extras for a broadcast with the last matched stage."""
         assignment = {ASSIGNMENT + name: self.assignments[client][name] for name in stage.groups}
         widths = {WIDTH + name: torch.tensor(self.sizes[name]) for name in stage.groups}
         return {STEP: self.step, REQUIRED_STEP: self.step_before, **assignment, **widths}
 
 
 def tensor_hash(value: Tensor) -> int:
-    """A number that depends on every bit of a tensor's values."""
+    """Hash over every bit in a tensor."""
     return int(sample_hashes(value.reshape(1, -1)))
 
 
 def read_widths(values: Mapping[str, Tensor]) -> dict[str, int]:
-    """Numbers of neurons by group, from the extras of a message or a client's memory."""
+    """Reads group widths from broadcast extras or client state."""
     return {name: int(width) for name, width in without_prefix(values, WIDTH).items()}
 
 
 def read_assignment(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Positions of the client's neurons by group, from the extras of a message or a client's memory."""
+    """Reads neuron positions by group from broadcast extras or client state."""
     return without_prefix(values, ASSIGNMENT)

@@ -15,30 +15,32 @@ from lightning_fed.method import register
 
 @register
 class PFNM(FedMA):
-    """Probabilistic federated neural matching: all layers are matched at once, without training in between.
+    """Probabilistic federated neural matching: matches all layers at once, without training in between.
 
-    From the last layer to the first, with the published score; see :class:`FedMA` for the rest of the round. The
-    published algorithm is for fully connected networks and has one round. The authors' program has besides a prior mean
-    of 0.1 for biases, and for the last hidden layer's outgoing weights variances by the clients' shares of the classes:
-    both are left out here, where prior means are 0 and variances the same for all clients.
+    Matches from the last layer to the first, with the published score; see :class:`FedMA` for the rest. The published
+    algorithm is for fully connected networks and one round. The authors' program also has a prior mean of 0.1 for
+    biases,
+    and for outgoing weights of the last hidden layer variances by class shares. Here prior means are 0, and variances
+    are
+    equal for all clients.
 
     - Sends: 1 model up; the matched one down, which may be wider.
-    - Keeps: every client its widths.
+    - Keeps: each client's widths.
     - Costs: an assignment problem per layer on the server.
-    - For: one exchange of models that were trained apart.
+    - For: one exchange of separately trained models.
 
     Args:
-        last_layer: Weights in the average of output layers.
-        initial: Whether clients start from the same model or from random numbers of their own, as the authors' do.
-        score: Score of a match.
-        gamma: The larger, the more neurons are added.
-        passes: Most passes over the clients in the matching of a group.
-        max_width: Most neurons of a group, as a multiple of those of a client; ``None`` for no limit; ``"auto"``: 1.25
-            with the marginal score, and no limit with the published one, as published.
-        seed: Seed of the order in which clients are matched.
+        last_layer: Weights for the average of output layers.
+        initial: Whether clients start from the same model or from separate random weights, as the authors do.
+        score: Matching score.
+        gamma: Larger values add more neurons.
+        passes: Maximum number of matching passes over the clients per group.
+        max_width: Maximum width of a group relative to a client; ``None`` for no limit; ``"auto"`` for 1.25 with the
+            marginal score, and no limit with the published score.
+        seed: Seed for the order of clients.
 
     Raises:
-        ValueError: If an option is unknown or out of its range.
+        ValueError: If an option is unknown or outside its range.
 
     Example:
         >>> PFNM(gamma=1.0).stages

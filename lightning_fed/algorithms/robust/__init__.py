@@ -1,4 +1,4 @@
-"""Robust rules: mixtures before them, and the equations. The rules are exported by :mod:`lightning_fed.algorithms`."""
+"""Equations for robust rules, and mixtures. :mod:`lightning_fed.algorithms` exports the rules."""
 
 from lightning_fed.algorithms.robust.equations import adaptive_clipping as adaptive_clipping
 from lightning_fed.algorithms.robust.equations import bucketing as bucketing

@@ -1,6 +1,6 @@
-"""Base class of the robust rules: keeps a round's updates, compares the clients' steps, and combines them.
+"""Base class of robust rules: collects, compares and combines the updates in a round.
 
-A step is what an update adds to the broadcast. The clients' numbers of examples are their own word, and play no part.
+Reported numbers of examples are ignored, because clients may lie.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MAX_CLIENTS_BY_NAME = 20
 
 @dataclass
 class MixedUpdate(ClientUpdate):
-    """An update that a mixture has made of several.
+    """Weighted sum of several client updates.
 
     Args:
-        shares: How much of each client's step is in it, the weight of a sum.
+        shares: Weight by client.
 
     """
 
@@ -41,44 +41,49 @@ class MixedUpdate(ClientUpdate):
 
 
 def shares_of(update: ClientUpdate) -> dict[Client, float]:
-    """Share of each client's step in an update: nothing but its own, unless it is mixed."""
+    """Client weights in an update."""
     return update.shares if isinstance(update, MixedUpdate) else dict.fromkeys(update.clients, 1.0)
 
 
 class RobustAggregator(Aggregator):
-    r"""Base class of rules that stand some clients who may send anything. A rule implements :meth:`combine`.
+    """Base class for rules that tolerate some malicious clients. Rules implement :meth:`combine`.
 
-    A round's updates are kept until all are there: n clients' states. The clients' steps, all floating-point entries
-    that travel as one vector, are compared by their inner products, and combined some coordinates at a time. Running
-    statistics of BatchNorm have scales of their own and must stay possible: they take no part in the comparison, and
-    become the clients' mean by coordinate without the ``num_malicious`` smallest and largest. Integer entries take the
-    value of more than half of the clients, or, where there is none, their lower median.
+    All updates in a round are stored: n states. Client updates (local minus global, all shared floating-point entries
+    as one
+    vector) are compared by inner products, and combined in chunks of coordinates. BatchNorm's running statistics have
+    other
+    scales and must stay valid, so statistics are excluded from the comparison and combined by a trimmed mean without
+    the
+    ``num_malicious`` smallest and largest values. Integer entries take the majority value, or the lower median without
+    a
+    majority.
 
-    A round with fewer updates than the rule needs brings no new model: its clients are left out, with the reason. A
-    client whose answer was refused for what it held (NaN, another shape, a step out of all bounds) is one of the f: of
-    the others at most f - 1 are malicious. A client that did not answer may be an honest one, and counts for nothing.
+    A round with too few updates fails, and all clients are excluded with the reason. A client whose update was refused
+    for
+    its content (NaN, wrong shape, implausible norm) counts as one of the f: at most f - 1 of the remaining clients are
+    malicious. Missing clients may be honest and do not count.
 
     Args:
-        num_malicious: Number f of clients in a round that may send anything; ``None`` for the most that the rule stands
-            with the round's number of updates.
+        num_malicious: Number f of malicious clients per round; ``None`` for the largest number tolerated by the rule.
 
     Attributes:
-        least: Least number n of updates, as ``(a, b)``: n must be at least a f + b. Without malicious clients, f = 0,
-            one is enough.
-        updates: The states that were received in the round.
-        origins: The clients that each of them stands for, and how much of each client's step is in it.
-        memory: What the rule keeps from round to round: float64 entries.
-        excluded: For every client that has taken part, the sum over its rounds of the share of it that did not count,
-            and the number of these rounds.
+        least: Minimum number n of updates, as ``(a, b)``: n must be at least a f + b. With f = 0 one update suffices.
+        updates: Received states in this round.
+        origins: Clients behind each update, and the weight of each client.
+        memory: State across rounds: float64 entries.
+        excluded: Summed excluded share and number of rounds, by client.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is outside its range.
 
     Note:
-        Logged are ``fed/excluded``, how many of the round's clients did not count, in fractions: a client's share is 1
-        where nothing of its step is in the result, and 0 where it counts as much as the client that counts most; and
-        ``client/<id>/excluded``, a client's mean share over its rounds, as long as at most 20 have taken part. Its
-        state holds the ``clients``, the sums ``excluded`` and the numbers of ``rounds``, and ``memory``.
+        Logs ``fed/excluded``, the number of excluded clients in this round: a client's share is 1 without influence on
+        the
+        result, and 0 for the client with the largest weight. With at most 20 clients also logs
+        ``client/<id>/excluded``,
+        the mean share over rounds. The state contains ``clients``, the sums ``excluded``, the numbers of ``rounds``,
+        and
+        ``memory``.
 
     """
 
@@ -86,7 +91,7 @@ class RobustAggregator(Aggregator):
 
     def __init__(self, num_malicious: int | None = None) -> None:
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
-        self.always: Sequence[Client] = ()  # trusted clients, which are no rows
+        self.always: Sequence[Client] = ()  # trusted clients are not rows
         self.memory: State = {}
         self.excluded: dict[Client, tuple[float, int]] = {}
         self._excluded_now: dict[Client, float] = {}
@@ -94,14 +99,14 @@ class RobustAggregator(Aggregator):
 
     @abstractmethod
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """The new floating-point entries, in float64, and how much of every row has counted.
+        """Combines the updates. Returns new floating-point entries, float64, and the influence of each row.
 
         Args:
-            steps: The clients' steps, at least as many as the rule needs.
-            num_malicious: Number f of rows that may be anything.
+            steps: Client updates, at least the number required by the rule.
+            num_malicious: Number f of malicious rows.
 
         Returns:
-            The entries, by name, and the share of every row that counted, shape ``(rows,)``, from 0 to 1.
+            Entries by name, and the share of each row in the result, shape ``(rows,)``, from 0 to 1.
 
         """
 
@@ -112,26 +117,26 @@ class RobustAggregator(Aggregator):
         self.origins: dict[Client, tuple[tuple[Client, ...], dict[Client, float]]] = {}
 
     def broadcast(self, request: Request) -> Broadcast:
-        """The global state, the same for every client."""
+        """Sends the global state to all clients."""
         return Broadcast(self._info.round, dict(self._state))
 
     def receive(self, update: ClientUpdate) -> None:
-        """Keeps the update until all are there."""
+        """Stores the update until the round is complete."""
         self.updates[update.client] = update.state
         self.origins[update.client] = update.clients, shares_of(update)
 
     def merge(self, other: RobustAggregator) -> None:
-        """Joins the updates that another rule of the same kind has received."""
+        """Adds the updates from another process."""
         self.updates |= other.updates
         self.origins |= other.origins
 
     @torch.no_grad()
     def aggregate(self) -> State:
-        """The combination of the clients' steps, entry by entry.
+        """Combines all client updates.
 
         Raises:
-            BadUpdates: For clients whose steps cannot be compared; for all, where too few are left, or a trusted client
-                is not there.
+            BadUpdates: For clients with an infinite norm; for all clients, with too few updates or without the trusted
+                client.
 
         """
         clients = self.clients
@@ -161,23 +166,23 @@ class RobustAggregator(Aggregator):
         return new
 
     def tolerated(self, count: int) -> int:
-        """Number f, less those whose answers were refused; or the most that the rule stands with as many clients."""
+        """Number f minus refused clients, or the largest number tolerated by the rule."""
         if self.num_malicious is not None:
             return max(0, self.num_malicious - len(self._info.refused))
         factor, constant = self.least
         return max(0, (count - constant) // factor)
 
     def metrics(self) -> dict[str, float]:
-        """Number of the round's clients that did not count, and each client's share that did not, over its rounds."""
+        """Number of excluded clients, and mean excluded share by client."""
         values = {"fed/excluded": sum(self._excluded_now.values())}
         if len(self.excluded) <= _MAX_CLIENTS_BY_NAME:
             values |= {f"client/{client}/excluded": total / count for client, (total, count) in self.excluded.items()}
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class's note."""
+        """Excluded shares by client, and the memory, see the class docstring."""
         return {
-            # Names as Python has them: NumPy's do not load with `weights_only=True`.
+            # NumPy strings and integers do not load with `weights_only=True`.
             "clients": [str(client) if isinstance(client, str) else int(client) for client in self.excluded],
             "excluded": [total for total, _ in self.excluded.values()],
             "rounds": [count for _, count in self.excluded.values()],
@@ -185,18 +190,18 @@ class RobustAggregator(Aggregator):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores it."""
+        """Restores the state."""
         counts = zip(state.get("excluded", []), state.get("rounds", []), strict=True)
         self.excluded = dict(zip(state.get("clients", []), counts, strict=True))
         self.memory = dict(state.get("memory", {}))
 
     @property
     def clients(self) -> list[Client]:
-        """The clients whose updates are there, without trusted ones, in an order that no client can choose."""
+        """Clients with an update, without trusted clients, in an order beyond the clients' control."""
         return sorted(self.updates.keys() - set(self.always), key=client_key)
 
     def _find_lack(self) -> str | None:
-        """Reason why nothing can come of the round; ``None`` where it can."""
+        """Reason why the round must fail, or ``None``."""
         for client in self.always:
             if client not in self.updates:
                 return f"the trusted client {client!r} has sent no good update"
@@ -226,12 +231,12 @@ class RobustAggregator(Aggregator):
 
 
 def number_entries(state: State) -> list[str]:
-    """Names of the floating-point and complex entries."""
+    """Names of floating-point and complex entries."""
     return [name for name, value in state.items() if value.is_floating_point() or value.is_complex()]
 
 
 def majority(values: Sequence[Tensor]) -> Tensor:
-    """The lower median of whole numbers: where more than half agree, their value."""
+    """Lower median of integers: the majority value, if any."""
     stacked = torch.stack(list(values))
     ordered = stacked.to(torch.int64).sort(dim=0).values
     return ordered[(len(values) - 1) // 2].to(stacked.dtype)

@@ -1,4 +1,4 @@
-"""Rules that shorten the clients' steps: by their length, or by their distance from the step of the round before.
+"""Rules that clip client updates: by norm, or by distance from the previous update.
 
 Sun, Kairouz, Suresh & McMahan, "Can You Really Backdoor Federated Learning?", 2019. https://arxiv.org/abs/1911.07963
 Karimireddy, He & Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021.
@@ -22,25 +22,23 @@ from lightning_fed.steps.weights import UniformWeights
 
 @register
 class NormClipping(Method):
-    r"""The mean of the clients' steps, none of which is longer than ``max_norm``.
+    r"""Mean of client updates, each clipped to ``max_norm``.
 
     .. math:: w_{t+1} = w_t + \frac{1}{n} \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right)
 
-    A client can still pull in a wrong direction, by C / n in a round at most. Running statistics of BatchNorm are
-    averaged, and not protected.
+    A malicious client can still shift the model by up to C / n per round. BatchNorm's running statistics are averaged
+    without protection.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: the training alone; without ``max_norm`` the server holds a round's updates until all are there.
-    - For: updates that are too long, more than those that point elsewhere.
+    - Costs: training only; without ``max_norm`` the server stores all updates in a round.
+    - For: malicious updates with a large norm rather than a wrong direction.
 
-    It is averaging with two update steps: :class:`~lightning_fed.steps.UniformWeights`, and
-    :class:`~lightning_fed.steps.MaxNorm` or :class:`~lightning_fed.steps.MaxMedianNorm`, which logs
-    ``fed/shortened``.
+    Consists of averaging with two update steps: :class:`~lightning_fed.steps.UniformWeights`, and
+    :class:`~lightning_fed.steps.MaxNorm` or :class:`~lightning_fed.steps.MaxMedianNorm`, which logs ``fed/shortened``.
 
     Args:
-        max_norm: Length C; ``None`` for the median length of the round's steps, of an even number the lower of
-            the middle two.
+        max_norm: Norm C; ``None`` for the median norm of the round, the lower median for even numbers.
 
     Raises:
         ValueError: If ``max_norm`` is not positive.
@@ -61,29 +59,29 @@ class NormClipping(Method):
 
 @register
 class CenteredClipping(RobustAggregator):
-    r"""The step of the round before, moved by the clients' differences from it, which are shortened to ``radius``.
+    r"""The previous update plus the clients' differences from the previous update, clipped to ``radius``.
 
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right),
         \qquad w_{t+1} = w_t + v
 
-    Before the first round v is 0. The paper's clients send momenta, which change little from round to round; with few
-    local steps :math:`v` of the round before is a good guess of the next step, too.
+    Initially v is 0. In the paper clients send momenta, which change slowly between rounds. With few local steps the
+    previous :math:`v` is also a good estimate for the next update.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 2 models on the server, the last step in float64.
-    - Costs: the training alone; the server holds a round's updates until all are there.
-    - For: steps that change little from round to round.
+    - Costs: training only; the server stores all updates in a round.
+    - For: updates that change little between rounds.
 
     Args:
-        radius: Length :math:`\tau`; ``None`` for the clients' median distance from v, in each iteration.
+        radius: Norm :math:`\tau`; ``None`` for the median distance from v, in each iteration.
         iterations: Number of iterations.
         num_malicious: See :class:`RobustAggregator`.
 
     Raises:
-        ValueError: If ``radius`` is not positive, or ``iterations`` is not a whole number from 1 on.
+        ValueError: If ``radius`` is not positive, or ``iterations`` is not a positive integer.
 
     Note:
-        Its ``memory`` is :math:`v`: 8 bytes for every parameter, in checkpoints too.
+        ``memory`` contains :math:`v`: 8 bytes per parameter, also in checkpoints.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -111,7 +109,7 @@ class CenteredClipping(RobustAggregator):
         self.iterations = check_count("iterations", iterations)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """The centre after its iterations, which the rule remembers."""
+        """Clips around the center, and stores the new center."""
         names = steps.names
         zero = step_between(steps.start, steps.start, names)
         center = {name: self.memory[name].to(zero[name].device) for name in names} if self.memory else zero

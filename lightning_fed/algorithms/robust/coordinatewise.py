@@ -1,4 +1,4 @@
-"""Median and trimmed mean by coordinate.
+"""Coordinate-wise median and trimmed mean.
 
 Yin, Chen, Ramchandran & Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", ICML
 2018. https://arxiv.org/abs/1803.01498
@@ -19,14 +19,14 @@ from lightning_fed.method import register
 
 @register
 class Median(RobustAggregator):
-    """The median of the clients' models by coordinate; of an even number of clients the mean of the middle two.
+    """Coordinate-wise median of the clients' models; for an even number the mean of the middle two.
 
-    It needs at least ``2 f + 1`` clients. The number of malicious clients does not matter.
+    Requires at least ``2 f + 1`` clients. The result does not depend on the number of malicious clients.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: the training alone; the server holds a round's updates until all are there.
-    - For: fewer than half malicious, and clients whose data are alike.
+    - Costs: training only; the server stores all updates in a round.
+    - For: fewer than half malicious clients, and similar client data.
 
     Args:
         num_malicious: See :class:`RobustAggregator`.
@@ -48,20 +48,20 @@ class Median(RobustAggregator):
     """
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """The median of the rows."""
+        """Median of the rows."""
         return steps.by_coordinate(partial(trimmed_mean, num_trimmed=(len(steps) - 1) // 2))
 
 
 @register
 class TrimmedMean(RobustAggregator):
-    """The mean of the clients' models by coordinate, without the ``f`` smallest and the ``f`` largest values.
+    """Coordinate-wise mean of the clients' models without the ``f`` smallest and ``f`` largest values.
 
-    It needs at least ``2 f + 1`` clients; with ``num_malicious=0`` it is :class:`FairAvg`.
+    Requires at least ``2 f + 1`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: the training alone; the server holds a round's updates until all are there.
-    - For: a known number of malicious clients; after NNM also clients that differ.
+    - Costs: training only; the server stores all updates in a round.
+    - For: a known number of malicious clients; with NNM also heterogeneous data.
 
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.
@@ -83,5 +83,5 @@ class TrimmedMean(RobustAggregator):
     """
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """The trimmed mean of the rows."""
+        """Trimmed mean of the rows."""
         return steps.by_coordinate(partial(trimmed_mean, num_trimmed=num_malicious))

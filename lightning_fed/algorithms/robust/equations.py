@@ -1,8 +1,8 @@
 """Equations of the robust rules.
 
-The steps of n clients are a matrix with a row for each client. Rules that choose or weigh whole clients need no more of
-it than the Gram matrix of its rows, n times n inner products, and answer with weights. Rules that look at every
-coordinate by itself get some columns at a time. All numbers are float64.
+The updates of n clients form a matrix with one row per client. Rules that select or weight whole clients only need the
+Gram matrix, n times n inner products, and return weights. Coordinate-wise rules process chunks of columns. All values
+are float64.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 
 def squared_distances(gram: Tensor) -> Tensor:
-    """Squared Euclidean distances between the rows of a matrix, of their inner products.
+    """Squared Euclidean distances between rows, from inner products.
 
     Args:
-        gram: Inner products of the rows, shape ``(n, n)``, symmetric.
+        gram: Inner products between rows, shape ``(n, n)``, symmetric.
 
     Returns:
-        Distances, shape ``(n, n)``, symmetric, at least 0; the diagonal is 0.
+        Distances, shape ``(n, n)``, symmetric, at least 0, with diagonal 0.
 
     Example:
         >>> rows = torch.tensor([[0.0, 0.0], [3.0, 4.0]]).double()
@@ -43,16 +43,14 @@ def squared_distances(gram: Tensor) -> Tensor:
 
 
 def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
-    """Krum's scores: for each client the sum of squared distances to the ``n - f - 2`` clients that are nearest to it.
-
-    At least one other client is looked at, where there is one.
+    """Krum's scores: sum of squared distances to the nearest ``n - f - 2`` other clients, at least one.
 
     Args:
         distances: Squared distances, shape ``(n, n)``.
         num_malicious: Number f of malicious clients.
 
     Returns:
-        Scores, shape ``(n,)``; the lower, the more central is the client.
+        Scores, shape ``(n,)``; lower for more central clients.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [100.0]]).double()
@@ -72,10 +70,10 @@ def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
 
 
 def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
-    """The clients from the lowest of :func:`krum_scores` to the highest.
+    """Sorts clients by :func:`krum_scores`, lowest first.
 
-    Two clients that are each other's only neighbour have the same score: then the next neighbour decides, and so on,
-    and not who is named first.
+    Mutual nearest neighbours have equal scores. The next neighbour breaks ties, so the order of clients does not
+    matter.
 
     Args:
         distances: Squared distances, shape ``(n, n)``.
@@ -93,16 +91,16 @@ def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
 
 
 def bulyan_choice(distances: Tensor, num_malicious: int) -> Tensor:
-    """The ``n - 2f`` clients that Krum chooses one after another, each among those that are left.
+    """Selects ``n - 2f`` clients by repeated Krum.
 
-    Of clients with the same score among those that are left it chooses the one that comes first among all.
+    Ties follow the order over all clients.
 
     Args:
         distances: Squared distances, shape ``(n, n)``.
         num_malicious: Number f of malicious clients.
 
     Returns:
-        Indices of the chosen clients, in increasing order, shape ``(n - 2f,)``.
+        Sorted indices of the selected clients, shape ``(n - 2f,)``.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0], [8.0], [100.0]]).double()
@@ -130,21 +128,21 @@ def bulyan_choice(distances: Tensor, num_malicious: int) -> Tensor:
 def geometric_median_weights(
     gram: Tensor, smoothing: float = 1e-6, max_iterations: int = 10_000, tolerance: float = 1e-10
 ) -> Tensor:
-    r"""Weights of the clients in their geometric median, by smoothed Weiszfeld iterations.
+    r"""Client weights of the geometric median, by smoothed Weiszfeld iterations.
 
     .. math:: v \leftarrow \frac{\sum_i w_i u_i}{\sum_i w_i}, \qquad w_i = \frac{1}{\max(\nu, \lVert v - u_i \rVert)}
 
-    The iterations begin with weights that fall with a client's median distance to all clients, so that a few clients
-    far away do not hold the start back, and end when no weight changes any more.
+    Initial weights decrease with a client's median distance to all clients, so that few distant clients do not slow the
+    convergence. Iterations stop once the weights are stable.
 
     Args:
-        gram: Inner products of the clients' steps, shape ``(n, n)``.
-        smoothing: Distance :math:`\nu` below which a client's weight does not grow any more.
-        max_iterations: Most iterations.
-        tolerance: Relative change of a weight that counts as none.
+        gram: Inner products between client updates, shape ``(n, n)``.
+        smoothing: Lower bound :math:`\nu` for distances.
+        max_iterations: Maximum number of iterations.
+        tolerance: Relative tolerance for stable weights.
 
     Returns:
-        Weights, shape ``(n,)``, positive, of sum 1.
+        Weights, shape ``(n,)``, positive, with sum 1.
 
     Example:
         >>> rows = torch.tensor([[1.0], [4.0], [7.0]]).double()
@@ -171,14 +169,14 @@ def geometric_median_weights(
 
 
 def clipping_weights(norms: Tensor, radius: float | None = None) -> Tensor:
-    r"""Factors :math:`\min(1, C / \lVert u_i \rVert)` by which steps are shortened to a length.
+    r"""Factors :math:`\min(1, C / \lVert u_i \rVert)` to clip updates.
 
     Args:
-        norms: Lengths of the steps, shape ``(n,)``.
-        radius: Length C; ``None`` for the median of ``norms``.
+        norms: Update norms, shape ``(n,)``.
+        radius: Norm C; ``None`` for the median of ``norms``.
 
     Returns:
-        Factors in (0, 1], shape ``(n,)``; 1 for a step of length 0.
+        Factors in (0, 1], shape ``(n,)``; 1 for norm 0.
 
     Example:
         >>> clipping_weights(torch.tensor([0.0, 1.0, 4.0]), radius=2.0)
@@ -193,18 +191,18 @@ def clipping_weights(norms: Tensor, radius: float | None = None) -> Tensor:
 
 
 def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: int) -> tuple[Tensor, Tensor]:
-    r"""Weights of the clients, and of the centre of the round before, in the centre that clipping moves.
+    r"""Weights of client updates and of the previous center in the new center.
 
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right)
 
     Args:
-        gram: Inner products of the clients' steps and, in the last row and column, of the centre of the round before:
-            shape ``(n + 1, n + 1)``.
-        radius: Length :math:`\tau`; ``None`` for the median distance to the centre, in each iteration.
+        gram: Inner products between client updates and, in the last row and column, the previous center: shape
+            ``(n + 1, n + 1)``.
+        radius: Norm :math:`\tau`; ``None`` for the median distance to the center, in each iteration.
         iterations: Number of iterations.
 
     Returns:
-        Weights, shape ``(n + 1,)``, of sum 1; and the factors of the last iteration, shape ``(n,)``.
+        Weights, shape ``(n + 1,)``, with sum 1; and the factors in the last iteration, shape ``(n,)``.
 
     Example:
         >>> rows = torch.tensor([[1.0], [3.0], [0.0]]).double()  # two clients, and the centre
@@ -231,19 +229,19 @@ def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: in
 
 
 def trust_weights(norms: Tensor, products: Tensor, trusted_norm: float) -> tuple[Tensor, Tensor]:
-    r"""Weights of clients by their agreement with a trusted step.
+    r"""Client weights by similarity to a trusted update.
 
     .. math:: g = \frac{\sum_i t_i \frac{\lVert u_0 \rVert}{\lVert u_i \rVert} u_i}{\sum_i t_i}, \qquad
         t_i = \max(0, \cos(u_i, u_0))
 
     Args:
-        norms: Lengths of the clients' steps, shape ``(n,)``.
-        products: Their inner products with the trusted step, shape ``(n,)``.
-        trusted_norm: Length of the trusted step.
+        norms: Norms of client updates, shape ``(n,)``.
+        products: Inner products with the trusted update, shape ``(n,)``.
+        trusted_norm: Norm of the trusted update.
 
     Returns:
-        Weights of the clients in :math:`g`, shape ``(n,)``, all 0 where nobody agrees; and their trust scores
-        :math:`t_i`, shape ``(n,)``.
+        Client weights in :math:`g`, shape ``(n,)``, all 0 if all scores are 0; and the trust scores :math:`t_i`, shape
+        ``(n,)``.
 
     Example:
         >>> weights, scores = trust_weights(torch.tensor([2.0, 1.0]), torch.tensor([2.0, -1.0]), trusted_norm=1.0)
@@ -269,15 +267,16 @@ def trust_weights(norms: Tensor, products: Tensor, trusted_norm: float) -> tuple
 
 
 def trimmed_mean(rows: Tensor, num_trimmed: int) -> tuple[Tensor, Tensor]:
-    """Mean by coordinate without the ``f`` smallest and the ``f`` largest values; with ``(n - 1) // 2`` the median.
+    """Coordinate-wise mean without the ``f`` smallest and ``f`` largest values; the median for f = ``(n - 1) // 2``.
 
     Args:
-        rows: Values of n clients, shape ``(n, k)``.
-        num_trimmed: Number f of values that are left out at either end, less than ``n / 2``.
+        rows: Values from n clients, shape ``(n, k)``.
+        num_trimmed: Number f of values to exclude at each end, less than ``n / 2``.
 
     Returns:
-        Means, shape ``(k,)``; and for each client the number of coordinates at which its value was not left out, shape
-        ``(n,)``. A value that equals one that was not left out counts as such.
+        Means, shape ``(k,)``; and the number of included coordinates for each client, shape ``(n,)``. Values equal to
+        an
+        included value count as included.
 
     Example:
         >>> trimmed_mean(torch.tensor([[0.0, 9.0], [2.0, 1.0], [50.0, 2.0]]).double(), num_trimmed=1)
@@ -296,15 +295,14 @@ def trimmed_mean(rows: Tensor, num_trimmed: int) -> tuple[Tensor, Tensor]:
 
 
 def mean_around_median(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Mean by coordinate of the ``count`` values that are nearest to the median.
+    """Coordinate-wise mean of the ``count`` values nearest to the median.
 
     Args:
-        rows: Values of n clients, shape ``(n, k)``.
+        rows: Values from n clients, shape ``(n, k)``.
         count: Number of values, from 1 to n.
 
     Returns:
-        Means, shape ``(k,)``; and for each client the number of coordinates at which its value was in the mean, shape
-        ``(n,)``.
+        Means, shape ``(k,)``; and the number of included coordinates for each client, shape ``(n,)``.
 
     Example:
         >>> mean_around_median(torch.tensor([[0.0], [2.0], [3.0], [50.0]]).double(), count=2)
@@ -323,14 +321,14 @@ def mean_around_median(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def nearest_neighbor_mixing(gram: Tensor, num_malicious: int) -> Tensor:
-    """Mixture in which every step becomes the mean of the ``n - f`` steps that are nearest to it, its own included.
+    """Mixing matrix that replaces each update by the mean of its ``n - f`` nearest updates, including itself.
 
     Args:
-        gram: Inner products of the clients' steps, shape ``(n, n)``.
+        gram: Inner products between client updates, shape ``(n, n)``.
         num_malicious: Number f of malicious clients.
 
     Returns:
-        Matrix that makes the new steps of the old ones, shape ``(n, n)``.
+        Mixing matrix from old to new updates, shape ``(n, n)``.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [9.0]]).double()
@@ -351,15 +349,15 @@ def nearest_neighbor_mixing(gram: Tensor, num_malicious: int) -> Tensor:
 
 
 def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Tensor:
-    """Mixture that averages random groups of clients; the last group has what is left.
+    """Mixing matrix that averages random groups of clients. The last group may be smaller.
 
     Args:
         size: Number n of clients.
-        bucket_size: Number s of clients in a group.
+        bucket_size: Number s of clients per group.
         generator: Draws the groups.
 
     Returns:
-        Matrix that makes the groups' means of the clients' steps, shape ``(ceil(n / s), n)``, float64.
+        Mixing matrix from client updates to group means, shape ``(ceil(n / s), n)``, float64.
 
     Example:
         >>> bucketing(3, 2, np.random.default_rng(0)).sum(1)
@@ -379,14 +377,16 @@ def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Te
 
 
 def adaptive_clipping(gram: Tensor, num_malicious: int) -> Tensor:
-    r"""Mixture that shortens the :math:`\lfloor 2 f (n - f) / n \rfloor` longest steps to the longest of the others.
+    r"""Mixing matrix that clips the :math:`\lfloor 2 f (n - f) / n \rfloor` longest updates to a common norm.
+
+    The common norm is the largest remaining norm.
 
     Args:
-        gram: Inner products of the clients' steps, shape ``(n, n)``.
+        gram: Inner products between client updates, shape ``(n, n)``.
         num_malicious: Number f of malicious clients.
 
     Returns:
-        Diagonal matrix of the factors, shape ``(n, n)``.
+        Diagonal matrix of factors, shape ``(n, n)``.
 
     Example:
         >>> rows = torch.tensor([[1.0], [-2.0], [8.0]]).double()
@@ -411,5 +411,5 @@ def _normalized(weights: Tensor) -> Tensor:
 
 
 def _median(values: Tensor) -> Tensor:
-    """Median, of an even number the mean of the middle two."""
+    # mean of the middle two for even numbers
     return trimmed_mean(values.unsqueeze(1), (len(values) - 1) // 2)[0][0]

@@ -1,4 +1,4 @@
-"""FLTrust: clients count by how well their steps agree with one on data that the server trusts.
+"""FLTrust: weights clients by similarity to an update on trusted server data.
 
 Cao, Fang, Liu & Gong, "FLTrust: Byzantine-robust Federated Learning via Trust Bootstrapping", NDSS 2021.
 https://arxiv.org/abs/2012.13995
@@ -19,22 +19,22 @@ from lightning_fed.rule import RoundPlan
 
 @register
 class FLTrust(RobustAggregator):
-    r"""The mean of the clients' steps by their agreement with a trusted client's, and all as long as that.
+    r"""Mean of client updates, weighted by cosine similarity to a trusted update and scaled to its norm.
 
     .. math:: w_{t+1} = w_t + \frac{\sum_i t_i \frac{\lVert u_0 \rVert}{\lVert u_i \rVert} u_i}{\sum_i t_i}, \qquad
         t_i = \max(0, \cos(u_i, u_0))
 
-    The server's own data are those of a client, which takes part in every round, beside those that are drawn, with all
-    its work, and whose step :math:`u_0` is compared with and no part of the sum. Where nobody agrees with it the model
-    stays as it is; where it does not answer, the round brings no new model.
+    The server's data are a client that joins every round with full local work, in addition to the sampled clients. Its
+    update :math:`u_0` is the reference and not part of the sum. If all scores are 0, the model does not change. If the
+    trusted client fails, the round fails.
 
     - Sends: to every client, and to the trusted one, 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: the training alone; the server holds a round's updates until all are there.
-    - For: a server with some data of its own.
+    - Costs: training only; the server stores all updates in a round.
+    - For: a server with some data.
 
     Args:
-        trusted: Name of the client that has the server's data.
+        trusted: Name of the client with the server's data.
         num_malicious: See :class:`RobustAggregator`.
 
     Example:
@@ -62,11 +62,11 @@ class FLTrust(RobustAggregator):
         self.always = (trusted,)
 
     def plan(self, round: int) -> RoundPlan:
-        """The trusted client, in every round."""
+        """Includes the trusted client in every round."""
         return RoundPlan(always=self.always)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """The sum of the rows by their trust scores."""
+        """Sum of the rows, weighted by trust scores."""
         trusted = step_between(steps.start, self.updates[self.trusted], steps.names)
         length = sum((value.abs().square().sum().cpu() for value in trusted.values()), torch.zeros(()).double()).sqrt()
         weights, scores = trust_weights(steps.norms, steps.products(trusted), float(length))

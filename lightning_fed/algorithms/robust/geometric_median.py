@@ -1,4 +1,4 @@
-"""The geometric median of the clients.
+"""Geometric median of client models.
 
 Pillutla, Kakade & Harchaoui, "Robust Aggregation for Federated Learning", IEEE Transactions on Signal Processing 2022.
 https://arxiv.org/abs/1912.13445
@@ -18,22 +18,23 @@ from lightning_fed.method import register
 
 @register
 class GeometricMedian(RobustAggregator):
-    r"""The model from which the sum of distances to the clients' models is least ("RFA").
+    r"""Model with the smallest sum of distances to the clients' models ("RFA").
 
     .. math:: \arg\min_v \sum_i \lVert v - u_i \rVert
 
-    It needs at least ``2 f + 1`` clients. The iterations go on until no client's weight changes any more. The paper
-    weighs clients by their examples; here they all count the same. The number of malicious clients matters for running
-    statistics of BatchNorm alone.
+    Requires at least ``2 f + 1`` clients. Iterations stop once all client weights are stable. The paper weights clients
+    by
+    examples; here all clients have equal weight. The number of malicious clients only affects BatchNorm's running
+    statistics.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: the training alone; the server holds a round's updates until all are there.
-    - For: fewer than half malicious, without their number being known.
+    - Costs: training only; the server stores all updates in a round.
+    - For: an unknown number of malicious clients below one half.
 
     Args:
         num_malicious: See :class:`RobustAggregator`.
-        smoothing: Distance :math:`\nu` below which a client's weight does not grow any more.
+        smoothing: Lower bound :math:`\nu` for distances.
 
     Raises:
         ValueError: If ``smoothing`` is not positive.
@@ -63,6 +64,6 @@ class GeometricMedian(RobustAggregator):
         self.smoothing = check_positive("smoothing", smoothing)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """The geometric median of the rows."""
+        """Geometric median of the rows."""
         weights = geometric_median_weights(steps.gram, self.smoothing)
         return steps.mean(weights), weights / weights.max()

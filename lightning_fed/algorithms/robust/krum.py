@@ -1,4 +1,4 @@
-"""Krum, Multi-Krum and Bulyan: rules that choose the clients whose nearest neighbours are near.
+"""Krum, Multi-Krum and Bulyan: select clients with close nearest neighbours.
 
 Blanchard, El Mhamdi, Guerraoui & Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent",
 NeurIPS 2017. https://arxiv.org/abs/1703.02757
@@ -28,14 +28,14 @@ from lightning_fed.method import register
 
 @register
 class Krum(RobustAggregator):
-    """The model of the client whose ``n - f - 2`` nearest neighbours are nearest, by the sum of squared distances.
+    """Model of the client with the smallest sum of squared distances to its ``n - f - 2`` nearest neighbours.
 
-    It needs at least ``2 f + 3`` clients.
+    Requires at least ``2 f + 3`` clients.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: the training alone; the server holds a round's updates until all are there.
-    - For: clients whose data are alike: the others' work of the round is lost.
+    - Costs: training only; the server stores all updates in a round.
+    - For: similar client data, because all other updates are lost.
 
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.
@@ -58,27 +58,27 @@ class Krum(RobustAggregator):
     least = (2, 3)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """The row of the lowest score."""
+        """Row with the lowest score."""
         return _mean_of_lowest(steps, num_malicious, 1)
 
 
 @register
 class MultiKrum(RobustAggregator):
-    """The mean of the clients that have the lowest scores of :class:`Krum`.
+    """Mean over the clients with the lowest scores in :class:`Krum`.
 
-    It needs at least ``2 f + 3`` clients; with ``num_malicious=0`` it is :class:`FairAvg`.
+    Requires at least ``2 f + 3`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: the training alone; the server holds a round's updates until all are there.
-    - For: a known number of malicious clients; after NNM also clients that differ.
+    - Costs: training only; the server stores all updates in a round.
+    - For: a known number of malicious clients; with NNM also heterogeneous data.
 
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.
         num_selected: Number of clients in the mean; ``None`` for ``n - f``.
 
     Raises:
-        ValueError: If ``num_selected`` is not a whole number from 1 on.
+        ValueError: If ``num_selected`` is not a positive integer.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -106,22 +106,23 @@ class MultiKrum(RobustAggregator):
         self.num_selected = None if num_selected is None else check_count("num_selected", num_selected)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """The mean of the rows of the lowest scores."""
+        """Mean over the rows with the lowest scores."""
         count = len(steps) - num_malicious if self.num_selected is None else self.num_selected
         return _mean_of_lowest(steps, num_malicious, min(count, len(steps)))
 
 
 @register
 class Bulyan(RobustAggregator):
-    """The mean by coordinate of those chosen clients that are nearest to the chosen clients' median.
+    """Coordinate-wise mean around the median over clients selected by repeated Krum.
 
-    Krum chooses ``n - 2 f`` clients, one after another; at every coordinate the ``n - 4 f`` values that are nearest to
-    their median are averaged. It needs at least ``4 f + 3`` clients; with ``num_malicious=0`` it is :class:`FairAvg`.
+    Krum selects ``n - 2 f`` clients one after another. For each coordinate the ``n - 4 f`` values nearest to the median
+    are
+    averaged. Requires at least ``4 f + 3`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: the training alone; the server holds a round's updates until all are there.
-    - For: many clients, of which fewer than a quarter are malicious.
+    - Costs: training only; the server stores all updates in a round.
+    - For: many clients, with fewer than a quarter malicious.
 
     Args:
         num_malicious: Number f, see :class:`RobustAggregator`.
@@ -144,14 +145,14 @@ class Bulyan(RobustAggregator):
     least = (4, 3)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """The mean around the median of the chosen rows."""
+        """Mean around the median over selected rows."""
         chosen = bulyan_choice(squared_distances(steps.gram), num_malicious)
         count = len(steps) - 4 * num_malicious
         return steps.by_coordinate(partial(mean_around_median, count=count), chosen)
 
 
 def _mean_of_lowest(steps: Steps, num_malicious: int, count: int) -> tuple[State, Tensor]:
-    """The mean of the rows that have the lowest scores, and which these are."""
+    """Mean over the rows with the lowest scores, and a mask for these rows."""
     order = krum_order(squared_distances(steps.gram), num_malicious)
     chosen = torch.zeros(len(steps), dtype=torch.float64)
     chosen[order[:count]] = 1.0

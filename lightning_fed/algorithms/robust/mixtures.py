@@ -1,4 +1,4 @@
-"""Update steps that mix the clients' steps before a robust rule, for clients whose data differ.
+"""Update steps that mix client updates before a robust rule, for heterogeneous data.
 
 Allouah, Farhadkhani, Guerraoui, Gupta, Pinot & Stephan, "Fixing by Mixing: A Recipe for Optimal Byzantine ML under
 Heterogeneity", AISTATS 2023. Karimireddy, He & Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via
@@ -30,13 +30,14 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 
 
 class Mixture(CollectingStep):
-    """Base of the mixtures: every update becomes a weighted sum of all steps of the round, in float64.
+    """Base class for mixtures: replaces each update by a weighted sum of all updates in the round, in float64.
 
-    Running statistics of BatchNorm and integer entries are not mixed; where several clients become one update, it has
-    the mean of the former and the value of most of the latter.
+    BatchNorm's running statistics and integer entries are not mixed. An update that joins several clients has the mean
+    of
+    the statistics and the majority of the integers.
 
     Attributes:
-        joins: Whether an update that is made stands for several clients.
+        joins: Whether a mixed update stands for several clients.
 
     """
 
@@ -44,30 +45,30 @@ class Mixture(CollectingStep):
 
     @abstractmethod
     def mixing(self, gram: Tensor) -> Tensor:
-        """Matrix that makes the new steps of the old ones, shape ``(rows, clients)``.
+        """Mixing matrix from old to new updates, shape ``(rows, clients)``.
 
         Args:
-            gram: Inner products of the steps, shape ``(clients, clients)``, float64.
+            gram: Inner products between client updates, shape ``(clients, clients)``, float64.
 
         """
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses a rule with trusted clients, whose steps would be mixed, or with models that have no steps."""
+        """Refuses rules with trusted clients, and rules without a single global model."""
         refuse_rule(self, rule, "has_clusters", "resizes")
         if rule.plan(0).always:
             raise OptionError(f"Expected no `{type(self).__name__}` with {type(rule).__name__}, which trusts a client.")
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round; refuses entries of which the clients hold different rows."""
+        """Starts a round. Refuses entries with partial rows."""
         refuse_rows(self, info)
         super().start(info, state)
 
     @torch.no_grad()
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
-        """Mixes the steps.
+        """Mixes the updates.
 
         Raises:
-            BadUpdates: For clients whose steps are too long to be compared.
+            BadUpdates: For clients with an infinite norm.
 
         """
         numbers = number_entries(self.state)
@@ -103,10 +104,10 @@ class Mixture(CollectingStep):
 
 
 class TolerantMixture(Mixture):
-    """Base of mixtures for a number of clients that may send anything.
+    """Base class for mixtures with a given number of malicious clients.
 
     Args:
-        num_malicious: The number; ``None`` for fewer than half.
+        num_malicious: Malicious clients; ``None`` for the largest number below one half.
 
     """
 
@@ -114,17 +115,17 @@ class TolerantMixture(Mixture):
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
 
     def tolerated(self, count: int) -> int:
-        """Number of such clients among ``count``, without those whose answers were refused."""
+        """Number of malicious clients among ``count``, without refused clients."""
         if self.num_malicious is None:
             return (count - 1) // 2
         return min(max(0, self.num_malicious - len(self.info.refused)), count - 1)
 
 
 class NearestNeighborMixing(TolerantMixture):
-    r"""Each step becomes the mean of its ``n - f`` nearest, itself among them (NNM).
+    """Replaces each update by the mean of its ``n - f`` nearest updates, including itself (NNM).
 
     Args:
-        num_malicious: Number f of clients that may send anything; ``None`` for the most that half of them allow.
+        num_malicious: Number f of malicious clients; ``None`` for the largest number below one half.
 
     Raises:
         ValueError: If ``num_malicious`` is negative.
@@ -135,15 +136,15 @@ class NearestNeighborMixing(TolerantMixture):
     """
 
     def mixing(self, gram: Tensor) -> Tensor:
-        """The means."""
+        """Means over nearest neighbours."""
         return nearest_neighbor_mixing(gram, self.tolerated(len(gram)))
 
 
 class AdaptiveClipping(TolerantMixture):
-    r"""The :math:`\lfloor 2 f (n - f) / n \rfloor` longest steps are shortened to the longest of the others (ARC).
+    r"""Clips the :math:`\lfloor 2 f (n - f) / n \rfloor` longest updates to the longest remaining norm (ARC).
 
     Args:
-        num_malicious: Number f of clients that may send anything; ``None`` for the most that half of them allow.
+        num_malicious: Number f of malicious clients; ``None`` for the largest number below one half.
 
     Raises:
         ValueError: If ``num_malicious`` is negative.
@@ -154,19 +155,19 @@ class AdaptiveClipping(TolerantMixture):
     """
 
     def mixing(self, gram: Tensor) -> Tensor:
-        """The factors."""
+        """Clipping factors."""
         return adaptive_clipping(gram, self.tolerated(len(gram)))
 
 
 class Bucketing(Mixture):
-    """Random groups of clients are averaged, before a rule for as many updates as there are groups.
+    """Averages random groups of clients. The rule receives one update per group.
 
     Args:
-        bucket_size: Number of clients in a group; the last group has what is left.
-        seed: Seed of the groups, which are drawn from (seed, round).
+        bucket_size: Number of clients per group. The last group may be smaller.
+        seed: Seed for the groups, drawn from (seed, round).
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is outside its range.
 
     References:
         Karimireddy et al., ICLR 2022, Algorithm 1.
@@ -180,6 +181,6 @@ class Bucketing(Mixture):
         self.seed = check_count("seed", seed, lowest=0)
 
     def mixing(self, gram: Tensor) -> Tensor:
-        """The groups' means."""
+        """Means over groups."""
         generator = np.random.default_rng([self.seed, self.info.round])
         return bucketing(len(gram), self.bucket_size, generator)

@@ -1,4 +1,4 @@
-"""Steps of a round's clients: compared by their inner products, mixed and combined, some coordinates at a time."""
+"""Client updates of a round: inner products, mixtures and combinations, in chunks of coordinates."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from lightning_fed.messages import Client, State
 from lightning_fed.numerics.chunks import CHUNK_ELEMENTS
 from lightning_fed.numerics.precision import to_float64
 
-_ROUNDING = 1e-12  # of a sum of weights
+_ROUNDING = 1e-12  # tolerance for a sum of weights
 
 
 class Steps:
-    """Steps of n clients from the global model, as rows of a matrix that is never there as a whole.
+    """Updates of n clients (local minus global), as rows of a matrix that is never fully in memory.
 
-    Beside the clients' states only some columns are in memory, in float64, and the n x n inner products of the rows.
-    Results are new states, the global model and a combination of the steps, in float64.
+    In addition to the client states, memory holds some float64 columns and the n x n inner products. Results are new
+    states:
+    the global model plus a combination of updates, in float64.
 
     Args:
-        start: The global model.
-        states: The clients' states.
-        names: The entries whose steps are looked at: floating-point or complex ones.
+        start: Global model.
+        states: Client states.
+        names: Floating-point or complex entries to compare.
 
     Attributes:
-        start: The global model.
-        names: The entries whose steps are looked at.
+        start: Global model.
+        names: Compared entries.
 
     Example:
         >>> steps = Steps({"w": torch.tensor([1.0])}, [{"w": torch.tensor([2.0])}, {"w": torch.tensor([4.0])}], ["w"])
@@ -44,7 +45,6 @@ class Steps:
         self.start, self.names, self._states = start, list(names), list(states)
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self._states)
 
     @cached_property
@@ -60,11 +60,11 @@ class Steps:
 
     @property
     def norms(self) -> Tensor:
-        """Lengths of the rows, shape ``(rows,)``."""
+        """Norms of the rows, shape ``(rows,)``."""
         return self.gram.diagonal().sqrt()
 
     def find_too_long(self, clients: Sequence[Client]) -> dict[Client, str]:
-        """Clients whose rows have no finite length, with the reason to leave them out."""
+        """Clients with an infinite update norm, with the reason for exclusion."""
         is_good = self.norms.isfinite().tolist()
         return {
             client: "its step is too long to be compared with the others"
@@ -74,10 +74,10 @@ class Steps:
 
     @torch.no_grad()
     def products(self, direction: State) -> Tensor:
-        """Inner products of the rows with a step, shape ``(rows,)``.
+        """Inner products of the rows with a vector, shape ``(rows,)``.
 
         Args:
-            direction: The step, float64 entries of the names that are looked at.
+            direction: The vector, float64 entries.
 
         """
         total = torch.zeros(len(self._states), dtype=torch.float64)
@@ -89,11 +89,11 @@ class Steps:
 
     @torch.no_grad()
     def mean(self, weights: Tensor, plus: tuple[float, State] | None = None) -> State:
-        """The global model and a weighted sum of the rows.
+        """Global model plus a weighted sum of the rows.
 
         Args:
-            weights: Weights, shape ``(rows,)``, of any sum.
-            plus: Another step, float64, that is added with a weight.
+            weights: Weights with any sum, shape ``(rows,)``.
+            plus: Another update with a weight, float64.
 
         """
         of_start = float(_rest(weights))
@@ -112,16 +112,16 @@ class Steps:
     def by_coordinate(
         self, combine: Callable[[Tensor], tuple[Tensor, Tensor]], chosen: Tensor | None = None
     ) -> tuple[State, Tensor]:
-        """A combination of the rows coordinate by coordinate.
+        """Combines the rows for each coordinate.
 
         Args:
-            combine: Makes values, shape ``(k,)``, of the rows' values at k coordinates, shape ``(rows, k)``, and says
-                at how many of them it has kept each row's, shape ``(rows,)``. A shift of the rows must shift its
-                result.
-            chosen: Indices of the rows that take part; ``None`` for all.
+            combine: Function from rows at k coordinates, shape ``(rows, k)``, to values, shape ``(k,)``, and the number
+                of
+                included coordinates for each row, shape ``(rows,)``. Must be equivariant to shifts.
+            chosen: Indices of the rows to use; ``None`` for all rows.
 
         Returns:
-            The new state, and the share of the coordinates at which each row was kept, shape ``(rows,)``.
+            New state, and the fraction of included coordinates for each row, shape ``(rows,)``.
 
         """
         taking_part = torch.arange(len(self)) if chosen is None else chosen
@@ -148,7 +148,7 @@ class Steps:
         return state
 
     def _chunks(self, name: str) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Some columns at a time of an entry: which, the clients' values, shape ``(clients, k)``, and the model's."""
+        """Yields chunks of columns with client values, shape ``(clients, k)``, and global values."""
         start = _as_real(self.start[name])
         values = [_as_real(state[name]) for state in self._states]
         width = max(1, CHUNK_ELEMENTS // max(1, len(values)))
@@ -158,18 +158,17 @@ class Steps:
 
 
 def step_between(start: State, state: State, names: Sequence[str]) -> State:
-    """The step from one state to another, in float64, for some of the entries."""
+    """Difference between two states for some entries, float64."""
     return {name: to_float64(state[name]) - to_float64(start[name]) for name in names}
 
 
 def _rest(weights: Tensor) -> Tensor:
-    """Share of the global model in sums of clients' models that are steps from it; 0 where the sum is a mean."""
+    # weight of the global model in a weighted sum of client models; 0 for a mean
     rest = 1 - weights.sum(-1)
     return torch.where(rest.abs() < _ROUNDING, torch.zeros_like(rest), rest)
 
 
 def _as_real(value: Tensor) -> Tensor:
-    """The values of a tensor in a row; a complex number is two of them."""
     value = value.detach()
     return (torch.view_as_real(value) if value.is_complex() else value).reshape(-1)
 
