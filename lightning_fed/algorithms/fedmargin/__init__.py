@@ -1,18 +1,18 @@
-"""FedMargin: clients count by how far their class prototypes move (Michieli, Toldo and Ozay, IEEE IoT Journal 2022).
+"""FedMargin: weights clients by the movement of class prototypes (Michieli, Toldo and Ozay, IEEE IoT Journal 2022).
 
-The published text that could be read gives no equation: the method here is a reconstruction from its words. Where they
-leave more than one reading, there is an option: ``margin``, ``class_reduction``, ``attention``, ``combine``,
-``proto_weighting``, ``size_weighting``, ``server_lr`` and ``amm`` of ``FedMargin``, ``lpm_before`` of
-``ClassPrototypes``, and ``proto_memory``, because both a moving average and the mean over all rounds are "aggregated
-over previous rounds and clients". What only tunes a reading (the scale of the softmax, the weight of the moving
-average) is fixed. The files, in reading order:
+The accessible text contains no equations. This implementation is a reconstruction from the description, with options
+for
+ambiguous points: ``margin``, ``class_reduction``, ``attention``, ``combine``, ``proto_weighting``, ``size_weighting``,
+``server_lr``, ``amm`` and ``proto_memory`` in ``FedMargin``, and ``lpm_before`` in ``ClassPrototypes``. (For
+``proto_memory``, both a moving average and a mean over all rounds are "aggregated over previous rounds and clients".)
+Tuning constants (the softmax scale, the decay of the moving average) are fixed. The files, in reading order:
 
-- equations: ``prototypes`` (means of features by class, over clients and rounds), ``margins`` (LPM, APM, AMM),
-  ``attention`` (weights of the clients);
-- client side: ``callback`` (``ClassPrototypes``, which also works on a plain Trainer), ``feature_sums`` (its passes
-  over the data), ``prototype_messages`` (the extras of a client's update);
-- server side: ``aggregator`` (``FedMargin``);
-- metric and pictures: ``metric`` (``AggregateMeanMargin``), ``prototype_plots`` with ``principal_axes``, and
+- equations: ``prototypes`` (feature means by class, over clients and rounds), ``margins`` (LPM, APM, AMM),
+  ``attention`` (client weights);
+- client: ``callback`` (``ClassPrototypes``, also for a plain Trainer), ``feature_sums`` (passes over the data),
+  ``prototype_messages`` (extras in client updates);
+- server: ``aggregator`` (``FedMargin``);
+- metric and figures: ``aggregate_margin`` (``AggregateMeanMargin``), ``prototype_plots`` with ``principal_axes``, and
   ``attention_map``.
 """
 

@@ -1,4 +1,4 @@
-"""AMM as a torchmetrics metric: the margin among the class prototypes of one model (FedMargin, a reconstruction)."""
+"""AMM as a torchmetrics metric: mean margin between the class prototypes of a model (FedMargin, reconstruction)."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from lightning_fed.numerics.float64_states import Float64States
 
 
 class AggregateMeanMargin(Float64States):
-    r"""AMM of the features that a model makes of labelled data: how far apart the means of the classes are.
+    r"""Mean margin (AMM) between class means of features.
 
     .. math:: \mathrm{AMM} = \frac{1}{C' (C' - 1)} \sum_{c \ne c'} \tfrac12 \lVert p[c] - p[c'] \rVert
 
-    over the :math:`C'` classes seen, see :func:`~lightning_fed.algorithms.fedmargin.aggregate_mean_margin`. The
-    equation is a reconstruction: the published text describes it in words alone. Sums are kept in float64,
-    :math:`C \times d` of them, however much data there is; those of several processes are added up.
+    over the :math:`C'` observed classes, see :func:`~lightning_fed.algorithms.fedmargin.aggregate_mean_margin`. The
+    equation
+    is a reconstruction from the published description. States are :math:`C \times d` float64 sums, summed over
+    processes.
 
     Args:
         num_classes: Number of classes :math:`C`.
-        num_features: Length :math:`d` of a feature vector (number of channels of a feature map).
-        kind: Mean over all pairs of classes, or over the classes' distances to their nearest other class.
-        normalize: Whether to divide by the mean length of the prototypes, so that the scale of the features does not
-            matter.
-        ignore_index: Label of void pixels; ``None`` for none, ``"auto"`` for 255 unless that is a class.
-        exclude_classes: Classes that are left out, such as a background.
-        **kwargs: Arguments of ``torchmetrics.Metric``.
+        num_features: Length :math:`d` of a feature vector (channels of a feature map).
+        kind: Mean over all pairs of classes, or over distances to the nearest other class.
+        normalize: Whether to divide by the mean prototype norm, for independence from the feature scale.
+        ignore_index: Label for void pixels; ``None`` for no void label, ``"auto"`` for 255 unless 255 is a class.
+        exclude_classes: Classes to exclude, such as a background.
+        **kwargs: Arguments for ``torchmetrics.Metric``.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is outside its range.
 
     Example:
         >>> import torch
@@ -87,10 +87,10 @@ class AggregateMeanMargin(Float64States):
 
         Args:
             features: Feature vectors, shape ``(N, d)``, or feature maps, shape ``(N, d, *size)``.
-            labels: Classes, shape ``(N,)`` or ``(N, *label_size)``; label maps are resized to the features'.
+            labels: Classes, shape ``(N,)`` or ``(N, *label_size)``. Label maps are resized to the feature maps.
 
         Raises:
-            ValueError: If shapes or types do not fit, or a label is out of its range.
+            ValueError: If shapes or dtypes do not match, or a label is outside its range.
 
         """
         if features.ndim > 1 and features.shape[1] != self.num_features:
@@ -106,6 +106,6 @@ class AggregateMeanMargin(Float64States):
         self.counts = self.counts + counts
 
     def compute(self) -> Tensor:
-        """The margin; NaN with fewer than two classes."""
+        """Returns the margin, or NaN with fewer than two classes."""
         prototypes = class_prototypes(self.sums, self.counts, dtype=torch.float64)
         return aggregate_mean_margin(prototypes, self.kind, normalize=self.normalize).to(self.dtype).to(self.device)

@@ -1,9 +1,9 @@
-"""FedMargin's server side: a mean of the clients' models with attention as weights (a reconstruction).
+"""FedMargin on the server: averages client models with attention weights (reconstruction).
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
-of Things Journal 2022. The published text that could be read gives no equation: those here are reconstructions from its
-words (see :mod:`lightning_fed.algorithms.fedmargin.margins` and :mod:`lightning_fed.algorithms.fedmargin.attention`),
-with options for different readings of them.
+of Things Journal 2022. The accessible text contains no equations; see
+:mod:`lightning_fed.algorithms.fedmargin.margins` and :mod:`lightning_fed.algorithms.fedmargin.attention` for
+reconstructions, with options for ambiguous points.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ _CLIENTS_BY_NAME = 20
 
 @dataclass
 class MarginReport:
-    """Margins and weights of a round's clients.
+    """Margins and weights of the clients in a round.
 
     Args:
-        clients: Their keys, in the order in which their updates came.
-        lpm: Local prototype margin of each; NaN where it is missing.
-        apm: Aggregate prototype margin of each, likewise.
-        attention: Weight of each in the aggregate.
-        amm: Margin among the aggregate prototypes.
+        clients: Clients, in order of arrival.
+        lpm: Local prototype margins; NaN if missing.
+        apm: Aggregate prototype margins; NaN if missing.
+        attention: Aggregation weights.
+        amm: Mean margin between aggregate prototypes.
 
     """
 
@@ -82,57 +82,55 @@ class MarginReport:
 
 
 class FedMargin(Aggregator):
-    r"""Weighted mean of the clients' models; the weights are attention by margins of class prototypes.
+    r"""Weighted mean of client models, with attention weights from margins of class prototypes.
 
-    The margin between two prototypes is half their distance. A client's local prototype margin (LPM) compares its
-    prototypes before and after its visit, its aggregate prototype margin (APM) those after with the prototypes of all
-    clients and rounds so far. The more a client's prototypes deviate, the more its model counts:
+    The margin between two prototypes is half their distance. A client's local prototype margin (LPM) compares
+    prototypes
+    before and after local training. The aggregate prototype margin (APM) compares prototypes after training with the
+    prototypes of all clients and rounds. Larger deviations give larger weights:
 
     .. math:: a_k = \tfrac12 \left( \frac{\mathrm{LPM}_k}{\sum_j \mathrm{LPM}_j}
         + \frac{\mathrm{APM}_k}{\sum_j \mathrm{APM}_j} \right), \qquad
         w_{t+1} = w_t + \eta \sum_k a_k (w_k - w_t)
 
-    These equations and their alternatives are reconstructions from the paper's words, not its own. Clients that move
-    alike get equal weights: FairAvg, exactly. A client that sends no prototypes gets the mean of the others' margins.
-    Integer entries come from the client with the most examples; BatchNorm's running statistics are the weighted mean,
-    whatever the step. The attention is known only when all updates are there: memory grows with the cohort, one model
-    per client.
+    The equations and alternatives are reconstructions from the paper's description. Equal margins give equal weights,
+    the
+    same as FairAvg. Clients without prototypes get the mean margin of the other clients. Integer entries come from the
+    client with the most examples. BatchNorm's running statistics are always the weighted mean. Attention requires all
+    updates of a round: memory grows by one model per client.
 
-    The prototypes come from :class:`~lightning_fed.callbacks.ClassPrototypes`, which is added to the Trainer if it has
-    none; give it your own to choose the layer, the classes or how they are measured (with the same ``margin`` and
-    ``class_reduction``).
+    Prototypes come from :class:`~lightning_fed.callbacks.ClassPrototypes`, added automatically. Add the callback
+    manually to
+    select the layer, classes or measurement (with the same ``margin`` and ``class_reduction``).
 
-    - Sends: the model and two numbers and a vector per class, both ways.
-    - Keeps: the server a vector per class.
+    - Sends: the model, and two numbers and a vector per class, both ways.
+    - Keeps: one vector per class on the server.
     - Costs: two passes over a client's data per visit, without gradients.
-    - For: classes that are spread unevenly; segmentation.
+    - For: unbalanced class distributions; segmentation.
 
     Args:
         margin: Margin of a class, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
-        class_reduction: Reduction of the margins of a client's classes to one.
+        class_reduction: Reduction over a client's classes.
         attention: ``"sum"``, or ``"softmax"`` as in FedAtt.
-        combine: Combination of the attention by LPM and by APM.
-        proto_weighting: Weights of the clients in the round's prototypes.
-        proto_memory: Memory of earlier rounds in the aggregate prototypes: a moving average, or the mean over all
-            rounds.
-        size_weighting: Whether the attention is multiplied by the clients' numbers of examples.
-        server_lr: Step :math:`\eta` towards the weighted mean.
-        amm: Margin among the aggregate prototypes, for the log: over all pairs, or to the nearest.
+        combine: Combination of attention by LPM and by APM.
+        proto_weighting: Client weights for the prototypes of a round.
+        proto_memory: Aggregation over rounds: moving average, or mean over all rounds.
+        size_weighting: Whether to multiply attention by the numbers of examples.
+        server_lr: Step size :math:`\eta` towards the weighted mean.
+        amm: Logged margin between aggregate prototypes: over all pairs, or to the nearest prototype.
 
     Attributes:
-        prototypes: Aggregate prototypes over clients and rounds; ``None`` before the first.
-        last: Margins and weights of the last round.
-        num_classes: Number of classes, which :class:`~lightning_fed.callbacks.ClassPrototypes` finds in a fit; ``None``
-            where it is not known.
-        updates: Updates received in this round.
+        prototypes: Aggregate prototypes over clients and rounds; ``None`` before the first round.
+        last: Margins and weights in the last round.
+        num_classes: Number of classes, set by :class:`~lightning_fed.callbacks.ClassPrototypes`; ``None`` if unknown.
+        updates: Received updates in this round.
 
     Raises:
-        ValueError: If an option is unknown or out of its range; in a round, if LPM was measured in another way.
+        ValueError: If an option is unknown or outside its range; in a round, if a client measured a different margin.
 
     Note:
-        Logged are ``fedmargin/amm``, ``fedmargin/attention_entropy`` (1 where all clients count alike) and, with at
-        most 20 clients in a round, ``fedmargin/lpm/<client>``, ``fedmargin/apm/<client>`` and
-        ``fedmargin/attention/<client>``.
+        Logs ``fedmargin/amm``, ``fedmargin/attention_entropy`` (1 for equal weights) and, with at most 20 clients per
+        round, ``fedmargin/lpm/<client>``, ``fedmargin/apm/<client>`` and ``fedmargin/attention/<client>``.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -193,18 +191,18 @@ class FedMargin(Aggregator):
         self._info, self._state, self.updates = info, state, []
 
     def broadcast(self, request: Request) -> Broadcast:
-        """The global state; with the aggregate prototypes where LPM needs classes that a client may not have."""
+        """Sends the global state, with aggregate prototypes if the margin requires other classes."""
         extras: State = {}
         if self.margin in ("hypothesis", "relative") and self.prototypes is not None:
             extras = pack_prototypes(self.prototypes)
         return Broadcast(self._info.round, dict(self._state), extras)
 
     def receive(self, update: ClientUpdate) -> None:
-        """Keeps the update: its weight is known when all have come.
+        """Stores the update until the round is complete.
 
         Raises:
-            OptionError: If its margin was measured in another way.
-            BadUpdate: If its prototypes are malformed.
+            OptionError: If the client measured a different margin.
+            BadUpdate: If prototypes are malformed.
 
         """
         fault = find_invalid_prototypes(update.extras, self.num_classes)
@@ -214,15 +212,14 @@ class FedMargin(Aggregator):
         self.updates.append(update)
 
     def merge(self, other: FedMargin) -> None:
-        """Joins the updates of another aggregator of the same kind."""
+        """Adds the updates from another process."""
         self.updates += other.updates
 
     def aggregate(self) -> State:
-        """The weighted mean, after the step of ``server_lr``.
+        """Computes the weighted mean, scaled by ``server_lr``.
 
         Raises:
-            BadUpdates: For clients whose prototypes have another number of features than most, or are out of all
-                bounds.
+            BadUpdates: For clients with a different number of features than most clients, or with outlying prototypes.
 
         """
         known = None if self.prototypes is None else self.prototypes.means.shape[1]
@@ -235,7 +232,7 @@ class FedMargin(Aggregator):
         largest = weights.max()
         mean = WeightedMean()
         for update, weight in zip(self.updates, weights, strict=True):
-            # Equal weights are exactly 1.
+            # makes equal weights exactly 1
             mean.add(update.state, float(weight / largest), update.num_samples, update.rows)
         state, self._held_rows = mean.mean(self._state), mean.held_rows()
         self.updates = []
@@ -248,7 +245,7 @@ class FedMargin(Aggregator):
         return self._held_rows
 
     def metrics(self) -> dict[str, float]:
-        """Margins and weights of the round, see the class's note."""
+        """Margins and weights in the last round, see the class docstring."""
         last, values = self.last, {"fedmargin/amm": self.last.amm}
         if len(last.clients) > 1:
             entropy = -sum(weight * math.log(weight) for weight in last.attention if weight)
@@ -260,7 +257,7 @@ class FedMargin(Aggregator):
         return {name: value for name, value in values.items() if not math.isnan(value)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The aggregate prototypes."""
+        """Aggregate prototypes."""
         return {} if self.prototypes is None else {"means": self.prototypes.means, "counts": self.prototypes.counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -268,7 +265,7 @@ class FedMargin(Aggregator):
         self.prototypes = Prototypes(state["means"], state["counts"]) if state else None
 
     def _measure_weights(self) -> Tensor:
-        """Measures and remembers the margins, and gives the clients' weights."""
+        """Measures margins, stores the report, and returns client weights."""
         updates = self.updates
         num_samples = [update.num_samples for update in updates]
         lpm = [self._local_margin(update) for update in updates]
@@ -307,7 +304,7 @@ class FedMargin(Aggregator):
         return math.nan
 
     def _unpack(self) -> dict[int, Prototypes]:
-        """Prototypes over all classes seen so far, by the position of their update."""
+        """Prototypes over all observed classes, by index of the update."""
         packed = {
             number: update.extras
             for number, update in enumerate(self.updates)
@@ -323,7 +320,7 @@ class FedMargin(Aggregator):
         return {number: prototypes for number, prototypes in sets.items() if prototypes is not None}
 
     def _forget_other_features(self, widths: Set[int]) -> None:
-        """Forgets aggregate prototypes of other features than the round's: who sent them was alone, or wrong."""
+        # Aggregate prototypes with a different number of features came from a single or faulty client.
         if self.prototypes is not None and not widths <= {self.prototypes.means.shape[1]}:
             _log.warning(
                 "Round %d: the aggregate prototypes start anew: those of the clients have %d features instead of %d.",

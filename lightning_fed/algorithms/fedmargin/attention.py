@@ -1,9 +1,9 @@
-"""Attention to clients from their margins, and the weights of their models (FedMargin, a reconstruction).
+"""Attention weights from client margins (FedMargin, reconstruction).
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
-of Things Journal 2022. The published text that could be read gives no equation. All equations of this file are a
-reconstruction from its description in words, with options for different readings of it. Attention by softmax
-is that of Ji et al., "Learning Private Neural Language Modeling with Attentive Aggregation" (FedAtt), IJCNN 2019.
+of Things Journal 2022. The accessible text contains no equations. All equations here are reconstructions from the
+description, with options for ambiguous points. Softmax attention follows Ji et al., "Learning Private Neural Language
+Modeling with Attentive Aggregation" (FedAtt), IJCNN 2019.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ Combination = Literal["mean", "product", "lpm", "apm"]
 
 @torch.no_grad()
 def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
-    r"""Attention to the clients of a round from their margins: the larger, the more.
+    r"""Attention to the clients in a round: larger for larger margins.
 
-    The equation is a reconstruction of "as prototypes deviate from reference prototypes in terms of margin, higher
-    attention is applied".
+    Reconstructed from "as prototypes deviate from reference prototypes in terms of margin, higher attention is
+    applied".
 
     .. math:: \text{sum: } a_k = \frac{v_k}{\sum_j v_j} \qquad
         \text{softmax: } a_k = \frac{e^{v_k / s}}{\sum_j e^{v_j / s}}
 
-    For "sum" negative margins count as 0 (only "semantic" ones are never negative). For "softmax" :math:`s` is the mean
-    of the margins' absolute values. With both, the scale of the features does not matter. A margin that is missing is
-    replaced by the mean of the others, after negative ones became 0 for "sum". Equal margins, all of them 0 or all
-    missing give every client exactly one over their number.
+    "sum" clamps negative margins to 0 ("semantic" margins are never negative). The softmax scale :math:`s` is the mean
+    absolute margin. Neither kind depends on the feature scale. Missing margins are replaced by the mean of the other
+    margins
+    (after clamping). If all margins are equal or missing, all clients have exactly equal attention.
 
     Args:
-        margins: One margin per client, shape ``(K,)``; NaN for one that is missing.
+        margins: One margin per client, shape ``(K,)``; NaN if missing.
         kind: Ratio, or softmax as in FedAtt.
 
     Returns:
         Attention, shape ``(K,)``, float64, not negative, with sum 1.
 
     Raises:
-        ValueError: If there is no client, a margin is infinite or ``kind`` is unknown.
+        ValueError: If ``margins`` is empty, a margin is infinite or ``kind`` is unknown.
 
     Example:
         >>> margin_attention(torch.tensor([3.0, 1.0, torch.nan]))
@@ -58,7 +58,7 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
         raise ValueError(f"Expected `margins` to be finite or missing (NaN), but got {margins.tolist()}.")
     if kind == "sum":
         values = values.clamp(min=0)
-    # The mean of equal values need not be exactly that value: it is taken of what they are above the smallest.
+    # The mean of differences from the minimum is exact for equal values.
     known = values[~values.isnan()]
     least = known.min() if len(known) else values.new_zeros(())
     mean = least + (known - least).mean() if len(known) else least
@@ -73,24 +73,22 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
 def combine_attention(
     local: Tensor, aggregate: Tensor, combine: Combination = "mean", *, num_samples: Sequence[int] | None = None
 ) -> Tensor:
-    r"""The weights of the clients' models, from the attention by LPM and by APM.
+    r"""Combines attention by LPM and APM to aggregation weights.
 
-    How the two are combined is a reconstruction: the published text uses both jointly.
+    The combination is a reconstruction: the paper uses both jointly.
 
     .. math:: \text{mean: } a_k = \tfrac12 (a^L_k + a^A_k) \qquad
         \text{product: } a_k = \frac{a^L_k a^A_k}{\sum_j a^L_j a^A_j}
 
     .. math:: w_{t+1} = w_t + \eta \sum_k a_k (w_k - w_t)
 
-    Equal attention gives equal weights, exactly: FairAvg; with ``num_samples``, exactly the shares of the examples:
-    FedAvg.
+    Equal attention gives exactly equal weights (FairAvg), or with ``num_samples`` weights by examples (FedAvg).
 
     Args:
         local: Attention by LPM :math:`a^L`, shape ``(K,)``, see :func:`margin_attention`.
         aggregate: Attention by APM :math:`a^A`, shape ``(K,)``.
-        combine: Mean of both, product, or one of them alone. A product that is 0 for every client gives equal weights.
-        num_samples: Number of examples of every client, by which the weights are multiplied before they are made to sum
-            to 1 again; ``None`` for weights by attention alone.
+        combine: Mean, product, or only one attention. A product of 0 for all clients gives equal weights.
+        num_samples: Numbers of examples to multiply by before normalization; ``None`` to use only attention.
 
     Returns:
         Weights, shape ``(K,)``, float64, not negative, with sum 1.
@@ -130,12 +128,12 @@ def combine_attention(
 
 
 def _over_largest(values: Tensor) -> Tensor:
-    """Values over the largest: equal ones become exactly 1, also where all are 0."""
+    # equal values become exactly 1, also if all are 0
     largest = values.max()
     return values / largest if largest > 0 else torch.ones_like(values)
 
 
 def _normalized(values: Tensor) -> Tensor:
-    """Values over their sum; uniform if all are 0."""
+    # uniform if all values are 0
     total = values.sum()
     return values / total if total > 0 else torch.full_like(values, 1 / len(values))

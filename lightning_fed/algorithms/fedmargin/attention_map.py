@@ -1,4 +1,4 @@
-"""Pictures of FedMargin's attention to every client in every round, as a heat map."""
+"""Heat map of FedMargin's attention by client and round."""
 
 from __future__ import annotations
 
@@ -28,21 +28,23 @@ _MAX_LABELS = 50
 
 
 class AttentionMap(FederatedCallback):
-    """Draws FedMargin's attention to every client in every round as a heat map, and logs it to TensorBoard.
+    """Draws FedMargin's attention by client and round as a heat map, and logs the image to TensorBoard.
 
-    Rows are the clients that have taken part so far, numbers before names; columns are the rounds. The colours are
-    those of viridis, from 0 (dark blue) to the largest attention so far (yellow); grey is a client
-    that was not in the round. With matplotlib (the extra ``demo``) the axes are labelled, without it the picture is the
-    bare map.
+    Rows are all clients so far, numbers before names; columns are rounds. Colors follow viridis, from 0 (dark blue) to
+    the
+    largest attention so far (yellow). Gray marks clients outside the round. Axis labels require matplotlib (the extra
+    ``demo``).
 
-    A picture, of all rounds so far, is drawn in the first round, and then whenever ``every_n_epochs`` rounds have
-    passed since the last one; the step on TensorBoard's axis is the round. Other loggers are passed over.
+    The first image appears in the first round, later images every ``every_n_epochs`` rounds. The TensorBoard step is
+    the
+    round. Other loggers are skipped.
 
-    State: ``last_epoch``, the round of the last picture (an int, or None), and ``attention``, for every round a
-    dictionary of clients and their attention: a key and a float for every visit.
+    State: ``last_epoch``, round of the last image (an int, or None), and ``attention``, for each round a dictionary
+    from
+    client to attention: a key and a float per visit.
 
     Args:
-        every_n_epochs: Rounds from one picture to the next.
+        every_n_epochs: Rounds between images.
 
     Raises:
         ValueError: If ``every_n_epochs`` is below 1.
@@ -56,8 +58,8 @@ class AttentionMap(FederatedCallback):
 
     """
 
+    # TensorBoard image name.
     tag = "fedmargin/attention_map"
-    """Name of the image in TensorBoard."""
 
     def __init__(self, every_n_epochs: int = 5) -> None:
         check_count("every_n_epochs", every_n_epochs)
@@ -66,17 +68,17 @@ class AttentionMap(FederatedCallback):
         self._attention: dict[int, dict[Client, float]] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets an earlier run, and says which loggers get no pictures."""
+        """Clears an earlier run, and logs unsupported loggers."""
         if stage != "fit":
             return
-        if trainer.current_epoch == 0:  # else the same Trainer goes on
+        if trainer.current_epoch == 0:  # otherwise the Trainer continues
             self._last_epoch, self._attention = None, {}
         if not isinstance(find_federation(trainer).server.rule, FedMargin):
             raise MisconfigurationException("AttentionMap needs a federation whose aggregator is FedMargin.")
         report_other_loggers("AttentionMap", trainer)
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Notes the attention of the round that was just aggregated, and draws the map."""
+        """Records the attention in the aggregated round, and draws the map."""
         server = find_federation(trainer).server
         rule = server.rule
         assert isinstance(rule, FedMargin)
@@ -92,17 +94,17 @@ class AttentionMap(FederatedCallback):
                 logger.experiment.add_image(self.tag, picture, global_step=round)
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class's note."""
+        """Round of the last image, and attention by round."""
         return {"last_epoch": self._last_epoch, "attention": {k: dict(v) for k, v in self._attention.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with the rounds so far."""
+        """Restores the rounds so far."""
         self._last_epoch = state_dict["last_epoch"]
         self._attention = {round: dict(clients) for round, clients in state_dict["attention"].items()}
 
 
 def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[list[Client], Tensor]:
-    """The clients, numbers before names, and their attention from the first round on: NaN where one was not in a round.
+    """Clients, numbers before names, and attention over rounds; NaN for clients outside a round.
 
     Example:
         >>> attention_table({0: {"b": 1.0}, 2: {"b": 0.25, "a": 0.75}})
@@ -120,7 +122,7 @@ def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[li
 
 
 def attention_picture(clients: Sequence[Client], values: Tensor) -> Tensor:
-    """Picture of :func:`attention_table`'s result, shape ``(3, H, W)``, uint8; with axes if matplotlib is there."""
+    """Image of :func:`attention_table`'s result, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed."""
     rows, columns = values.shape
     largest = float(values[~values.isnan()].max())
     painted = paint_numbers(values / largest)
@@ -135,7 +137,7 @@ def attention_picture(clients: Sequence[Client], values: Tensor) -> Tensor:
     size = (min(20, 4 + 0.15 * columns), min(20, 1.5 + 0.2 * rows))
     figure = Figure(figsize=size, dpi=100, layout="constrained")
     axes = figure.subplots()
-    extent = (0.5, columns + 0.5, rows - 0.5, -0.5)  # rounds are counted from 1
+    extent = (0.5, columns + 0.5, rows - 0.5, -0.5)  # one-based rounds
     axes.imshow(painted.permute(1, 2, 0).numpy(), aspect="auto", interpolation="nearest", extent=extent)
     labelled = range(0, rows, math.ceil(rows / _MAX_LABELS))
     axes.set_yticks(list(labelled), [str(clients[row]) for row in labelled])

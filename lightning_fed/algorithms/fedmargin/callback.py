@@ -1,4 +1,4 @@
-"""FedMargin's client side: class prototypes before and after a visit; those of an epoch on a plain Trainer.
+"""FedMargin on the client: class prototypes before and after a visit, or over an epoch of a plain Trainer.
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
 of Things Journal 2022; a reconstruction, see :mod:`lightning_fed.algorithms.fedmargin.margins`.
@@ -46,59 +46,66 @@ _log = logging.getLogger(__name__)
 
 
 class ClassPrototypes(FederatedCallback):
-    r"""Measures the class-wise means of the learned features, and how far training moves them.
+    """Measures class-wise feature means (prototypes), and their movement in training.
 
-    In a federation every client sends its prototypes after its visit along with its update, with the number of feature
-    vectors behind each and its local prototype margin (LPM): for :class:`~lightning_fed.algorithms.FedMargin`, or to
-    look at. The mean LPM is logged as ``clients/lpm``. On a plain ``L.Trainer`` the same is measured from the start of
-    every epoch to its end, and logged as ``prototypes/lpm`` and ``prototypes/amm`` (the margin among the classes).
+    In a federation each client sends its prototypes with the update, including counts of feature vectors and the local
+    prototype margin (LPM), for :class:`~lightning_fed.algorithms.FedMargin` or for monitoring. The mean LPM is logged
+    as
+    ``clients/lpm``. With a plain ``L.Trainer`` both are measured over each epoch and logged as ``prototypes/lpm`` and
+    ``prototypes/amm`` (mean margin between classes).
 
-    ``passes="exact"`` runs the data through the model twice more, in evaluation mode and without gradients: once
-    before the visit and once after it, on the same examples. That is the definition, and costs two forward passes as
-    far as the features: a step is broken off when it has made them.
-    ``passes="online"`` takes the features that training computes anyway: the prototypes *before* are those of the
-    visit's first pass over the data and those *after* of its last (of its first and second half, where it has only
-    one). A visit of a single batch has no *before*, and so no LPM, for which
-    :class:`~lightning_fed.algorithms.FedMargin` takes the mean of the others': the log says so. The weights move
-    meanwhile, augmentation and dropout are on, and two halves hold different examples: good for watching and for long
-    visits, while margins of short visits are noisy.
+    ``passes="exact"`` runs the data through the model twice in evaluation mode without gradients: before and after the
+    visit,
+    on the same examples, as in the definition. Each step stops after computing the features. ``passes="online"`` reuses
+    the
+    features from training: prototypes *before* are from the first pass over the data, prototypes *after* from the last
+    pass
+    (with a single pass: from the first and second half). A visit with one batch has no prototypes *before* and no LPM;
+    :class:`~lightning_fed.algorithms.FedMargin` then uses the mean LPM of other clients, with a warning. Online
+    features
+    include weight changes, augmentation and dropout, and both halves contain different examples. Online passes suit
+    monitoring and long visits; margins of short visits are noisy.
 
-    The exact passes run the module's ``training_step`` (with manual optimization its ``validation_step``), so that
-    the model is fed as in training. An augmentation inside the data set cannot be switched off from here; both passes
-    draw the same random numbers. They fetch their batches in the main process. The training that goes on draws the
-    same random numbers as without this callback, and finds what the step writes as it was. Batches for which
-    ``training_step`` returns ``None`` are left out of all passes. Several processes of a plain Trainer add up what each
-    has seen of its part of the data.
+    Exact passes run the module's ``training_step`` (with manual optimization ``validation_step``). Augmentation in the
+    data
+    set stays active, but both passes draw the same random numbers. Batches are loaded in the main process. Training
+    after a
+    pass is unaffected: random numbers and module state are restored. Batches with ``training_step`` returning ``None``
+    are
+    skipped. With several processes of a plain Trainer, sums are added over processes.
 
     Args:
-        layer: Name of the layer with the features as output; ``"auto"`` for the result of
-            :func:`~lightning_fed.modules.find_feature_layer` at the classifier. The classifier is the one layer with
-            outputs that meet class labels in the loss. One training step on trial finds this layer before the training.
+        layer: Name of the layer with the features as output; ``"auto"`` for
+            :func:`~lightning_fed.modules.find_feature_layer` at the classifier. The classifier is the single layer
+            whose
+            outputs meet class labels in the loss, found in a trial training step.
         num_classes: Number of classes; ``"auto"`` for the outputs of the classifier.
-        ignore_index: Label of void pixels; ``None`` without void pixels, ``"auto"`` for the label ignored by the loss,
-            or else for 255 unless 255 is a class.
-        exclude_classes: Classes that are left out, such as a background.
-        target: Labels of a batch: an index or key, or a function of the batch; by default the labels in the loss of
-            the training step. With a named ``layer`` and ``num_classes`` no step is tried out: then by default the
-            second element, or ``batch["target"]``, ``["label"]``, ``["mask"]``, ``["y"]`` or their plurals. Integers of
-            shape ``(N,)`` or ``(N, [1,] *size)``; maps are brought to the features' size by nearest neighbour.
+        ignore_index: Label for void pixels; ``None`` without void pixels; ``"auto"`` for the label ignored in the loss,
+            or
+            255 unless 255 is a class.
+        exclude_classes: Classes to exclude, such as a background.
+        target: Index, key or function for the labels; by default the labels in the loss. With a given ``layer`` and
+            ``num_classes`` there is no trial step, and the default is the second element, or ``batch["target"]``,
+            ``["label"]``, ``["mask"]``, ``["y"]`` or a plural. Integers with shape ``(N,)`` or ``(N, [1,] *size)``;
+            label
+            maps are resized to the features by nearest neighbour.
         passes: ``"exact"`` or ``"online"``.
-        max_batches: Largest number of batches of an exact pass; ``None`` for all.
+        max_batches: Maximum number of batches in an exact pass; ``None`` for all.
         margin: Margin of a class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
-        class_reduction: Reduction of the margins of the classes to one number, LPM.
-        lpm_before: Prototypes that LPM compares with: those under the weights that were downloaded, or those that the
-            client kept after its last visit.
+        class_reduction: Reduction over classes in LPM.
+        lpm_before: Reference for LPM: prototypes with the downloaded weights, or from the client's last visit.
 
-    State: ``layer``, whose features are measured, in words (a str, or None).
+    State: ``layer``, description of the feature layer (a str, or None).
 
     Attributes:
-        prototypes: On a plain Trainer, those at the end of the last epoch; ``None`` before.
-        classes_found: Number of classes in a fit; ``None`` before.
+        prototypes: With a plain Trainer, prototypes after the last epoch; ``None`` before.
+        classes_found: Class count in a fit; ``None`` before.
 
     Raises:
-        ValueError: If an option is unknown or out of its range; in ``fit``, if there is no such layer, or a fit is
-            resumed with another layer than its prototypes are of.
-        MisconfigurationException: In ``fit``, if the training step does not prove the classifier, or its labels.
+        ValueError: If an option is unknown or outside its range; in ``fit``, if the layer is missing, or a resumed fit
+            has a
+            different layer.
+        MisconfigurationException: In ``fit``, if the trial step does not identify the classifier or the labels.
 
     Example:
         >>> prototypes = ClassPrototypes(layer="model.encoder", exclude_classes=[0])
@@ -106,7 +113,7 @@ class ClassPrototypes(FederatedCallback):
 
     References:
         Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations",
-        IEEE Internet of Things Journal 2022. Its equations were not at hand: they are reconstructed, see
+        IEEE Internet of Things Journal 2022. The equations are reconstructed, see
         :mod:`lightning_fed.algorithms.fedmargin.margins`.
 
     """
@@ -145,42 +152,42 @@ class ClassPrototypes(FederatedCallback):
         self.prototypes: Prototypes | None = None
         self.classes_found: int | None = None
         self._layer: FeatureLayer
-        self._layer_name: str | None = None  # that layer in words
-        self._checkpoint_layer: str | None = None  # that of the fit that is resumed
+        self._layer_name: str | None = None  # description of the layer
+        self._checkpoint_layer: str | None = None  # layer of the resumed fit
         self._options: FeatureSumOptions
         self._hooks = ExitStack()
         self._training_sums: TrainingFeatureSums | None = None
         self._has_warned = False
         self._prototypes_before: Prototypes | None = None
-        self._aggregate: Prototypes | None = None  # as sent, where a client's margin needs other classes
+        self._aggregate: Prototypes | None = None  # broadcast prototypes, for margins that need other classes
 
     # In a federation and on a plain Trainer
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets an earlier fit."""
+        """Clears an earlier fit."""
         if stage == "fit":
             self._layer_name = self._checkpoint_layer = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The layer whose features are measured, in words."""
+        """Description of the feature layer."""
         return {"layer": self._layer_name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Notes the layer whose features were measured."""
+        """Restores the feature layer of the checkpoint."""
         self._checkpoint_layer = state_dict["layer"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the layer and the number of classes."""
+        """In a federation: finds the layer and the number of classes."""
         if federation_of(trainer):
             self._find_roles(trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds them on a plain Trainer, whose loader is known by now."""
+        """With a plain Trainer: finds the layer and the number of classes, once the loader exists."""
         if not federation_of(trainer):
             self._find_roles(trainer, pl_module)
 
     def _find_roles(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the layer of the features, the classes and the labels."""
+        """Finds feature layer, classes and labels."""
         self.prototypes = None
         classifier, classes, void, target = None, self.num_classes, self.ignore_index, self.target
         excluded = set(self.exclude_classes)
@@ -211,16 +218,16 @@ class ClassPrototypes(FederatedCallback):
         rule = _rule(trainer)
         if rule is not None:
             rule.num_classes = classes
-        self._prototypes_before, self._training_sums = None, None  # those of another fit
+        self._prototypes_before, self._training_sums = None, None  # clear an earlier fit
         self._has_warned = False
         if self.layer == "auto":
             rank_zero_info(f"ClassPrototypes: the features of {classes} classes are {self._layer}.")
         self._hooks.close()
         tap = self._hooks.enter_context(tap_features(pl_module, self._layer))
         if self.passes == "online":
-            tap.on_features = self._add_features  # all the fit long, so that a model that is compiled knows it
+            tap.on_features = self._add_features  # one hook for the whole fit, so that compiled models include the hook
         else:
-            self._hooks.close()  # the layer is there
+            self._hooks.close()  # the hook only validated the layer
         if forward_step(pl_module) is None and self.passes == "exact":
             raise ValueError(
                 "A module with manual optimization needs a `validation_step` for exact passes: add one, or use"
@@ -230,7 +237,7 @@ class ClassPrototypes(FederatedCallback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Keeps the batch, whose features its training pass is about to make."""
+        """Records the batch for features in the training pass."""
         if self._training_sums is not None and batch is not None:
             self._training_sums.start_batch(batch)
 
@@ -242,11 +249,11 @@ class ClassPrototypes(FederatedCallback):
             self._training_sums.end_batch(is_trained=bool(outputs))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Takes the hook off the model."""
+        """Removes the hook."""
         self._hooks.close()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Takes the hook off the model."""
+        """Removes the hook."""
         self._hooks.close()
 
     # A federation
@@ -254,7 +261,7 @@ class ClassPrototypes(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Measures the prototypes of the downloaded weights."""
+        """Measures prototypes with the downloaded weights."""
         self._prototypes_before, self._aggregate = None, unpack_prototypes(broadcast.extras, self._options.num_classes)
         planned = find_federation(trainer).visit
         if self.passes == "online":
@@ -267,7 +274,7 @@ class ClassPrototypes(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Measures the prototypes of the trained weights, and puts them into the update."""
+        """Measures prototypes with the trained weights, and adds prototypes to the update."""
         federation = find_federation(trainer)
         if self.passes == "online":
             self._prototypes_before, after = self._end_training_sums(trainer, module)
@@ -283,7 +290,7 @@ class ClassPrototypes(FederatedCallback):
             return
         fallback = self._aggregate
         if fallback is not None and fallback.means.shape != after.means.shape:
-            fallback = None  # of other features: the next aggregate starts anew
+            fallback = None  # different number of features: the aggregate restarts
         margin = local_prototype_margin(
             after, self._prototypes_before, margin=self.margin, class_reduction=self.class_reduction, fallback=fallback
         )
@@ -292,13 +299,13 @@ class ClassPrototypes(FederatedCallback):
             update.metrics["lpm"] = float(margin)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Forgets the client, also where nothing came of its visit."""
+        """Clears the client, even after a failed visit."""
         self._prototypes_before, self._aggregate, self._training_sums = None, None, None
 
     def _measure_client(
         self, trainer: L.Trainer, module: L.LightningModule, planned: PlannedVisit
     ) -> Prototypes | None:
-        """Prototypes of the client; ``None`` where its data fail, which does not cost it its update."""
+        """Prototypes of a client, or ``None`` with a warning if the data fail."""
         faults = list[Exception]()
         batches = until_fault(find_federation(trainer).population.one_pass(planned.visit, isolated=True), faults)
         with seeded_generators(), closing(batches):
@@ -322,7 +329,7 @@ class ClassPrototypes(FederatedCallback):
     # A plain Trainer
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Measures the prototypes of the weights at the start of the epoch."""
+        """Measures prototypes at the start of the epoch."""
         if federation_of(trainer):
             return
         if self.passes == "online":
@@ -336,7 +343,7 @@ class ClassPrototypes(FederatedCallback):
             self._prototypes_before = self._measure_epoch(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Measures the prototypes at the end of the epoch, and logs the margins."""
+        """Measures prototypes at the end of the epoch, and logs margins."""
         if federation_of(trainer):
             return
         if self.passes == "online":
@@ -354,7 +361,7 @@ class ClassPrototypes(FederatedCallback):
         }
         for name, value in values.items():
             if not value.isnan():
-                pl_module.log(name, value.float(), batch_size=1, sync_dist=True)  # all processes have the same
+                pl_module.log(name, value.float(), batch_size=1, sync_dist=True)  # equal in all processes
 
     def _measure_epoch(self, trainer: L.Trainer, module: L.LightningModule) -> Prototypes | None:
         loader: Any = trainer.train_dataloader
@@ -365,14 +372,14 @@ class ClassPrototypes(FederatedCallback):
             )
         limit = trainer.num_training_batches
         with seeded_generators(), isolated_generators(loader, trainer.current_epoch):
-            seed_everything(trainer.current_epoch)  # the same at both ends of the epoch
+            seed_everything(trainer.current_epoch)  # same seed at the start and end of the epoch
             batches = itertools.islice(loader, None if math.isinf(limit) else int(limit))
             return self._measure(trainer, module, batches)
 
     # Measuring
 
     def _measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any]) -> Prototypes | None:
-        """The prototypes of the module as it is; ``None`` if there is no batch."""
+        """Prototypes with the current weights; ``None`` without batches."""
         batches = itertools.islice(batches, self.max_batches)
         sums = measure_feature_sums(trainer, module, self._layer, batches, self._options)
         sums.gather(trainer)
@@ -385,7 +392,7 @@ class ClassPrototypes(FederatedCallback):
     def _end_training_sums(
         self, trainer: L.Trainer, module: L.LightningModule
     ) -> tuple[Prototypes | None, Prototypes | None]:
-        """The prototypes before and after; ``None`` where the training was not seen from its start."""
+        """Prototypes before and after training; ``None`` if the start of training was missed."""
         training_sums, self._training_sums = self._training_sums, None
         if training_sums is None:
             return None, None
@@ -396,7 +403,6 @@ class ClassPrototypes(FederatedCallback):
 
 
 def _rule(trainer: L.Trainer) -> FedMargin | None:
-    """The federation's rule, if there is one and it is FedMargin."""
     federation = federation_of(trainer)
     rule = None if federation is None else federation.server.rule
     return rule if isinstance(rule, FedMargin) else None

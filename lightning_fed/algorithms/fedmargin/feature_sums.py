@@ -1,4 +1,4 @@
-"""Sums of features by class: of passes beside the training ("exact"), and of the training's own batches ("online")."""
+"""Feature sums by class: from extra passes ("exact"), or from training batches ("online")."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from lightning_fed.model.label_maps import VoidLabel, class_indices
 
 @dataclass(frozen=True)
 class FeatureSumOptions:
-    """Options of sums of features by class.
+    """Options for feature sums by class.
 
     Args:
         num_classes: Number of classes.
-        ignore_index: Label of void pixels.
-        exclude_classes: Classes that are left out.
-        target: Index, key or function that finds a batch's labels.
+        ignore_index: Label for void pixels.
+        exclude_classes: Classes to exclude.
+        target: Index, key or function for the labels.
 
     Raises:
-        ValueError: If the classes do not fit each other.
+        ValueError: If the options are inconsistent.
 
     """
 
@@ -47,10 +47,10 @@ class FeatureSumOptions:
 
 
 class FeatureSums:
-    """Sums of feature vectors and their numbers, by class.
+    """Sums and counts of feature vectors by class.
 
     Args:
-        options: Classes and labels that count.
+        options: Classes and labels.
 
     """
 
@@ -60,11 +60,11 @@ class FeatureSums:
         self._counts: Tensor | None = None
 
     def add(self, features: Tensor, batch: Any) -> None:
-        """Adds the features of a batch."""
+        """Adds the features in a batch."""
         options = self._options
         labels = as_classes(find_target(batch, options.target), features.ndim)
         if features.ndim > 2 and labels.ndim == 1:
-            features = features.flatten(2).mean(2)  # one label for a whole map
+            features = features.flatten(2).mean(2)  # one label per feature map
         sums, counts = class_sums(
             features,
             labels,
@@ -76,7 +76,7 @@ class FeatureSums:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def gather(self, trainer: L.Trainer) -> None:
-        """Adds up the sums of all processes of the Trainer, in all of them."""
+        """Sums over all processes."""
         if trainer.world_size == 1:
             return
         strategy, options = trainer.strategy, self._options
@@ -90,7 +90,7 @@ class FeatureSums:
         self._counts = strategy.reduce(self._counts, reduce_op="sum")
 
     def prototypes(self) -> Prototypes | None:
-        """The means; ``None`` if there was no batch."""
+        """Class means, or ``None`` without batches."""
         if self._sums is None or self._counts is None:
             return None
         return class_prototypes(self._sums.cpu(), self._counts.cpu())
@@ -103,17 +103,16 @@ def measure_feature_sums(
     batches: Iterable[Any],
     options: FeatureSumOptions,
 ) -> FeatureSums:
-    """Sums of the features that the module makes of data as it is, in a pass that leaves no trace.
+    """Sums features by class in an isolated pass over the data.
 
-    The step of a batch is broken off as soon as it has made the features. A batch for which ``training_step`` returns
-    ``None`` before that is left out.
+    Each step stops after computing the features. Batches with ``training_step`` returning ``None`` are skipped.
 
     Args:
         trainer: The Trainer.
         module: The module.
-        layer: Layer that has the features.
-        batches: The data.
-        options: Classes and labels that count.
+        layer: Feature layer.
+        batches: Batches.
+        options: Classes and labels.
 
     Raises:
         ValueError: If no step runs the layer.
@@ -145,20 +144,20 @@ def measure_feature_sums(
 
 
 class _FeaturesReached(BaseException):
-    """Ends a step as soon as it has made the features; no ``Exception``, which a step may catch."""
+    """Stops a step after the features. Not an ``Exception``, because steps may catch exceptions."""
 
 
 class TrainingFeatureSums:
-    """Sums of the features that training itself makes, of its first and of its last batches.
+    """Feature sums from the first and last training batches.
 
     Args:
-        options: Classes and labels that count.
-        num_batches: Number of batches of the training.
-        per_epoch: Batches of one pass over the data, where there are several.
+        options: Classes and labels.
+        num_batches: Number of training batches.
+        per_epoch: Batches per epoch, if known.
 
     Attributes:
-        first: Of the first pass, or of the first half of the only one.
-        last: Of the last pass or half.
+        first: Sums over the first epoch, or the first half of a single epoch.
+        last: Sums over the last epoch or half.
 
     """
 
@@ -166,16 +165,16 @@ class TrainingFeatureSums:
         self.first, self.last = FeatureSums(options), FeatureSums(options)
         self._length = min(per_epoch or num_batches, num_batches // 2)
         self._num_batches = num_batches
-        self._batch: Any = None  # the one whose features come next
+        self._batch: Any = None  # current batch, until its features arrive
         self._started = self._seen = self._left_out = 0
 
     def start_batch(self, batch: Any) -> None:
-        """Keeps the batch, whose features its training pass is about to make."""
+        """Records the batch for features in the training pass."""
         self._batch = batch
         self._started += 1
 
     def take(self, features: Tensor) -> None:
-        """Adds the features of the batch, as its first forward pass makes them."""
+        """Adds the features from the first forward pass of the batch."""
         batch, self._batch = self._batch, None
         if batch is None:
             return
@@ -187,10 +186,10 @@ class TrainingFeatureSums:
             self.last.add(features, batch)
 
     def end_batch(self, is_trained: bool) -> None:
-        """Ends the batch, so that features of validation, say, are not added.
+        """Ends the batch, to exclude later features such as validation.
 
         Args:
-            is_trained: Whether the step returned something, as far as is known.
+            is_trained: Whether the step returned a result, if known.
 
         """
         if self._batch is not None and not is_trained:
@@ -198,14 +197,14 @@ class TrainingFeatureSums:
         self._batch = None
 
     def check(self, layer: FeatureLayer, is_manual: bool) -> None:
-        """Makes sure that the features were seen.
+        """Checks that all training batches produced features.
 
         Args:
-            layer: Layer that has them.
-            is_manual: Whether optimization is manual: then it is not known whether a step returned something.
+            layer: Feature layer.
+            is_manual: Whether optimization is manual, so results of steps are unknown.
 
         Raises:
-            ValueError: If they were not, in a batch that was trained on.
+            ValueError: If features are missing for a training batch.
 
         """
         is_blind = is_manual and self._started > 0 and self._seen == 0

@@ -1,8 +1,8 @@
-"""Margins between class prototypes: LPM and APM of a client, AMM of the aggregate (FedMargin, a reconstruction).
+"""Margins between class prototypes: LPM and APM of a client, AMM of the aggregate (FedMargin, reconstruction).
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
-of Things Journal 2022. The published text that could be read gives no equation. All equations of this file are a
-reconstruction from its description in words, with options for different readings of it.
+of Things Journal 2022. The accessible text contains no equations. All equations here are reconstructions from the
+description, with options for ambiguous points.
 
 References:
     - Crammer, Gilad-Bachrach, Navot and Tishby, "Margin Analysis of the LVQ Algorithm", NIPS 2002 (the hypothesis
@@ -30,13 +30,13 @@ MeanMarginKind = Literal["pairs", "nearest"]
 def class_margins(
     query: Prototypes, reference: Prototypes, margin: MarginKind = "semantic", *, fallback: Prototypes | None = None
 ) -> Tensor:
-    r"""The margin of every class between two sets of prototypes.
+    r"""Margin of each class between two sets of prototypes.
 
-    All four are a reconstruction: the published text names a margin between prototypes and cites the literature.
+    All four kinds are reconstructions: the paper mentions a margin between prototypes and cites the literature.
 
-    They are made of the hypothesis margin of learning vector quantization: :math:`d^+ = \lVert Q[c] - R[c] \rVert` is
-    the distance of a prototype to that of its own class, :math:`d^- = \min_{c' \ne c} \lVert Q[c] - R[c'] \rVert` to
-    the nearest one of another class.
+    The kinds use distances from the hypothesis margin in learning vector quantization: the distance to the same class
+    :math:`d^+ = \lVert Q[c] - R[c] \rVert`, and the distance to the nearest other class
+    :math:`d^- = \min_{c' \ne c} \lVert Q[c] - R[c'] \rVert`.
 
     .. math::
         \text{semantic: } \tfrac12 d^+ \qquad
@@ -46,22 +46,23 @@ def class_margins(
     .. math:: \text{gain: } \tfrac12 \min_{c' \ne c} \lVert Q[c] - Q[c'] \rVert
         - \tfrac12 \min_{c' \ne c} \lVert R[c] - R[c'] \rVert
 
-    "semantic" is the hypothesis margin between two prototypes: how far one is from the plane halfway to the other.
-    Where both distances are 0, the relative margin is 0.
+    "semantic" is the hypothesis margin between two prototypes: the distance from one prototype to the bisecting plane.
+    The
+    relative margin is 0 if both distances are 0.
 
     Args:
         query: Prototypes Q.
         reference: Prototypes R.
         margin: Kind of margin.
-        fallback: For "hypothesis" and "relative", prototypes of other classes if the reference has only the class
-            itself: the aggregate prototypes.
+        fallback: For "hypothesis" and "relative": prototypes of other classes (the aggregate prototypes) if the
+            reference
+            has only one class.
 
     Returns:
-        Margins, shape ``(C,)``, float64; NaN for a class that one of the sets does not have, or that has no other class
-        to be compared with.
+        Margins, shape ``(C,)``, float64; NaN for classes missing in a set or without another class for comparison.
 
     Raises:
-        ValueError: If ``margin`` is unknown or the shapes differ.
+        ValueError: If ``margin`` is unknown or shapes differ.
 
     Example:
         >>> after = Prototypes(torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([5, 0]))
@@ -98,26 +99,24 @@ def local_prototype_margin(
     class_reduction: ClassReduction = "mean",
     fallback: Prototypes | None = None,
 ) -> Tensor:
-    r"""LPM: how far local training has moved a client's prototypes.
+    r"""LPM: movement of a client's prototypes in local training.
 
-    The equation is a reconstruction of "deviation of on-client prototypes before and after local training".
+    Reconstructed from "deviation of on-client prototypes before and after local training".
 
     .. math:: \mathrm{LPM}_k = \frac{1}{|C_k|} \sum_{c \in C_k} \mathrm{SPM}(p_k^1[c], p_k^0[c])
 
     Args:
-        after: The client's prototypes after its local training.
-        before: Those before it, with the downloaded weights on the same samples (or those the client had kept from its
-            last participation).
+        after: Prototypes after local training.
+        before: Prototypes with the downloaded weights on the same examples, or prototypes from the client's last visit.
         margin: Margin of a class, see :func:`class_margins`.
-        class_reduction: Mean over the classes there are, their sum, the mean weighted by the numbers of feature vectors
-            in ``after``, or the largest.
-        fallback: Prototypes of other classes if the client has only one, see :func:`class_margins`.
+        class_reduction: Mean over classes, sum, mean weighted by counts in ``after``, or maximum.
+        fallback: Prototypes of other classes for a client with one class, see :func:`class_margins`.
 
     Returns:
-        The margin, a float64 scalar; NaN if it is defined for no class.
+        Margin, a float64 scalar; NaN if undefined for all classes.
 
     Raises:
-        ValueError: If an option is unknown or the shapes differ.
+        ValueError: If an option is unknown or shapes differ.
 
     Example:
         >>> after = Prototypes(torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([5, 5]))
@@ -136,25 +135,25 @@ def aggregate_prototype_margin(
     margin: MarginKind = "semantic",
     class_reduction: ClassReduction = "mean",
 ) -> Tensor:
-    r"""APM: how far a client's prototypes are from the aggregate ones.
+    r"""APM: distance of a client's prototypes from the aggregate prototypes.
 
-    The equation is a reconstruction of "deviation of aggregate prototypes from local prototypes".
+    Reconstructed from "deviation of aggregate prototypes from local prototypes".
 
     .. math:: \mathrm{APM}_k = \frac{1}{|C_k \cap \mathrm{dom}\, \bar P|}
         \sum_c \mathrm{SPM}(p_k^1[c], \bar P[c])
 
     Args:
-        after: The client's prototypes after its local training.
+        after: Prototypes after local training.
         reference: Aggregate prototypes, see :func:`~lightning_fed.algorithms.fedmargin.reference_prototypes`.
-        margin: Margin of a class, see :func:`class_margins`; "gain" compares a client with itself, so that here it is
+        margin: Margin of a class, see :func:`class_margins`. "gain" compares a client with itself and becomes
             "hypothesis".
-        class_reduction: As in :func:`local_prototype_margin`.
+        class_reduction: Same as in :func:`local_prototype_margin`.
 
     Returns:
-        The margin, a float64 scalar; NaN if it is defined for no class.
+        Margin, a float64 scalar; NaN if undefined for all classes.
 
     Raises:
-        ValueError: If an option is unknown or the shapes differ.
+        ValueError: If an option is unknown or shapes differ.
 
     Example:
         >>> client = Prototypes(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([5, 0]))
@@ -169,21 +168,21 @@ def aggregate_prototype_margin(
 
 @torch.no_grad()
 def aggregate_mean_margin(prototypes: Prototypes, kind: MeanMarginKind = "pairs", *, normalize: bool = False) -> Tensor:
-    r"""AMM: the mean margin among a set of prototypes.
+    r"""AMM: mean margin between the classes in a set of prototypes.
 
-    The equation is a reconstruction of "the margin among the aggregate set of prototypes".
+    Reconstructed from "the margin among the aggregate set of prototypes".
 
     .. math:: \mathrm{AMM} = \frac{1}{C' (C' - 1)} \sum_{c \ne c'} \tfrac12 \lVert \bar P[c] - \bar P[c'] \rVert
 
-    over the :math:`C'` classes there are. It grows with the scale of the features, also without better separation.
+    over the :math:`C'` present classes. AMM grows with the feature scale, even without better separation.
 
     Args:
         prototypes: Aggregate prototypes.
-        kind: Mean over all pairs, or over the classes' distances to their nearest other class.
-        normalize: Whether to divide by the mean length of the prototypes.
+        kind: Mean over all pairs, or over distances to the nearest other class.
+        normalize: Whether to divide by the mean prototype norm.
 
     Returns:
-        The margin, a float64 scalar; NaN with fewer than two classes.
+        Margin, a float64 scalar; NaN with fewer than two classes.
 
     Raises:
         ValueError: If ``kind`` is unknown.
@@ -207,7 +206,7 @@ def aggregate_mean_margin(prototypes: Prototypes, kind: MeanMarginKind = "pairs"
 
 
 def _over_classes(margins: Tensor, counts: Tensor, reduction: ClassReduction) -> Tensor:
-    """One number for the margins of all classes that have one."""
+    """Reduces the margins over all classes with a margin."""
     check_option("class_reduction", reduction, ClassReduction)
     defined = ~margins.isnan()
     margins, counts = margins[defined], counts[defined]
@@ -223,7 +222,7 @@ def _over_classes(margins: Tensor, counts: Tensor, reduction: ClassReduction) ->
 
 
 def _distance_to_other_classes(query: Prototypes, reference: Prototypes) -> Tensor:
-    """Distance to the nearest prototype of another class in the reference; NaN where there is none."""
+    # NaN without another class
     distances = _distances(query.means.double(), reference.means.double())
     distances = distances.where(reference.present, torch.inf).fill_diagonal_(torch.inf)
     nearest = distances.amin(1)
@@ -231,5 +230,5 @@ def _distance_to_other_classes(query: Prototypes, reference: Prototypes) -> Tens
 
 
 def _distances(queries: Tensor, references: Tensor) -> Tensor:
-    """All distances, from differences and not from products: prototypes may be close together and far from 0."""
+    # differences instead of products, because prototypes may be close together and far from 0
     return torch.cdist(queries, references, compute_mode="donot_use_mm_for_euclid_dist")

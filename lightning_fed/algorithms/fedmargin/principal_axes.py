@@ -1,6 +1,6 @@
-"""Principal component analysis: the plane in which points are most spread out.
+"""Principal component analysis.
 
-Pearson, "On lines and planes of closest fit to systems of points in space", 1901; by the singular value decomposition.
+Pearson, "On lines and planes of closest fit to systems of points in space", 1901; by singular value decomposition.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from lightning_fed.argument_checks import check_count
 
 
 class PrincipalAxes(NamedTuple):
-    """A centre and axes that points are projected on.
+    """Center and axes of a projection.
 
     Attributes:
-        center: The origin, shape ``(d,)``, float64.
-        axes: Directions of length 1, orthogonal to each other, shape ``(k, d)``, float64; zeros where there is none.
+        center: Origin, shape ``(d,)``, float64.
+        axes: Orthonormal directions, shape ``(k, d)``, float64; zeros for missing axes.
 
     """
 
@@ -26,13 +26,13 @@ class PrincipalAxes(NamedTuple):
     axes: Tensor
 
     def project(self, points: Tensor) -> Tensor:
-        """Coordinates of points of shape ``(n, d)``: shape ``(n, k)``, float64."""
+        """Projects points, shape ``(n, d)``, to coordinates, shape ``(n, k)``, float64."""
         return (points.double() - self.center) @ self.axes.T
 
     def turned_to(self, reference: PrincipalAxes) -> PrincipalAxes:
-        """The same plane and centre, with axes turned (and mirrored) in it to be nearest to those of ``reference``.
+        """Rotates or reflects the axes within their plane to match ``reference``.
 
-        The orthogonal Procrustes problem (Schoenemann, "A generalized solution of the orthogonal Procrustes problem",
+        Orthogonal Procrustes problem (Schoenemann, "A generalized solution of the orthogonal Procrustes problem",
         1966).
         """
         left, _, right = torch.linalg.svd(reference.axes @ self.axes.T)
@@ -41,22 +41,22 @@ class PrincipalAxes(NamedTuple):
 
 @torch.no_grad()
 def principal_axes(points: Tensor, count: int = 2) -> PrincipalAxes:
-    r"""The directions in which points are most spread out, around their mean.
+    r"""Directions with the largest variance around the mean.
 
     .. math:: X - \mathbf{1} \bar x^\top = U S V^\top
 
-    The axes are the first columns of :math:`V`. The sign of an axis is that with which its entry of largest absolute
-    value is positive. Where the points have no spread left, the axes are zeros.
+    The axes are the first columns of :math:`V`, signed such that the entry with the largest magnitude is positive. Axes
+    without variance are zeros.
 
     Args:
-        points: Points, shape ``(n, d)``; every one counts the same.
+        points: Points, shape ``(n, d)``, with equal weights.
         count: Number of axes :math:`k`.
 
     Returns:
-        Centre and axes.
+        Center and axes.
 
     Raises:
-        ValueError: If ``points`` are not of this shape, there are none, or ``count`` is below 1.
+        ValueError: If ``points`` have a wrong shape or are empty, or ``count`` is below 1.
 
     Example:
         >>> view = principal_axes(torch.tensor([[0.0, 0.0], [3.0, 4.0], [6.0, 8.0]]))

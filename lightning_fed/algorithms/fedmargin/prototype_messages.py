@@ -1,7 +1,7 @@
-"""Class prototypes in the extras of a client's update: those of the classes that it has.
+"""Class prototypes in the extras of a client update.
 
-A client sends ``prototypes:classes``, ``prototypes:means`` and ``prototypes:counts``, and its margin (LPM) under the
-key that :func:`lpm_key` gives. The server checks them before it uses them.
+A client sends ``prototypes:classes``, ``prototypes:means`` and ``prototypes:counts`` for its classes, and its margin
+(LPM) under :func:`lpm_key`. The server validates all values.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from lightning_fed.algorithms.fedmargin.prototypes import Prototypes
 
 _Client = TypeVar("_Client")
 
+# Extras with prototypes.
 PROTOTYPE_KEYS = ("prototypes:classes", "prototypes:means", "prototypes:counts")
-"""Keys of the prototypes in a message's extras."""
 
 _OUTLYING = 100.0
 _LPM = "prototypes:lpm:"
-_LPM_WITHOUT_SIGN = f"{_LPM}semantic:"  # a distance; the other margins compare distances, and have both signs
-_MAX_COUNT = 2**48  # feature vectors of a client: the sum over thousands of clients fits an integer
+_LPM_WITHOUT_SIGN = f"{_LPM}semantic:"  # a distance; all other margins are signed
+_MAX_COUNT = 2**48  # maximum count per client: sums over thousands of clients fit int64
 
 
 def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
-    """Extras of a message with the prototypes of the classes there are.
+    """Creates extras with the prototypes of present classes.
 
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
@@ -44,10 +44,10 @@ def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
 
 
 def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototypes | None:
-    """Prototypes over ``num_classes`` classes in a message's extras; ``None`` where there are none.
+    """Reads prototypes over ``num_classes`` classes from extras; ``None`` without prototypes.
 
     Raises:
-        ValueError: If the shapes do not fit each other, or a class is out of its range.
+        ValueError: If shapes do not match, or a class is outside its range.
 
     Example:
         >>> unpack_prototypes(pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2]))), 2).counts
@@ -67,7 +67,7 @@ def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototy
 
 
 def lpm_key(margin: str, class_reduction: str) -> str:
-    """Key of a local prototype margin in a message's extras, which names its kind and reduction.
+    """Extras key for a local prototype margin, with kind and reduction.
 
     Example:
         >>> lpm_key("semantic", "mean")
@@ -78,14 +78,14 @@ def lpm_key(margin: str, class_reduction: str) -> str:
 
 
 def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | None = None) -> str | None:
-    """Finds malformed prototypes in the extras of a client's update.
+    """Describes malformed prototypes in the extras of a client update.
 
     Args:
-        packed: The extras: prototypes, margins and whatever else.
-        num_classes: Number of classes; ``None`` where it is not known.
+        packed: All extras of the update.
+        num_classes: Number of classes; ``None`` if unknown.
 
     Returns:
-        The fault in words; ``None`` if there is none, or there are no prototypes.
+        Description, or ``None`` for valid or missing prototypes.
 
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
@@ -121,17 +121,18 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
 
 
 def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> dict[_Client, str]:
-    """Finds clients whose margin or prototypes are far larger than those of most: claims, and no measurements.
+    """Finds clients with implausibly large margins or prototypes.
 
-    Both are what a client says. From three clients on, one with more than 100 times the median is left out.
-    Margins that compare classes ("hypothesis", "relative", "gain") have both signs, and are near 0 for most clients of
-    some rounds: they are compared with the median length of the longest prototypes where that is larger.
+    Both are reported by clients. With at least three clients, values above 100 times the median are refused. Signed
+    margins
+    ("hypothesis", "relative", "gain") can be near 0 for most clients, so the reference is the median of the longest
+    prototype norms if that is larger.
 
     Args:
-        packed: Extras of every client, in which :func:`find_invalid_prototypes` has found nothing.
+        packed: Extras of each client, validated by :func:`find_invalid_prototypes`.
 
     Returns:
-        For every such client its fault in words.
+        Description for each such client.
 
     Example:
         >>> margins = {"a": 1.0, "b": 1.5, "c": 1e30}
@@ -167,17 +168,18 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
 def find_mismatched_prototypes(
     packed: Mapping[_Client, Mapping[str, Tensor]], known: int | None = None
 ) -> dict[_Client, str]:
-    """Finds clients whose prototypes have another number of features than those of most.
+    """Finds clients with a different number of features than most clients.
 
-    No single client says how many features there are, also not the first one. Of equally frequent numbers the known one
-    counts, or else the larger.
+    No single client determines the number, not even the first client. Ties are resolved in favour of the known number,
+    then
+    the larger number.
 
     Args:
-        packed: Extras of every client, in which :func:`find_invalid_prototypes` has found nothing.
-        known: Number of features of earlier prototypes, if there are any.
+        packed: Extras of each client, validated by :func:`find_invalid_prototypes`.
+        known: Number of features in earlier prototypes, if any.
 
     Returns:
-        For every such client its fault in words.
+        Description for each such client.
 
     Example:
         >>> means = {"a": torch.ones(2, 3), "b": torch.ones(2, 8), "c": torch.ones(1, 8)}
@@ -201,5 +203,5 @@ def find_mismatched_prototypes(
 
 
 def _median(sizes: Mapping[_Client, float]) -> float:
-    """The (lower) median of three numbers or more; 0 of fewer."""
+    # lower median for at least three values
     return sorted(sizes.values())[(len(sizes) - 1) // 2] if len(sizes) > 2 else 0.0

@@ -1,4 +1,4 @@
-"""Pictures of class prototypes as points in a plane, every few rounds."""
+"""Scatter plots of class prototypes, every few rounds."""
 
 from __future__ import annotations
 
@@ -36,35 +36,39 @@ _log = logging.getLogger(__name__)
 
 
 class PrototypePlots(FederatedCallback):
-    """Draws the class prototypes as points in a plane, and logs the picture to TensorBoard.
+    """Plots class prototypes in a plane, and logs the image to TensorBoard.
 
-    In a federation with :class:`~lightning_fed.algorithms.FedMargin` they are its aggregate prototypes over clients
-    and rounds; with any other aggregator those of the round, over the clients, each class weighted by their counts. On
-    a plain ``L.Trainer`` they are those at the end of the epoch. They are measured by
-    :class:`~lightning_fed.callbacks.ClassPrototypes`, which comes with FedMargin and is otherwise to be added.
+    In a federation with :class:`~lightning_fed.algorithms.FedMargin` the plot shows the aggregate prototypes over
+    clients
+    and rounds; with other rules the prototypes of the round, averaged over clients by counts. With a plain
+    ``L.Trainer`` the
+    plot shows the prototypes after the epoch. Prototypes are measured by
+    :class:`~lightning_fed.callbacks.ClassPrototypes`, which FedMargin adds automatically.
 
-    The plane is that in which the prototypes are most spread out
-    (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`; every class counts the same). Every picture has its
-    own, turned in itself so that its axes are nearest to those of the picture before. Both axes have the same scale.
-    The title says how much of the spread of the prototypes around their mean (sum of squared distances) lies in the
-    plane.
+    The plane maximizes the variance of the prototypes (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`,
+    equal
+    class weights). Each image has a new plane, rotated to match the previous axes. Both axes have equal scale. The
+    title
+    shows the fraction of variance within the plane.
 
-    A picture is drawn in the first epoch (round) in which there are two classes, and then whenever ``every_n_epochs``
-    have passed since the last one; the step on TensorBoard's axis is the epoch. Other loggers are passed over.
+    The first image appears in the first epoch (round) with two classes, later images every ``every_n_epochs`` epochs.
+    The
+    TensorBoard step is the epoch. Other loggers are skipped.
 
-    State: ``last_epoch``, the epoch of the last picture (an int, or None), and ``view``, its plane: ``center`` (d
-    numbers) and ``axes`` (2 d numbers); or None.
+    State: ``last_epoch``, epoch of the last image (an int, or None), and ``view``, its plane: ``center`` (d numbers)
+    and
+    ``axes`` (2 d numbers); or None.
 
     Args:
-        every_n_epochs: Epochs (rounds) from one picture to the next.
-        class_names: Names of the classes, from class 0 on; the others are shown by their index.
-        class_colors: Colours (red, green, blue; 0 to 255), likewise; the others have those of a palette.
-        projector: Whether the prototypes also go, in all their dimensions, to TensorBoard's projector.
+        every_n_epochs: Epochs (rounds) between images.
+        class_names: Class names, from class 0; other classes show their index.
+        class_colors: Class colors (red, green, blue; 0 to 255), from class 0; other classes use a palette.
+        projector: Whether to also log all dimensions to TensorBoard's projector.
 
     Raises:
-        ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` holds no colours.
+        ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` contains invalid colors.
         ModuleNotFoundError: In ``fit``, if matplotlib is not installed.
-        MisconfigurationException: In ``fit``, if nothing measures prototypes, or not before this callback runs.
+        MisconfigurationException: In ``fit``, if no callback measures prototypes, or not before this callback.
 
     Example:
         >>> from lightning_fed.callbacks import ClassPrototypes
@@ -73,8 +77,8 @@ class PrototypePlots(FederatedCallback):
 
     """
 
+    # TensorBoard image name; the projector uses `prototypes`.
     tag = "prototypes/plane"
-    """Name of the image in TensorBoard; in the projector it is ``prototypes``."""
 
     def __init__(
         self,
@@ -93,17 +97,17 @@ class PrototypePlots(FederatedCallback):
         self._sent: dict[Client, State] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets an earlier run, and says which loggers get no pictures."""
+        """Clears an earlier run, and logs unsupported loggers."""
         if stage != "fit":
             return
-        if trainer.current_epoch == 0:  # else the same Trainer goes on
+        if trainer.current_epoch == 0:  # otherwise the Trainer continues
             self._last_epoch, self._view = None, None
         report_other_loggers("PrototypePlots", trainer)
         if tensorboards(trainer) and not has_matplotlib():
             raise ModuleNotFoundError("PrototypePlots needs matplotlib: pip install 'lightning-fed[demo]'")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Makes sure that something measures prototypes; by now all callbacks are there."""
+        """Checks for a callback that measures prototypes, once all callbacks exist."""
         callbacks = callbacks_of(trainer)
         positions = [index for index, callback in enumerate(callbacks) if isinstance(callback, ClassPrototypes)]
         if not positions:
@@ -117,23 +121,23 @@ class PrototypePlots(FederatedCallback):
     # A federation
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Forgets the prototypes of a round that came to nothing."""
+        """Clears the prototypes of a failed round."""
         self._sent = {}
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Keeps the client's prototypes."""
+        """Stores the client's prototypes."""
         self._sent[update.client] = {name: value for name, value in update.extras.items() if name in PROTOTYPE_KEYS}
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
-        """The prototypes of this process's clients."""
+        """Prototypes from clients in this process."""
         return self._sent
 
     def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
-        """Joins the prototypes of all processes' clients."""
+        """Collects prototypes from all processes."""
         self._sent = {client: packed for share in shares for client, packed in share.items()}
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Draws the prototypes of the round that was just aggregated."""
+        """Plots the prototypes of the aggregated round."""
         server = find_federation(trainer).server
         rule = server.rule
         if isinstance(rule, FedMargin):
@@ -146,23 +150,23 @@ class PrototypePlots(FederatedCallback):
     # A plain Trainer
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draws the prototypes at the end of the epoch."""
+        """Plots the prototypes after the epoch."""
         if not federation_of(trainer):
             self._draw(trainer, _find_class_prototypes(trainer).prototypes, f"Epoch {trainer.current_epoch}")
 
     # Both
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class's note."""
+        """Epoch and plane of the last image."""
         return {"last_epoch": self._last_epoch, "view": None if self._view is None else self._view._asdict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on counting from the last picture, in its plane."""
+        """Restores the epoch and plane of the last image."""
         self._last_epoch, view = state_dict["last_epoch"], state_dict["view"]
         self._view = None if view is None else PrincipalAxes(**view)
 
     def _over_clients(self, trainer: L.Trainer, clients: Iterable[Client]) -> Prototypes | None:
-        """Prototypes over the clients that have sent some; malformed ones are left out, and their clients named."""
+        """Averages prototypes over clients. Malformed prototypes are skipped with a warning."""
         num_classes = _find_class_prototypes(trainer).classes_found
         assert num_classes is not None
         sent = {client: self._sent[client] for client in clients}
@@ -186,7 +190,7 @@ class PrototypePlots(FederatedCallback):
             return
         means = prototypes.means.detach().cpu()[classes]
         if self._view is not None and self._view.center.shape != means.shape[1:]:
-            self._view = None  # of other features
+            self._view = None  # different number of features
         self._last_epoch = epoch
         view = principal_axes(means)
         self._view = view if self._view is None else view.turned_to(self._view)
@@ -205,12 +209,11 @@ class PrototypePlots(FederatedCallback):
 
 
 def _find_class_prototypes(trainer: L.Trainer) -> ClassPrototypes:
-    """The callback that measures prototypes."""
     return next(callback for callback in callbacks_of(trainer) if isinstance(callback, ClassPrototypes))
 
 
 def _figure(view: PrincipalAxes, means: Tensor, shown: Sequence[tuple[str, Color]], title: str) -> Figure:
-    """The prototypes in the plane, each with its class's name and colour."""
+    """Scatter plot with class names and colors."""
     from matplotlib.figure import Figure  # the extra `demo`
 
     points = view.project(means)

@@ -1,12 +1,12 @@
-"""Class prototypes: means of features by class, on a client, over clients, over rounds (FedMargin, a reconstruction).
+"""Class prototypes: feature means by class, over clients and rounds (FedMargin, reconstruction).
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations" (FedMargin),
-IEEE Internet of Things Journal 2022. The published text that could be read gives no equation: what is called a
-reconstruction here is ours, made from the description in words, with options for different readings.
+IEEE Internet of Things Journal 2022. The accessible text contains no equations: reconstructions follow the description,
+with options for ambiguous points.
 
-Prototypes are tensors over *all* classes; a class that a client does not have has count 0, and its row of zeros is
-never looked at. The labels of segmentation follow the code of Michieli and Zanuttigh, "Continual Semantic Segmentation
-via Repulsion-Attraction of Sparse and Disentangled Latent Representations" (SDR), CVPR 2021.
+Prototypes are tensors over *all* classes. Absent classes have count 0 and an unused row of zeros. Segmentation labels
+follow the code of Michieli and Zanuttigh, "Continual Semantic Segmentation via Repulsion-Attraction of Sparse and
+Disentangled Latent Representations" (SDR), CVPR 2021.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from lightning_fed.numerics.precision import float64_device
 PrototypeWeighting = Literal["class_count", "num_samples", "uniform"]
 PrototypeMemory = Literal["ema", "cumulative"]
 
-_DECAY = 0.1  # weight of the old value in the moving average
+_DECAY = 0.1  # weight of the previous value in the moving average
 
 
 class Prototypes(NamedTuple):
-    """The prototypes of all classes.
+    """Prototypes over all classes.
 
     Attributes:
-        means: Mean features, shape ``(C, d)``; zeros where a class is absent.
-        counts: Number of feature vectors behind every mean, shape ``(C,)``, integers; 0 where a class is absent.
+        means: Mean features, shape ``(C, d)``; zeros for absent classes.
+        counts: Number of feature vectors per class, shape ``(C,)``, integers; 0 for absent classes.
 
     Example:
         >>> Prototypes(torch.tensor([[1.0, 2.0], [0.0, 0.0]]), torch.tensor([3, 0])).present
@@ -46,7 +46,7 @@ class Prototypes(NamedTuple):
 
     @property
     def present(self) -> Tensor:
-        """Mask of the classes there are, shape ``(C,)``, booleans."""
+        """Mask of present classes, shape ``(C,)``, boolean."""
         return self.counts > 0
 
 
@@ -59,25 +59,26 @@ def class_sums(
     ignore_index: VoidLabel = "auto",
     exclude_classes: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    r"""Sums the feature vectors of every class in float64, and counts them.
+    r"""Sums feature vectors by class in float64, and counts feature vectors.
 
-    Sums and counts of several batches are added up; :func:`class_prototypes` makes means of them. Large inputs are
-    converted piece by piece, never as a whole.
+    Sums and counts add up over batches, see :func:`class_prototypes`. Large inputs are converted in chunks.
 
     Args:
-        features: Feature vectors, shape ``(N, d)``, or feature maps, shape ``(N, d, *size)``; any floating-point type.
-        labels: Classes, integers, shape ``(N,)`` or ``(N, *label_size)``. Of label maps the nearest label is taken for
-            every position of the feature map, see :func:`~lightning_fed.model.label_maps.resize_labels`.
+        features: Feature vectors, shape ``(N, d)``, or feature maps, shape ``(N, d, *size)``; floating point.
+        labels: Classes, integers, shape ``(N,)`` or ``(N, *label_size)``. Label maps are resized to the feature maps,
+            see
+            :func:`~lightning_fed.model.label_maps.resize_labels`.
         num_classes: Number of classes :math:`C`.
-        ignore_index: Label of void pixels, outside of :math:`0 \dots C - 1`; ``None`` for none, ``"auto"`` for 255
-            unless that is a class.
-        exclude_classes: Classes that are left out, such as a background.
+        ignore_index: Label for void pixels, outside :math:`0 \dots C - 1`; ``None`` for no void label, ``"auto"`` for
+            255
+            unless 255 is a class.
+        exclude_classes: Classes to exclude, such as a background.
 
     Returns:
         Sums, shape ``(C, d)``, float64, and counts, shape ``(C,)``, int64.
 
     Raises:
-        ValueError: If shapes or types do not fit, or a label or an option is out of its range.
+        ValueError: If shapes or dtypes do not match, or a label or an option is outside its range.
 
     Example:
         >>> sums, counts = class_sums(torch.tensor([[1.0, 0.0], [3.0, 4.0], [0.0, 0.0]]), torch.tensor([1, 1, 255]), 3)
@@ -96,7 +97,7 @@ def class_sums(
     indices = indices.flatten(1) if indices.ndim > 1 else indices[:, None]
     features = features.flatten(2) if features.ndim > 2 else features[..., None]
     count, width, positions = features.shape
-    # One row more, for what is left out: a feature that is not finite there stays there.
+    # An extra row collects excluded features, so non-finite values stay there.
     device = float64_device(features.device)
     sums = torch.zeros(num_classes + 1, width, dtype=torch.float64, device=device)
     images, pixels = chunk_steps(count, width, positions)
@@ -115,14 +116,14 @@ def class_sums(
 
 
 def class_prototypes(sums: Tensor, counts: Tensor, *, dtype: torch.dtype = torch.float32) -> Prototypes:
-    r"""The class-wise means of features.
+    r"""Class-wise feature means.
 
     .. math:: p_k[c] = \frac{1}{n_{k,c}} \sum_{(x, u): \text{label} = c} E(x)_u
 
     Args:
-        sums: Sums of the features per class, shape ``(C, d)``, see :func:`class_sums`.
+        sums: Feature sums by class, shape ``(C, d)``, see :func:`class_sums`.
         counts: Number of feature vectors per class :math:`n_{k,c}`, shape ``(C,)``.
-        dtype: Type of the means.
+        dtype: Dtype of the means.
 
     Returns:
         Prototypes.
@@ -143,23 +144,22 @@ def aggregate_prototypes(
     weighting: PrototypeWeighting = "class_count",
     num_samples: Sequence[int] | None = None,
 ) -> Prototypes:
-    r"""The prototypes of a round: per class the weighted mean over the clients that have it.
+    r"""Prototypes of a round: weighted mean over clients, for each class.
 
     .. math:: P_t[c] = \frac{\sum_{k: c \in C_k} \omega_{k,c}\, p_k[c]}{\sum_{k: c \in C_k} \omega_{k,c}}
 
-    The weights are a reconstruction: the published text says "weighted average" and no more.
+    The weights are a reconstruction: the paper only mentions a "weighted average".
 
     Args:
-        clients: Prototypes of the round's clients, at least one.
-        weighting: :math:`\omega_{k,c}`: the client's number of feature vectors of the class, its number of examples, or
-            one.
-        num_samples: Number of examples of every client, for ``weighting="num_samples"``.
+        clients: Client prototypes, at least one.
+        weighting: Weights :math:`\omega_{k,c}`: feature vectors per class, examples, or 1.
+        num_samples: Number of examples by client, for ``weighting="num_samples"``.
 
     Returns:
-        Prototypes of the classes that any client has, with the clients' counts added up.
+        Prototypes for all classes on any client, with summed counts.
 
     Raises:
-        ValueError: If there is no client, ``weighting`` is unknown or ``num_samples`` does not fit.
+        ValueError: If ``clients`` is empty, ``weighting`` is unknown or ``num_samples`` is invalid.
 
     Example:
         >>> ann = Prototypes(torch.tensor([[0.0], [1.0]]), torch.tensor([1, 5]))
@@ -190,27 +190,29 @@ def aggregate_prototypes(
 
 @torch.no_grad()
 def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: PrototypeMemory = "ema") -> Prototypes:
-    r"""The aggregate prototypes after a round, which remember the rounds before it.
+    r"""Updates the aggregate prototypes over rounds.
 
     .. math:: \bar P_t[c] = \begin{cases}
         \beta \bar P_{t-1}[c] + (1 - \beta) P_t[c] & \text{if } c \text{ was known and is seen now} \\
         P_t[c] & \text{if } c \text{ is seen for the first time} \\
         \bar P_{t-1}[c] & \text{if } c \text{ is not seen now} \end{cases}
 
-    The rule is a reconstruction of "over previous rounds and clients". With :math:`\beta = 0.1` the default weighs the
-    new value 0.9, as the code of FedSpace (of one of FedMargin's authors) does; ``memory="cumulative"`` is the running
-    mean weighted by counts, as in SDR's code.
+    The rule is a reconstruction of "over previous rounds and clients". The default :math:`\beta = 0.1` gives new values
+    the
+    weight 0.9, as in the code of FedSpace (with a common author). ``memory="cumulative"`` is the running mean weighted
+    by
+    counts, as in SDR's code.
 
     Args:
-        previous: Aggregate prototypes before the round :math:`\bar P_{t-1}`; ``None`` in the first.
+        previous: Aggregate prototypes before the round :math:`\bar P_{t-1}`; ``None`` in the first round.
         current: Prototypes of the round :math:`P_t`, see :func:`aggregate_prototypes`.
         memory: Moving average, or mean over all rounds weighted by counts.
 
     Returns:
-        Aggregate prototypes, with the counts of all rounds added up.
+        Aggregate prototypes, with counts summed over rounds.
 
     Raises:
-        ValueError: If ``memory`` is unknown or the shapes differ.
+        ValueError: If ``memory`` is unknown or shapes differ.
 
     Example:
         >>> old = Prototypes(torch.tensor([[0.0], [5.0]]), torch.tensor([1, 1]))
@@ -238,20 +240,19 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
 
 
 def reference_prototypes(previous: Prototypes | None, current: Prototypes) -> Prototypes:
-    r"""Prototypes that the clients' are compared with in the aggregate prototype margin.
+    r"""Reference prototypes for the aggregate prototype margin.
 
-    Those "aggregated over previous rounds and clients", with :math:`P_t` for classes never seen before, which is a
-    reconstruction.
+    Prototypes "aggregated over previous rounds and clients". For new classes :math:`P_t`, as a reconstruction.
 
     Args:
-        previous: Aggregate prototypes before the round :math:`\bar P_{t-1}`; ``None`` in the first.
+        previous: Aggregate prototypes before the round :math:`\bar P_{t-1}`; ``None`` in the first round.
         current: Prototypes of the round :math:`P_t`.
 
     Returns:
-        Prototypes of all classes that are known now.
+        Prototypes for all known classes.
 
     Raises:
-        ValueError: If the shapes differ.
+        ValueError: If shapes differ.
 
     Example:
         >>> old = Prototypes(torch.tensor([[0.0], [0.0]]), torch.tensor([1, 0]))
@@ -270,13 +271,13 @@ def reference_prototypes(previous: Prototypes | None, current: Prototypes) -> Pr
 
 
 def check_same_shape(*prototypes: Prototypes) -> None:
-    """Refuses prototypes that cannot be compared.
+    """Refuses prototypes with different shapes.
 
     Args:
         *prototypes: Prototypes, at least one.
 
     Raises:
-        ValueError: If their numbers of classes or features differ.
+        ValueError: If numbers of classes or features differ.
 
     """
     shape = prototypes[0].means.shape

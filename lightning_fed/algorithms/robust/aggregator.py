@@ -60,7 +60,7 @@ class RobustAggregator(Aggregator):
 
     A round with too few updates fails, and all clients are excluded with the reason. A client whose update was refused
     for
-    its content (NaN, wrong shape, implausible norm) counts as one of the f: at most f - 1 of the remaining clients are
+    its content (NaN, wrong shape, implausible norm) counts as one malicious client: at most f - 1 of the remaining clients are
     malicious. Missing clients may be honest and do not count.
 
     Args:
@@ -201,7 +201,7 @@ class RobustAggregator(Aggregator):
         return sorted(self.updates.keys() - set(self.always), key=client_key)
 
     def _find_lack(self) -> str | None:
-        """Reason why the round must fail, or ``None``."""
+        """Reason for a failed round, or ``None``."""
         for client in self.always:
             if client not in self.updates:
                 return f"the trusted client {client!r} has sent no good update"
