@@ -29,7 +29,6 @@ def unite_names() -> None:
         >>> import pytorch_lightning, lightning.pytorch
         >>> pytorch_lightning.Trainer is lightning.pytorch.Trainer
         True
-
     """
     if _version("lightning") != _version("pytorch-lightning"):
         return
@@ -50,7 +49,6 @@ def refuse_foreign(*objects: Any) -> None:
 
     Raises:
         TypeError: If an object belongs to the other package.
-
     """
     for value in objects:
         for base in type(value).__mro__:
@@ -96,7 +94,6 @@ class _Aliases(MetaPathFinder, Loader):
 
     Args:
         names: Alias to imported package.
-
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:

@@ -41,7 +41,6 @@ def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
         ...     _ = partial.write_text("round,accuracy")
         >>> path.read_text()
         'round,accuracy'
-
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.stem}{suffix}")
@@ -69,7 +68,6 @@ def write_private(path: Path, content: bytes) -> None:
 
     Raises:
         FileExistsError: If the file exists.
-
     """
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
@@ -80,7 +78,6 @@ class RoundCheckpoint(Checkpoint):
 
     Args:
         path: Checkpoint file.
-
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,8 +94,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
     Lightning first writes to the folder for temporary files. If that folder is on another file system, a full disk or a
     kill during the copy replaces the last checkpoint by a partial file. Lightning 2.5 unpickles checkpoints by default,
-    and
-    a pickle can execute any code.
+    and a pickle can execute any code.
     """
 
     def load_checkpoint(
@@ -113,7 +109,6 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
         Raises:
             ValueError: If the file contains objects other than tensors and primitives.
-
         """
         if weights_only is False:
             _log.warning("The checkpoint %r is loaded with `weights_only=False`: objects in it run code.", str(path))

@@ -72,7 +72,6 @@ class Compression(UpdateStep, ABC):
 
         Raises:
             BadUpdate: If ``extra`` is not a result of :meth:`encode`.
-
         """
 
     def form(self, state: State) -> State:
@@ -100,7 +99,6 @@ class Compression(UpdateStep, ABC):
 
         Raises:
             BadUpdate: If a scale or positions are missing.
-
         """
         for name in self.names(sent):
             extra = update.extras.pop(_PREFIX + name, None)
@@ -140,7 +138,6 @@ class Quantized(Compression):
 
     References:
         Alistarh et al., NeurIPS 2017, section 3.1, with the largest magnitude as the scale.
-
     """
 
     def __init__(self, bits: Literal[8, 4] = 8) -> None:
@@ -184,7 +181,6 @@ class Float16(Compression):
     Example:
         >>> from lightning_fed import Federation
         >>> federation = Federation("fedavg", steps=[Float16()])
-
     """
 
     def code_like(self, value: Tensor) -> Tensor:
@@ -216,7 +212,6 @@ class TopK(Compression):
 
     References:
         Stich et al., NeurIPS 2018, Algorithm 1.
-
     """
 
     def __init__(self, share: float) -> None:
@@ -250,15 +245,13 @@ class Downlink(UpdateStep):
     r"""Sends encoded model changes since the client's last model.
 
     The server encodes the change of each round and adds the compression error to the next change (error feedback). The
-    new
-    global model is the decoded model, so all clients hold the same model:
+    new global model is the decoded model, so all clients hold the same model:
 
     .. math:: u = \text{new} - w_t + e_t, \qquad w_{t+1} = w_t + C(u), \qquad e_{t+1} = u - C(u)
 
     A client with an earlier model receives all codes since then if the codes are smaller than the model. Other clients
     receive the full model. On remote machines all clients of a node share one model file, and a digest verifies the
-    file
-    bit by bit. Partial rows, BatchNorm statistics, extras and models outside visits are sent without compression.
+    file bit by bit. Partial rows, BatchNorm statistics, extras and models outside visits are sent without compression.
 
     State: compression errors and recent codes, at most the size of two models.
 
@@ -274,7 +267,6 @@ class Downlink(UpdateStep):
 
     References:
         Tang et al., ICML 2019, Algorithm 1, server side.
-
     """
 
     def __init__(self, step: Compression) -> None:
@@ -334,7 +326,6 @@ class Downlink(UpdateStep):
         Args:
             kept: The client's current model.
             extras: Extras in the broadcast.
-
         """
         state, number = dict[str, Tensor](), int(kept.get(VERSION, -1)) + 1
         while number and number <= int(extras.get(VERSION, -1)):
@@ -402,7 +393,6 @@ class HeldModels(FederatedCallback):
 
     Args:
         step: Update step.
-
     """
 
     supports_vectorize = True
@@ -422,7 +412,6 @@ def read_scale(extra: Tensor) -> Tensor:
 
     Raises:
         BadUpdate: If the scale is invalid.
-
     """
     if extra.shape != torch.Size([]) or extra.dtype != torch.float64 or not float(extra) >= 0:
         raise BadUpdate("it sends a scale that is none")

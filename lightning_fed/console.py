@@ -40,7 +40,6 @@ def round_number(round: int) -> int:
     Example:
         >>> f"Round {round_number(0)}"
         'Round 1'
-
     """
     return round + 1
 
@@ -54,7 +53,6 @@ def show_log() -> None:
         >>> show_log()
         >>> [type(handler).__name__ for handler in LOGGER.handlers]
         ['ConsoleHandler']
-
     """
     if LOGGER.level == logging.NOTSET:
         LOGGER.setLevel(logging.INFO)

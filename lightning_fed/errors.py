@@ -17,14 +17,12 @@ class BadUpdate(ValueError):
     """Invalid update. The client is excluded from the round and logged.
 
     Aggregators raise the exception in :meth:`Aggregator.receive <lightning_fed.Aggregator.receive>` before any change
-    to
-    their state. The message states the reason.
+    to their state. The message states the reason.
 
     Example:
         >>> raise BadUpdate("it sends no prototypes")
         Traceback (most recent call last):
         lightning_fed.errors.BadUpdate: it sends no prototypes
-
     """
 
 
@@ -33,7 +31,6 @@ class BadUpdates(ValueError):
 
     Args:
         reasons: Reason for each excluded client. An unknown key, such as the key of a sum, stands for all clients.
-
     """
 
     def __init__(self, reasons: Mapping[str | int, str]) -> None:
@@ -54,7 +51,6 @@ class ClientFault(Exception):
         >>> raise ClientFault("its images have 4 channels instead of 3")
         Traceback (most recent call last):
         lightning_fed.errors.ClientFault: its images have 4 channels instead of 3
-
     """
 
 
@@ -68,7 +64,6 @@ def describe(error: BaseException) -> str:
     Example:
         >>> describe(KeyError("image"))
         "KeyError: 'image'"
-
     """
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__

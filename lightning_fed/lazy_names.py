@@ -20,7 +20,6 @@ def load_feature(module: str) -> ModuleType:
     Example:
         >>> load_feature("lightning_fed.metrics").__name__
         'lightning_fed.metrics'
-
     """
     try:
         return import_module(module)
@@ -43,7 +42,6 @@ def attach_names(package: str, door: str) -> tuple[Callable[[str], Any], Callabl
 
     Returns:
         ``__getattr__``, ``__dir__`` and ``__all__`` for the package.
-
     """
     sources: dict[str, tuple[str, bool]] = {}  # name to module, and whether the name is a submodule
     for statement in ast.parse(Path(door).with_suffix(".pyi").read_text(encoding="utf-8")).body:

@@ -77,7 +77,6 @@ class FederatedCLI(LightningCLI):
     Args:
         args: Command line arguments, or ``None`` for the process arguments.
         run: Whether to run the command at the start of the command line. Otherwise the objects are only created.
-
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True) -> None:
@@ -153,12 +152,10 @@ class FederatedCLI(LightningCLI):
         """Predicts, and saves the list of batch predictions as ``predictions.pt`` next to the logs.
 
         Each of several processes saves separate batches (``predictions_0.pt``, ...). ``--return_predictions false``
-        saves
-        nothing, for use with a ``BasePredictionWriter`` callback.
+        saves nothing, for use with a ``BasePredictionWriter`` callback.
 
         Args:
             arguments: Arguments for ``Trainer.predict``.
-
         """
         predictions = self.trainer.predict(**arguments)
         if predictions:
@@ -192,7 +189,6 @@ def federated_trainer(
         callbacks: Callbacks in addition to the federation.
         enable_progress_bar: Whether to show a progress bar.
         options: Further arguments for ``FederatedTrainer`` and ``L.Trainer``.
-
     """
     return FederatedTrainer(
         max_rounds=max_rounds,

@@ -28,7 +28,6 @@ class Attack:
     Raises:
         ValueError: If ``clients`` or ``seed`` is negative, or ``clients`` is a single name; in a fit, with too few
             clients or an unknown name.
-
     """
 
     def __init__(self, clients: Sequence[Client] | int, seed: int = 0) -> None:
@@ -51,7 +50,6 @@ class Attack:
 
         Raises:
             ValueError: If there are too few clients.
-
         """
         if not isinstance(self.clients, int):
             return frozenset(self.clients)
@@ -64,7 +62,6 @@ class Attack:
 
         Raises:
             ValueError: If a client is unknown.
-
         """
         unknown = sorted(repr(client) for client in self.malicious(population) if client not in population)
         if unknown:
@@ -91,7 +88,6 @@ class AttackCheck(FederatedCallback):
 
     Args:
         attack: Attack that needs the check. One callback checks all attacks of a Trainer.
-
     """
 
     supports_vectorize = True
@@ -117,7 +113,6 @@ def attacked_entries(state: State) -> list[str]:
         >>> import torch
         >>> attacked_entries({"w": torch.zeros(1), "norm.running_var": torch.ones(1), "steps": torch.tensor(1)})
         ['w']
-
     """
     return [
         name

@@ -24,7 +24,6 @@ class DataAttack(Attack, FederatedCallback):
     Args:
         clients: Malicious clients, or the number to draw.
         seed: Seed for drawing clients.
-
     """
 
     def __init__(self, clients: Sequence[Client] | int, seed: int = 0) -> None:
@@ -56,7 +55,6 @@ class LabelFlip(DataAttack):
     Example:
         >>> flip_labels(torch.tensor([0, 1, 9, 255]), num_classes=10)
         tensor([  9,   8,   0, 255])
-
     """
 
     def __init__(self, clients: Sequence[Client] | int, num_classes: int, seed: int = 0) -> None:
@@ -75,16 +73,12 @@ class Backdoor(DataAttack):
     """Malicious clients train images with a trigger as a target class. Measures the success rate.
 
     The trigger is a square in the lower right corner. The first images in a malicious client's batch get the trigger
-    and
-    the target label. Each validation logs ``backdoor/success_rate``: the fraction of validation images from other
-    classes
-    that the global model assigns to the target with the trigger. Defences should keep this rate low and accuracy high.
-    In
-    combination with :class:`Scaling` the attack is model replacement.
+    and the target label. Each validation logs ``backdoor/success_rate``: the fraction of validation images from other
+    classes that the global model assigns to the target with the trigger. Defences should keep this rate low and
+    accuracy high. In combination with :class:`Scaling` the attack is model replacement.
 
     A batch contains images, shape ``(batch, channels, height, width)``, and labels, shape ``(batch,)``. The module
-    returns
-    logits for images, shape ``(batch, classes)``.
+    returns logits for images, shape ``(batch, classes)``.
 
     Args:
         clients: Malicious clients, or the number to draw.
@@ -106,7 +100,6 @@ class Backdoor(DataAttack):
     References:
         Bagdasaryan, Veit, Hua, Estrin & Shmatikov, "How To Backdoor Federated Learning", AISTATS 2020; trigger from Gu,
         Dolan-Gavitt & Garg, "BadNets", 2017.
-
     """
 
     def __init__(
@@ -180,7 +173,6 @@ def add_trigger(images: Tensor, size: int, value: float) -> Tensor:
         images: Images, shape ``(batch, channels, height, width)``.
         size: Height and width of the square in pixels.
         value: Pixel value.
-
     """
     images = images.clone()
     images[..., -size:, -size:] = value

@@ -34,7 +34,6 @@ class HonestSteps:
         ...     honest.add(client, {"w": torch.tensor(value).double()})
         >>> honest.mean()["w"], honest.std()["w"]
         (tensor(2., dtype=torch.float64), tensor(1.4142, dtype=torch.float64))
-
     """
 
     def __init__(self) -> None:
@@ -80,7 +79,6 @@ class OmniscientAttack(AttackStep, CollectingStep):
     Args:
         clients: Malicious clients, or the number to draw.
         seed: Seed for drawing clients.
-
     """
 
     @abstractmethod
@@ -89,7 +87,6 @@ class OmniscientAttack(AttackStep, CollectingStep):
 
         Args:
             honest: Honest updates of at least one client.
-
         """
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
@@ -141,7 +138,6 @@ class IPM(OmniscientAttack):
 
     References:
         Xie, Koyejo & Gupta, "Fall of Empires: Breaking Byzantine-tolerant SGD by Inner Product Manipulation", UAI 2019.
-
     """
 
     def __init__(self, clients: Sequence[Client] | int, tau: float = 2.0, seed: int = 0) -> None:
@@ -170,7 +166,6 @@ class ALIE(OmniscientAttack):
     References:
         Baruch, Baruch & Goldberg, "A Little Is Enough: Circumventing Defenses For Distributed Learning", NeurIPS 2019,
         Algorithm 3.
-
     """
 
     def __init__(self, clients: Sequence[Client] | int, z: float = 1.5, seed: int = 0) -> None:
@@ -187,8 +182,7 @@ class Mimic(OmniscientAttack):
     """Malicious clients copy the update of one honest client, whose weight grows.
 
     Each update is plausible, but information from other clients is lost, in particular with heterogeneous data. The
-    copied
-    client has the smallest :func:`~lightning_fed.numerics.seeds.client_key`.
+    copied client has the smallest :func:`~lightning_fed.numerics.seeds.client_key`.
 
     Args:
         clients: Malicious clients, or the number to draw.
@@ -201,7 +195,6 @@ class Mimic(OmniscientAttack):
     References:
         Karimireddy, He & Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing", ICLR 2022, section
         3.2.
-
     """
 
     def fake(self, honest: HonestSteps) -> State:

@@ -21,7 +21,6 @@ class UpdateAttack(AttackStep, ABC):
     Args:
         clients: Malicious clients, or the number to draw.
         seed: Seed for drawing clients and for the attack.
-
     """
 
     @abstractmethod
@@ -32,7 +31,6 @@ class UpdateAttack(AttackStep, ABC):
             trained: Trained entry.
             start: Broadcast entry.
             generator: Random numbers for this client and round, on the CPU.
-
         """
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
@@ -55,7 +53,6 @@ class SignFlip(UpdateAttack):
     Example:
         >>> SignFlip(clients=1).fake(torch.tensor(3.0), torch.tensor(1.0), torch.Generator())
         tensor(-1.)
-
     """
 
     def __init__(self, clients: Sequence[Client] | int, scale: float = 1.0, seed: int = 0) -> None:
@@ -84,7 +81,6 @@ class Scaling(UpdateAttack):
     References:
         Bagdasaryan, Veit, Hua, Estrin & Shmatikov, "How To Backdoor Federated Learning", AISTATS 2020 ("model
         replacement").
-
     """
 
     def __init__(self, clients: Sequence[Client] | int, scale: float = 10.0, seed: int = 0) -> None:
@@ -110,7 +106,6 @@ class GaussianNoise(UpdateAttack):
     Example:
         >>> GaussianNoise(clients=1, std=0.0).fake(torch.tensor(3.0), torch.tensor(1.0), torch.Generator())
         tensor(1.)
-
     """
 
     def __init__(self, clients: Sequence[Client] | int, std: float = 1.0, seed: int = 0) -> None:
@@ -134,7 +129,6 @@ class FreeRider(UpdateAttack):
     Example:
         >>> FreeRider(clients=1).fake(torch.tensor(3.0), torch.tensor(1.0), torch.Generator())
         tensor(1.)
-
     """
 
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
@@ -157,7 +151,6 @@ class BadValues(UpdateAttack):
     Example:
         >>> BadValues(clients=1, kind="nan").fake(torch.tensor(3.0), torch.tensor(1.0), torch.Generator())
         tensor(nan)
-
     """
 
     def __init__(

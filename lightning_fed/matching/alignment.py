@@ -27,8 +27,7 @@ def align_neurons(reference: Tensor, neurons: Tensor, blocks: int = 1) -> Tensor
     .. math:: \max_\pi \sum_i \langle r_i, w_{\pi(i)} \rangle
 
     With blocks (groups in group normalization) neurons only move within their block, and whole blocks are permuted:
-    first
-    the best order within every pair of blocks, then the best pairs.
+    first the best order within every pair of blocks, then the best pairs.
 
     Args:
         reference: Reference neurons, shape ``(L, D)``.
@@ -45,7 +44,6 @@ def align_neurons(reference: Tensor, neurons: Tensor, blocks: int = 1) -> Tensor
         >>> reference = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
         >>> align_neurons(reference, reference[[2, 0, 1]] + 0.1)
         tensor([1, 2, 0])
-
     """
     if reference.ndim != 2 or reference.shape != neurons.shape:
         raise ValueError(
@@ -84,13 +82,11 @@ def align_networks(
     .. math:: \min_\pi \sum_j \big\| \pi_j(\theta_j) - \frac{1}{J} \sum_{j'} \pi_{j'}(\theta_{j'}) \big\|^2
 
     Coordinate descent: for one network and one group at a time, in random order, :func:`align_neurons` finds the
-    closest
-    order to the mean of the other networks, by all incoming and outgoing weights. The order is accepted only if the sum
-    decreases. The descent ends in a local optimum, which depends on the random order.
+    closest order to the mean of the other networks, by all incoming and outgoing weights. The order is accepted only if
+    the sum decreases. The descent ends in a local optimum, which depends on the random order.
 
     Running statistics are excluded, as in :func:`~lightning_fed.matching.neuron_features`. Hidden-to-hidden weights of
-    an
-    LSTM count in the sum, but not in the search for an order.
+    an LSTM count in the sum, but not in the search for an order.
 
     Args:
         states: One state per network, with equal entries and widths.
@@ -114,7 +110,6 @@ def align_networks(
         >>> first_order, second_order = align_networks([first, second], [group], start, np.random.default_rng(0))
         >>> torch.equal(first["a.bias"][first_order[0]], second["a.bias"][second_order[0]])
         True
-
     """
     check_count("sweeps", sweeps, 0)
     aligned = [list(network_orders) for network_orders in orders]

@@ -26,18 +26,15 @@ def load_matched(module: M, checkpoint: Checkpoint, example_input: Any = None) -
     """Loads a checkpoint with other layer widths, for example after matched averaging.
 
     ``load_from_checkpoint`` creates the module with the widths in the code and fails for other shapes. This function
-    first
-    sets the layer widths (:func:`~lightning_fed.matching.resize_module`). With equal widths the function equals
+    first sets the layer widths (:func:`~lightning_fed.matching.resize_module`). With equal widths the function equals
     ``load_state_dict``. Files are loaded with ``weights_only=True``, so no code is executed.
 
     The number of classes is also a width. Layers must be compatible: attributes are compared, and the module is run on
-    an
-    example if available.
+    an example if available.
 
     Args:
         module: Module with the same architecture, changed in place. For a LightningModule ``on_load_checkpoint`` is
-            called,
-            as in ``load_from_checkpoint``.
+            called, as in ``load_from_checkpoint``.
         checkpoint: Path, content of a checkpoint, or state.
         example_input: Input for one ``forward`` call if widths differ: a tensor, a tuple of positional inputs, or a
             dictionary of named inputs. By default a LightningModule's ``example_input_array``.
@@ -48,15 +45,13 @@ def load_matched(module: M, checkpoint: Checkpoint, example_input: Any = None) -
     Raises:
         FileNotFoundError: If the file does not exist.
         ValueError: If the file is not a checkpoint, entries are missing or unexpected, numbers of axes differ, or
-            layers
-            are incompatible. Then the module stays unchanged.
+            layers are incompatible. Then the module stays unchanged.
 
     Example:
         >>> wide = nn.Sequential(nn.Linear(2, 9), nn.ReLU(), nn.Linear(9, 1))
         >>> net = load_matched(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), wide.state_dict())
         >>> net[0].out_features, torch.equal(net(torch.ones(4, 2)), wide(torch.ones(4, 2)))
         (9, True)
-
     """
     content = read_checkpoint(checkpoint)
     if "state_dict" in content and isinstance(module, L.LightningModule):
@@ -89,7 +84,6 @@ def _run_example(module: nn.Module, state: Mapping[str, Any], example: Any) -> N
 
     Raises:
         ValueError: If the run fails.
-
     """
     device = next((value.device for value in module.state_dict().values() if isinstance(value, Tensor)), None)
     example = move_tensors(example, device)
@@ -117,7 +111,6 @@ def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     Raises:
         FileNotFoundError: If the file does not exist.
         ValueError: If the path is a folder, or the file contains more than tensors and primitives.
-
     """
     if isinstance(checkpoint, Mapping):
         content, label = dict(checkpoint), "the checkpoint"
@@ -157,7 +150,6 @@ def check_entries(module_names: Iterable[str], state: Iterable[str], label: str)
 
     Raises:
         ValueError: If the names differ.
-
     """
     expected, given = set(module_names), set(state)
     faults = [

@@ -21,7 +21,6 @@ class _Neuron(NamedTuple):
     Attributes:
         positions: Sorted positions on each axis.
         blocks: Normalization groups with this neuron.
-
     """
 
     positions: dict[Axis, list[int]]

@@ -37,8 +37,7 @@ def matched_mean(
     .. math:: \bar w_i = \frac{\sum_k a_k \tilde w_{k,i}}{b \bar a + \sum_{k:\, i \in S_k} a_k}
 
     or 0 without an owner. Here :math:`\bar a` is the mean weight and *b* the weight of a prior. Missing columns count
-    as 0,
-    so the mean averages pre-activations. If all clients own all neurons, the result equals :class:`WeightedMean`.
+    as 0, so the mean averages pre-activations. If all clients own all neurons, the result equals :class:`WeightedMean`.
 
     Args:
         states: One state per client, with equal names.
@@ -46,26 +45,22 @@ def matched_mean(
         assignments: Global index of each neuron, for each client and group: int64, shape ``(neurons,)``.
         sizes: Global number of neurons in each group.
         weights: Client weights, greater than 0, such as numbers of examples. Integer entries come from the client with
-            the
-            largest weight.
+            the largest weight.
         prior_weight: Weight *b* of a prior with mean 0, in clients, at least 0. With 1 and equal weights the mean over
-            *n*
-            owners is multiplied by n/(n+1), as in the authors' program for convolutional networks.
+            *n* owners is multiplied by n/(n+1), as in the authors' program for convolutional networks.
 
     Returns:
         State of the wide network.
 
     Raises:
         ValueError: If lengths differ, a weight is not greater than 0, ``prior_weight`` is negative or not finite, or
-            for
-            errors in :func:`grow_neurons`.
+            for errors in :func:`grow_neurons`.
 
     Example:
         >>> states = [{"bias": torch.tensor([2.0, 7.0])}, {"bias": torch.tensor([5.0, 4.0])}]
         >>> group = PermutationGroup.over(states[0], {("bias", 0): "vec"}, 2)
         >>> matched_mean(states, [group], [[torch.tensor([0, 1])], [torch.tensor([2, 0])]], [3], [1, 3])
         {'bias': tensor([3.5000, 7.0000, 5.0000])}
-
     """
     if not len(states) == len(assignments) == len(weights) > 0:
         raise ValueError(
@@ -111,8 +106,7 @@ def agreement(
     .. math:: \frac{\sum_k a_k \sum_j \lVert \bar w_{S_k(j)} \rVert^2}{\sum_k a_k \sum_j \lVert w_{k,j} \rVert^2}
 
     The share is 1 if matched neurons are equal or have a single owner, and about 1/n for n unrelated neurons. A low
-    share
-    means small mean weights, and small outputs unless a normalization follows.
+    share means small mean weights, and small outputs unless a normalization follows.
 
     Biases and normalization parameters are excluded (unless a group has no others), as are running statistics, complex
     entries, and weights within a group, such as recurrent weights.
@@ -134,7 +128,6 @@ def agreement(
         >>> places = [[torch.tensor([0, 1])], [torch.tensor([0, 1])]]
         >>> round(agreement({"bias": torch.tensor([4.5, 4.5])}, states, [group], places, [2], [1, 1])[0], 3)
         0.764
-
     """
     shares = []
     for number, (group, resized) in enumerate(zip(groups, resize_groups(groups, sizes), strict=True)):

@@ -39,7 +39,6 @@ class MergedGroup(NamedTuple):
         matched: Share of neurons matched with another network.
         agreement: Share of the squared neuron norms preserved by averaging.
         seconds: Matching time in seconds, without sweeps.
-
     """
 
     name: str
@@ -58,7 +57,6 @@ class MergedModel(NamedTuple):
         state: A copy of the module's state.
         groups: Permutation groups; empty with mode ``"none"``.
         assignments: Merged index of each neuron, for each network and group: int64.
-
     """
 
     module: nn.Module
@@ -71,20 +69,16 @@ class MatchedAverage:
     """Merges trained networks with equal architecture: matches neurons, then averages.
 
     Neurons are matched group by group, see :func:`~lightning_fed.matching.match_states`. Each merged neuron is the mean
-    over
-    its owners. Unlike :class:`~lightning_fed.algorithms.FedMA` there is no training between layers. Networks with a
-    common
-    initialization or permuted copies merge well. Networks with different initializations lose much accuracy, in
-    particular
-    deep networks.
+    over its owners. Unlike :class:`~lightning_fed.algorithms.FedMA` there is no training between layers. Networks with
+    a common initialization or permuted copies merge well. Networks with different initializations lose much accuracy,
+    in particular deep networks.
 
     BatchNorm's running statistics are measured with the merged network, because averaged statistics would not fit.
 
     Args:
         mode: ``"grow"`` adds unmatched neurons (with the marginal score up to 1.25 times the width); ``"permute"``
-            matches
-            neurons one to one and preserves widths; ``"none"`` averages without matching. With ``"grow"`` groups with
-            fixed width are permuted.
+            matches neurons one to one and preserves widths; ``"none"`` averages without matching. With ``"grow"``
+            groups with fixed width are permuted.
         order: Group order, and weights to compare: ``"fedma"`` or ``"pfnm"``.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: Larger values add more neurons; ``None`` for the score's default.
@@ -108,7 +102,6 @@ class MatchedAverage:
         >>> merged = MatchedAverage().merge([net, permuted], example_input=torch.zeros(2, 4))
         >>> merged.groups[0][:4], torch.equal(merged.module[2].weight, net[2].weight)
         (('0', 8, 8, 1.0), True)
-
     """
 
     def __init__(
@@ -153,14 +146,12 @@ class MatchedAverage:
 
         Args:
             networks: Checkpoint paths, checkpoint contents, states or modules. All networks need equal architecture and
-                equal
-                widths, but the widths may differ from ``module``.
+                equal widths, but the widths may differ from ``module``.
             module: Module for the merged state, changed in place; ``None`` for a copy of the first module in
                 ``networks``.
             example_input: Input for ``forward`` to trace neurons, see
                 :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By default two inputs from
-                ``data``,
-                or a LightningModule's ``example_input_array``.
+                ``data``, or a LightningModule's ``example_input_array``.
             data: Batches to measure BatchNorm's running statistics, such as a ``DataLoader``; used once.
             weights: Weight of each network, greater than 0, such as numbers of examples; equal by default.
 
@@ -170,11 +161,8 @@ class MatchedAverage:
         Raises:
             FileNotFoundError: If a file does not exist.
             ValueError: If networks contain low-rank adapters, entries or widths differ, widths are incompatible, values
-                are not
-                finite, the number of weights is wrong, no input is available, no neurons can be permuted, or data are
-                missing
-                for BatchNorm.
-
+                are not finite, the number of weights is wrong, no input is available, no neurons can be permuted, or
+                data are missing for BatchNorm.
         """
         module = _module(networks) if module is None else module
         if self.batch_norm == "recalibrate" and batch_norm_layers(module) and data is None:

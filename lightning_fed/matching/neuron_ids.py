@@ -89,7 +89,6 @@ class TracedActivation:
     Attributes:
         ids: Neuron ids, with length 1 along dimensions with equal ids.
         shape: Shape of the activation.
-
     """
 
     ids: Tensor
@@ -127,7 +126,6 @@ class ParameterView:
         name: Entry name.
         lengths: Length of each axis.
         axes: Axis of each dimension.
-
     """
 
     name: str

@@ -44,13 +44,11 @@ class NeuronMatch(NamedTuple):
         assignments: Global index of each neuron by client, int64, shape ``(L_j,)``.
         means: Mean over the client neurons of each global neuron, shape ``(L, D)``.
         estimate: Most probable global neurons, shape ``(L, D)``: means shrunk towards the prior mean. With all
-            variances 1
-            and prior mean 0, the sum over n owners divided by n + 1.
+            variances 1 and prior mean 0, the sum over n owners divided by n + 1.
         owners: Number of clients with each global neuron, int64, shape ``(L,)``.
         variance: Variances in use, shape ``(J, D)``.
         prior_variance: Prior variances in use, shape ``(D,)``.
         passes: Number of passes over all clients after the first matching.
-
     """
 
     assignments: list[Tensor]
@@ -79,10 +77,8 @@ def match_neurons(
     r"""Matches the neurons in one layer across clients (BBP-MAP).
 
     With precisions :math:`p_j = 1 / \sigma_j^2` and :math:`p_0 = 1 / \sigma_0^2`, each global neuron has :math:`n_i`
-    owners,
-    the weighted sum :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and the precision :math:`P_i = p_0 + \sum p_j` over its
-    client
-    neurons. With the current client removed and :math:`u = p_j w`, a client neuron :math:`w` has the score
+    owners, the weighted sum :math:`A_i = p_0 \mu + \sum p_j w_{jl}` and the precision :math:`P_i = p_0 + \sum p_j` over
+    its client neurons. With the current client removed and :math:`u = p_j w`, a client neuron :math:`w` has the score
 
     .. math::
         \sum_d \Big( \frac{(A_{id} + u_d)^2}{P_{id} + p_{jd}} - \frac{A_{id}^2}{P_{id}}
@@ -99,43 +95,34 @@ def match_neurons(
     - ``"published"``: the score in the programs for PFNM and FedMA, without the terms in brackets, with :math:`c = 1`,
       :math:`n_i` capped at 10, and at most 700 global neurons plus one. With unit variances, weights hardly influence
       the result for short neurons. If all clients have equally many neurons with norms well below 1, each client after
-      the
-      first adds one neuron for each integer :math:`k < \gamma \sqrt{J - 1} / J`, for any weights. With :math:`\gamma =
-      7`
-      each adds three neurons for 2 to 4 clients, two for 5 to 11, one for 12 to 47, and none for more clients. Weights
-      matter more for integers near the limit and for longer neurons.
+      the first adds one neuron for each integer :math:`k < \gamma \sqrt{J - 1} / J`, for any weights. With
+      :math:`\gamma = 7` each adds three neurons for 2 to 4 clients, two for 5 to 11, one for 12 to 47, and none for
+      more clients. Weights matter more for integers near the limit and for longer neurons.
     - ``"marginal"``: the score of the model, with the terms in brackets and :math:`c = 2`. With estimated variances the
       score recovers shared neurons and creates separate neurons for the rest.
 
     The client with the most neurons defines the first global neurons. The other clients are matched in order of
-    decreasing
-    width. In each following pass every client is removed and matched again, in random order, until a pass changes
-    nothing.
+    decreasing width. In each following pass every client is removed and matched again, in random order, until a pass
+    changes nothing.
 
     Estimated variances are maximum-likelihood values given the matching: one :math:`\sigma_j^2` per client and one
-    prior
-    :math:`\sigma_0^2`, for each block, by expectation maximization over the global neurons. (With a common variance,
-    clients
-    far from a common initialization would get separate neurons.) All variances start at half the variance of the
-    values.
-    Matching and estimation alternate until the matching is stable, at most three times.
+    prior :math:`\sigma_0^2`, for each block, by expectation maximization over the global neurons. (With a common
+    variance, clients far from a common initialization would get separate neurons.) All variances start at half the
+    variance of the values. Matching and estimation alternate until the matching is stable, at most three times.
 
     Args:
         clients: Neurons of each client, shape ``(L_j, D)``, floating point. Computed on the client's device, at least
-            in
-            float32.
+            in float32.
         generator: Draws the client order.
         score: ``"published"`` or ``"marginal"``.
         gamma: :math:`\gamma`, greater than 0. Larger values create more global neurons. By default 7 (published) or 1.
         variance: :math:`\sigma_j^2`, greater than 0: a number, or a tensor that broadcasts to ``(J, D)``. Values with
             infinite variance are ignored. By default 1 (published), or estimated.
         prior_variance: :math:`\sigma_0^2`, greater than 0: a number, or a tensor that broadcasts to ``(D,)``. By
-            default 1
-            (published), or estimated.
+            default 1 (published), or estimated.
         prior_mean: :math:`\mu`: a number, or a tensor that broadcasts to ``(D,)``. The authors use 0.1 for biases.
         blocks: Sizes of consecutive blocks with a common estimated variance, with sum ``D``; by default one block.
-            Blocks
-            with constant values are ignored.
+            Blocks with constant values are ignored.
         passes: Maximum number of passes over the clients; 0 matches each client once.
         max_width: Maximum number of global neurons, at least the width of each client.
 
@@ -155,7 +142,6 @@ def match_neurons(
         tensor([[ 3.9000,  0.0000],
                 [ 0.0000,  3.9000],
                 [-5.0000, -5.0000]])
-
     """
     check_option("score", score, MatchScore)
     neurons = _checked(clients)
@@ -196,7 +182,6 @@ class _Matcher:
 
     Attributes:
         assignments: Same as in :class:`NeuronMatch`.
-
     """
 
     def __init__(
@@ -443,15 +428,13 @@ def _maximise_likelihood(
 
     Args:
         products: Inner products of client neurons minus the prior mean, for each global neuron: shape ``(L, J, J)``; 0
-            for
-            clients without the neuron.
+            for clients without the neuron.
         owned: 1 for owners of a global neuron, else 0: shape ``(L, J)``.
         size: Size of the block.
         noise: Initial client variances, shape ``(J,)``.
         prior: Initial prior variance, shape ``()``.
         is_noise_known: Whether client variances are fixed.
         is_prior_known: Whether the prior variance is fixed.
-
     """
     squares = products.diagonal(dim1=1, dim2=2)
     least = _LEAST_SHARE * squares.sum() / (owned.sum() * size)

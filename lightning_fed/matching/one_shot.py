@@ -50,7 +50,6 @@ class StateMatch(NamedTuple):
         agreement: Share of neurons preserved by averaging, for each group, see
             :func:`~lightning_fed.matching.matched_mean.agreement`.
         seconds: Matching time for each group in seconds, without sweeps.
-
     """
 
     state: dict[str, Tensor]
@@ -91,19 +90,14 @@ def match_states(
     """Matches the neurons of several networks group by group, and averages.
 
     Groups are compared by weights to already matched neurons, inputs and outputs. ``"fedma"`` runs from the first to
-    the
-    last group and compares incoming weights, biases and normalization. ``"pfnm"`` runs from the last to the first group
-    and
-    compares outgoing weights and biases; the first layer also compares incoming weights. Groups that cannot grow are
-    only
-    permuted, to match the earlier networks.
+    the last group and compares incoming weights, biases and normalization. ``"pfnm"`` runs from the last to the first
+    group and compares outgoing weights and biases; the first layer also compares incoming weights. Groups that cannot
+    grow are only permuted, to match the earlier networks.
 
-    A single pass matches each network to the earlier networks, by some weights only. ``sweeps`` then align the
-    networks
+    A single pass matches each network to the earlier networks, by some weights only. ``sweeps`` then align the networks
     jointly over all groups until nothing changes (:func:`~lightning_fed.matching.align_networks`). With ``"grow"`` the
     sweeps come first. All neurons then have a common order, so groups are compared by all incoming weights (``"pfnm"``:
-    by
-    all weights). For a chain of layers with ``"fedma"`` the compared weights are the same as without sweeps.
+    by all weights). For a chain of layers with ``"fedma"`` the compared weights are the same as without sweeps.
 
     Prior means are 0 and all networks have equal variances, unless ``options`` override both. The programs for PFNM and
     FedMA use 0.1 for biases, and PFNM one variance per class in the last layer's columns.
@@ -119,8 +113,7 @@ def match_states(
         weights: Network weights, greater than 0, such as numbers of examples; equal by default.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         max_growth: Maximum width of a group relative to a single network; ``None`` for no limit; ``"auto"`` for 1.25
-            with
-            the marginal score, and no limit with the published score.
+            with the marginal score, and no limit with the published score.
         sweeps: Maximum number of alignment sweeps over all networks and groups.
         prior_weight: See :func:`~lightning_fed.matching.matched_mean`.
         options: Arguments for :func:`~lightning_fed.matching.match_neurons`, such as ``gamma``.
@@ -130,8 +123,7 @@ def match_states(
 
     Raises:
         ValueError: If ``states`` is empty, ``order`` or ``mode`` is unknown, ``max_growth`` is below 1, or for errors
-            in
-            the functions above.
+            in the functions above.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
@@ -140,7 +132,6 @@ def match_states(
         >>> merged = match_states([state, permuted], groups, np.random.default_rng(0))
         >>> merged.assignments[1], torch.equal(merged.state["2.weight"], state["2.weight"])
         ({'0': tensor([2, 0, 1])}, True)
-
     """
     check_option("order", order, MatchOrder)
     check_option("mode", mode, MatchMode)
@@ -217,7 +208,6 @@ def check_width_limit(name: str, value: WidthLimit) -> WidthLimit:
 
     Raises:
         ValueError: If the limit is below 1 or not finite.
-
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is None or value == "auto" or (is_number and 1 <= value < float("inf")):

@@ -37,7 +37,6 @@ class GroupEntry(NamedTuple):
         role: ``"out"`` for axes that produce neurons (rows of a weight), ``"in"`` for axes that read neurons (columns),
             ``"vec"`` for one value per neuron (bias, normalization), ``"both"`` for tied embeddings.
         length: Axis length, including positions of other groups.
-
     """
 
     positions: Tensor
@@ -54,10 +53,8 @@ class PermutationGroup:
         size: Number of neurons.
         entries: Positions by entry and axis.
         blocks: Number of consecutive blocks with equal size (groups in a group normalization). Neurons are permuted
-            within
-            blocks, and whole blocks are permuted.
+            within blocks, and whole blocks are permuted.
         is_growable: Whether neurons can be added.
-
     """
 
     name: str
@@ -73,8 +70,7 @@ class PermutationGroup:
         Args:
             state: Entries.
             axes: Axes and roles. On an axis longer than ``size`` each neuron has several adjacent positions (pixels of
-                a
-                flattened channel).
+                a flattened channel).
             size: Number of neurons.
 
         Returns:
@@ -90,7 +86,6 @@ class PermutationGroup:
             tensor([[ 0,  1,  2,  3],
                     [ 4,  5,  6,  7],
                     [ 8,  9, 10, 11]])
-
         """
         entries = {}
         for (name, axis), role in axes.items():
@@ -129,7 +124,6 @@ def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> l
                 [1],
                 [2],
                 [3]]), role='in', length=4)
-
     """
     if len(groups) != len(sizes):
         raise ValueError(f"Expected one of `sizes` per group, but got {len(sizes)} for {len(groups)}.")
@@ -186,7 +180,6 @@ def permute_neurons(
         >>> group = PermutationGroup.over(state, {("a.bias", 0): "vec", ("b.weight", 1): "in"}, 3)
         >>> permute_neurons(state, [group], [torch.tensor([2, 0, 1])])
         {'a.bias': tensor([3., 1., 2.]), 'b.weight': tensor([[6., 4., 5.]])}
-
     """
     for group, order in zip(groups, orders, strict=True):
         identity = torch.arange(group.size)
@@ -211,15 +204,13 @@ def slice_neurons(
 
     Raises:
         ValueError: If indices are outside the range or repeated, a group that cannot change its size loses neurons, or
-            a
-            shape is wrong.
+            a shape is wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0, 3.0]), "b.weight": torch.tensor([[4.0, 5.0, 6.0]])}
         >>> group = PermutationGroup.over(state, {("a.bias", 0): "vec", ("b.weight", 1): "in"}, 3)
         >>> slice_neurons(state, [group], [torch.tensor([2, 0])])
         {'a.bias': tensor([3., 1.]), 'b.weight': tensor([[6., 4.]])}
-
     """
     for group, indices in zip(groups, kept, strict=True):
         _check_indices(group.name, indices, group.size)
@@ -233,8 +224,7 @@ def grow_neurons(
     """Places neurons at given indices of a wider network. New neurons are 0.
 
     Outgoing weights of new neurons are 0, so the network computes the same function. :func:`slice_neurons` with the
-    same
-    indices is the inverse.
+    same indices is the inverse.
 
     Args:
         state: Any entries of the network.
@@ -247,15 +237,13 @@ def grow_neurons(
 
     Raises:
         ValueError: If indices are outside the range or repeated, a group that cannot grow gets more neurons, or a shape
-            is
-            wrong.
+            is wrong.
 
     Example:
         >>> state = {"a.bias": torch.tensor([1.0, 2.0]), "b.weight": torch.tensor([[4.0, 5.0]])}
         >>> group = PermutationGroup.over(state, {("a.bias", 0): "vec", ("b.weight", 1): "in"}, 2)
         >>> grow_neurons(state, [group], [torch.tensor([2, 0])], [4])
         {'a.bias': tensor([2., 0., 1., 0.]), 'b.weight': tensor([[5., 0., 4., 0.]])}
-
     """
     sources = []
     for group, indices, size in zip(groups, assignments, sizes, strict=True):
@@ -277,8 +265,7 @@ def neuron_features(
     """Feature vectors to match the neurons of a group.
 
     Entries with the group on two axes (an LSTM's hidden-to-hidden weights) are excluded, because the values depend on
-    the
-    order of neurons. Integer entries and running statistics are also excluded.
+    the order of neurons. Integer entries and running statistics are also excluded.
 
     Args:
         state: Network entries, with all other groups in a common order across clients.
@@ -299,7 +286,6 @@ def neuron_features(
         >>> torch.cat(list(neuron_features(state, group).values()), 1)
         tensor([[1., 2., 5.],
                 [3., 4., 6.]])
-
     """
     for role in roles:
         check_option("roles", role, Role)

@@ -29,7 +29,6 @@ class PermutationCheck:
         module: The module.
         args: Positional inputs.
         kwargs: Named inputs.
-
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

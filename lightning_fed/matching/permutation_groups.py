@@ -41,15 +41,13 @@ class PermutationGroups:
     """Permutation groups of a module, in execution order.
 
     States are flat, such as ``module.state_dict()``, and may be incomplete. Orders, sizes and indices are given by
-    group
-    name; other groups are unchanged.
+    group name; other groups are unchanged.
 
     Attributes:
         groups: Permutation groups.
         order: Entry names in execution order. Unused entries are missing.
         tied: Name of the earlier entry for each tied entry.
         unknown: Number of calls for each operation without a rule. Affected neurons are not permuted.
-
     """
 
     groups: tuple[PermutationGroup, ...]
@@ -69,28 +67,21 @@ class PermutationGroups:
         """Finds the permutation groups of a module.
 
         The module is traced with `torch.export` in evaluation mode. Each position on an entry's axis is followed
-        through the
-        operations: positions that contribute to the same element belong to one neuron. Inputs, outputs and neurons used
-        in
-        operations without a rule are fixed, so groups may be missing but are never wrong.
+        through the operations: positions that contribute to the same element belong to one neuron. Inputs, outputs and
+        neurons used in operations without a rule are fixed, so groups may be missing but are never wrong.
 
         The groups are then checked with random values in the module. With all groups permuted, outputs must agree in
-        float64 up
-        to a relative error of 1e-9. Failing groups are removed with a warning. A growable group becomes fixed if the
-        module
-        fails or changes its outputs with additional neurons (zero outgoing weights), for example because of a fixed
-        width in the
-        code.
+        float64 up to a relative error of 1e-9. Failing groups are removed with a warning. A growable group becomes
+        fixed if the module fails or changes its outputs with additional neurons (zero outgoing weights), for example
+        because of a fixed width in the code.
 
         The module is restored. The check takes a few passes over the example, or some seconds for a large module: two
-        small
-        images suffice.
+        small images suffice.
 
         Args:
             module: LightningModule or any other module. ``forward`` must be deterministic in structure. Layers unused
-                in
-                evaluation are traced in training mode. Unused children raise a warning, because ``training_step`` may
-                use them.
+                in evaluation are traced in training mode. Unused children raise a warning, because ``training_step``
+                may use them.
             example_input: A tensor, a tuple of positional inputs, or a dictionary of named inputs, with at least two
                 examples.
             pin: Patterns for entry names (``"decoder.*"``) with fixed neurons.
@@ -111,7 +102,6 @@ class PermutationGroups:
             >>> permuted = groups.permute(net.state_dict(), {"0": order})
             >>> torch.equal(permuted["0.bias"], net[0].bias[order])
             True
-
         """
         tensors = entry_tensors(module)
         first: dict[int, str] = {}
@@ -166,7 +156,6 @@ class PermutationGroups:
 
         Raises:
             ValueError: If a group is unknown or cannot grow.
-
         """
         return replace(self, groups=tuple(resize_groups(self.groups, self._sizes(sizes))))
 
@@ -179,7 +168,6 @@ class PermutationGroups:
 
         Raises:
             ValueError: If a group is unknown or an order is invalid.
-
         """
         groups = [self[name] for name in orders]
         return self.tie(permute_neurons(state, groups, list(orders.values())))
@@ -193,7 +181,6 @@ class PermutationGroups:
 
         Raises:
             ValueError: If a group is unknown or cannot change its size, or an index is invalid.
-
         """
         indices = [torch.arange(group.size) for group in self.groups]
         for name, group_indices in kept.items():
@@ -212,7 +199,6 @@ class PermutationGroups:
 
         Raises:
             ValueError: If a group is unknown or cannot grow, or assignments are invalid.
-
         """
         indices = [torch.arange(group.size) for group in self.groups]
         for name, assignment in (assignments or {}).items():
@@ -228,7 +214,6 @@ class PermutationGroups:
             state: Entries of the module.
             name: Group name.
             roles: Roles to include.
-
         """
         return neuron_features(state, self[name], roles)
 

@@ -23,7 +23,6 @@ class Stage:
     Attributes:
         groups: Names of groups produced by the layers.
         entries: Names of the layers' entries.
-
     """
 
     groups: tuple[str, ...]
@@ -38,10 +37,8 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
     """Splits a network into stages, first to last.
 
     A stage contains all layers producing the neurons in one group: one layer in a chain (as in the paper), or all
-    blocks
-    of a residual stage. Layers with fixed outputs join the next stage. The last layers, such as the output layer, form
-    the
-    last stage.
+    blocks of a residual stage. Layers with fixed outputs join the next stage. The last layers, such as the output
+    layer, form the last stage.
 
     Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1, uses one stage per layer.
 
@@ -49,16 +46,14 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
         groups: Permutation groups of the network.
         names: Names of the exchanged entries. Tied entries appear under the first name.
         choice: ``"auto"``; the maximum number of stages (narrow neighbours are merged, the output layer last); or
-            patterns
-            for entry names by stage (the first match counts).
+            patterns for entry names by stage (the first match counts).
 
     Returns:
         Stages. Each entry belongs to one stage.
 
     Raises:
         ValueError: If there are no stages, an entry matches no stage, a stage has no entries, or the neurons of a group
-            are
-            produced in several stages or read before.
+            are produced in several stages or read before.
 
     Example:
         >>> import torch
@@ -67,7 +62,6 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
         >>> groups = PermutationGroups.of(net, torch.zeros(2, 2))
         >>> [stage.groups for stage in find_stages(groups, list(net.state_dict()))]
         [('0',), ('2',), ()]
-
     """
     choice = check_stages(choice)
     if not isinstance(choice, str | int):
@@ -96,7 +90,6 @@ def check_stages(choice: StageChoice) -> StageChoice:
 
     Raises:
         ValueError: If :func:`find_stages` does not support the choice.
-
     """
     if isinstance(choice, Sequence) and not isinstance(choice, str):
         is_right = len(choice) > 0 and all(_are_patterns(patterns) for patterns in choice)
@@ -129,7 +122,6 @@ def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[
         >>> groups, state = PermutationGroups.of(net, torch.zeros(2, 2)), net.state_dict()
         >>> find_outputs(groups, list(state), state)
         ['2.weight', '2.bias']
-
     """
     order = {name: index for index, name in enumerate(groups.order)}
     makers = {name for group in groups for (name, _), entry in group.entries.items() if entry.role != "in"}

@@ -37,7 +37,6 @@ class Call:
         arguments: All arguments by name, including defaults.
         shapes: Shape per result; ``None`` for other objects.
         has_many: Whether the operation returns several results.
-
     """
 
     name: str
@@ -85,7 +84,6 @@ class Tracer:
         elements: Ids for entries traced per element.
         unknown: Call counts for operations without a rule. All inputs are pinned.
         constant_id: Id for constants with a single value.
-
     """
 
     def __init__(self, state: Mapping[str, Tensor], rules: Mapping[str, Rule]) -> None:
@@ -104,7 +102,6 @@ class Tracer:
             program: Exported network.
             names: State entry for each parameter and buffer in the program.
             constants: Buffers outside the state, by name in the program.
-
         """
         signature = program.graph_signature
         targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}

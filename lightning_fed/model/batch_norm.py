@@ -54,7 +54,6 @@ class InputStatistics:
         ...     _ = net(torch.tensor([[1.0], [3.0]])), net(torch.tensor([[5.0], [7.0]]))
         >>> statistics.as_extras()["batch_norm:0:mean"]
         tensor([4.])
-
     """
 
     def __init__(self, layers: Mapping[str, nn.BatchNorm2d]) -> None:
@@ -109,7 +108,6 @@ def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | Non
     Example:
         >>> find_bad_statistics({"batch_norm:0:mean": torch.zeros(3)}, {"0.running_mean": torch.zeros(2)})
         "entry 'batch_norm:0:mean' does not fit the model"
-
     """
     fault = find_non_finite(extras)
     if fault is not None:
@@ -143,9 +141,8 @@ def limit_counts(
     """Replaces reported position counts in proportion to each client's counted examples.
 
     All clients get the median number of positions per example. Only proportions are limited: the client with the
-    largest
-    share of counted examples keeps all examples. With one counted example per client the pooled unbiased variance is
-    therefore a variance over examples.
+    largest share of counted examples keeps all examples. With one counted example per client the pooled unbiased
+    variance is therefore a variance over examples.
 
     Args:
         reports: Client statistics from :meth:`InputStatistics.as_extras`.
@@ -156,7 +153,6 @@ def limit_counts(
         >>> reports = [{"batch_norm:0:count": torch.tensor(64.0)}, {"batch_norm:0:count": torch.tensor(1e9)}]
         >>> [float(report["batch_norm:0:count"]) for report in limit_counts(reports, [4, 10], [4, 5])]
         [64.0, 80.0]
-
     """
     limited: list[State] = [dict(report) for report in reports]
     for name in {name for report in reports for name in report if name.endswith(":count")}:
@@ -174,10 +170,8 @@ def pool_statistics(
     """Mean and unbiased variance of a layer's input over all clients, float64; ``None`` if no client used the layer.
 
     With f malicious clients counts are ignored, and each channel excludes the f smallest and f largest values: first
-    among
-    the client means, then among the mean squared distances from the pooled mean. Both results stay within the range of
-    the
-    other clients. With equal counts and no malicious client, f = 0 gives the same result.
+    among the client means, then among the mean squared distances from the pooled mean. Both results stay within the
+    range of the other clients. With equal counts and no malicious client, f = 0 gives the same result.
 
     Args:
         reports: Mean, variance and count by client, from :meth:`InputStatistics.as_extras`.
@@ -193,7 +187,6 @@ def pool_statistics(
         >>> c = {**a, "batch_norm:0:mean": torch.tensor([1e6]), "batch_norm:0:count": torch.tensor(1e9)}
         >>> [value.item() for value in pool_statistics([a, b, c], "0", num_malicious=1)]
         [2.0, 6.0]
-
     """
     stacked = _stack_reports(reports, layer)
     if stacked is None:
@@ -215,8 +208,7 @@ def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malic
     r"""Difference between clients in a layer's inputs, as a share from 0 to 1.
 
     The result is the larger of two shares: the share of the pooled variance between client means, and the share of the
-    mean
-    squared variance between client variances, each averaged over channels:
+    mean squared variance between client variances, each averaged over channels:
 
     .. math:: \frac{1}{C} \sum_c \frac{\sum_k n_k (\mu_{kc} - \mu_c)^2}
               {\sum_k n_k \left(\sigma_{kc}^2 + (\mu_{kc} - \mu_c)^2\right)}, \qquad
@@ -224,9 +216,8 @@ def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malic
 
     Equal statistics give 0. Channels without variance are excluded. The second share excludes sampling noise for
     heavy-tailed inputs: a variance estimate has variance :math:`(\kappa - 1) \sigma^4 / n` with kurtosis
-    :math:`\kappa`,
-    assuming :math:`\kappa - 1 = 64`. Hence only layers with hundreds of positions per client show a difference in
-    variance.
+    :math:`\kappa`, assuming :math:`\kappa - 1 = 64`. Hence only layers with hundreds of positions per client show a
+    difference in variance.
 
     Args:
         reports: Mean, variance and count by client, from :meth:`InputStatistics.as_extras`.
@@ -244,7 +235,6 @@ def shift_between(reports: Sequence[Mapping[str, Tensor]], layer: str, num_malic
         0.5
         >>> round(shift_between([a, {**a, "batch_norm:0:var": torch.tensor([9.0])}], "0"), 2)
         0.36
-
     """
     stacked = _stack_reports(reports, layer)
     if stacked is None:
@@ -301,10 +291,8 @@ def recalibrate_batch_norm(
     """Replaces running statistics by statistics measured on data.
 
     The data pass through the module once, in evaluation mode except for BatchNorm layers. Use training batches:
-    BatchNorm
-    normalizes with batch statistics. Mean and variance cover all batches, for any momentum. Other tensors and unused
-    layers
-    do not change.
+    BatchNorm normalizes with batch statistics. Mean and variance cover all batches, for any momentum. Other tensors and
+    unused layers do not change.
 
     Args:
         module: Module, changed in place. Called with the inputs of each batch.
@@ -314,15 +302,13 @@ def recalibrate_batch_norm(
 
     Raises:
         ValueError: If there are no batches, a batch has no inputs or a single example, or the measured statistics are
-            not
-            finite. Then the module stays unchanged.
+            not finite. Then the module stays unchanged.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm1d(1))
         >>> recalibrate_batch_norm(net, [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0]])])
         >>> net[0].running_mean, net[0].running_var
         (tensor([4.]), tensor([6.6667]))
-
     """
     layers = batch_norm_layers(module)
     saved = [(buffer, buffer.clone()) for layer in layers.values() for buffer in layer.buffers(recurse=False)]

@@ -29,7 +29,6 @@ def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:
         >>> import torch
         >>> find_inputs([torch.zeros(1), torch.tensor([0])]), find_inputs({"y": 0, "image": torch.ones(1)})
         (tensor([0.]), tensor([1.]))
-
     """
     first = batch[0] if isinstance(batch, Sequence) and batch else batch
     return _find(batch, inputs, INPUT_KEYS, first, "inputs")
@@ -50,7 +49,6 @@ def find_target(batch: Any, target: BatchKey = None, keys: Sequence[str] = TARGE
         >>> import torch
         >>> find_target([torch.zeros(2, 1), torch.tensor([0, 1])]), find_target({"x": 0, "mask": torch.tensor([5])})
         (tensor([0, 1]), tensor([5]))
-
     """
     second = batch[1] if isinstance(batch, Sequence) and len(batch) > 1 else None
     return _find(batch, target, keys, second, "target")
@@ -66,7 +64,6 @@ def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
         >>> import torch
         >>> as_classes(torch.tensor([[1.0], [0.0]]), 2), as_classes(torch.zeros(2, 1, 8, 8), 4).shape
         (tensor([1, 0]), torch.Size([2, 8, 8]))
-
     """
     if labels.is_floating_point():
         if not bool((labels == labels.round()).all()):

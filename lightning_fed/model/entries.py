@@ -47,7 +47,6 @@ class Slot(NamedTuple):
         layer: Module with the tensor.
         attribute: Attribute name in ``layer``.
         tensor: The parameter or buffer.
-
     """
 
     path: str
@@ -62,7 +61,6 @@ def tensor_slots(module: nn.Module) -> list[Slot]:
     Example:
         >>> [slot.path for slot in tensor_slots(nn.Sequential(nn.Linear(2, 1)))]
         ['0.weight', '0.bias']
-
     """
     return [
         Slot(f"{path}.{name}" if path else name, layer, name, value)
@@ -78,7 +76,6 @@ def tensors_by_path(module: nn.Module) -> dict[str, Tensor]:
     Example:
         >>> list(tensors_by_path(nn.Sequential(nn.Linear(2, 1))))
         ['0.weight', '0.bias']
-
     """
     paths = {slot.tensor: slot.path for slot in reversed(tensor_slots(module))}
     return {path: tensor for tensor, path in reversed(paths.items())}
@@ -88,17 +85,14 @@ def live_entries(module: nn.Module) -> State:
     """Tensors that share memory with the module's state, by entry name: a write changes the module.
 
     Tied entries (one tensor with several names) appear once, under the first name. A complex tensor appears as a real
-    view
-    (:func:`torch.view_as_real`, shape ``(..., 2)``), so rules, steps and messages only handle real numbers. Entries
-    without
-    memory in the module are excluded: extra state, and copies created by ``state_dict``.
+    view (:func:`torch.view_as_real`, shape ``(..., 2)``), so rules, steps and messages only handle real numbers.
+    Entries without memory in the module are excluded: extra state, and copies created by ``state_dict``.
 
     Example:
         >>> layer = nn.Linear(2, 1)
         >>> _ = live_entries(layer)["bias"].fill_(3.0)
         >>> layer.bias.item()
         3.0
-
     """
     return {name: as_real(value) for name, value in _state_tensors(module, tensor_slots(module)).items()}
 
@@ -146,7 +140,6 @@ def entry_names(module: nn.Module) -> dict[Tensor, str]:
         >>> layer = nn.Linear(2, 1)
         >>> entry_names(layer)[layer.weight]
         'weight'
-
     """
     names, slots = _entry_names(module), tensor_slots(module)
     missing = [slot.path for slot in slots if slot.tensor.requires_grad and slot.tensor not in names]
@@ -176,7 +169,6 @@ def entry_tensors(module: nn.Module) -> dict[str, Tensor]:
         >>> layer = nn.Linear(2, 1)
         >>> entry_tensors(layer)["bias"] is layer.bias
         True
-
     """
     names = _entry_names(module)
     tensors = {name: tensor for tensor, name in reversed(names.items())}
@@ -191,7 +183,6 @@ def parameter_entries(module: nn.Module) -> dict[nn.Parameter, str]:
         >>> layer = nn.BatchNorm1d(2)
         >>> list(parameter_entries(layer).values())
         ['weight', 'bias']
-
     """
     names = entry_names(module)
     return {parameter: names[parameter] for parameter in module.parameters() if parameter in names}
@@ -204,7 +195,6 @@ def layer_entries(module: nn.Module, layer: nn.Module) -> list[str]:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
         >>> layer_entries(net, net[1])
         ['1.weight', '1.bias']
-
     """
     names = _entry_names(module)
     return list(dict.fromkeys(names[slot.tensor] for slot in tensor_slots(layer) if slot.tensor in names))
@@ -217,7 +207,6 @@ def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
         >>> layer_prefixes(net)[net[1]]
         '1.'
-
     """
     names, prefixes = _entry_names(module), dict[nn.Module, str]()
     for slot in tensor_slots(module):
@@ -235,15 +224,13 @@ def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> No
 
     Raises:
         ValueError: If a layer is lazy, a trained tensor or a running statistic in training mode has no entry, or
-            entries
-            overlap in memory.
+            entries overlap in memory.
 
     Example:
         >>> check_entries(nn.LazyLinear(2))
         Traceback (most recent call last):
             ...
         lightning_fed.errors.OptionError: Expected parameters with a shape, but ...
-
     """
     slots, owner = tensor_slots(module), type(module).__name__
     lazy = [slot.path for slot in slots if is_lazy(slot.tensor)]
@@ -323,7 +310,6 @@ def trainable_entries(module: nn.Module) -> frozenset[str]:
         >>> net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2))
         >>> sorted(trainable_entries(net))
         ['1.bias', '1.weight']
-
     """
     return frozenset(name for parameter, name in parameter_entries(module).items() if parameter.requires_grad)
 
@@ -337,7 +323,6 @@ def untrained_entries(module: nn.Module) -> frozenset[str]:
         >>> net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval())
         >>> sorted(untrained_entries(net))
         ['0.bias', '0.weight', '2.num_batches_tracked', '2.running_mean', '2.running_var']
-
     """
     names = entry_names(module)
     untrained: set[Tensor] = {parameter for parameter in module.parameters() if not parameter.requires_grad}
@@ -357,7 +342,6 @@ def identical_entries(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -
         >>> left = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2)}
         >>> sorted(identical_entries(left, {"a": torch.zeros(2), "b": torch.zeros(2).half(), "d": torch.zeros(2)}))
         ['a']
-
     """
     both = [name for name in left if name in right]
     same = {name for name in both if left[name] is right[name]}
@@ -377,7 +361,6 @@ def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
         >>> weight = torch.zeros(2)
         >>> tied_names({"a": weight, "b": weight, "c": torch.zeros(2)})
         {'a': 'a', 'b': 'a', 'c': 'c'}
-
     """
     first: dict[object, str] = {}
     memories = {name: _memory(value) for name, value in state.items()}
@@ -399,7 +382,6 @@ def load_entries(entries: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
 
     Raises:
         ValueError: If a name is unknown, or a shape or dtype differs. Then nothing is written.
-
     """
     fault = find_fault(state, {name: entries[name] for name in state if name in entries}, finite=False)
     if fault is not None:
@@ -419,7 +401,6 @@ def find_fault(state: Mapping[str, Tensor], reference: Mapping[str, Tensor], fin
     Example:
         >>> find_fault({"w": torch.zeros(2)}, {"w": torch.zeros(3)})
         "entry 'w' has shape (2,) instead of (3,)"
-
     """
     missing = [name for name in reference if name not in state]
     if missing:
@@ -459,7 +440,6 @@ def find_implausible(state: Mapping[str, Tensor]) -> str | None:
     Example:
         >>> find_implausible({"1.running_var": torch.tensor([1.0, -1.0])})
         "entry '1.running_var' is negative"
-
     """
     fault = find_non_finite(state) or _find_excessive(state)
     if fault is not None:
@@ -497,7 +477,6 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
     Example:
         >>> norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
         tensor(5.)
-
     """
     parts = norms(tensors)
     if not parts:
@@ -512,7 +491,6 @@ def distance(new: Mapping[str, Tensor], old: Mapping[str, Tensor], names: Iterab
     Example:
         >>> distance({"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)}, ["w", "b"])
         5.0
-
     """
     both = [name for name in names if name in new and name in old and new[name].shape == old[name].shape]
     return float(norm(differences((new[name], old[name]) for name in both))) if both else None
@@ -538,7 +516,6 @@ def entry_policies(
         >>> policies = entry_policies(net, personal=[nn.BatchNorm1d])
         >>> policies["0.weight"], policies["1.running_mean"]
         ('shared', 'personal')
-
     """
     names = list(live_entries(module))
     is_personal = select_entries(module, names, personal, "personal")
@@ -560,7 +537,6 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
 
     Raises:
         ValueError: If a selector matches nothing, or matches a tied entry but not its first name.
-
     """
     names = list(names)
     tied = tied_names({name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)})
@@ -615,7 +591,6 @@ def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
     Example:
         >>> check_selectors("personal", ["head.*", nn.BatchNorm2d])
         ('head.*', <class 'torch.nn.modules.batchnorm.BatchNorm2d'>)
-
     """
     if isinstance(selectors, str) or not isinstance(selectors, Iterable):
         raise ValueError(f"Expected `{name}` to be a list, such as ['head.*', nn.BatchNorm2d], but got {selectors!r}.")
@@ -649,7 +624,6 @@ def is_running_statistic(name: str) -> bool:
     Example:
         >>> is_running_statistic("net.1.running_var"), is_running_statistic("net.1.weight")
         (True, False)
-
     """
     return name.rpartition(".")[2] in ("running_mean", "running_var")
 

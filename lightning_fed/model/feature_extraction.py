@@ -44,15 +44,13 @@ def extract_features(
 
     Raises:
         ValueError: If ``max_samples`` is below 1, the layer is missing or unused, a batch has no inputs, or there are
-            no
-            batches.
+            no batches.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
         >>> batches = [(torch.zeros(2, 1, 8, 8), torch.zeros(2, 6, 6))] * 3
         >>> extract_features(net, batches, max_samples=100).shape
         torch.Size([100, 4])
-
     """
     if max_samples is not None:
         check_count("max_samples", max_samples)

@@ -18,7 +18,6 @@ class LogitsLayer(nn.Module):
 
     Attributes:
         num_classes: Number of classes.
-
     """
 
     num_classes: int
@@ -30,7 +29,6 @@ class FeatureLayer(NamedTuple):
     Attributes:
         path: Layer name as in ``named_modules``.
         side: ``"input"`` or ``"output"``.
-
     """
 
     path: str
@@ -60,7 +58,6 @@ def find_feature_layer(module: nn.Module, classifier: str | None = None) -> Feat
     Example:
         >>> find_feature_layer(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 2)))
         FeatureLayer(path='3', side='input')
-
     """
     for name, layer in trained_layers(module):
         encoder = encoder_of(layer)
@@ -75,7 +72,6 @@ def encoder_of(layer: nn.Module) -> str | None:
     Example:
         >>> encoder_of(nn.ModuleDict({"backbone": nn.Conv2d(1, 4, 3), "classifier": nn.Conv2d(4, 2, 1)}))
         'backbone'
-
     """
     parts = dict(layer.named_children())
     for encoder, followers in (("encoder", ("decoder", "segmentation_head")), ("backbone", ("classifier",))):
@@ -89,7 +85,6 @@ def require_classifier(module: nn.Module) -> str:
 
     Raises:
         ValueError: If no layer is found.
-
     """
     classifier = find_classifier(module)
     if classifier is None:
@@ -104,8 +99,7 @@ def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str |
     """Finds the layer with the logits as output.
 
     The layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`, else the result of ``get_classifier()`` (timm),
-    else
-    the ``segmentation_head`` (``segmentation_models_pytorch``), else the last linear or convolutional layer.
+    else the ``segmentation_head`` (``segmentation_models_pytorch``), else the last linear or convolutional layer.
 
     Args:
         module: Model, or a module with the model inside. Untrained networks, such as a teacher, are excluded.
@@ -117,7 +111,6 @@ def find_classifier(module: nn.Module, optimized: Collection[int] = ()) -> str |
     Example:
         >>> find_classifier(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
         '2'
-
     """
     layers = dict(trained_layers(module, optimized))
     names = {id(layer): name for name, layer in layers.items()}
@@ -141,7 +134,6 @@ def count_classes(module: nn.Module, optimized: Collection[int] = ()) -> int | N
     Example:
         >>> count_classes(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
         2
-
     """
     name = find_classifier(module, optimized)
     if name is None:
@@ -173,7 +165,6 @@ class FeatureTap:
         features: Features from the last forward pass, detached, shape ``(N, d)`` or ``(N, d, *size)``. Later in-place
             layers can change the values.
         on_features: Called with the features in every forward pass, before later layers.
-
     """
 
     def __init__(self, layer: FeatureLayer, channels_last: bool) -> None:
@@ -202,14 +193,12 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
     """Reads a layer's features within the context.
 
     Models compiled before do not call the hook: add :func:`without_compiled_code`. For models compiled inside the
-    context
-    the hook runs outside the compiled graphs.
+    context the hook runs outside the compiled graphs.
 
     Args:
         module: Model, or a module with the model inside.
         layer: Layer name, and input or output. The first of several inputs, the last of several feature maps (encoders)
-            and
-            the entry ``"out"`` of a dictionary are used. Channels are last for linear layers, otherwise second.
+            and the entry ``"out"`` of a dictionary are used. Channels are last for linear layers, otherwise second.
 
     Raises:
         ValueError: If the layer is missing.
@@ -220,7 +209,6 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
         ...     _ = net(torch.zeros(5, 2))
         >>> tap.features.shape
         torch.Size([5, 3])
-
     """
     layers = dict(module.named_modules())
     if layer.path not in layers:
@@ -248,7 +236,6 @@ def has_channels_last(layer: nn.Module) -> bool:
     Example:
         >>> has_channels_last(nn.Linear(2, 3)), has_channels_last(nn.Conv1d(2, 3, 1))
         (True, False)
-
     """
     return isinstance(layer, nn.Linear | LogitsLayer)
 
@@ -280,7 +267,6 @@ def trained_layers(module: nn.Module, optimized: Collection[int] = ()) -> Iterat
         >>> teacher = nn.Sequential(nn.Linear(2, 1)).requires_grad_(False)
         >>> [name for name, _ in trained_layers(nn.ModuleDict({"student": nn.Linear(2, 1), "teacher": teacher}))]
         ['', 'student']
-
     """
     trained = set(optimized) or {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     dropped: list[str] = []

@@ -14,9 +14,8 @@ def shuffled_state(state: Mapping[str, Tensor], names: Collection[str], seed: in
     """Draws new initial parameters by shuffling the elements of each tensor.
 
     Shuffling preserves the scale of any initialization. The result is an independent draw if all elements of a tensor
-    are
-    independent and identically distributed. Zeros keep their positions, for example in biases, padding rows or pruned
-    weights. Orthogonal and pretrained weights are destroyed.
+    are independent and identically distributed. Zeros keep their positions, for example in biases, padding rows or
+    pruned weights. Orthogonal and pretrained weights are destroyed.
 
     Args:
         state: Initial entries by name.
@@ -31,7 +30,6 @@ def shuffled_state(state: Mapping[str, Tensor], names: Collection[str], seed: in
         >>> shuffled_state(state, ["weight"], seed=1)
         {'weight': tensor([[0., 2.],
                 [3., 1.]]), 'running_mean': tensor([4., 5.])}
-
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = dict(state)

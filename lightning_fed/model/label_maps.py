@@ -36,7 +36,6 @@ def class_indices(
     Example:
         >>> class_indices(torch.tensor([0, 1, 2, 255]), num_classes=3, exclude_classes=[0]).tolist()
         [3, 1, 2, 3]
-
     """
     check_count("num_classes", num_classes)
     ignore_index = void_label(ignore_index, num_classes)
@@ -67,7 +66,6 @@ def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
     Example:
         >>> void_label("auto", 21), void_label("auto", 300), void_label(-1, 300)
         (255, None, -1)
-
     """
     if ignore_index != "auto":
         return ignore_index
@@ -89,7 +87,6 @@ def resize_labels(labels: Tensor, size: Sequence[int]) -> Tensor:
     Example:
         >>> resize_labels(torch.tensor([[[0, 0, 1, 1], [255, 255, 1, 0]]]), (1, 2)).tolist()
         [[[0, 1]]]
-
     """
     for dim, length in enumerate(size, start=1):
         if labels.shape[dim] != length:

@@ -31,7 +31,6 @@ class WidthRatio(NamedTuple):
         out_width: First width.
         consumer: Layer or entry with the second width.
         in_width: Second width.
-
     """
 
     producer: str
@@ -51,7 +50,6 @@ def find_width_ratios(module: nn.Module) -> list[WidthRatio]:
         ...     print(*ratio)
         2.weight 2 2.bias 2
         0 4 2 36
-
     """
     ratios = [ratio for name, layer in module.named_modules() for ratio in _ratios_within(name, layer)]
     for name, layer in module.named_modules():

@@ -25,8 +25,7 @@ def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Loads a state with any widths into a module, for example from a checkpoint.
 
     `Parameter` objects stay the same, so optimizers, tied weights and hooks keep working. Optimizer states and
-    gradients
-    for parameters with a new shape become invalid; gradients are dropped. Layer attributes (``out_channels``,
+    gradients for parameters with a new shape become invalid; gradients are dropped. Layer attributes (``out_channels``,
     ``num_features``, ``hidden_size``, depthwise groups) follow.
 
     Args:
@@ -42,7 +41,6 @@ def resize_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         >>> resize_module(net, wide)
         >>> net[0].out_features, net(torch.ones(4, 2)).shape
         (5, torch.Size([4, 1]))
-
     """
     tensors = entry_tensors(module)
     for name, value in state.items():
@@ -80,7 +78,6 @@ def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: If an entry has a different number of axes, or widths no longer match within a layer or along an
             ``nn.Sequential``. Then the module stays unchanged.
-
     """
     tensors = entry_tensors(module)
     resized = {

@@ -6,7 +6,6 @@ with batch statistics, as in domain adaptation (AdaBN).
 References:
     Andreux et al., "Siloed Federated Learning for Multi-Centric Histopathology Datasets", DART 2020.
     Li et al., "Adaptive Batch Normalization for practical domain adaptation", Pattern Recognition 80, 2018.
-
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class UnseenStatistics:
     """Makes BatchNorm layers in evaluation mode normalize with batch statistics.
 
     Each layer uses the batch's mean and biased variance, as in training. Predictions depend on the batch: use batches
-    with
-    many examples from one source. A layer with one value per channel (global pooling of one image) returns the bias.
+    with many examples from one source. A layer with one value per channel (global pooling of one image) returns the
+    bias.
 
     Layers in training mode or without running statistics are unchanged. The module's tensors are not changed. Compiled
     models run eagerly, because compiled code does not call new hooks.
@@ -47,7 +46,6 @@ class UnseenStatistics:
         >>> with UnseenStatistics(net):
         ...     net(batch).squeeze().tolist()
         [-0.9999949932098389, 0.9999949932098389]
-
     """
 
     def __init__(self, module: nn.Module, layers: Iterable[str] | None = None) -> None:
@@ -93,6 +91,5 @@ class UnseenStatistics:
 
         Returns:
             Two tensors with shape ``(1, C)`` or ``(N, C)``.
-
         """
         return values.mean((0, 2)).unsqueeze(0), values.var((0, 2), correction=0).unsqueeze(0)

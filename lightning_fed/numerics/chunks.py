@@ -22,7 +22,6 @@ def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
     Example:
         >>> [len(chunk) for chunk in cache_chunks(torch.zeros(3, 20_000))]
         [32768, 27232]
-
     """
     flat = value.reshape(-1)
     if value.device.type != "cpu" or len(flat) <= _CACHED_ELEMENTS:
@@ -46,7 +45,6 @@ def chunk_steps(count: int, width: int, positions: int, elements: int | None = N
     Example:
         >>> chunk_steps(100, 4, 10, elements=80), chunk_steps(100, 4, 10, elements=20)
         ((2, 10), (1, 5))
-
     """
     elements = CHUNK_ELEMENTS if elements is None else elements
     pixels = max(1, min(positions, elements // max(1, width)))

@@ -23,7 +23,6 @@ def squared_distances(samples: Tensor, references: Tensor, shift: Tensor) -> Ten
     Example:
         >>> squared_distances(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0]]), torch.zeros(2).double())
         tensor([[25.]], dtype=torch.float64)
-
     """
     samples, references = samples.double() - shift, references.double() - shift
     lengths = samples.square().sum(1).unsqueeze(1) + references.square().sum(1)

@@ -19,7 +19,6 @@ class Float64States(Metric):
 
     Attributes:
         float64_states: Names of the float64 states, all tensors.
-
     """
 
     float64_states: ClassVar[tuple[str, ...]] = ()

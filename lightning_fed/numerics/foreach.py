@@ -25,7 +25,6 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     Example:
         >>> copies([torch.ones(2), torch.tensor(3)])
         [tensor([1., 1.]), tensor(3)]
-
     """
     made = [torch.empty_like(value) for value in tensors]
     copy_into(made, tensors)
@@ -47,7 +46,6 @@ def add_in_float64(sums: Sequence[Tensor], values: Sequence[Tensor], weight: flo
         sums: Tensors with dtype float64 or complex128.
         values: Tensors with the same shapes and any dtype.
         weight: Factor for all values.
-
     """
     if _are_on_the_cpu(sums):
         for total, value in zip(sums, values, strict=True):
@@ -76,7 +74,6 @@ def are_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
     Example:
         >>> are_equal([torch.ones(2), torch.zeros(1)], [torch.ones(2), torch.ones(1)])
         [True, False]
-
     """
     if _are_on_the_cpu(left):
         return [torch.equal(one, other) for one, other in zip(left, right, strict=True)]
@@ -90,7 +87,6 @@ def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
     Example:
         >>> norms([torch.tensor([3.0, 4.0]), torch.tensor([2])])
         [tensor(5.), tensor(2.)]
-
     """
     return [
         at_least_float32(length)

@@ -23,7 +23,6 @@ def to_float64(value: Tensor, copy: bool = False) -> Tensor:
     Example:
         >>> to_float64(torch.tensor([1, 2]))
         tensor([1., 2.], dtype=torch.float64)
-
     """
     moved = value.to(float64_device(value.device))
     return moved.to(torch.complex128 if value.is_complex() else torch.float64, copy=copy)
@@ -35,7 +34,6 @@ def cast_back(value: Tensor, like: Tensor) -> Tensor:
     Example:
         >>> cast_back(torch.tensor([0.5], dtype=torch.float64), torch.tensor([1.0]))
         tensor([0.5000])
-
     """
     return value.to(like.dtype).to(like.device)
 
@@ -46,7 +44,6 @@ def at_least_float32(value: Tensor) -> Tensor:
     Example:
         >>> at_least_float32(torch.tensor([0.5], dtype=torch.float16))
         tensor([0.5000])
-
     """
     return value if value.dtype == torch.float64 else value.float()
 
@@ -57,6 +54,5 @@ def as_real(value: Tensor) -> Tensor:
     Example:
         >>> as_real(torch.tensor([1 + 2j])), as_real(torch.tensor([3.0]))
         (tensor([[1., 2.]]), tensor([3.]))
-
     """
     return torch.view_as_real(value) if value.is_complex() else value

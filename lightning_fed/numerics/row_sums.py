@@ -36,7 +36,6 @@ class RowSums:
         >>> sums.add(torch.tensor([2]), torch.tensor([[4.0]]), weight=3)
         >>> sums.mean(torch.zeros(4, 1)).flatten(), sums.mean(torch.zeros(4, 1), "per_row").flatten()
         (tensor([0.0000, 0.7500, 5.0000, 0.0000]), tensor([0., 3., 5., 0.]))
-
     """
 
     def __init__(self) -> None:
@@ -58,7 +57,6 @@ class RowSums:
             rows: Distinct row indices: int64, shape ``(rows,)``.
             values: Row values, shape ``(rows, *)``.
             weight: Client weight, not negative.
-
         """
         sums = to_float64(values.detach(), copy=True).mul_(weight)
         self.add_sums(rows, sums, sums.new_full((len(rows),), weight))
@@ -91,7 +89,6 @@ class RowSums:
 
         Raises:
             ValueError: If ``weighting`` is unknown.
-
         """
         check_option("row_weighting", weighting, ("global", "per_row"))
         self._merge_parts()
@@ -130,7 +127,6 @@ def find_bad_rows(rows: Tensor, table: Tensor) -> str | None:
     Example:
         >>> find_bad_rows(torch.tensor([2, 1]), torch.zeros(3, 2))
         'its rows are not strictly increasing'
-
     """
     if rows.dtype != torch.int64 or rows.ndim != 1:
         return f"its rows are {rows.dtype} of shape {tuple(rows.shape)} instead of int64 of shape (rows,)"
@@ -147,7 +143,6 @@ def is_increasing(values: Tensor) -> bool:
     Example:
         >>> is_increasing(torch.tensor([2**31 - 1, -(2**31), 0], dtype=torch.int32))
         False
-
     """
     # Comparison, because differences can overflow.
     return bool((values[1:] > values[:-1]).all())

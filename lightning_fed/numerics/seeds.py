@@ -15,7 +15,6 @@ def client_key(client: Client) -> int:
     Example:
         >>> client_key(7) == client_key(7), client_key(7) == client_key("7")
         (True, False)
-
     """
     name = f"{'s' if isinstance(client, str) else 'i'}:{client}"
     return int.from_bytes(hashlib.sha256(name.encode(errors="surrogatepass")).digest()[:8], "big")
@@ -27,6 +26,5 @@ def derive_seed(seed: int, *keys: int) -> int:
     Example:
         >>> derive_seed(0, 1) == derive_seed(0, 1), derive_seed(0, 1) == derive_seed(1, 0)
         (True, False)
-
     """
     return int(np.random.SeedSequence([seed, *keys]).generate_state(1)[0])

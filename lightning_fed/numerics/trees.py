@@ -16,7 +16,6 @@ def tree_leaves(tree: Any) -> list[Any]:
     Example:
         >>> tree_leaves({"a": (1, [2]), "b": "c"})
         [1, 2, 'c']
-
     """
     leaves: list[Any] = _pytree.tree_leaves(tree)
     return leaves
@@ -28,7 +27,6 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     Example:
         >>> map_leaves(lambda leaf: leaf + 1, {"a": (1, [2])})
         {'a': (2, [3])}
-
     """
     return _pytree.tree_map(function, tree)
 
@@ -39,7 +37,6 @@ def move_tensors(tree: Any, device: torch.device | None) -> Any:
     Example:
         >>> move_tensors((torch.zeros(1), "c"), torch.device("meta"))
         (tensor(..., device='meta', size=(1,)), 'c')
-
     """
     return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
 
@@ -52,6 +49,5 @@ def move_beside(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> d
     Example:
         >>> move_beside({"w": torch.ones(2)}, {"w": torch.zeros(3, device="meta")})["w"].device
         device(type='meta')
-
     """
     return {name: value.to(state[name].device) if name in state else value for name, value in tensors.items()}

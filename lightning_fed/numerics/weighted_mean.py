@@ -21,10 +21,9 @@ class WeightedMean:
     .. math:: \bar w = \frac{\sum_k a_k w_k}{\sum_k a_k}
 
     Floating-point entries are summed in float64 and cast back once, in :meth:`mean`. Hence the mean of identical
-    float32
-    states is exact and independent of the client order. Integer and boolean entries (``num_batches_tracked``) take the
-    value from the state with the largest ``size``, or the largest value among equal sizes. :class:`RowSums` averages
-    entries with partial rows.
+    float32 states is exact and independent of the client order. Integer and boolean entries (``num_batches_tracked``)
+    take the value from the state with the largest ``size``, or the largest value among equal sizes. :class:`RowSums`
+    averages entries with partial rows.
 
     The mean is a monoid: :meth:`merge` adds the states from another process.
 
@@ -39,7 +38,6 @@ class WeightedMean:
         >>> mean.add({"w": torch.tensor([3.0])}, weight=3, size=3)
         >>> mean.mean()
         {'w': tensor([2.5000])}
-
     """
 
     def __init__(self) -> None:
@@ -60,15 +58,13 @@ class WeightedMean:
 
         Args:
             state: Entries of any shape, with equal names and shapes in all states. A missing floating-point entry
-                counts as
-                unchanged from ``base`` in :meth:`mean`.
+                counts as unchanged from ``base`` in :meth:`mean`.
             weight: Weight, not negative.
             size: Number of examples. Integer entries of the state with the largest size are kept.
             rows: Row indices for each partial entry: int64, shape ``(rows,)``.
 
         Raises:
             ValueError: If ``weight`` is negative or not finite.
-
         """
         if not 0 <= weight < float("inf"):
             raise ValueError(f"Expected `weight` to be finite and not negative, but got {weight}.")
@@ -115,13 +111,11 @@ class WeightedMean:
 
         Args:
             base: State before the round, required for partial entries. Missing entries count with the value in
-                ``base``, or 0
-                without ``base``.
+                ``base``, or 0 without ``base``.
             row_weighting: Weighting for partial rows, see :meth:`RowSums.mean`.
 
         Raises:
             ValueError: If no state has a positive weight.
-
         """
         if self.total <= 0:
             raise ValueError("Expected at least one state with a positive weight before `mean`.")

@@ -32,13 +32,10 @@ class Budget:
     r"""Privacy budget over rounds (unit: a client) or over DP-SGD steps (unit: an example).
 
     For :class:`DPSGD` read examples, batches and steps instead of clients, cohorts and rounds. With ``"poisson"``
-    sampling
-    each client is drawn independently, and neighbouring populations differ by the presence of one client: a sum of
-    updates
-    with norm at most C gets noise with standard deviation :math:`z C`. With ``"fixed"`` sampling the cohort size is
-    fixed,
-    and neighbouring populations replace one client: the sum changes by up to 2 C, so the standard deviation is
-    :math:`2 z C`.
+    sampling each client is drawn independently, and neighbouring populations differ by the presence of one client: a
+    sum of updates with norm at most C gets noise with standard deviation :math:`z C`. With ``"fixed"`` sampling the
+    cohort size is fixed, and neighbouring populations replace one client: the sum changes by up to 2 C, so the standard
+    deviation is :math:`2 z C`.
 
     Args:
         noise_multiplier: Noise multiplier :math:`z`.
@@ -54,7 +51,6 @@ class Budget:
     Example:
         >>> Budget(noise_multiplier=2.0, delta=1e-3, population=100, cohort=10).sampling
         'poisson'
-
     """
 
     noise_multiplier: float
@@ -82,7 +78,6 @@ class Budget:
         Raises:
             ValueError: If ``rounds`` is negative or not an integer.
             ModuleNotFoundError: If ``dp-accounting`` is not installed.
-
         """
         if check_count("rounds", rounds, 0) == 0:
             return 0.0
@@ -116,7 +111,6 @@ def calibrate(
     Raises:
         ValueError: If an argument is outside its range, or a noise multiplier of 10,000 does not suffice.
         ModuleNotFoundError: If ``dp-accounting`` is not installed.
-
     """
     check_positive("epsilon", epsilon)
     check_count("rounds", rounds)
@@ -167,7 +161,6 @@ def plan_budget(
 
     Raises:
         ValueError: If ``epsilon`` is used and the number of rounds is unknown.
-
     """
     if noise_multiplier is not None:
         return Budget(noise_multiplier, delta, population, cohort, sampling, accountant)

@@ -32,7 +32,6 @@ class Audit:
         num_correct: Number of correct guesses.
         lower_bound: Lower bound for epsilon, at the requested confidence.
         claimed: Epsilon according to the accountant.
-
     """
 
     num_canaries: int
@@ -55,10 +54,8 @@ def audit_mean(
 
     Each canary is included with probability 1/2. Included canaries send an update with the clipping norm in a separate
     direction whenever they are sampled. Afterwards the canaries with the largest component in the model are guessed to
-    be
-    included, and the canaries with the smallest component to be excluded. Sampling, update checks, sums and noise are
-    the
-    same as in a fit; training is skipped.
+    be included, and the canaries with the smallest component to be excluded. Sampling, update checks, sums and noise
+    are the same as in a fit; training is skipped.
 
     Args:
         budget: Privacy budget, with at least as many clients as canaries.
@@ -79,7 +76,6 @@ def audit_mean(
         >>> audit = audit_mean(Budget(0.5, 1e-3, 100, 100), rounds=1, num_canaries=100)  # doctest: +SKIP
         >>> audit.lower_bound < audit.claimed  # doctest: +SKIP
         True
-
     """
     if not 1 <= check_count("num_canaries", num_canaries) <= budget.population:
         raise ValueError(f"Expected `num_canaries` to be at most {budget.population}, but got {num_canaries}.")
@@ -131,7 +127,6 @@ def empirical_epsilon(
 
     References:
         Steinke et al., NeurIPS 2023, Theorem 5.2 and Appendix D.
-
     """
 
     def p_value(epsilon: float) -> float:

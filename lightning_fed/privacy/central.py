@@ -53,17 +53,14 @@ class CentralDP(UpdateStep):
     r"""Central differential privacy: bounds the information about any single client in the model.
 
     Clients clip their updates, and the server adds noise to the sum. The server sees single updates. The model and the
-    log
-    contain no other client information.
+    log contain no other client information.
 
     .. math:: w_{t+1} = w_t + \frac{1}{q N} \left( \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right) +
         \mathcal{N}(0, z_\Delta^2 C^2 I) \right)
 
     The denominator is the expected cohort size, not the actual size, and all clients have equal weight. The norm covers
-    all
-    shared floating-point entries. Updates longer than C, beyond rounding errors, are excluded; rounding excess is
-    clipped
-    again. Integer entries keep the server's value.
+    all shared floating-point entries. Updates longer than C, beyond rounding errors, are excluded; rounding excess is
+    clipped again. Integer entries keep the server's value.
 
     With ``adaptive`` the clipping norm tracks a quantile :math:`\gamma` of the update norms:
 
@@ -74,13 +71,11 @@ class CentralDP(UpdateStep):
 
     The noise is a function of (key, round, entry). A round repeated after a crash has the same noise, because different
     noise would be a second release. The bound holds against observers of all global models; the server is trusted.
-    Useful
-    bounds need many clients: for 12 of 12 clients, 50 rounds and :math:`z = 1`, epsilon is 44.4 at :math:`\delta =
-    0.01`.
+    Useful bounds need many clients: for 12 of 12 clients, 50 rounds and :math:`z = 1`, epsilon is 44.4 at
+    :math:`\delta = 0.01`.
 
     The rule must be ``fedavg``. Callbacks without extra messages (``fedprox``, ``fedper``, ``fedrep``, ``fedbn``) and
-    inner
-    steps such as server optimizers are supported. Other rules are refused.
+    inner steps such as server optimizers are supported. Other rules are refused.
 
     Args:
         clip: Clipping norm C over all shared parameters; with ``adaptive`` the initial norm.
@@ -97,8 +92,7 @@ class CentralDP(UpdateStep):
 
     Attributes:
         count_noise: With ``adaptive``: standard deviation :math:`\sigma_b` of the noise on the count of unclipped
-            updates,
-            as a fraction of the expected cohort size.
+            updates, as a fraction of the expected cohort size.
         clip: Clipping norm for the next round.
         rounds: Number of released rounds.
         budget: Privacy budget; ``None`` before :meth:`begin`.
@@ -110,11 +104,10 @@ class CentralDP(UpdateStep):
 
     Note:
         Logs ``privacy/epsilon`` and ``privacy/delta`` over all rounds, ``privacy/noise_std`` (of the sum, per
-        coordinate)
-        and ``privacy/clip``; with ``adaptive`` also ``privacy/clipped_share``, from the noised count. Client sampling
-        and
-        noise derive from a secret key in the checkpoints: anyone with a checkpoint can remove the noise. Noise is drawn
-        with floating-point numbers, without protection against attacks on the last bits (Mironov 2012).
+        coordinate) and ``privacy/clip``; with ``adaptive`` also ``privacy/clipped_share``, from the noised count.
+        Client sampling and noise derive from a secret key in the checkpoints: anyone with a checkpoint can remove the
+        noise. Noise is drawn with floating-point numbers, without protection against attacks on the last bits (Mironov
+        2012).
 
     Example:
         >>> from lightning_fed import Federation
@@ -124,7 +117,6 @@ class CentralDP(UpdateStep):
 
     References:
         McMahan et al., ICLR 2018, Algorithm 1.
-
     """
 
     reveals: Literal["model"] = "model"
@@ -183,7 +175,6 @@ class CentralDP(UpdateStep):
 
         Raises:
             ValueError: If no noise reaches ``epsilon``.
-
         """
         known = None if self.budget is None else self.budget.noise_multiplier  # of a resumed fit
         return plan_budget(
@@ -206,7 +197,6 @@ class CentralDP(UpdateStep):
 
         Raises:
             ValueError: If the resumed fit had a different budget, or the count requires more noise.
-
         """
         if self.budget is not None and self.budget != budget:
             raise OptionError(f"Expected the budget that the rounds so far had, {self.budget}, but got {budget}.")
@@ -225,7 +215,6 @@ class CentralDP(UpdateStep):
 
         Raises:
             ValueError: If z is at least twice the noise of the count.
-
         """
         assert self.budget is not None
         z = self.budget.noise_multiplier
@@ -287,7 +276,6 @@ class CentralDP(UpdateStep):
 
         Raises:
             ClientFault: If server and client have different clipping norms.
-
         """
         clip = float(sent.extras[CLIP])
         if clip != self.clip and not self.adaptive:
@@ -319,7 +307,6 @@ class CentralDP(UpdateStep):
 
         Raises:
             RuntimeError: If called before :meth:`begin`.
-
         """
         if self.budget is None or self.key is None:
             raise RuntimeError("`CentralDP` must `begin` before its first round.")
@@ -373,7 +360,6 @@ class CentralDP(UpdateStep):
             name: Entry name; empty for the count of unclipped updates.
             shape: Shape of the entry.
             std: Standard deviation.
-
         """
         assert self.key is not None
         entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
@@ -390,7 +376,6 @@ class PrivateSum(Held):
 
     Args:
         step: Update step.
-
     """
 
     def __init__(self, step: CentralDP) -> None:
@@ -405,7 +390,6 @@ class PrivateSum(Held):
 
         Raises:
             BadUpdate: If the update is too long or contains extra values without noise.
-
         """
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
@@ -441,7 +425,6 @@ class PrivacyBudget(FederatedCallback):
 
     Args:
         step: Update step with the noise.
-
     """
 
     supports_vectorize = True
@@ -456,7 +439,6 @@ class PrivacyBudget(FederatedCallback):
         Raises:
             MisconfigurationException: If clients send other values.
             ValueError: If no noise reaches the budget.
-
         """
         federation, step = find_federation(trainer), self.step
         refuse_other_messages(trainer)
@@ -528,7 +510,6 @@ def refuse_other_messages(trainer: L.Trainer) -> None:
 
     Raises:
         MisconfigurationException: If a callback may send more.
-
     """
     for callback in federated_callbacks(trainer):
         for hook in ("on_client_request", "on_client_end"):
@@ -569,7 +550,6 @@ def refuse_statistics(module: L.LightningModule, federation: Federation, how: st
 
     Raises:
         MisconfigurationException: If statistics are shared.
-
     """
     option, statistics = federation.options.batch_norm, sorted(batch_norm_statistics(module))
     is_local = option.unseen != "pooled" if isinstance(option, LocalStatistics) else option in _LOCAL_TREATMENTS
@@ -591,7 +571,6 @@ def clip_factor(length: float, clip: float) -> float:
     Example:
         >>> clip_factor(4.0, 1.0), clip_factor(0.0, 1.0)
         (0.25, 1.0)
-
     """
     return clip / length if length > clip else 1.0
 

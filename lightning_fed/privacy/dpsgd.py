@@ -61,7 +61,6 @@ class _Account:
         batch_size: Expected batch size.
         steps: Number of steps so far.
         last: Number of steps in the last visit; 1 without a federation.
-
     """
 
     num_samples: int
@@ -102,23 +101,19 @@ class DPSGD(FederatedCallback):
         \mathcal{N}(0, z^2 C^2 I) \right)
 
     The module's optimizer steps with :math:`\tilde g`; :math:`B` is the loader's batch size. In segmentation an example
-    is
-    an image. Per-example gradients use Opacus' layer rules (``pip install 'lightning-fed[privacy]'``) in one backward
-    pass;
-    the module is not changed. The loss must be a mean over examples. The first batch of each visit checks this on a few
-    examples.
+    is an image. Per-example gradients use Opacus' layer rules (``pip install 'lightning-fed[privacy]'``) in one
+    backward pass; the module is not changed. The loss must be a mean over examples. The first batch of each visit
+    checks this on a few examples.
 
     In a federation the unit is an example on one client. The bound holds against observers of the client's updates,
     including the server. Each client has a separate account with its number of examples and steps. Clients may only
-    send
-    values derived from noised steps, so other methods are refused. **The number of examples is not protected**, nor are
-    values logged in ``training_step``.
+    send values derived from noised steps, so other methods are refused. **The number of examples is not protected**,
+    nor are values logged in ``training_step``.
 
     On Flower, noise, batches and accounts belong to the client. Each visit draws a new key and discards the key
-    afterwards.
-    A repeated visit is therefore another release and is charged again. The account is a file in the client's ``store``,
-    shared by all fits. A client without remaining ``max_epsilon`` reports a failure. Epsilon appears in the client's
-    log.
+    afterwards. A repeated visit is therefore another release and is charged again. The account is a file in the
+    client's ``store``, shared by all fits. A client without remaining ``max_epsilon`` reports a failure. Epsilon
+    appears in the client's log.
 
     Args:
         max_grad_norm: Clipping norm C of an example gradient, over all trained parameters.
@@ -137,28 +132,23 @@ class DPSGD(FederatedCallback):
         ValueError: If an argument is outside its range, or both or neither of ``noise_multiplier`` and ``epsilon`` are
             given; in a fit, if ``epsilon`` is given and the number of epochs is unlimited.
         MisconfigurationException: In a fit without possible privacy: BatchNorm and other layers that mix examples,
-            manual
-            optimization, accumulated or clipped gradients, 16-bit loss scaling, compiled modules, several clients at
-            once,
-            optimizers with several losses per step or foreign parameters, callbacks and methods that send more, losses
-            other than a mean over examples.
+            manual optimization, accumulated or clipped gradients, 16-bit loss scaling, compiled modules, several
+            clients at once, optimizers with several losses per step or foreign parameters, callbacks and methods that
+            send more, losses other than a mean over examples.
         ModuleNotFoundError: In a fit, if ``opacus`` or ``dp-accounting`` is not installed.
 
     Note:
         Logs ``dp/epsilon``, the largest over all clients so far, and ``dp/delta``.
 
         State: ``key``, the secret key for noise and batches; ``noise_multiplier``; ``accounts``, four integers for
-        every
-        client with a visit. Anyone with a checkpoint can remove the noise. A resumed fit has the same noise and batches
-        as
-        an uninterrupted fit.
+        every client with a visit. Anyone with a checkpoint can remove the noise. A resumed fit has the same noise and
+        batches as an uninterrupted fit.
 
     Example:
         >>> trainer = L.Trainer(callbacks=[DPSGD(1.0, 1.1, delta=1e-5)], logger=False, enable_checkpointing=False)
 
     References:
         Abadi et al., CCS 2016, Algorithm 1.
-
     """
 
     keeps_privacy = True
@@ -219,7 +209,6 @@ class DPSGD(FederatedCallback):
 
         Args:
             client: The client; ``None`` for the largest over all clients, and without a federation.
-
         """
         if client is not None:
             return self._epsilon(self._accounts[client]) if client in self._accounts else 0.0
@@ -248,7 +237,6 @@ class DPSGD(FederatedCallback):
         Raises:
             MisconfigurationException: If privacy is impossible. The message states a remedy.
             ValueError: If ``epsilon`` is given and the number of rounds is unlimited.
-
         """
         check_trainer(trainer, pl_module, self.max_epsilon is not None)
         federation = federation_of(trainer)
@@ -295,7 +283,6 @@ class DPSGD(FederatedCallback):
 
         Raises:
             ClientFault: If the visit would exceed the budget.
-
         """
         visit = self._planned(trainer)
         self._read_account(trainer, client)
@@ -320,7 +307,6 @@ class DPSGD(FederatedCallback):
 
         Raises:
             MisconfigurationException: If another entry has changed.
-
         """
         if self._visit is not None:
             self._visit.check_others()
@@ -365,7 +351,6 @@ class DPSGD(FederatedCallback):
 
         Raises:
             MisconfigurationException: If the loss is not a mean over examples.
-
         """
         visit = self._visit
         if visit is None:
@@ -384,9 +369,7 @@ class DPSGD(FederatedCallback):
 
         Raises:
             MisconfigurationException: If example gradients of a parameter are unknown, or the optimizer requests a
-                second
-                loss.
-
+                second loss.
         """
         visit, federation = self._visit, federation_of(trainer)
         if visit is None:
@@ -433,7 +416,6 @@ class DPSGD(FederatedCallback):
 
         Raises:
             MisconfigurationException: If no step was made.
-
         """
         visit, federation = self._visit, federation_of(trainer)
         if visit is None:
@@ -451,7 +433,6 @@ class DPSGD(FederatedCallback):
 
         Raises:
             MisconfigurationException: If another entry has changed.
-
         """
         if self._visit is not None and self._visit.client is None:
             self._visit.check_others()
@@ -477,7 +458,6 @@ class DPSGD(FederatedCallback):
 
         Raises:
             ValueError: If earlier steps had different noise.
-
         """
         before = state_dict["noise_multiplier"]
         if self.planned_epsilon is not None:
@@ -500,7 +480,6 @@ class DPSGD(FederatedCallback):
 
         Raises:
             ValueError: If the number of visits is unlimited.
-
         """
         epsilon = self.planned_epsilon
         if epsilon is None or any(account.steps for account in self._accounts.values()):
@@ -535,7 +514,6 @@ class DPSGD(FederatedCallback):
 
         Raises:
             ClientFault: If earlier steps had different noise.
-
         """
         path = _account_path(trainer, client)
         if path is None or not path.exists():
@@ -679,7 +657,6 @@ class _Visit:
         client: The client; ``None`` without a federation.
         round: Round index.
         of_all: Account of the complete visit.
-
     """
 
     def __init__(self, client: Client | None, round: int, of_all: _Account) -> None:

@@ -29,7 +29,6 @@ def loader_owner(trainer: L.Trainer, module: L.LightningModule) -> Any:
 
     Raises:
         MisconfigurationException: If the loaders were passed to ``fit``.
-
     """
     for owner in (datamodule_of(trainer), module):
         if owner is not None and is_overridden("train_dataloader", owner):
@@ -51,7 +50,6 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
 
     Raises:
         MisconfigurationException: If privacy is impossible. The message states a remedy.
-
     """
     names = [slot.path for slot in tensor_slots(module) if isinstance(slot.tensor, nn.Parameter)]
     tied = set(names) - tensors_by_path(module).keys()
@@ -104,7 +102,6 @@ def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedC
 
     Raises:
         MisconfigurationException: If privacy is impossible. The message states a remedy.
-
     """
     if federation.options.visits_at_once is not None:
         raise MisconfigurationException(

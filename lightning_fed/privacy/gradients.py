@@ -31,8 +31,7 @@ class ExampleGradients:
 
     Hooks record each layer's inputs and output gradients. Opacus' layer rules compute example gradients from both, with
     ``torch.func`` as fallback for other layers. Module and layers are not changed. In-place operations
-    (``inplace=True``,
-    ``out += identity``) are allowed, unlike with Opacus' hooks.
+    (``inplace=True``, ``out += identity``) are allowed, unlike with Opacus' hooks.
 
     Args:
         module: The module.
@@ -51,7 +50,6 @@ class ExampleGradients:
         >>> layer(torch.ones(3, 2)).mean().backward()  # doctest: +SKIP
         >>> gradients.values[layer.bias].flatten()  # doctest: +SKIP
         tensor([0.3333, 0.3333, 0.3333])
-
     """
 
     def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
@@ -140,7 +138,6 @@ def clipped_sum(
         >>> weight = nn.Parameter(torch.zeros(1))
         >>> clipped_sum({weight: torch.tensor([[3.0], [0.5]]) / 2}, 2, max_norm=1.0)[weight]
         tensor([1.5000])
-
     """
     if not gradients:
         return {}
@@ -182,8 +179,7 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
 
     The batch has up to eight examples. Gradients differ if the loss is not a mean over examples (Dice over a batch,
     contrastive losses, ignored pixels), or if a layer is used in an unsupported way. Dropout is disabled. With other
-    random
-    numbers in the step no comparison is possible. The module is restored.
+    random numbers in the step no comparison is possible. The module is restored.
 
     Args:
         trainer: The Trainer.
@@ -193,7 +189,6 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
 
     Raises:
         MisconfigurationException: If gradients differ, or the batch cannot be split.
-
     """
     count = min(batch_length(batch), _TRIED)
     if count < 2:

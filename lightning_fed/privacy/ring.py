@@ -32,8 +32,7 @@ class Ring:
     r"""Integers modulo :math:`2^{32}` as fixed-point values for weighted updates.
 
     A client's vector is :math:`a u` with weight :math:`a \le A` and update :math:`\lVert u \rVert \le C`, multiplied by
-    the
-    scale and rounded stochastically without bias. For :math:`N` clients the scale :math:`s` satisfies
+    the scale and rounded stochastically without bias. For :math:`N` clients the scale :math:`s` satisfies
 
     .. math:: N (s A C + 1) \le 2^{31} - 1
 
@@ -52,7 +51,6 @@ class Ring:
         >>> halves = [ring.encode(torch.tensor([0.25, -0.5]), np.random.default_rng(seed)) for seed in range(2)]
         >>> ring.decode(ring.add(*halves)).round(decimals=6)
         tensor([ 0.5000, -1.0000], dtype=torch.float64)
-
     """
 
     clip: float
@@ -88,7 +86,6 @@ class Ring:
 
         Raises:
             ValueError: If the norm is below half of ``clip``.
-
         """
         length = self.clip - math.sqrt(size) / self.scale
         if length < self.clip / 2:
@@ -105,7 +102,6 @@ class Ring:
         Args:
             value: Values of any shape, from a vector with norm at most ``max_weight`` times ``clip``.
             generator: Draws the rounding.
-
         """
         scaled = to_float64(value) * self.scale
         drawn = torch.from_numpy(np.asarray(generator.random(tuple(value.shape)))).to(scaled.device)

@@ -44,28 +44,22 @@ class SecureSum(UpdateStep):
 
     Each client clips its update, multiplies by its weight, rounds stochastically to fixed-point numbers, and sends the
     result with the weight. The server divides the sum by the total weight. On Flower each pair of clients agrees on
-    masks
-    that cancel in the sum, so the server sees no single update. The sum is recovered after client dropouts as long as
-    the
-    ``threshold`` is reached. **Within one process there are no masks**: a simulation shows the effects of clipping,
-    rounding and 32 bits, bit for bit the same as on Flower.
+    masks that cancel in the sum, so the server sees no single update. The sum is recovered after client dropouts as
+    long as the ``threshold`` is reached. **Within one process there are no masks**: a simulation shows the effects of
+    clipping, rounding and 32 bits, bit for bit the same as on Flower.
 
     .. math:: w_{t+1} = w_t + \frac{\sum_i a_i u_i}{\sum_i a_i}
 
     The rule must be ``fedavg``. Supported are callbacks without extra messages (``fedprox``, ``fedper``, ``fedrep``)
-    and
-    inner steps: server optimizers, :class:`CentralDP` (noise is added to the sum), and weights or bounds, applied by
-    the
-    clients. Integer entries keep the server's value. Sums are bit-equal for any client order and number of processes.
-    The
-    server does not know, and does not log, client metrics, numbers of examples and update norms.
+    and inner steps: server optimizers, :class:`CentralDP` (noise is added to the sum), and weights or bounds, applied
+    by the clients. Integer entries keep the server's value. Sums are bit-equal for any client order and number of
+    processes. The server does not know, and does not log, client metrics, numbers of examples and update norms.
 
     Args:
         clip: Maximum update norm over all shared floating-point entries; longer updates are clipped. With
             :class:`CentralDP` omit the argument: its clipping norm is used.
         threshold: Minimum fraction of a round's clients in the sum, more than one half. With fewer valid updates the
-            round
-            fails. Recovering a single update from the sum takes the server and all but one of these clients.
+            round fails. Recovering a single update from the sum takes the server and all but one of these clients.
 
     Raises:
         ValueError: If an argument is outside its range, for rules other than an average, or for unbounded weights (see
@@ -78,7 +72,6 @@ class SecureSum(UpdateStep):
 
     References:
         Bonawitz et al., CCS 2017, Figure 4, for an honest but curious server.
-
     """
 
     reveals: Literal["sum"] = "sum"
@@ -153,7 +146,6 @@ class SecureSum(UpdateStep):
         Raises:
             ClientFault: If the update is not finite (integers would hide this), or server and client have different
                 scales.
-
         """
         ring = Ring(self.longest_step, int(sent.extras[CLIENTS]), self.max_weight)
         scale = float(sent.extras[SCALE])
@@ -190,7 +182,6 @@ class SecureSum(UpdateStep):
 
         Raises:
             BadUpdate: If the weight is missing, or there are other extras.
-
         """
         numbers = {name: update.state[name] for name in self._names(self.state)}
         if self.is_private:
@@ -208,7 +199,6 @@ class SecureSum(UpdateStep):
 
         Raises:
             BadUpdates: If the total weight is impossible.
-
         """
         assert self.ring is not None
         most = len(clients) * self.ring.max_weight
@@ -236,7 +226,6 @@ class RingSum(Held):
     Attributes:
         total: Sums by entry, int32.
         clients: Clients in the sum.
-
     """
 
     def __init__(self, step: SecureSum) -> None:
@@ -255,7 +244,6 @@ class RingSum(Held):
 
         Raises:
             BadUpdate: If the ring has no room for another client, or the update is malformed.
-
         """
         assert self._step.ring is not None
         if len(self.clients) >= self._step.ring.clients:
@@ -282,7 +270,6 @@ class RingSum(Held):
 
         Raises:
             BadUpdates: For all clients, with too few clients or a failed sum.
-
         """
         if self._fault is None and 0 < len(self.clients) < self.least:
             self._fault = f"a secure sum is read of {self.least} clients or more, and of {len(self.clients)} it is not"
@@ -305,7 +292,6 @@ class RingSettings(FederatedCallback):
 
     Args:
         step: Update step.
-
     """
 
     supports_vectorize = True
@@ -320,7 +306,6 @@ class RingSettings(FederatedCallback):
         Raises:
             MisconfigurationException: If clients send other values.
             ValueError: If 32 bits do not suffice.
-
         """
         federation, step = find_federation(trainer), self.step
         refuse_other_messages(trainer)

@@ -49,7 +49,6 @@ class MaxNorm(UpdateStep):
         >>> step.start(RoundInfo(0), {})
         >>> step.on_server(ClientUpdate("a", 1, {"w": torch.tensor([3.0, 4.0])}), {"w": torch.zeros(2)}).state
         {'w': tensor([0.6000, 0.8000])}
-
     """
 
     def __init__(self, bound: float) -> None:
@@ -72,8 +71,7 @@ class MaxMedianNorm(CollectingStep):
     """Clips client updates to a multiple of the round's median norm.
 
     For an even number of clients the lower median counts, so one of two clients cannot raise the bound. A median of 0
-    sets
-    no bound. The server keeps all updates until the round is complete.
+    sets no bound. The server keeps all updates until the round is complete.
 
     Args:
         multiple: Factor for the median norm, greater than 0.
@@ -83,7 +81,6 @@ class MaxMedianNorm(CollectingStep):
 
     Note:
         Logs the number of clipped updates as ``fed/shortened``.
-
     """
 
     def __init__(self, multiple: float) -> None:
@@ -130,7 +127,6 @@ def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
 
     Raises:
         ValueError: If clients hold partial rows.
-
     """
     if info.sliced:
         raise OptionError(
@@ -149,7 +145,6 @@ def refuse_rule(step: UpdateStep, rule: Aggregator, *capabilities: str) -> None:
 
     Raises:
         ValueError: If the rule declares an unsupported capability.
-
     """
     if any(getattr(rule, name) for name in capabilities):
         raise OptionError(

@@ -50,7 +50,6 @@ class Chain:
         ...     chain.receive(ClientUpdate(client, 8, {"w": torch.tensor(value)}), start)
         >>> chain.aggregate()
         {'w': tensor(0.7500)}
-
     """
 
     def __init__(self, rule: Aggregator, steps: Sequence[UpdateStep] = ()) -> None:
@@ -84,7 +83,6 @@ class Chain:
             >>> from lightning_fed.steps import MaxNorm
             >>> Chain(FedAvg(), [MaxNorm(1.0)]).describe()
             {'MaxNorm:0': 'MaxNorm(bound=1.0)'}
-
         """
         return {name: _describe_step(step) for name, step in self._named_steps().items()}
 
@@ -130,7 +128,6 @@ class Chain:
 
         Raises:
             ClientFault: If the client has to be excluded.
-
         """
         for index, (name, step) in enumerate(self._named_steps().items()):
             prefix = f"step:{name}:"
@@ -171,7 +168,6 @@ class Chain:
 
         Raises:
             BadUpdate: If the update is invalid.
-
         """
         self._pass(update, sent, len(self.steps), inspect)
 
@@ -180,7 +176,6 @@ class Chain:
 
         Raises:
             TypeError: If the other process has a different rule or collecting step.
-
         """
         own, given = type(self.part).__name__, type(other).__name__
         if type(other) is not type(self.part):
@@ -197,7 +192,6 @@ class Chain:
 
         Raises:
             BadUpdates: If the complete round reveals invalid updates. Repeat the call after excluding these clients.
-
         """
         faults: dict[Client, str] = {}
         for index in reversed(range(len(self.steps))):
@@ -228,7 +222,6 @@ class Chain:
 
         Args:
             norms: Norms of the received updates. Steps only receive the norms if the server may see single updates.
-
         """
         metrics = self.rule.metrics()
         for step in self.steps:

@@ -24,7 +24,6 @@ class Held(ABC):
 
     Args:
         step: Update step.
-
     """
 
     def __init__(self, step: Any) -> None:
@@ -40,7 +39,6 @@ class Held(ABC):
 
         Raises:
             BadUpdate: If the update is invalid.
-
         """
 
     @abstractmethod
@@ -54,7 +52,6 @@ class Held(ABC):
         Raises:
             BadUpdates: If updates are invalid. The invalid updates are dropped; repeat the call if enough clients
                 remain.
-
         """
 
 
@@ -65,8 +62,7 @@ class UpdateStep:
 
     Attributes:
         reveals: The server's view inside this layer: single updates (``"update"``), only the sum (``"sum"``), or a
-            model
-            without information on single clients (``"model"``). The log reveals no more.
+            model without information on single clients (``"model"``). The log reveals no more.
 
     Example:
         A client's step, half as long:
@@ -84,7 +80,6 @@ class UpdateStep:
         >>> chain.receive(ClientUpdate("a", 1, {"w": torch.tensor(2.0)}), {"w": torch.tensor(1.0)})
         >>> chain.aggregate()
         {'w': tensor(1.5000)}
-
     """
 
     reveals: Literal["update", "sum", "model"] = "update"
@@ -98,7 +93,6 @@ class UpdateStep:
 
         Raises:
             ValueError: If the rule or a step is incompatible.
-
         """
 
     def callbacks(self) -> Sequence[Any]:
@@ -129,7 +123,6 @@ class UpdateStep:
 
         Raises:
             ClientFault: If the client has to be excluded.
-
         """
         return update
 
@@ -140,7 +133,6 @@ class UpdateStep:
 
         Raises:
             BadUpdate: If the update has to be excluded.
-
         """
         return update
 
@@ -157,7 +149,6 @@ class UpdateStep:
 
         Args:
             norms: Norms of the received updates.
-
         """
         return {}
 
@@ -181,7 +172,6 @@ class CollectingStep(UpdateStep, ABC):
 
         Raises:
             BadUpdates: If updates are invalid.
-
         """
 
     def hold(self) -> Held:
@@ -194,7 +184,6 @@ class HeldUpdates(Held):
 
     Args:
         step: Update step for the complete round.
-
     """
 
     def __init__(self, step: CollectingStep) -> None:

@@ -33,7 +33,6 @@ class UniformWeights(WeightStep):
     Example:
         >>> UniformWeights().weight(1000)
         1
-
     """
 
     def weight(self, num_samples: int) -> int:
@@ -53,7 +52,6 @@ class MaxSamples(WeightStep):
     Example:
         >>> MaxSamples(100).weight(10**9)
         100
-
     """
 
     def __init__(self, most: int) -> None:
@@ -70,7 +68,6 @@ def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
     Args:
         steps: Steps in a chain, the innermost first.
         num_samples: The client's number of examples.
-
     """
     for step in reversed(steps):
         num_samples = step.weight(num_samples) if isinstance(step, WeightStep) else num_samples
@@ -83,7 +80,6 @@ def find_bad_count(num_samples: object) -> str | None:
     Example:
         >>> find_bad_count(3), find_bad_count(10**18)
         (None, 'it reports 1000000000000000000 examples')
-
     """
     is_whole = isinstance(num_samples, numbers.Integral) and not isinstance(num_samples, bool)
     if is_whole and 1 <= num_samples <= MOST_SAMPLES:  # type: ignore[operator]

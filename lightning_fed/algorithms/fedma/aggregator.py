@@ -45,34 +45,26 @@ class FedMA(Aggregator):
     r"""Matched averaging, layer by layer, with training in between; one exchange is one round.
 
     A pass through a network with :math:`N` stages takes :math:`N` rounds with the same clients. In the first round
-    clients
-    train the whole model and send the first stage (in a chain: the first layer). The server matches the clients'
-    neurons and
-    averages matched neurons. In the next round each client receives the averaged stage and the positions of its
-    neurons,
-    permutes the inputs of the next layers, freezes the matched layers and trains the rest. The output layer is averaged
-    by
-    class shares. The last round yields a new global model; earlier rounds validate the previous model. The global model
-    becomes wider if clients have unmatched neurons. In the next pass each client starts from its neurons of the global
-    model, at its original width.
+    clients train the whole model and send the first stage (in a chain: the first layer). The server matches the
+    clients' neurons and averages matched neurons. In the next round each client receives the averaged stage and the
+    positions of its neurons, permutes the inputs of the next layers, freezes the matched layers and trains the rest.
+    The output layer is averaged by class shares. The last round yields a new global model; earlier rounds validate the
+    previous model. The global model becomes wider if clients have unmatched neurons. In the next pass each client
+    starts from its neurons of the global model, at its original width.
 
     Neurons are found in any network (:class:`~lightning_fed.matching.PermutationGroups`), as are stages
     (:func:`~lightning_fed.matching.find_stages`): all blocks of a residual stage form one stage. Module layers are
-    resized
-    in place; :func:`~lightning_fed.matching.load_matched` loads checkpoints of wider models. Failed clients are
-    excluded for
-    the rest of the pass. With too few clients a new pass starts.
+    resized in place; :func:`~lightning_fed.matching.load_matched` loads checkpoints of wider models. Failed clients are
+    excluded for the rest of the pass. With too few clients a new pass starts.
 
     Clients measure BatchNorm statistics for a matched stage (``batch_norm="recalibrate"``). The statistics are fixed
     while later layers train, and measured again for the complete model.
 
     With the federation's ``weighting="uniform"`` all owners of a neuron have equal weight, as in the paper and the
-    authors'
-    program. By default weights are numbers of examples.
+    authors' program. By default weights are numbers of examples.
 
     The client side is the callback :class:`~lightning_fed.callbacks.LayerwiseTraining`, added automatically. Options
-    can be
-    set here or in the callback.
+    can be set here or in the callback.
 
     - Sends: one stage of the model per round, both ways; widths may grow.
     - Keeps: each client's widths.
@@ -81,31 +73,27 @@ class FedMA(Aggregator):
 
     Args:
         mode: ``"grow"`` (as in the paper) adds unmatched neurons; ``"permute"`` matches neurons one to one and
-            preserves
-            widths; ``"none"`` averages without matching, with the same freezing and training. With ``"grow"`` groups of
-            fixed width are permuted.
+            preserves widths; ``"none"`` averages without matching, with the same freezing and training. With ``"grow"``
+            groups of fixed width are permuted.
         stages: ``"auto"``; the maximum number of stages (1 for all layers in one exchange); or patterns for entry names
-            by
-            stage.
+            by stage.
         last_layer: Whether to weight output layers by class shares (``"class"``; clients send numbers of examples or
-            pixels
-            per class) or by numbers of examples (``"size"``, also used for models without classes). Class counts reveal
-            label statistics. Labels are class indices; multi-hot labels require ``"size"``.
+            pixels per class) or by numbers of examples (``"size"``, also used for models without classes). Class counts
+            reveal label statistics. Labels are class indices; multi-hot labels require ``"size"``.
         initial: Whether all clients start from the module (``"shared"``), or from separate random weights
             (``"independent"``, as the authors do). Independent weights are not sent: each client shuffles the module's
             initial weights, see :func:`~lightning_fed.model.initial_state.shuffled_state`.
         order: Group order in a stage, and weights to compare: as in FedMA or PFNM.
         score: Matching score, see :func:`~lightning_fed.matching.match_neurons`.
         gamma: :math:`\gamma`; larger values add more neurons. By default 7 with the published score and 1 with the
-            marginal
-            score. The authors use 7 for convolutional networks and 0.001 for their LSTM, where no neuron is added.
+            marginal score. The authors use 7 for convolutional networks and 0.001 for their LSTM, where no neuron is
+            added.
         passes: Maximum number of matching passes over the clients per group.
         max_width: Maximum width of a group relative to a client; ``None`` for no limit; ``"auto"`` for 1.25 with the
             marginal score, and no limit with the published score.
         prior_weight: Weight of a prior with mean 0, in clients. With 1 and ``weighting="uniform"`` the mean over *n*
-            owners
-            is multiplied by n/(n+1), as in the authors' program for convolutional networks, but not in the paper. The
-            logged agreement shrinks as well.
+            owners is multiplied by n/(n+1), as in the authors' program for convolutional networks, but not in the
+            paper. The logged agreement shrinks as well.
         seed: Seed for the order of clients.
 
     Attributes:
@@ -118,10 +106,10 @@ class FedMA(Aggregator):
 
     Note:
         Logs ``fedma/stage`` (matched stage, from 0) and for each group ``fedma/<group>/width``,
-        ``fedma/<group>/matched``
-        (share of client neurons matched with another client), ``fedma/<group>/agreement`` (share of the squared norm of
-        incoming weights preserved by averaging: 1 for equal neurons, about 1/n for n unrelated neurons) and
-        ``fedma/<group>/seconds``; after a pass also ``fedma/growth`` (size of the global model relative to a client).
+        ``fedma/<group>/matched`` (share of client neurons matched with another client), ``fedma/<group>/agreement``
+        (share of the squared norm of incoming weights preserved by averaging: 1 for equal neurons, about 1/n for n
+        unrelated neurons) and ``fedma/<group>/seconds``; after a pass also ``fedma/growth`` (size of the global model
+        relative to a client).
 
     Example:
         >>> rule = FedMA("permute")
@@ -132,7 +120,6 @@ class FedMA(Aggregator):
     References:
         Wang et al., ICLR 2020, https://arxiv.org/abs/2002.06440; scores in
         :mod:`lightning_fed.matching.neuron_matching`.
-
     """
 
     resizes = True
@@ -192,7 +179,6 @@ class FedMA(Aggregator):
 
         Raises:
             ValueError: If a resumed pass has other stages.
-
         """
         current = self._open_pass
         if current is not None:
@@ -241,7 +227,6 @@ class FedMA(Aggregator):
 
         Raises:
             RuntimeError: If the network is not set.
-
         """
         if not self._stages:
             raise RuntimeError(
@@ -262,10 +247,8 @@ class FedMA(Aggregator):
         """Sends the last matched stage, or a whole model to start a pass.
 
         From a wider global model each client receives its own neurons, or the most common neurons if the client missed
-        the last
-        pass. A client with its model of the last pass only receives the last stage and entries changed since then
-        (BatchNorm
-        statistics of the complete model).
+        the last pass. A client with its model of the last pass only receives the last stage and entries changed since
+        then (BatchNorm statistics of the complete model).
         """
         current, last, client = self._pass(self._info.round), self._last_pass, request.client
         if current.stage:
@@ -298,7 +281,6 @@ class FedMA(Aggregator):
 
         Raises:
             BadUpdate: If class counts are invalid.
-
         """
         counts = update.extras.get(COUNTS)
         if counts is not None:

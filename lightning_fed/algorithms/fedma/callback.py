@@ -61,23 +61,18 @@ class LayerwiseTraining(FederatedCallback):
     """Client side of :class:`~lightning_fed.algorithms.FedMA`, added to the Trainer automatically.
 
     Finds permutation groups and stages before the first round and logs both. Each client keeps its model between the
-    rounds
-    of a pass, until the end of the next pass: for large models set a folder as the federation's ``store``. Matched
-    layers do
-    not train (``requires_grad`` is off, BatchNorm in evaluation mode).
+    rounds of a pass, until the end of the next pass: for large models set a folder as the federation's ``store``.
+    Matched layers do not train (``requires_grad`` is off, BatchNorm in evaluation mode).
 
     Checkpoints of grown models load into modules with the original widths in all Trainer functions. Other width
-    changes,
-    such as a different number of classes, are refused. For this check the state contains the growable axes: a few
-    numbers
-    per entry.
+    changes, such as a different number of classes, are refused. For this check the state contains the growable axes: a
+    few numbers per entry.
 
     Args:
         example_input: Arguments for ``forward`` to trace the module (without ``forward``: for the network in
             ``training_step``), see :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By
-            default
-            ``example_input_array``, or the inputs of two examples: the usual inputs of a batch, or for transformers the
-            batch entries named like arguments of ``forward``.
+            default ``example_input_array``, or the inputs of two examples: the usual inputs of a batch, or for
+            transformers the batch entries named like arguments of ``forward``.
         pin: Patterns for entry names with fixed neuron order. Entries that are not sent are always fixed.
         extra_groups: Manual permutation groups, with client widths.
         target: Index, key or function for the labels in a batch; ``None`` for the usual labels.
@@ -85,11 +80,10 @@ class LayerwiseTraining(FederatedCallback):
 
     Raises:
         MisconfigurationException: In ``fit``, if the rule is not FedMA, no neurons can be matched, clients keep
-            optimizer
-            states or hold partial rows, or an optimizer has an initial state (Adagrad) or fixed sizes (LBFGS).
+            optimizer states or hold partial rows, or an optimizer has an initial state (Adagrad) or fixed sizes
+            (LBFGS).
         ValueError: If a checkpoint has impossible or inconsistent widths; in ``fit``, if stages or patterns do not
-            match the
-            module.
+            match the module.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -97,7 +91,6 @@ class LayerwiseTraining(FederatedCallback):
         >>> trainer = FederatedTrainer(
         ...     max_rounds=4, method=FedMA(), callbacks=[LayerwiseTraining(pin=["embedding.*"])], logger=False
         ... )
-
     """
 
     changes_update = True

@@ -27,7 +27,6 @@ def check_options(federation: Federation, local: LocalModel) -> None:
 
     Raises:
         MisconfigurationException: If an option is unsupported.
-
     """
     if federation.options.optimizer_state == "keep":
         raise MisconfigurationException(
@@ -49,7 +48,6 @@ def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
 
     Raises:
         MisconfigurationException: If an optimizer is unsupported.
-
     """
     if any(optimizer.state for optimizer in trainer.optimizers):
         raise MisconfigurationException(
@@ -74,7 +72,6 @@ def check_growth(
 
     Raises:
         OptionError: If another axis has a different length.
-
     """
     for name, (shape, loaded) in shapes.items():
         axes = [axis for axis, (a, b) in enumerate(zip(shape, loaded, strict=False)) if a != b]
@@ -91,7 +88,6 @@ def warn_of_rounds(trainer: L.Trainer, length: int) -> None:
     Args:
         trainer: The Trainer.
         length: Rounds per pass.
-
     """
     rounds = trainer.max_epochs or -1
     if rounds > 0 and rounds % length:

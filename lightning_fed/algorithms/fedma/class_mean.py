@@ -36,7 +36,6 @@ def class_mean(layers: Sequence[Tensor], counts: Sequence[Tensor], weights: Sequ
         >>> biases = [torch.tensor([1.0, 1.0, 1.0]), torch.tensor([3.0, 3.0, 3.0])]
         >>> class_mean(biases, [torch.tensor([1, 3, 0]), torch.tensor([1, 0, 0])], [3, 1])
         tensor([2.0000, 1.0000, 1.5000])
-
     """
     if not len(layers) == len(counts) == len(weights) > 0:
         raise ValueError(

@@ -41,7 +41,6 @@ class MatchingPass:
         owners: Number of clients with each matched neuron.
         matched_state: Matched entries; empty after the pass.
         hashes: Hashes of matched entries, after the pass.
-
     """
 
     origin: int
@@ -70,7 +69,6 @@ class MatchingPass:
             round: Round index.
             clients: Remaining clients.
             match: Merged layers.
-
         """
         return replace(
             self,

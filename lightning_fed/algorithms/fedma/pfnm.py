@@ -19,10 +19,8 @@ class PFNM(FedMA):
 
     Matches from the last layer to the first, with the published score; see :class:`FedMA` for the rest. The published
     algorithm is for fully connected networks and one round. The authors' program also has a prior mean of 0.1 for
-    biases,
-    and for outgoing weights of the last hidden layer variances by class shares. Here prior means are 0, and variances
-    are
-    equal for all clients.
+    biases, and for outgoing weights of the last hidden layer variances by class shares. Here prior means are 0, and
+    variances are equal for all clients.
 
     - Sends: 1 model up; the matched one down, which may be wider.
     - Keeps: each client's widths.
@@ -48,7 +46,6 @@ class PFNM(FedMA):
 
     References:
         Yurochkin et al., ICML 2019, https://arxiv.org/abs/1905.12022.
-
     """
 
     def __init__(

@@ -24,8 +24,7 @@ class AggregateMeanMargin(Float64States):
     .. math:: \mathrm{AMM} = \frac{1}{C' (C' - 1)} \sum_{c \ne c'} \tfrac12 \lVert p[c] - p[c'] \rVert
 
     over the :math:`C'` observed classes, see :func:`~lightning_fed.algorithms.fedmargin.aggregate_mean_margin`. The
-    equation
-    is a reconstruction from the published description. States are :math:`C \times d` float64 sums, summed over
+    equation is a reconstruction from the published description. States are :math:`C \times d` float64 sums, summed over
     processes.
 
     Args:
@@ -47,7 +46,6 @@ class AggregateMeanMargin(Float64States):
         >>> margin.update(torch.tensor([[3.0, 4.0], [3.0, 4.0]]), torch.tensor([2, 2]))
         >>> margin.compute()
         tensor(3.3333)
-
     """
 
     is_differentiable = False
@@ -91,7 +89,6 @@ class AggregateMeanMargin(Float64States):
 
         Raises:
             ValueError: If shapes or dtypes do not match, or a label is outside its range.
-
         """
         if features.ndim > 1 and features.shape[1] != self.num_features:
             raise ValueError(f"Expected {self.num_features} features (`num_features`), but got {features.shape[1]}.")

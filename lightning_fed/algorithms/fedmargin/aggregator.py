@@ -71,7 +71,6 @@ class MarginReport:
         apm: Aggregate prototype margins; NaN if missing.
         attention: Aggregation weights.
         amm: Mean margin between aggregate prototypes.
-
     """
 
     clients: list[Client] = field(default_factory=list)
@@ -85,23 +84,20 @@ class FedMargin(Aggregator):
     r"""Weighted mean of client models, with attention weights from margins of class prototypes.
 
     The margin between two prototypes is half their distance. A client's local prototype margin (LPM) compares
-    prototypes
-    before and after local training. The aggregate prototype margin (APM) compares prototypes after training with the
-    prototypes of all clients and rounds. Larger deviations give larger weights:
+    prototypes before and after local training. The aggregate prototype margin (APM) compares prototypes after training
+    with the prototypes of all clients and rounds. Larger deviations give larger weights:
 
     .. math:: a_k = \tfrac12 \left( \frac{\mathrm{LPM}_k}{\sum_j \mathrm{LPM}_j}
         + \frac{\mathrm{APM}_k}{\sum_j \mathrm{APM}_j} \right), \qquad
         w_{t+1} = w_t + \eta \sum_k a_k (w_k - w_t)
 
     The equations and alternatives are reconstructions from the paper's description. Equal margins give equal weights,
-    the
-    same as FairAvg. Clients without prototypes get the mean margin of the other clients. Integer entries come from the
-    client with the most examples. BatchNorm's running statistics are always the weighted mean. Attention requires all
-    updates of a round: memory grows by one model per client.
+    the same as FairAvg. Clients without prototypes get the mean margin of the other clients. Integer entries come from
+    the client with the most examples. BatchNorm's running statistics are always the weighted mean. Attention requires
+    all updates of a round: memory grows by one model per client.
 
     Prototypes come from :class:`~lightning_fed.callbacks.ClassPrototypes`, added automatically. Add the callback
-    manually to
-    select the layer, classes or measurement (with the same ``margin`` and ``class_reduction``).
+    manually to select the layer, classes or measurement (with the same ``margin`` and ``class_reduction``).
 
     - Sends: the model, and two numbers and a vector per class, both ways.
     - Keeps: one vector per class on the server.
@@ -141,7 +137,6 @@ class FedMargin(Aggregator):
         ...     fedmargin.receive(ClientUpdate(client, 1, {"w": torch.tensor([moved])}, extras))
         >>> fedmargin.aggregate(), fedmargin.last.attention
         ({'w': tensor([2.5000])}, [0.75, 0.25])
-
     """
 
     accepts_rows = True
@@ -203,7 +198,6 @@ class FedMargin(Aggregator):
         Raises:
             OptionError: If the client measured a different margin.
             BadUpdate: If prototypes are malformed.
-
         """
         fault = find_invalid_prototypes(update.extras, self.num_classes)
         if fault is not None:
@@ -220,7 +214,6 @@ class FedMargin(Aggregator):
 
         Raises:
             BadUpdates: For clients with a different number of features than most clients, or with outlying prototypes.
-
         """
         known = None if self.prototypes is None else self.prototypes.means.shape[1]
         extras = {update.client: update.extras for update in self.updates}

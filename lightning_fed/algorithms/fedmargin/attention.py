@@ -32,8 +32,7 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
 
     "sum" clamps negative margins to 0 ("semantic" margins are never negative). The softmax scale :math:`s` is the mean
     absolute margin. Neither kind depends on the feature scale. Missing margins are replaced by the mean of the other
-    margins
-    (after clamping). If all margins are equal or missing, all clients have exactly equal attention.
+    margins (after clamping). If all margins are equal or missing, all clients have exactly equal attention.
 
     Args:
         margins: One margin per client, shape ``(K,)``; NaN if missing.
@@ -48,7 +47,6 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
     Example:
         >>> margin_attention(torch.tensor([3.0, 1.0, torch.nan]))
         tensor([0.5000, 0.1667, 0.3333], dtype=torch.float64)
-
     """
     check_option("kind", kind, AttentionKind)
     if margins.ndim != 1 or not len(margins):
@@ -102,7 +100,6 @@ def combine_attention(
         [0.5, 0.5]
         >>> combine_attention(local, aggregate, num_samples=[30, 10]).tolist()
         [0.75, 0.25]
-
     """
     check_option("combine", combine, Combination)
     if local.ndim != 1 or not len(local) or local.shape != aggregate.shape:

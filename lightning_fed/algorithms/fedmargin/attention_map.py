@@ -31,17 +31,14 @@ class AttentionMap(FederatedCallback):
     """Draws FedMargin's attention by client and round as a heat map, and logs the image to TensorBoard.
 
     Rows are all clients so far, numbers before names; columns are rounds. Colors follow viridis, from 0 (dark blue) to
-    the
-    largest attention so far (yellow). Gray marks clients outside the round. Axis labels require matplotlib (the extra
-    ``demo``).
+    the largest attention so far (yellow). Gray marks clients outside the round. Axis labels require matplotlib (the
+    extra ``demo``).
 
     The first image appears in the first round, later images every ``every_n_epochs`` rounds. The TensorBoard step is
-    the
-    round. Other loggers are skipped.
+    the round. Other loggers are skipped.
 
     State: ``last_epoch``, round of the last image (an int, or None), and ``attention``, for each round a dictionary
-    from
-    client to attention: a key and a float per visit.
+    from client to attention: a key and a float per visit.
 
     Args:
         every_n_epochs: Rounds between images.
@@ -55,7 +52,6 @@ class AttentionMap(FederatedCallback):
         >>> from lightning_fed import Federation
         >>> callbacks = [Federation(FedMargin()), AttentionMap(every_n_epochs=10)]
         >>> trainer = L.Trainer(max_epochs=50, callbacks=callbacks, logger=False)
-
     """
 
     # TensorBoard image name.
@@ -110,7 +106,6 @@ def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[li
         >>> attention_table({0: {"b": 1.0}, 2: {"b": 0.25, "a": 0.75}})
         (['a', 'b'], tensor([[   nan,    nan, 0.7500],
                 [1.0000,    nan, 0.2500]]))
-
     """
     clients = sorted(
         {client for row in attention.values() for client in row}, key=lambda key: (isinstance(key, str), key)

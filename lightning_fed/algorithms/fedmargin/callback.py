@@ -50,45 +50,34 @@ class ClassPrototypes(FederatedCallback):
 
     In a federation each client sends its prototypes with the update, including counts of feature vectors and the local
     prototype margin (LPM), for :class:`~lightning_fed.algorithms.FedMargin` or for monitoring. The mean LPM is logged
-    as
-    ``clients/lpm``. With a plain ``L.Trainer`` both are measured over each epoch and logged as ``prototypes/lpm`` and
-    ``prototypes/amm`` (mean margin between classes).
+    as ``clients/lpm``. With a plain ``L.Trainer`` both are measured over each epoch and logged as ``prototypes/lpm``
+    and ``prototypes/amm`` (mean margin between classes).
 
     ``passes="exact"`` runs the data through the model twice in evaluation mode without gradients: before and after the
-    visit,
-    on the same examples, as in the definition. Each step stops after computing the features. ``passes="online"`` reuses
-    the
-    features from training: prototypes *before* are from the first pass over the data, prototypes *after* from the last
-    pass
-    (with a single pass: from the first and second half). A visit with one batch has no prototypes *before* and no LPM;
-    :class:`~lightning_fed.algorithms.FedMargin` then uses the mean LPM of other clients, with a warning. Online
-    features
-    include weight changes, augmentation and dropout, and both halves contain different examples. Online passes suit
-    monitoring and long visits; margins of short visits are noisy.
+    visit, on the same examples, as in the definition. Each step stops after computing the features. ``passes="online"``
+    reuses the features from training: prototypes *before* are from the first pass over the data, prototypes *after*
+    from the last pass (with a single pass: from the first and second half). A visit with one batch has no prototypes
+    *before* and no LPM; :class:`~lightning_fed.algorithms.FedMargin` then uses the mean LPM of other clients, with a
+    warning. Online features include weight changes, augmentation and dropout, and both halves contain different
+    examples. Online passes suit monitoring and long visits; margins of short visits are noisy.
 
     Exact passes run the module's ``training_step`` (with manual optimization ``validation_step``). Augmentation in the
-    data
-    set stays active, but both passes draw the same random numbers. Batches are loaded in the main process. Training
-    after a
-    pass is unaffected: random numbers and module state are restored. Batches with ``training_step`` returning ``None``
-    are
-    skipped. With several processes of a plain Trainer, sums are added over processes.
+    data set stays active, but both passes draw the same random numbers. Batches are loaded in the main process.
+    Training after a pass is unaffected: random numbers and module state are restored. Batches with ``training_step``
+    returning ``None`` are skipped. With several processes of a plain Trainer, sums are added over processes.
 
     Args:
         layer: Name of the layer with the features as output; ``"auto"`` for
             :func:`~lightning_fed.modules.find_feature_layer` at the classifier. The classifier is the single layer
-            whose
-            outputs meet class labels in the loss, found in a trial training step.
+            whose outputs meet class labels in the loss, found in a trial training step.
         num_classes: Number of classes; ``"auto"`` for the outputs of the classifier.
         ignore_index: Label for void pixels; ``None`` without void pixels; ``"auto"`` for the label ignored in the loss,
-            or
-            255 unless 255 is a class.
+            or 255 unless 255 is a class.
         exclude_classes: Classes to exclude, such as a background.
         target: Index, key or function for the labels; by default the labels in the loss. With a given ``layer`` and
             ``num_classes`` there is no trial step, and the default is the second element, or ``batch["target"]``,
             ``["label"]``, ``["mask"]``, ``["y"]`` or a plural. Integers with shape ``(N,)`` or ``(N, [1,] *size)``;
-            label
-            maps are resized to the features by nearest neighbour.
+            label maps are resized to the features by nearest neighbour.
         passes: ``"exact"`` or ``"online"``.
         max_batches: Maximum number of batches in an exact pass; ``None`` for all.
         margin: Margin of a class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.
@@ -103,8 +92,7 @@ class ClassPrototypes(FederatedCallback):
 
     Raises:
         ValueError: If an option is unknown or outside its range; in ``fit``, if the layer is missing, or a resumed fit
-            has a
-            different layer.
+            has a different layer.
         MisconfigurationException: In ``fit``, if the trial step does not identify the classifier or the labels.
 
     Example:
@@ -115,7 +103,6 @@ class ClassPrototypes(FederatedCallback):
         Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations",
         IEEE Internet of Things Journal 2022. The equations are reconstructed, see
         :mod:`lightning_fed.algorithms.fedmargin.margins`.
-
     """
 
     def __init__(

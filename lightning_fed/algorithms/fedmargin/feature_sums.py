@@ -33,7 +33,6 @@ class FeatureSumOptions:
 
     Raises:
         ValueError: If the options are inconsistent.
-
     """
 
     num_classes: int
@@ -51,7 +50,6 @@ class FeatureSums:
 
     Args:
         options: Classes and labels.
-
     """
 
     def __init__(self, options: FeatureSumOptions) -> None:
@@ -116,7 +114,6 @@ def measure_feature_sums(
 
     Raises:
         ValueError: If no step runs the layer.
-
     """
     step, sums = forward_step(module), FeatureSums(options)
     assert step is not None
@@ -158,7 +155,6 @@ class TrainingFeatureSums:
     Attributes:
         first: Sums over the first epoch, or the first half of a single epoch.
         last: Sums over the last epoch or half.
-
     """
 
     def __init__(self, options: FeatureSumOptions, num_batches: int, per_epoch: int | None = None) -> None:
@@ -190,7 +186,6 @@ class TrainingFeatureSums:
 
         Args:
             is_trained: Whether the step returned a result, if known.
-
         """
         if self._batch is not None and not is_trained:
             self._left_out += 1
@@ -205,7 +200,6 @@ class TrainingFeatureSums:
 
         Raises:
             ValueError: If features are missing for a training batch.
-
         """
         is_blind = is_manual and self._started > 0 and self._seen == 0
         if is_blind or self._seen + self._left_out < self._started:

@@ -8,7 +8,6 @@ References:
     - Crammer, Gilad-Bachrach, Navot and Tishby, "Margin Analysis of the LVQ Algorithm", NIPS 2002 (the hypothesis
       margin).
     - Nova and Estevez, "A review of learning vector quantization classifiers", 2014 (the relative distance).
-
 """
 
 from __future__ import annotations
@@ -47,16 +46,14 @@ def class_margins(
         - \tfrac12 \min_{c' \ne c} \lVert R[c] - R[c'] \rVert
 
     "semantic" is the hypothesis margin between two prototypes: the distance from one prototype to the bisecting plane.
-    The
-    relative margin is 0 if both distances are 0.
+    The relative margin is 0 if both distances are 0.
 
     Args:
         query: Prototypes Q.
         reference: Prototypes R.
         margin: Kind of margin.
         fallback: For "hypothesis" and "relative": prototypes of other classes (the aggregate prototypes) if the
-            reference
-            has only one class.
+            reference has only one class.
 
     Returns:
         Margins, shape ``(C,)``, float64; NaN for classes missing in a set or without another class for comparison.
@@ -69,7 +66,6 @@ def class_margins(
         >>> before = Prototypes(torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([5, 7]))
         >>> class_margins(after, before)
         tensor([2.5000,    nan], dtype=torch.float64)
-
     """
     check_option("margin", margin, MarginKind)
     check_same_shape(query, reference, *([] if fallback is None else [fallback]))
@@ -123,7 +119,6 @@ def local_prototype_margin(
         >>> before = Prototypes(torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([5, 5]))
         >>> local_prototype_margin(after, before).item()
         1.5
-
     """
     return _over_classes(class_margins(after, before, margin, fallback=fallback), after.counts, class_reduction)
 
@@ -160,7 +155,6 @@ def aggregate_prototype_margin(
         >>> aggregate = Prototypes(torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([5, 5]))
         >>> aggregate_prototype_margin(client, aggregate).item()
         2.5
-
     """
     margins = class_margins(after, reference, "hypothesis" if margin == "gain" else margin)
     return _over_classes(margins, after.counts, class_reduction)
@@ -191,7 +185,6 @@ def aggregate_mean_margin(prototypes: Prototypes, kind: MeanMarginKind = "pairs"
         >>> prototypes = Prototypes(torch.tensor([[0.0, 0.0], [6.0, 8.0], [3.0, 4.0]]), torch.tensor([1, 1, 1]))
         >>> [round(aggregate_mean_margin(prototypes, kind).item(), 6) for kind in ("pairs", "nearest")]
         [3.333333, 2.5]
-
     """
     check_option("kind", kind, MeanMarginKind)
     means = prototypes.means[prototypes.present].double()

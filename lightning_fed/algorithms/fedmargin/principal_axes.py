@@ -19,7 +19,6 @@ class PrincipalAxes(NamedTuple):
     Attributes:
         center: Origin, shape ``(d,)``, float64.
         axes: Orthonormal directions, shape ``(k, d)``, float64; zeros for missing axes.
-
     """
 
     center: Tensor
@@ -63,7 +62,6 @@ def principal_axes(points: Tensor, count: int = 2) -> PrincipalAxes:
         >>> (view.project(torch.tensor([[3.0, 4.0], [9.0, 12.0]])) + 0.0).round(decimals=6)
         tensor([[ 0.,  0.],
                 [10.,  0.]], dtype=torch.float64)
-
     """
     if points.ndim != 2 or len(points) < 1:
         raise ValueError(f"Expected `points` of shape (n, d) with n of at least 1, but got {tuple(points.shape)}.")

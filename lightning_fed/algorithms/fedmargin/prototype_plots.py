@@ -39,25 +39,19 @@ class PrototypePlots(FederatedCallback):
     """Plots class prototypes in a plane, and logs the image to TensorBoard.
 
     In a federation with :class:`~lightning_fed.algorithms.FedMargin` the plot shows the aggregate prototypes over
-    clients
-    and rounds; with other rules the prototypes of the round, averaged over clients by counts. With a plain
-    ``L.Trainer`` the
-    plot shows the prototypes after the epoch. Prototypes are measured by
+    clients and rounds; with other rules the prototypes of the round, averaged over clients by counts. With a plain
+    ``L.Trainer`` the plot shows the prototypes after the epoch. Prototypes are measured by
     :class:`~lightning_fed.callbacks.ClassPrototypes`, which FedMargin adds automatically.
 
     The plane maximizes the variance of the prototypes (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`,
-    equal
-    class weights). Each image has a new plane, rotated to match the previous axes. Both axes have equal scale. The
-    title
-    shows the fraction of variance within the plane.
+    equal class weights). Each image has a new plane, rotated to match the previous axes. Both axes have equal scale.
+    The title shows the fraction of variance within the plane.
 
     The first image appears in the first epoch (round) with two classes, later images every ``every_n_epochs`` epochs.
-    The
-    TensorBoard step is the epoch. Other loggers are skipped.
+    The TensorBoard step is the epoch. Other loggers are skipped.
 
     State: ``last_epoch``, epoch of the last image (an int, or None), and ``view``, its plane: ``center`` (d numbers)
-    and
-    ``axes`` (2 d numbers); or None.
+    and ``axes`` (2 d numbers); or None.
 
     Args:
         every_n_epochs: Epochs (rounds) between images.
@@ -74,7 +68,6 @@ class PrototypePlots(FederatedCallback):
         >>> from lightning_fed.callbacks import ClassPrototypes
         >>> callbacks = [ClassPrototypes(), PrototypePlots(class_names=["road", "sky", "tree"])]
         >>> trainer = L.Trainer(max_epochs=5, callbacks=callbacks, logger=False)
-
     """
 
     # TensorBoard image name; the projector uses `prototypes`.

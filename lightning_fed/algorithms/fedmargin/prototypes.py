@@ -38,7 +38,6 @@ class Prototypes(NamedTuple):
     Example:
         >>> Prototypes(torch.tensor([[1.0, 2.0], [0.0, 0.0]]), torch.tensor([3, 0])).present
         tensor([ True, False])
-
     """
 
     means: Tensor
@@ -66,12 +65,10 @@ def class_sums(
     Args:
         features: Feature vectors, shape ``(N, d)``, or feature maps, shape ``(N, d, *size)``; floating point.
         labels: Classes, integers, shape ``(N,)`` or ``(N, *label_size)``. Label maps are resized to the feature maps,
-            see
-            :func:`~lightning_fed.model.label_maps.resize_labels`.
+            see :func:`~lightning_fed.model.label_maps.resize_labels`.
         num_classes: Number of classes :math:`C`.
         ignore_index: Label for void pixels, outside :math:`0 \dots C - 1`; ``None`` for no void label, ``"auto"`` for
-            255
-            unless 255 is a class.
+            255 unless 255 is a class.
         exclude_classes: Classes to exclude, such as a background.
 
     Returns:
@@ -84,7 +81,6 @@ def class_sums(
         >>> sums, counts = class_sums(torch.tensor([[1.0, 0.0], [3.0, 4.0], [0.0, 0.0]]), torch.tensor([1, 1, 255]), 3)
         >>> sums.tolist(), counts.tolist()
         ([[0.0, 0.0], [4.0, 4.0], [0.0, 0.0]], [0, 2, 0])
-
     """
     if features.ndim < 2 or labels.ndim != features.ndim - 1 or labels.shape[0] != features.shape[0]:
         raise ValueError(
@@ -132,7 +128,6 @@ def class_prototypes(sums: Tensor, counts: Tensor, *, dtype: torch.dtype = torch
         >>> class_prototypes(torch.tensor([[2.0, 4.0], [5.0, 5.0]]), torch.tensor([2, 0]))
         Prototypes(means=tensor([[1., 2.],
                 [0., 0.]]), counts=tensor([2, 0]))
-
     """
     means = sums / counts.clamp(min=1).unsqueeze(1)
     return Prototypes(means.where(counts.unsqueeze(1) > 0, 0).to(dtype), counts)
@@ -166,7 +161,6 @@ def aggregate_prototypes(
         >>> bob = Prototypes(torch.tensor([[4.0], [0.0]]), torch.tensor([3, 0]))
         >>> aggregate_prototypes([ann, bob]).means.tolist()
         [[3.0], [1.0]]
-
     """
     check_option("weighting", weighting, PrototypeWeighting)
     if not clients:
@@ -198,10 +192,8 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
         \bar P_{t-1}[c] & \text{if } c \text{ is not seen now} \end{cases}
 
     The rule is a reconstruction of "over previous rounds and clients". The default :math:`\beta = 0.1` gives new values
-    the
-    weight 0.9, as in the code of FedSpace (with a common author). ``memory="cumulative"`` is the running mean weighted
-    by
-    counts, as in SDR's code.
+    the weight 0.9, as in the code of FedSpace (with a common author). ``memory="cumulative"`` is the running mean
+    weighted by counts, as in SDR's code.
 
     Args:
         previous: Aggregate prototypes before the round :math:`\bar P_{t-1}`; ``None`` in the first round.
@@ -220,7 +212,6 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
         >>> update_prototypes(old, new).means
         tensor([[0.9000],
                 [5.0000]])
-
     """
     check_option("memory", memory, PrototypeMemory)
     if previous is None:
@@ -259,7 +250,6 @@ def reference_prototypes(previous: Prototypes | None, current: Prototypes) -> Pr
         >>> new = Prototypes(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 1]))
         >>> reference_prototypes(old, new).means.tolist()
         [[0.0], [2.0]]
-
     """
     if previous is None:
         return current
@@ -278,7 +268,6 @@ def check_same_shape(*prototypes: Prototypes) -> None:
 
     Raises:
         ValueError: If numbers of classes or features differ.
-
     """
     shape = prototypes[0].means.shape
     for means, counts in prototypes:

@@ -34,7 +34,6 @@ class MixedUpdate(ClientUpdate):
 
     Args:
         shares: Weight by client.
-
     """
 
     shares: dict[Client, float] = field(default_factory=dict)
@@ -49,19 +48,14 @@ class RobustAggregator(Aggregator):
     """Base class for rules that tolerate some malicious clients. Rules implement :meth:`combine`.
 
     All updates in a round are stored: n states. Client updates (local minus global, all shared floating-point entries
-    as one
-    vector) are compared by inner products, and combined in chunks of coordinates. BatchNorm's running statistics have
-    other
-    scales and must stay valid, so statistics are excluded from the comparison and combined by a trimmed mean without
-    the
-    ``num_malicious`` smallest and largest values. Integer entries take the majority value, or the lower median without
-    a
-    majority.
+    as one vector) are compared by inner products, and combined in chunks of coordinates. BatchNorm's running statistics
+    have other scales and must stay valid, so statistics are excluded from the comparison and combined by a trimmed mean
+    without the ``num_malicious`` smallest and largest values. Integer entries take the majority value, or the lower
+    median without a majority.
 
     A round with too few updates fails, and all clients are excluded with the reason. A client whose update was refused
-    for
-    its content (NaN, wrong shape, implausible norm) counts as one malicious client: at most f - 1 of the remaining clients are
-    malicious. Missing clients may be honest and do not count.
+    for its content (NaN, wrong shape, implausible norm) counts as one malicious client: at most f - 1 of the remaining
+    clients are malicious. Missing clients may be honest and do not count.
 
     Args:
         num_malicious: Number f of malicious clients per round; ``None`` for the largest number tolerated by the rule.
@@ -78,13 +72,9 @@ class RobustAggregator(Aggregator):
 
     Note:
         Logs ``fed/excluded``, the number of excluded clients in this round: a client's share is 1 without influence on
-        the
-        result, and 0 for the client with the largest weight. With at most 20 clients also logs
-        ``client/<id>/excluded``,
-        the mean share over rounds. The state contains ``clients``, the sums ``excluded``, the numbers of ``rounds``,
-        and
-        ``memory``.
-
+        the result, and 0 for the client with the largest weight. With at most 20 clients also logs
+        ``client/<id>/excluded``, the mean share over rounds. The state contains ``clients``, the sums ``excluded``, the
+        numbers of ``rounds``, and ``memory``.
     """
 
     least: tuple[int, int] = (2, 1)
@@ -107,7 +97,6 @@ class RobustAggregator(Aggregator):
 
         Returns:
             Entries by name, and the share of each row in the result, shape ``(rows,)``, from 0 to 1.
-
         """
 
     def start(self, info: RoundInfo, state: State) -> None:
@@ -137,7 +126,6 @@ class RobustAggregator(Aggregator):
         Raises:
             BadUpdates: For clients with an infinite norm; for all clients, with too few updates or without the trusted
                 client.
-
         """
         clients = self.clients
         states = [self.updates[client] for client in clients]

@@ -49,7 +49,6 @@ class NormClipping(Method):
 
     References:
         Sun et al., 2019, section 3 ("norm thresholding").
-
     """
 
     def __init__(self, max_norm: float | None = None) -> None:
@@ -95,7 +94,6 @@ class CenteredClipping(RobustAggregator):
 
     References:
         Karimireddy et al., ICML 2021, equation 5.
-
     """
 
     def __init__(

@@ -44,7 +44,6 @@ class Median(RobustAggregator):
 
     References:
         Yin et al., ICML 2018, definition 1.
-
     """
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
@@ -79,7 +78,6 @@ class TrimmedMean(RobustAggregator):
 
     References:
         Yin et al., ICML 2018, definition 2.
-
     """
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:

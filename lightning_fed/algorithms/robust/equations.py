@@ -30,7 +30,6 @@ def squared_distances(gram: Tensor) -> Tensor:
         >>> squared_distances(rows @ rows.T)
         tensor([[ 0., 25.],
                 [25.,  0.]], dtype=torch.float64)
-
     """
     lengths = gram.diagonal()
     distances = (lengths.unsqueeze(0) + lengths.unsqueeze(1) - 2 * gram).clamp_min(0)
@@ -61,7 +60,6 @@ def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
     References:
         Blanchard, El Mhamdi, Guerraoui & Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient
         Descent", NeurIPS 2017, section 4.
-
     """
     size = len(distances)
     others = distances + torch.diag(distances.new_full((size,), float("inf")))
@@ -83,7 +81,6 @@ def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
         >>> rows = torch.tensor([[0.0], [1.0], [5.0]]).double()
         >>> krum_order(squared_distances(rows @ rows.T), num_malicious=0)
         [1, 0, 2]
-
     """
     scores = krum_scores(distances, num_malicious).tolist()
     neighbors = distances.sort(dim=1).values.tolist()
@@ -110,7 +107,6 @@ def bulyan_choice(distances: Tensor, num_malicious: int) -> Tensor:
     References:
         El Mhamdi, Guerraoui & Rouault, "The Hidden Vulnerability of Distributed Learning in Byzantium", ICML 2018,
         section 4.
-
     """
     remaining = krum_order(distances, num_malicious)
     chosen = []
@@ -152,7 +148,6 @@ def geometric_median_weights(
     References:
         Pillutla, Kakade & Harchaoui, "Robust Aggregation for Federated Learning", IEEE Transactions on Signal
         Processing 2022, Algorithm 2.
-
     """
     spread = squared_distances(gram).sqrt().median(dim=1).values
     weights = _normalized(1 / spread.clamp_min(smoothing))
@@ -184,7 +179,6 @@ def clipping_weights(norms: Tensor, radius: float | None = None) -> Tensor:
 
     References:
         Sun, Kairouz, Suresh & McMahan, "Can You Really Backdoor Federated Learning?", 2019, section 3.
-
     """
     limit = _median(norms) if radius is None else norms.new_tensor(radius)
     return torch.where(norms > limit, limit / norms, torch.ones_like(norms))
@@ -212,7 +206,6 @@ def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: in
 
     References:
         Karimireddy, He & Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021, equation 5.
-
     """
     size = len(gram) - 1
     weights = torch.zeros_like(gram[0])
@@ -251,7 +244,6 @@ def trust_weights(norms: Tensor, products: Tensor, trusted_norm: float) -> tuple
     References:
         Cao, Fang, Liu & Gong, "FLTrust: Byzantine-robust Federated Learning via Trust Bootstrapping", NDSS 2021,
         equations 2 to 4.
-
     """
     both = norms * trusted_norm
     scores = torch.where(both > 0, products / both, torch.zeros_like(both)).clamp(0, 1)
@@ -275,8 +267,7 @@ def trimmed_mean(rows: Tensor, num_trimmed: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         Means, shape ``(k,)``; and the number of included coordinates for each client, shape ``(n,)``. Values equal to
-        an
-        included value count as included.
+        an included value count as included.
 
     Example:
         >>> trimmed_mean(torch.tensor([[0.0, 9.0], [2.0, 1.0], [50.0, 2.0]]).double(), num_trimmed=1)
@@ -285,7 +276,6 @@ def trimmed_mean(rows: Tensor, num_trimmed: int) -> tuple[Tensor, Tensor]:
     References:
         Yin, Chen, Ramchandran & Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates",
         ICML 2018, definitions 1 and 2.
-
     """
     if not num_trimmed:
         return rows.mean(0), rows.new_full((len(rows),), rows.shape[1])
@@ -307,7 +297,6 @@ def mean_around_median(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Example:
         >>> mean_around_median(torch.tensor([[0.0], [2.0], [3.0], [50.0]]).double(), count=2)
         (tensor([2.5000], dtype=torch.float64), tensor([0., 1., 1., 0.], dtype=torch.float64))
-
     """
     middle, _ = trimmed_mean(rows, (len(rows) - 1) // 2)
     nearest = (rows - middle).abs().argsort(dim=0, stable=True)[:count]
@@ -340,7 +329,6 @@ def nearest_neighbor_mixing(gram: Tensor, num_malicious: int) -> Tensor:
     References:
         Allouah, Farhadkhani, Guerraoui, Gupta, Pinot & Stephan, "Fixing by Mixing: A Recipe for Optimal Byzantine ML
         under Heterogeneity", AISTATS 2023, Algorithm 2 ("NNM").
-
     """
     distances = squared_distances(gram).fill_diagonal_(-1.0)
     count = len(gram) - num_malicious
@@ -366,7 +354,6 @@ def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Te
     References:
         Karimireddy, He & Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing", ICLR 2022,
         Algorithm 1.
-
     """
     order = generator.permutation(size)
     groups = [order[start : start + bucket_size] for start in range(0, size, bucket_size)]
@@ -398,7 +385,6 @@ def adaptive_clipping(gram: Tensor, num_malicious: int) -> Tensor:
     References:
         Allouah, Guerraoui, Gupta, Jellouli, Rizk & Stephan, "Adaptive Gradient Clipping for Robust Federated Learning",
         ICLR 2025, Algorithm 2 ("ARC").
-
     """
     norms = gram.diagonal().sqrt()
     num_clipped = 2 * num_malicious * (len(gram) - num_malicious) // len(gram)

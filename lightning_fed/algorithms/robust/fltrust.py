@@ -49,7 +49,6 @@ class FLTrust(RobustAggregator):
 
     References:
         Cao et al., NDSS 2021, equations 2 to 4.
-
     """
 
     def __init__(

@@ -23,8 +23,7 @@ class GeometricMedian(RobustAggregator):
     .. math:: \arg\min_v \sum_i \lVert v - u_i \rVert
 
     Requires at least ``2 f + 1`` clients. Iterations stop once all client weights are stable. The paper weights clients
-    by
-    examples; here all clients have equal weight. The number of malicious clients only affects BatchNorm's running
+    by examples; here all clients have equal weight. The number of malicious clients only affects BatchNorm's running
     statistics.
 
     - Sends: 1 model down, 1 up.
@@ -52,7 +51,6 @@ class GeometricMedian(RobustAggregator):
 
     References:
         Pillutla et al., IEEE TSP 2022, Algorithms 1 and 2 ("RFA", "smoothed Weiszfeld").
-
     """
 
     def __init__(

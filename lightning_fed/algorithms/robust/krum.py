@@ -52,7 +52,6 @@ class Krum(RobustAggregator):
 
     References:
         Blanchard et al., NeurIPS 2017, section 4.
-
     """
 
     least = (2, 3)
@@ -92,7 +91,6 @@ class MultiKrum(RobustAggregator):
 
     References:
         Blanchard et al., NeurIPS 2017, section 5.
-
     """
 
     least = (2, 3)
@@ -116,8 +114,7 @@ class Bulyan(RobustAggregator):
     """Coordinate-wise mean around the median over clients selected by repeated Krum.
 
     Krum selects ``n - 2 f`` clients one after another. For each coordinate the ``n - 4 f`` values nearest to the median
-    are
-    averaged. Requires at least ``4 f + 3`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`.
+    are averaged. Requires at least ``4 f + 3`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -139,7 +136,6 @@ class Bulyan(RobustAggregator):
 
     References:
         El Mhamdi et al., ICML 2018, section 4.
-
     """
 
     least = (4, 3)

@@ -33,12 +33,10 @@ class Mixture(CollectingStep):
     """Base class for mixtures: replaces each update by a weighted sum of all updates in the round, in float64.
 
     BatchNorm's running statistics and integer entries are not mixed. An update that joins several clients has the mean
-    of
-    the statistics and the majority of the integers.
+    of the statistics and the majority of the integers.
 
     Attributes:
         joins: Whether a mixed update stands for several clients.
-
     """
 
     joins: bool = False
@@ -49,7 +47,6 @@ class Mixture(CollectingStep):
 
         Args:
             gram: Inner products between client updates, shape ``(clients, clients)``, float64.
-
         """
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
@@ -69,7 +66,6 @@ class Mixture(CollectingStep):
 
         Raises:
             BadUpdates: For clients with an infinite norm.
-
         """
         numbers = number_entries(self.state)
         names = [name for name in numbers if not is_running_statistic(name)]
@@ -108,7 +104,6 @@ class TolerantMixture(Mixture):
 
     Args:
         num_malicious: Malicious clients; ``None`` for the largest number below one half.
-
     """
 
     def __init__(self, num_malicious: int | None = None) -> None:
@@ -132,7 +127,6 @@ class NearestNeighborMixing(TolerantMixture):
 
     References:
         Allouah et al., AISTATS 2023, Algorithm 2.
-
     """
 
     def mixing(self, gram: Tensor) -> Tensor:
@@ -151,7 +145,6 @@ class AdaptiveClipping(TolerantMixture):
 
     References:
         Allouah et al., ICLR 2025, Algorithm 2.
-
     """
 
     def mixing(self, gram: Tensor) -> Tensor:
@@ -171,7 +164,6 @@ class Bucketing(Mixture):
 
     References:
         Karimireddy et al., ICLR 2022, Algorithm 1.
-
     """
 
     joins = True

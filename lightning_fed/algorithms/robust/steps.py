@@ -19,8 +19,7 @@ class Steps:
     """Updates of n clients (local minus global), as rows of a matrix that is never fully in memory.
 
     In addition to the client states, memory holds some float64 columns and the n x n inner products. Results are new
-    states:
-    the global model plus a combination of updates, in float64.
+    states: the global model plus a combination of updates, in float64.
 
     Args:
         start: Global model.
@@ -38,7 +37,6 @@ class Steps:
                 [3., 9.]], dtype=torch.float64)
         >>> steps.mean(torch.tensor([0.5, 0.5]).double())
         {'w': tensor([3.], dtype=torch.float64)}
-
     """
 
     def __init__(self, start: State, states: Sequence[State], names: Sequence[str]) -> None:
@@ -78,7 +76,6 @@ class Steps:
 
         Args:
             direction: The vector, float64 entries.
-
         """
         total = torch.zeros(len(self._states), dtype=torch.float64)
         for name in self.names:
@@ -94,7 +91,6 @@ class Steps:
         Args:
             weights: Weights with any sum, shape ``(rows,)``.
             plus: Another update with a weight, float64.
-
         """
         of_start = float(_rest(weights))
 
@@ -116,13 +112,11 @@ class Steps:
 
         Args:
             combine: Function from rows at k coordinates, shape ``(rows, k)``, to values, shape ``(k,)``, and the number
-                of
-                included coordinates for each row, shape ``(rows,)``. Must be equivariant to shifts.
+                of included coordinates for each row, shape ``(rows,)``. Must be equivariant to shifts.
             chosen: Indices of the rows to use; ``None`` for all rows.
 
         Returns:
             New state, and the fraction of included coordinates for each row, shape ``(rows,)``.
-
         """
         taking_part = torch.arange(len(self)) if chosen is None else chosen
         counts = torch.zeros(len(taking_part), dtype=torch.float64)
