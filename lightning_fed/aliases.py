@@ -44,9 +44,6 @@ def unite_names() -> None:
 def refuse_foreign(*objects: Any) -> None:
     """Refuses objects from a second copy of Lightning.
 
-    Args:
-        objects: Modules, datamodules, callbacks or other objects.
-
     Raises:
         TypeError: If an object belongs to the other package.
     """
@@ -90,11 +87,7 @@ def _version(distribution: str) -> str | None:
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Import hook for aliased packages.
-
-    Args:
-        names: Alias to imported package.
-    """
+    """Import hook for packages with an alias."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names

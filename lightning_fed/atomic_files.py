@@ -64,21 +64,13 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Writes a new file, readable only for the current user.
-
-    Raises:
-        FileExistsError: If the file exists.
-    """
+    """Writes a new file, readable only for the current user. An existing file raises ``FileExistsError``."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 
 
 class RoundCheckpoint(Checkpoint):
-    """Overwrites one checkpoint after each round, atomically and after all other callbacks.
-
-    Args:
-        path: Checkpoint file.
-    """
+    """Overwrites one checkpoint after each round, atomically and after all other callbacks."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -100,15 +92,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads a checkpoint.
-
-        Args:
-            path: Checkpoint file.
-            map_location: Same as in ``torch.load``.
-            weights_only: ``False`` unpickles objects, which can execute code. By default objects raise an error.
+        """Loads a checkpoint. ``weights_only=False`` unpickles objects, which can execute code.
 
         Raises:
-            ValueError: If the file contains objects other than tensors and primitives.
+            ValueError: If the file contains objects other than tensors and primitives, unless ``weights_only=False``.
         """
         if weights_only is False:
             _log.warning("The checkpoint %r is loaded with `weights_only=False`: objects in it run code.", str(path))

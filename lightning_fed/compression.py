@@ -68,11 +68,7 @@ class Compression(UpdateStep, ABC):
 
     @abstractmethod
     def decode(self, code: Tensor, extra: Tensor, like: Tensor) -> Tensor:
-        """Decodes an update to float64.
-
-        Raises:
-            BadUpdate: If ``extra`` is not a result of :meth:`encode`.
-        """
+        """Decodes an update to float64. An ``extra`` of another kind raises :class:`BadUpdate`."""
 
     def form(self, state: State) -> State:
         """Replaces trained entries by codes."""
@@ -95,11 +91,7 @@ class Compression(UpdateStep, ABC):
 
     @torch.no_grad()
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
-        """Decodes the update and adds the broadcast model.
-
-        Raises:
-            BadUpdate: If a scale or positions are missing.
-        """
+        """Decodes the update and adds the broadcast model."""
         for name in self.names(sent):
             extra = update.extras.pop(_PREFIX + name, None)
             if extra is None:
@@ -389,11 +381,7 @@ class Downlink(UpdateStep):
 
 
 class HeldModels(FederatedCallback):
-    """Tracks the model version of each client for :class:`Downlink`: the version of the last accepted update.
-
-    Args:
-        step: Update step.
-    """
+    """Tracks the model version of each client for :class:`Downlink`: the version of the last accepted update."""
 
     supports_vectorize = True
     keeps_privacy = True
@@ -408,11 +396,7 @@ class HeldModels(FederatedCallback):
 
 
 def read_scale(extra: Tensor) -> Tensor:
-    """Validates a received scale.
-
-    Raises:
-        BadUpdate: If the scale is invalid.
-    """
+    """Validates a received scale. An invalid scale raises :class:`BadUpdate`."""
     if extra.shape != torch.Size([]) or extra.dtype != torch.float64 or not float(extra) >= 0:
         raise BadUpdate("it sends a scale that is none")
     return extra

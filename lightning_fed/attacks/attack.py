@@ -84,11 +84,7 @@ class AttackStep(Attack, UpdateStep):
 
 
 class AttackCheck(FederatedCallback):
-    """Checks the client names of all attacks on updates, if all clients are known.
-
-    Args:
-        attack: Attack that needs the check. One callback checks all attacks of a Trainer.
-    """
+    """Checks the client names of all attacks on updates. One callback suffices per Trainer."""
 
     supports_vectorize = True
     keeps_privacy = True

@@ -80,11 +80,7 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _run_example(module: nn.Module, state: Mapping[str, Any], example: Any) -> None:
-    """Runs the module with a state's widths in evaluation mode, then restores the module.
-
-    Raises:
-        ValueError: If the run fails.
-    """
+    """Runs the module with a state's widths in evaluation mode, then restores the module."""
     device = next((value.device for value in module.state_dict().values() if isinstance(value, Tensor)), None)
     example = move_tensors(example, device)
     args, kwargs = split_inputs(example)
@@ -146,11 +142,7 @@ def state_of(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_entries(module_names: Iterable[str], state: Iterable[str], label: str) -> None:
-    """Compares entry names with the module's names.
-
-    Raises:
-        ValueError: If the names differ.
-    """
+    """Compares entry names with the module's names. Different names raise ``ValueError``."""
     expected, given = set(module_names), set(state)
     faults = [
         f"{words} {sorted(names)[:5]}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"

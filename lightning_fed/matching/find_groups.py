@@ -16,19 +16,14 @@ from lightning_fed.matching.tracer import Tracer
 
 
 class _Neuron(NamedTuple):
-    """Positions of one neuron.
-
-    Attributes:
-        positions: Sorted positions on each axis.
-        blocks: Normalization groups with this neuron.
-    """
+    """Sorted positions of one neuron by axis, and normalization groups."""
 
     positions: dict[Axis, list[int]]
     blocks: frozenset[Constraint]
 
 
 def find_groups(tracer: Tracer) -> list[PermutationGroup]:
-    """Finds all permutation groups of a traced network, in network order.
+    """Finds all permutation groups in a traced network, in network order.
 
     Neurons with the same axes, number of positions per axis and constraints form a group.
     """

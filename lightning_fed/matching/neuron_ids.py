@@ -84,12 +84,7 @@ class UnionFind:
 
 @dataclass(frozen=True, eq=False)
 class TracedActivation:
-    """Activation with one neuron id per element.
-
-    Attributes:
-        ids: Neuron ids, with length 1 along dimensions with equal ids.
-        shape: Shape of the activation.
-    """
+    """Activation with one neuron id per element. ``ids`` has length 1 along dimensions with equal ids."""
 
     ids: Tensor
     shape: tuple[int, ...]
@@ -120,13 +115,7 @@ class TracedActivation:
 
 @dataclass(frozen=True, eq=False)
 class ParameterView:
-    """State entry, with optionally permuted axes.
-
-    Attributes:
-        name: Entry name.
-        lengths: Length of each axis.
-        axes: Axis of each dimension.
-    """
+    """State entry, with optionally permuted axes: axis lengths, and the axis for each dimension."""
 
     name: str
     lengths: tuple[int, ...]

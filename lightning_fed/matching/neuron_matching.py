@@ -178,11 +178,7 @@ def match_neurons(
 
 
 class _Matcher:
-    """State of the matching. If all precisions are scalar, precisions have one column.
-
-    Attributes:
-        assignments: Same as in :class:`NeuronMatch`.
-    """
+    """State of the matching. If all precisions are scalar, precisions have one column."""
 
     def __init__(
         self,

@@ -200,15 +200,7 @@ def match_states(
 
 
 def check_width_limit(name: str, value: WidthLimit) -> WidthLimit:
-    """Validates a width limit.
-
-    Args:
-        name: Argument name.
-        value: Width limit.
-
-    Raises:
-        ValueError: If the limit is below 1 or not finite.
-    """
+    """Validates a width limit: ``None``, ``"auto"``, or a finite number from 1."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is None or value == "auto" or (is_number and 1 <= value < float("inf")):
         return value

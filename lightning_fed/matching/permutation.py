@@ -1,4 +1,4 @@
-r"""Permutes, slices and grows the neurons in a state.
+r"""Permutes, slices and grows neurons in a state.
 
 A network computes the same function if a layer's neurons are permuted with all dependent values: rows in
 incoming weights, biases, normalization, and columns of outgoing weights.
@@ -165,7 +165,7 @@ def permute_neurons(
     """Permutes the neurons in a state.
 
     Args:
-        state: Any entries of the network. Entries outside the groups are unchanged.
+        state: Any network entries. Entries outside the groups are unchanged.
         groups: Groups to permute.
         orders: Index of the neuron for each position, for each group: int64, shape ``(neurons,)``.
 
@@ -195,7 +195,7 @@ def slice_neurons(
     """Selects neurons from a state.
 
     Args:
-        state: Any entries of the network.
+        state: Any network entries.
         groups: All groups in the network.
         kept: Indices of the kept neurons in their new order, for each group: distinct, int64, shape ``(kept,)``.
 
@@ -227,7 +227,7 @@ def grow_neurons(
     same indices is the inverse.
 
     Args:
-        state: Any entries of the network.
+        state: Any network entries.
         groups: All groups in the network.
         assignments: New index of each neuron, for each group: distinct, int64, shape ``(neurons,)``.
         sizes: Number of neurons in the wider network for each group.

@@ -24,11 +24,6 @@ class PermutationCheck:
 
     All values in the state and inputs are perturbed, because initial zeros and ones or dead channels would hide
     dependencies. Runs in float64, or in float32 if float64 fails. Use within :func:`restored_afterwards`.
-
-    Args:
-        module: The module.
-        args: Positional inputs.
-        kwargs: Named inputs.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

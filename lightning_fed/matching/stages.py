@@ -86,11 +86,7 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
 
 
 def check_stages(choice: StageChoice) -> StageChoice:
-    """Validates a choice of stages.
-
-    Raises:
-        ValueError: If :func:`find_stages` does not support the choice.
-    """
+    """Validates a choice of stages, see :func:`find_stages`."""
     if isinstance(choice, Sequence) and not isinstance(choice, str):
         is_right = len(choice) > 0 and all(_are_patterns(patterns) for patterns in choice)
     else:
@@ -106,15 +102,8 @@ def check_stages(choice: StageChoice) -> StageChoice:
 def find_outputs(groups: PermutationGroups, names: Sequence[str], form: Mapping[str, Tensor]) -> list[str]:
     """Finds the entries of output layers: same number of rows as the last layer, after all hidden layers.
 
-    A layer with fixed neurons may precede the output layer. Other entries are skipped.
-
-    Args:
-        groups: Permutation groups of the network.
-        names: Entry names in the last stage.
-        form: All exchanged entries; only shapes and dtypes matter.
-
-    Returns:
-        Entry names, without running statistics and integers.
+    A layer with fixed neurons may precede the output layer. Running statistics and integers are excluded. ``names`` are
+    the entries in the last stage, ``form`` all exchanged entries.
 
     Example:
         >>> import torch

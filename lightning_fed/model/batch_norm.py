@@ -42,10 +42,8 @@ def batch_norm_layers(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
 class InputStatistics:
     """Counts, means and variances per channel for the inputs of BatchNorm layers, over all batches.
 
-    In training mode with momentum 1, the running statistics equal the batch statistics. Sums have dtype float64.
-
-    Args:
-        layers: Layers in training mode, by name. Running statistics are overwritten.
+    The layers must be in training mode, and running statistics are overwritten: with momentum 1, running statistics
+    equal batch statistics. Sums have dtype float64.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm1d(1))
@@ -100,10 +98,6 @@ def find_bad_statistics(extras: State, model: Mapping[str, Tensor]) -> str | Non
     """Describes a fault in a client's BatchNorm statistics, or returns ``None``.
 
     Checks names, shapes, finiteness and size: huge statistics could make the pooled variance infinite.
-
-    Args:
-        extras: Statistics from :meth:`InputStatistics.as_extras`.
-        model: Entries in the broadcast to the client.
 
     Example:
         >>> find_bad_statistics({"batch_norm:0:mean": torch.zeros(3)}, {"0.running_mean": torch.zeros(2)})

@@ -16,11 +16,7 @@ MASK_KEYS = ("mask", "masks", *TARGET_KEYS)  # masks first, because a batch may 
 
 
 def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:
-    """Finds the inputs in a batch.
-
-    Args:
-        batch: Sequence, mapping or tensor.
-        inputs: Index, key or function; ``None`` for the first element, a usual key, or a tensor itself.
+    """Finds the inputs in a batch: by index, key or function, else the first element, a usual key, or a tensor itself.
 
     Raises:
         ValueError: If no tensor is found.
@@ -35,12 +31,7 @@ def find_inputs(batch: Any, inputs: BatchKey = None) -> Tensor:
 
 
 def find_target(batch: Any, target: BatchKey = None, keys: Sequence[str] = TARGET_KEYS) -> Tensor:
-    """Finds the labels in a batch.
-
-    Args:
-        batch: Sequence or mapping.
-        target: Index, key or function; ``None`` for the second element or a usual key.
-        keys: Usual keys, in order of preference.
+    """Finds the labels in a batch: by index, key or function, else the second element or a usual key.
 
     Raises:
         ValueError: If no tensor is found.

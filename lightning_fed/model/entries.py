@@ -40,14 +40,7 @@ BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Slot(NamedTuple):
-    """A parameter or buffer, and its location in a module.
-
-    Args:
-        path: Name as in ``named_parameters()`` and ``named_buffers()``.
-        layer: Module with the tensor.
-        attribute: Attribute name in ``layer``.
-        tensor: The parameter or buffer.
-    """
+    """A parameter or buffer, with its layer and attribute. ``path`` is the name in ``named_parameters()``."""
 
     path: str
     layer: nn.Module
@@ -125,16 +118,8 @@ def entry_names(module: nn.Module) -> dict[Tensor, str]:
     """Maps parameters and buffers to entry names, by memory address.
 
     ``named_parameters()`` and ``state_dict()`` may use different names, for example with PyTorch's
-    ``checkpoint_wrapper``. Parameters and buffers without an entry are excluded.
-
-    Args:
-        module: The module.
-
-    Returns:
-        Parameters and buffers in PyTorch's order, with the names from :func:`live_entries`.
-
-    Raises:
-        ValueError: If a parameter with a gradient has no entry.
+    ``checkpoint_wrapper``. Parameters and buffers without an entry are excluded. A parameter with a gradient but
+    without an entry raises ``ValueError``.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -216,11 +201,7 @@ def layer_prefixes(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
-    """Checks that each trained tensor shares memory with an entry.
-
-    Args:
-        module: The module, before visits.
-        optimizers: Optimizers with tensors to check as well.
+    """Checks that each trained tensor, also in ``optimizers``, shares memory with an entry.
 
     Raises:
         ValueError: If a layer is lazy, a trained tensor or a running statistic in training mode has no entry, or
@@ -580,10 +561,6 @@ def _first_layers(module: nn.Module) -> dict[str, nn.Module]:
 
 def check_selectors(name: str, selectors: object) -> tuple[Selector, ...]:
     """Checks an argument with selectors, and returns a tuple.
-
-    Args:
-        name: Argument name.
-        selectors: The argument.
 
     Raises:
         ValueError: If the argument is not a list of patterns, module types and functions.

@@ -14,11 +14,7 @@ _CLASSIFIERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class LogitsLayer(nn.Module):
-    """Base class for custom layers with logits along the last axis.
-
-    Attributes:
-        num_classes: Number of classes.
-    """
+    """Base class for custom layers with logits for ``num_classes`` classes along the last axis."""
 
     num_classes: int
 
@@ -81,11 +77,7 @@ def encoder_of(layer: nn.Module) -> str | None:
 
 
 def require_classifier(module: nn.Module) -> str:
-    """Returns the name from :func:`find_classifier`, or raises an error.
-
-    Raises:
-        ValueError: If no layer is found.
-    """
+    """Returns the name from :func:`find_classifier`, or raises ``ValueError``."""
     classifier = find_classifier(module)
     if classifier is None:
         raise ValueError(
@@ -257,11 +249,8 @@ def named_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 def trained_layers(module: nn.Module, optimized: Collection[int] = ()) -> Iterator[tuple[str, nn.Module]]:
     """Yields named modules except metrics and untrained networks, such as a teacher.
 
-    A network is a layer with parameters in its children. If no parameter is trained, all modules are yielded.
-
-    Args:
-        module: The module.
-        optimized: Trained parameter ids; empty for all parameters with gradients.
+    A network is a layer with parameters in its children. ``optimized`` contains ids of trained parameters, by default
+    all parameters with gradients. If no parameter is trained, all modules are yielded.
 
     Example:
         >>> teacher = nn.Sequential(nn.Linear(2, 1)).requires_grad_(False)

@@ -24,14 +24,7 @@ _CHANNELWISE = (
 
 
 class WidthRatio(NamedTuple):
-    """Two widths with a ratio fixed by the architecture.
-
-    Attributes:
-        producer: Layer or entry with the first width, such as ``0.weight``.
-        out_width: First width.
-        consumer: Layer or entry with the second width.
-        in_width: Second width.
-    """
+    """Two widths with a ratio fixed by the architecture. Names are layers or entries, such as ``0.weight``."""
 
     producer: str
     out_width: int

@@ -71,10 +71,6 @@ def set_tensor_data(owner: Tensor, value: Tensor) -> None:
 def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Sets layer widths to match a state. Unknown names are ignored.
 
-    Args:
-        module: Module, changed in place.
-        state: State as returned by ``module.state_dict()``.
-
     Raises:
         ValueError: If an entry has a different number of axes, or widths no longer match within a layer or along an
             ``nn.Sequential``. Then the module stays unchanged.

@@ -12,12 +12,10 @@ _CACHED_ELEMENTS = 1 << 15
 
 
 def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
-    """Flattens a tensor and splits it into chunks for the CPU cache. On other devices the result is a single chunk.
+    """Flattens and splits a tensor into chunks for the CPU cache. On other devices the result is a single chunk.
 
     Working chunk by chunk avoids large intermediate tensors, whose memory traffic costs more than the arithmetic.
-
-    Args:
-        value: Tensor of any shape. Chunks of a contiguous tensor share its memory.
+    Chunks of a contiguous tensor share its memory.
 
     Example:
         >>> [len(chunk) for chunk in cache_chunks(torch.zeros(3, 20_000))]
@@ -30,17 +28,10 @@ def cache_chunks(value: Tensor) -> tuple[Tensor, ...]:
 
 
 def chunk_steps(count: int, width: int, positions: int, elements: int | None = None) -> tuple[int, int]:
-    """Chunk sizes along the first and last dimension of an input with shape ``(count, width, positions)``.
+    """Examples and pixels per chunk for an input with shape ``(count, width, positions)``.
 
-    Args:
-        count: Number of examples.
-        width: Number of channels. Channels are never split.
-        positions: Number of pixels per example.
-        elements: Maximum number of elements per chunk, by default ``CHUNK_ELEMENTS``. A single pixel with more channels
-            exceeds the maximum.
-
-    Returns:
-        Examples and pixels per chunk. A chunk with several examples contains all pixels.
+    Channels are never split. A chunk with several examples contains all pixels. ``elements`` is the maximum size of a
+    chunk, by default ``CHUNK_ELEMENTS``; a single pixel with more channels exceeds the maximum.
 
     Example:
         >>> chunk_steps(100, 4, 10, elements=80), chunk_steps(100, 4, 10, elements=20)

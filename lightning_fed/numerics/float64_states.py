@@ -13,12 +13,9 @@ from lightning_fed.numerics.precision import float64_device, to_float64
 
 
 class Float64States(Metric):
-    """Metric with float64 states, kept on the CPU if the metric's device lacks float64.
+    """Metric with float64 states (``float64_states``), kept on the CPU if the metric's device lacks float64.
 
     ``set_dtype`` only affects the result.
-
-    Attributes:
-        float64_states: Names of the float64 states, all tensors.
     """
 
     float64_states: ClassVar[tuple[str, ...]] = ()

@@ -16,10 +16,6 @@ def float64_device(device: torch.device) -> torch.device:
 def to_float64(value: Tensor, copy: bool = False) -> Tensor:
     """Casts values to float64 (complex128), on the CPU if the device lacks float64.
 
-    Args:
-        value: Tensor of any dtype and shape.
-        copy: Whether to copy even if the dtype already matches.
-
     Example:
         >>> to_float64(torch.tensor([1, 2]))
         tensor([1., 2.], dtype=torch.float64)

@@ -120,10 +120,6 @@ class RowSums:
 def find_bad_rows(rows: Tensor, table: Tensor) -> str | None:
     """Describes an invalid request for table rows, or returns ``None``.
 
-    Args:
-        rows: Row indices, expected to be int64 with shape ``(rows,)``, strictly increasing and within the table.
-        table: Table, expected to be floating-point with at least one dimension.
-
     Example:
         >>> find_bad_rows(torch.tensor([2, 1]), torch.zeros(3, 2))
         'its rows are not strictly increasing'

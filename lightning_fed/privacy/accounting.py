@@ -147,17 +147,7 @@ def plan_budget(
     sampling: Sampling = "poisson",
     accountant: Accountant = "rdp",
 ) -> Budget:
-    """Creates a budget from a noise multiplier, or from an epsilon after all rounds.
-
-    Args:
-        noise_multiplier: Noise multiplier, or ``None`` to use ``epsilon``.
-        epsilon: Bound after all rounds, ignored with a noise multiplier.
-        delta: See :class:`Budget`.
-        population: Total number of clients.
-        cohort: Clients per round.
-        rounds: Total rounds, or ``None`` if unknown.
-        sampling: Sampling scheme.
-        accountant: Accountant.
+    """Creates a budget from a noise multiplier, or from an epsilon after all rounds. See :func:`calibrate`.
 
     Raises:
         ValueError: If ``epsilon`` is used and the number of rounds is unknown.

@@ -372,11 +372,7 @@ class CentralDP(UpdateStep):
 
 
 class PrivateSum(Held):
-    """Sum of the clipped updates in a round, with memory for one model.
-
-    Args:
-        step: Update step.
-    """
+    """Sum of the clipped updates in a round, with memory for one model."""
 
     def __init__(self, step: CentralDP) -> None:
         super().__init__(step)
@@ -506,11 +502,7 @@ def _names(trainer: L.Trainer) -> tuple[int, int, int]:
 
 
 def refuse_other_messages(trainer: L.Trainer) -> None:
-    """Refuses callbacks that may send more than the update.
-
-    Raises:
-        MisconfigurationException: If a callback may send more.
-    """
+    """Refuses callbacks that may send more than the update."""
     for callback in federated_callbacks(trainer):
         for hook in ("on_client_request", "on_client_end"):
             is_harmless = getattr(callback, "keeps_privacy", False) or getattr(callback, "leaves_update", False)
@@ -541,16 +533,7 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
 
 
 def refuse_statistics(module: L.LightningModule, federation: Federation, how: str) -> None:
-    """Refuses shared BatchNorm statistics.
-
-    Args:
-        module: The module.
-        federation: The federation.
-        how: How statistics would leave the clients, for the error message.
-
-    Raises:
-        MisconfigurationException: If statistics are shared.
-    """
+    """Refuses shared BatchNorm statistics. ``how`` completes the error message."""
     option, statistics = federation.options.batch_norm, sorted(batch_norm_statistics(module))
     is_local = option.unseen != "pooled" if isinstance(option, LocalStatistics) else option in _LOCAL_TREATMENTS
     if statistics and not is_local:

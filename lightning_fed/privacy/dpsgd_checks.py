@@ -41,16 +41,7 @@ def loader_owner(trainer: L.Trainer, module: L.LightningModule) -> Any:
 
 
 def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: bool) -> None:
-    """Refuses Trainers and modules whose steps cannot be made private.
-
-    Args:
-        trainer: The Trainer.
-        module: The module.
-        ends_early: Whether the budget may stop the fit.
-
-    Raises:
-        MisconfigurationException: If privacy is impossible. The message states a remedy.
-    """
+    """Refuses Trainers and modules whose steps cannot be made private. ``ends_early``: the budget may stop the fit."""
     names = [slot.path for slot in tensor_slots(module) if isinstance(slot.tensor, nn.Parameter)]
     tied = set(names) - tensors_by_path(module).keys()
     own = set(map(id, module.parameters()))
@@ -93,16 +84,7 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
 
 
 def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedCallback) -> None:
-    """Refuses concurrent clients, and callbacks that may send values without noise.
-
-    Args:
-        trainer: The Trainer.
-        federation: The federation.
-        own: The calling callback.
-
-    Raises:
-        MisconfigurationException: If privacy is impossible. The message states a remedy.
-    """
+    """Refuses concurrent clients, and callbacks (except ``own``) that may send values without noise."""
     if federation.options.visits_at_once is not None:
         raise MisconfigurationException(
             f"`DPSGD` needs clients that train one after another, but got visits={federation.options.visits}."

@@ -33,10 +33,6 @@ class ExampleGradients:
     ``torch.func`` as fallback for other layers. Module and layers are not changed. In-place operations
     (``inplace=True``, ``out += identity``) are allowed, unlike with Opacus' hooks.
 
-    Args:
-        module: The module.
-        parameters: Trained parameters.
-
     Attributes:
         values: Example gradients divided by the number of examples, by parameter: shape ``(examples, ...)``.
 
@@ -127,12 +123,8 @@ def clipped_sum(
 
     .. math:: \sum_i g_i \min\left(1, \frac{C}{\lVert g_i \rVert}\right)
 
-    Examples with non-finite gradients contribute 0.
-
-    Args:
-        gradients: Values from :class:`ExampleGradients`: gradients divided by the number of examples.
-        num_examples: Number of examples in the batch.
-        max_norm: Clipping norm C; ``inf`` disables clipping.
+    Examples with non-finite gradients contribute 0. Gradients are divided by the number of examples, see
+    :class:`ExampleGradients`. ``max_norm=inf`` disables clipping.
 
     Example:
         >>> weight = nn.Parameter(torch.zeros(1))
@@ -180,12 +172,6 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
     The batch has up to eight examples. Gradients differ if the loss is not a mean over examples (Dice over a batch,
     contrastive losses, ignored pixels), or if a layer is used in an unsupported way. Dropout is disabled. With other
     random numbers in the step no comparison is possible. The module is restored.
-
-    Args:
-        trainer: The Trainer.
-        module: The module in training.
-        batch: Batch on the module's device.
-        gradients: Recorder for example gradients.
 
     Raises:
         MisconfigurationException: If gradients differ, or the batch cannot be split.

@@ -218,15 +218,7 @@ class SecureSum(UpdateStep):
 
 
 class RingSum(Held):
-    """Sum of encoded updates, with the list of clients.
-
-    Args:
-        step: Update step.
-
-    Attributes:
-        total: Sums by entry, int32.
-        clients: Clients in the sum.
-    """
+    """Sum of encoded updates, int32, with the list of clients."""
 
     def __init__(self, step: SecureSum) -> None:
         super().__init__(step)
@@ -240,11 +232,7 @@ class RingSum(Held):
         return int(self._step.least)
 
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds a client's update.
-
-        Raises:
-            BadUpdate: If the ring has no room for another client, or the update is malformed.
-        """
+        """Adds a client's update. A malformed or surplus update raises :class:`BadUpdate`."""
         assert self._step.ring is not None
         if len(self.clients) >= self._step.ring.clients:
             raise BadUpdate(f"it is one more than the {self._step.ring.clients} clients whose sum has room in 32 bits")
@@ -288,11 +276,7 @@ class RingSum(Held):
 
 
 class RingSettings(FederatedCallback):
-    """Sets the ring before a fit, and refuses messages about single clients.
-
-    Args:
-        step: Update step.
-    """
+    """Sets the ring before a fit, and refuses messages about single clients."""
 
     supports_vectorize = True
     keeps_privacy = True
@@ -301,12 +285,7 @@ class RingSettings(FederatedCallback):
         self.step = step
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses messages about single clients, and sets the ring.
-
-        Raises:
-            MisconfigurationException: If clients send other values.
-            ValueError: If 32 bits do not suffice.
-        """
+        """Refuses messages about single clients, and sets the ring."""
         federation, step = find_federation(trainer), self.step
         refuse_other_messages(trainer)
         refuse_statistics(pl_module, federation, "each for itself")

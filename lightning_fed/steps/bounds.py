@@ -123,11 +123,7 @@ def _shortened(
 
 
 def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
-    """Refuses entries with partial rows, for a step that compares whole entries.
-
-    Raises:
-        ValueError: If clients hold partial rows.
-    """
+    """Refuses entries with partial rows, because the step compares whole entries."""
     if info.sliced:
         raise OptionError(
             f"Expected no `{type(step).__name__}` where clients hold some rows of {sorted(info.sliced)} only: it"
@@ -136,15 +132,9 @@ def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
 
 
 def refuse_rule(step: UpdateStep, rule: Aggregator, *capabilities: str) -> None:
-    """Refuses a rule for an update step that needs each client's difference to one global model.
+    """Refuses a rule for an update step based on the difference from one global model.
 
-    Args:
-        step: The update step.
-        rule: The rule.
-        capabilities: Attributes of :class:`~lightning_fed.rule.RuleCapabilities` that the update step does not support.
-
-    Raises:
-        ValueError: If the rule declares an unsupported capability.
+    ``capabilities`` are unsupported attributes of :class:`~lightning_fed.rule.RuleCapabilities`.
     """
     if any(getattr(rule, name) for name in capabilities):
         raise OptionError(

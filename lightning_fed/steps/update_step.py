@@ -180,11 +180,7 @@ class CollectingStep(UpdateStep, ABC):
 
 
 class HeldUpdates(Held):
-    """All updates of a round.
-
-    Args:
-        step: Update step for the complete round.
-    """
+    """All updates of a round."""
 
     def __init__(self, step: CollectingStep) -> None:
         super().__init__(step)

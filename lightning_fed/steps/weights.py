@@ -1,4 +1,4 @@
-"""Update steps that set client weights."""
+"""Update steps for client weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_SAMPLES = 10**12
 
 
 class WeightStep(UpdateStep, ABC):
-    """Base class for update steps that change client weights."""
+    """Base class for update steps on client weights."""
 
     @abstractmethod
     def weight(self, num_samples: int) -> int:
@@ -63,12 +63,7 @@ class MaxSamples(WeightStep):
 
 
 def counted_samples(steps: Sequence[UpdateStep], num_samples: int) -> int:
-    """Number of examples to count after all weight steps.
-
-    Args:
-        steps: Steps in a chain, the innermost first.
-        num_samples: The client's number of examples.
-    """
+    """Number of examples to count after all weight steps in a chain."""
     for step in reversed(steps):
         num_samples = step.weight(num_samples) if isinstance(step, WeightStep) else num_samples
     return num_samples

@@ -19,15 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_options(federation: Federation, local: LocalModel) -> None:
-    """Refuses unsupported options of the federation.
-
-    Args:
-        federation: The federation.
-        local: The module from a client's view.
-
-    Raises:
-        MisconfigurationException: If an option is unsupported.
-    """
+    """Refuses options of the federation without support in FedMA."""
     if federation.options.optimizer_state == "keep":
         raise MisconfigurationException(
             "FedMA cannot go on with a client's optimizer state, which is of other neurons after each stage: use"
@@ -40,14 +32,9 @@ def check_options(federation: Federation, local: LocalModel) -> None:
 
 
 def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
-    """Refuses optimizers that cannot handle changing widths.
+    """Refuses optimizers without support for changing widths.
 
-    Args:
-        trainer: Trainer with new optimizers.
-        grows: Whether layers may grow between a client's visits in one pass.
-
-    Raises:
-        MisconfigurationException: If an optimizer is unsupported.
+    With ``grows`` layers may also grow between a client's visits in one pass.
     """
     if any(optimizer.state for optimizer in trainer.optimizers):
         raise MisconfigurationException(
@@ -64,14 +51,11 @@ def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
 def check_growth(
     shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]], growable: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuses checkpoint widths that do not result from growth.
+    """Refuses checkpoint widths other than grown widths.
 
     Args:
         shapes: Shapes in the module and in the checkpoint, by entry.
         growable: Growable axes by entry.
-
-    Raises:
-        OptionError: If another axis has a different length.
     """
     for name, (shape, loaded) in shapes.items():
         axes = [axis for axis, (a, b) in enumerate(zip(shape, loaded, strict=False)) if a != b]
@@ -83,12 +67,7 @@ def check_growth(
 
 
 def warn_of_rounds(trainer: L.Trainer, length: int) -> None:
-    """Warns if a fit ends, or may end, before a new model.
-
-    Args:
-        trainer: The Trainer.
-        length: Rounds per pass.
-    """
+    """Warns if a fit ends, or may end, within a pass of ``length`` rounds."""
     rounds = trainer.max_epochs or -1
     if rounds > 0 and rounds % length:
         _log.warning(

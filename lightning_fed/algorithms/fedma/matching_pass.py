@@ -63,13 +63,7 @@ class MatchingPass:
         return torch.tensor([self.origin, self.stage - 1])
 
     def with_stage(self, round: int, clients: Sequence[Client], match: StateMatch) -> MatchingPass:
-        """Adds a matched stage.
-
-        Args:
-            round: Round index.
-            clients: Remaining clients.
-            match: Merged layers.
-        """
+        """Adds a matched stage for the remaining clients."""
         return replace(
             self,
             round=round,

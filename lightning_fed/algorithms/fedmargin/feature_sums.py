@@ -23,17 +23,7 @@ from lightning_fed.model.label_maps import VoidLabel, class_indices
 
 @dataclass(frozen=True)
 class FeatureSumOptions:
-    """Options for feature sums by class.
-
-    Args:
-        num_classes: Number of classes.
-        ignore_index: Label for void pixels.
-        exclude_classes: Classes to exclude.
-        target: Index, key or function for the labels.
-
-    Raises:
-        ValueError: If the options are inconsistent.
-    """
+    """Options for feature sums: classes, void label, excluded classes, and key or function for the labels."""
 
     num_classes: int
     ignore_index: VoidLabel
@@ -46,11 +36,7 @@ class FeatureSumOptions:
 
 
 class FeatureSums:
-    """Sums and counts of feature vectors by class.
-
-    Args:
-        options: Classes and labels.
-    """
+    """Sums and counts of feature vectors by class."""
 
     def __init__(self, options: FeatureSumOptions) -> None:
         self._options = options
@@ -105,13 +91,6 @@ def measure_feature_sums(
 
     Each step stops after computing the features. Batches with ``training_step`` returning ``None`` are skipped.
 
-    Args:
-        trainer: The Trainer.
-        module: The module.
-        layer: Feature layer.
-        batches: Batches.
-        options: Classes and labels.
-
     Raises:
         ValueError: If no step runs the layer.
     """
@@ -147,11 +126,6 @@ class _FeaturesReached(BaseException):
 class TrainingFeatureSums:
     """Feature sums from the first and last training batches.
 
-    Args:
-        options: Classes and labels.
-        num_batches: Number of training batches.
-        per_epoch: Batches per epoch, if known.
-
     Attributes:
         first: Sums over the first epoch, or the first half of a single epoch.
         last: Sums over the last epoch or half.
@@ -182,21 +156,13 @@ class TrainingFeatureSums:
             self.last.add(features, batch)
 
     def end_batch(self, is_trained: bool) -> None:
-        """Ends the batch, to exclude later features such as validation.
-
-        Args:
-            is_trained: Whether the step returned a result, if known.
-        """
+        """Ends the batch, to exclude later features such as validation. Batches without a result count as skipped."""
         if self._batch is not None and not is_trained:
             self._left_out += 1
         self._batch = None
 
     def check(self, layer: FeatureLayer, is_manual: bool) -> None:
-        """Checks that all training batches produced features.
-
-        Args:
-            layer: Feature layer.
-            is_manual: Whether optimization is manual, so results of steps are unknown.
+        """Checks that all training batches produced features. With manual optimization skipped batches are unknown.
 
         Raises:
             ValueError: If features are missing for a training batch.

@@ -261,14 +261,7 @@ def reference_prototypes(previous: Prototypes | None, current: Prototypes) -> Pr
 
 
 def check_same_shape(*prototypes: Prototypes) -> None:
-    """Refuses prototypes with different shapes.
-
-    Args:
-        *prototypes: Prototypes, at least one.
-
-    Raises:
-        ValueError: If numbers of classes or features differ.
-    """
+    """Refuses prototypes with different numbers of classes or features."""
     shape = prototypes[0].means.shape
     for means, counts in prototypes:
         if means.shape != shape or counts.shape != shape[:1]:

@@ -1,4 +1,4 @@
-"""Update steps that mix client updates before a robust rule, for heterogeneous data.
+"""Update steps to mix client updates before a robust rule, for heterogeneous data.
 
 Allouah, Farhadkhani, Guerraoui, Gupta, Pinot & Stephan, "Fixing by Mixing: A Recipe for Optimal Byzantine ML under
 Heterogeneity", AISTATS 2023. Karimireddy, He & Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via
@@ -43,11 +43,7 @@ class Mixture(CollectingStep):
 
     @abstractmethod
     def mixing(self, gram: Tensor) -> Tensor:
-        """Mixing matrix from old to new updates, shape ``(rows, clients)``.
-
-        Args:
-            gram: Inner products between client updates, shape ``(clients, clients)``, float64.
-        """
+        """Mixing matrix from old to new updates, shape ``(rows, clients)``, given inner products between clients."""
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules with trusted clients, and rules without a single global model."""
@@ -62,11 +58,7 @@ class Mixture(CollectingStep):
 
     @torch.no_grad()
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
-        """Mixes the updates.
-
-        Raises:
-            BadUpdates: For clients with an infinite norm.
-        """
+        """Mixes the updates."""
         numbers = number_entries(self.state)
         names = [name for name in numbers if not is_running_statistic(name)]
         steps = Steps(self.state, [update.state for update, _ in updates], names)
@@ -100,11 +92,7 @@ class Mixture(CollectingStep):
 
 
 class TolerantMixture(Mixture):
-    """Base class for mixtures with a given number of malicious clients.
-
-    Args:
-        num_malicious: Malicious clients; ``None`` for the largest number below one half.
-    """
+    """Base class for mixtures with a number of malicious clients, by default the largest number below one half."""
 
     def __init__(self, num_malicious: int | None = None) -> None:
         self.num_malicious = None if num_malicious is None else check_count("num_malicious", num_malicious, lowest=0)
@@ -117,7 +105,7 @@ class TolerantMixture(Mixture):
 
 
 class NearestNeighborMixing(TolerantMixture):
-    """Replaces each update by the mean of its ``n - f`` nearest updates, including itself (NNM).
+    """Replaces each update by the mean of its ``n - f`` nearest updates, itself included (NNM).
 
     Args:
         num_malicious: Number f of malicious clients; ``None`` for the largest number below one half.
