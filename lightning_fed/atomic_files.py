@@ -76,7 +76,6 @@ class RoundCheckpoint(Checkpoint):
         self._path = path
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves the checkpoint."""
         with atomic_write(self._path) as partial:
             trainer.save_checkpoint(partial, weights_only=False)  # otherwise Lightning logs the default every round
 

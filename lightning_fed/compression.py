@@ -278,7 +278,6 @@ class Downlink(UpdateStep):
                 raise OptionError(f"Expected `Downlink` after `{type(step).__name__}`, which changes the new model.")
 
     def callbacks(self) -> Sequence[Any]:
-        """Callback to track client models."""
         return [HeldModels(self)]
 
     def start(self, info: RoundInfo, state: State) -> None:
@@ -370,7 +369,6 @@ class Downlink(UpdateStep):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state. An empty state is the state of a new fit."""
         self._version, self._errors = state.get("version", 0), dict(state.get("errors", {}))
         self._codes, self._digests = list(state.get("codes", ())), dict(state.get("digests", {}))
         self._held = dict(zip(state.get("clients", ()), state.get("held", ()), strict=True))
@@ -390,7 +388,6 @@ class HeldModels(FederatedCallback):
         self._step = step
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Records clients with accepted updates."""
         if is_new:
             self._step.note(find_federation(trainer).server.report.received)
 

@@ -14,7 +14,6 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes to the console unless the root logger has handlers, to avoid duplicate lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a line."""
         if not logging.getLogger().handlers:
             self.setStream(sys.stderr)  # `sys.stderr` may have been replaced
             super().emit(record)

@@ -133,15 +133,12 @@ class FederatedCLI(LightningCLI):
             self.parser.error(str(error), error)
 
     def before_validate(self) -> None:
-        """Warns if no checkpoint is given."""
         self._look_for_checkpoint()
 
     def before_test(self) -> None:
-        """Warns if no checkpoint is given."""
         self._look_for_checkpoint()
 
     def before_predict(self) -> None:
-        """Warns if no checkpoint is given."""
         self._look_for_checkpoint()
 
     def _look_for_checkpoint(self) -> None:

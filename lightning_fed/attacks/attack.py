@@ -79,7 +79,6 @@ class AttackStep(Attack, UpdateStep):
     """Base class of attacks on updates. Place these update steps last (outermost)."""
 
     def callbacks(self) -> Sequence[Any]:
-        """Callback to check client names."""
         return [AttackCheck(self)]
 
 
@@ -93,7 +92,6 @@ class AttackCheck(FederatedCallback):
         self.needs_local_clients = attack.needs_population
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Checks the client names."""
         federation = find_federation(trainer)
         for step in federation.server.chain.steps:
             if isinstance(step, Attack):

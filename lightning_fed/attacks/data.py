@@ -26,11 +26,9 @@ class DataAttack(Attack, FederatedCallback):
         self.needs_local_clients = self.needs_population
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Checks the client names."""
         self.check_clients(find_federation(trainer).population.clients)
 
     def is_malicious(self, trainer: L.Trainer, client: Client) -> bool:
-        """Whether a client is malicious."""
         return client in self.malicious(find_federation(trainer).population.clients)
 
 
@@ -57,7 +55,6 @@ class LabelFlip(DataAttack):
         self.num_classes = check_count("num_classes", num_classes, lowest=2)
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Flips the labels in a malicious client's batch."""
         if not self.is_malicious(trainer, client):
             return batch
         images, labels, *rest = _parts(batch)
@@ -127,7 +124,6 @@ class Backdoor(DataAttack):
         return [images, labels, *rest]
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Resets the counts."""
         self._hits = self._count = 0
 
     def on_validation_batch_end(
@@ -148,7 +144,6 @@ class Backdoor(DataAttack):
             self._count += len(others)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs the success rate."""
         counts = process_group_of(trainer).gather((self._hits, self._count))
         hits, count = (sum(part[place] for part in counts) for place in (0, 1))
         if count and not trainer.sanity_checking:

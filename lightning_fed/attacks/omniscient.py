@@ -61,7 +61,6 @@ class HonestSteps:
                 totals[name] = totals[name] + value.to(totals[name].device) if name in totals else value
 
     def mean(self) -> State:
-        """Mean update."""
         return {name: value / self.count for name, value in self._sums.items()}
 
     def std(self) -> State:
@@ -90,18 +89,15 @@ class OmniscientAttack(AttackStep, CollectingStep):
         """
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules without a single global model."""
         refuse_rule(self, rule, "has_clusters", "resizes")
         self._trusted = frozenset(rule.plan(0).always)
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round. Refuses entries with partial rows."""
         refuse_rows(self, info)
         super().start(info, state)
 
     @torch.no_grad()
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
-        """Replaces the updates of malicious clients."""
         malicious, honest = self.malicious(self.info.clients), HonestSteps()
         for update, _ in updates:
             if update.client not in malicious | self._trusted:
@@ -145,7 +141,6 @@ class IPM(OmniscientAttack):
         self.tau = check_number("tau", tau)
 
     def fake(self, honest: HonestSteps) -> State:
-        """Scaled negative mean."""
         return {name: -self.tau * value for name, value in honest.mean().items()}
 
 
@@ -173,7 +168,6 @@ class ALIE(OmniscientAttack):
         self.z = check_number("z", z)
 
     def fake(self, honest: HonestSteps) -> State:
-        """Mean plus ``z`` standard deviations."""
         deviation = honest.std()
         return {name: value + self.z * deviation[name] for name, value in honest.mean().items()}
 
@@ -198,5 +192,4 @@ class Mimic(OmniscientAttack):
     """
 
     def fake(self, honest: HonestSteps) -> State:
-        """Update of the copied client."""
         return honest.first

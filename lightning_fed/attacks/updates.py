@@ -34,7 +34,6 @@ class UpdateAttack(AttackStep, ABC):
         """
 
     def on_client(self, update: ClientUpdate, sent: Broadcast, memory: State) -> ClientUpdate:
-        """Replaces the update of a malicious client."""
         if update.client in self.malicious(self.info.clients):
             generator = torch.Generator().manual_seed(derive_seed(self.seed, sent.round, client_key(update.client)))
             for name in attacked_entries(update.state):
@@ -60,7 +59,6 @@ class SignFlip(UpdateAttack):
         self.scale = check_number("scale", scale)
 
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """Broadcast model minus the scaled update."""
         return start - self.scale * (trained - start)
 
 
@@ -88,7 +86,6 @@ class Scaling(UpdateAttack):
         self.scale = check_number("scale", scale)
 
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """Broadcast model plus the scaled update."""
         return start + self.scale * (trained - start)
 
 
@@ -113,7 +110,6 @@ class GaussianNoise(UpdateAttack):
         self.std = check_nonnegative("std", std)
 
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """Broadcast model plus noise."""
         dtype = start.dtype if start.is_complex() else torch.float32
         noise = torch.randn(start.shape, generator=generator, dtype=dtype)
         return start + (self.std * noise).to(start.dtype).to(start.device)
@@ -132,7 +128,6 @@ class FreeRider(UpdateAttack):
     """
 
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """Broadcast model."""
         return start.clone()
 
 
@@ -161,6 +156,5 @@ class BadValues(UpdateAttack):
         self.kind = kind
 
     def fake(self, trained: Tensor, start: Tensor, generator: torch.Generator) -> Tensor:
-        """Constant tensor with the bad value."""
         value = {"nan": float("nan"), "inf": float("inf"), "huge": torch.finfo(trained.dtype).max}[self.kind]
         return torch.full_like(trained, value)

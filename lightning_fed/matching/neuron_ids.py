@@ -34,7 +34,6 @@ class UnionFind:
         self._num_constraints = 0
 
     def add(self, count: int) -> Tensor:
-        """Creates ids, int64, shape ``(count,)``."""
         first = len(self._parents)
         self._parents.extend(range(first, first + count))
         return torch.arange(first, first + count)
@@ -48,7 +47,6 @@ class UnionFind:
         return neuron_id
 
     def find_all(self, ids: Tensor) -> Tensor:
-        """Applies :meth:`find` to each element."""
         unique, inverse = torch.unique(ids, return_inverse=True)
         return torch.tensor([self.find(neuron_id) for neuron_id in unique.tolist()], dtype=torch.int64)[inverse]
 
@@ -64,11 +62,9 @@ class UnionFind:
                 self._parents[max(left, right)] = min(left, right)  # keeps PINNED a root
 
     def pin(self, ids: Tensor) -> None:
-        """Marks ids as fixed."""
         self.unite(ids, torch.tensor(PINNED))
 
     def constrain(self, ids: Tensor, kind: Literal["apart", "within", "block"]) -> None:
-        """Adds a new constraint to ids."""
         self._num_constraints += 1
         for neuron_id in torch.unique(ids).tolist():
             if neuron_id not in (NEUTRAL, PINNED):
@@ -100,12 +96,10 @@ class TracedActivation:
 
     @classmethod
     def filled(cls, neuron_id: int, shape: Sequence[int]) -> TracedActivation:
-        """Creates an activation with a single id."""
         return cls(torch.full((1,) * len(shape), neuron_id), tuple(shape))
 
     @property
     def varying(self) -> set[int]:
-        """Dimensions with different ids."""
         return {dim for dim, length in enumerate(self.ids.shape) if length > 1}
 
     def expanded(self) -> Tensor:
@@ -123,5 +117,4 @@ class ParameterView:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Length of each dimension."""
         return tuple(self.lengths[axis] for axis in self.axes)

@@ -228,12 +228,10 @@ class _Matcher:
         return first[inverse]
 
     def means(self) -> Tensor:
-        """Mean client neuron for each global neuron, shape ``(L, D)``, float64."""
         total = self._total(to_float64(neurons) for neurons in self.neurons)
         return total / torch.from_numpy(self.owners).to(total.device)[:, None]
 
     def result(self, passes: int) -> NeuronMatch:
-        """Creates the match on the clients' device."""
         like = self.neurons[0]
         weights = [to_float64(noise).reciprocal() for noise in self.noise]
         pairs = list(zip(self.neurons, weights, strict=True))

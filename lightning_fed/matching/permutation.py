@@ -49,7 +49,7 @@ class PermutationGroup:
     """Neurons or channels that can be permuted without changing the network's function.
 
     Attributes:
-        name: Layer that produces the neurons.
+        name: Layer with the neurons as outputs.
         size: Number of neurons.
         entries: Positions by entry and axis.
         blocks: Number of consecutive blocks with equal size (groups in a group normalization). Neurons are permuted

@@ -148,7 +148,6 @@ class PermutationGroups:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of neurons by group."""
         return {group.name: group.size for group in self.groups}
 
     def resized(self, sizes: Mapping[str, int]) -> PermutationGroups:

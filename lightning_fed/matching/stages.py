@@ -29,7 +29,6 @@ class Stage:
     entries: tuple[str, ...]
 
     def joined(self, later: Stage) -> Stage:
-        """Joins two stages."""
         return Stage(self.groups + later.groups, self.entries + later.entries)
 
 

@@ -49,22 +49,18 @@ class Call:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """First result shape."""
         assert self.shapes[0] is not None
         return self.shapes[0]
 
     @property
     def tensors(self) -> list[TracedActivation | ParameterView]:
-        """All tensor arguments."""
         leaves = tree_leaves((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, TracedActivation | ParameterView)]
 
     def alike(self, ids: Tensor) -> Any:
-        """Results with equal ids."""
         return self.results(*[None if shape is None else TracedActivation(ids, shape) for shape in self.shapes])
 
     def pinned(self) -> Any:
-        """Results with fixed ids."""
         shapes = self.shapes
         return self.results(*[None if shape is None else TracedActivation.filled(PINNED, shape) for shape in shapes])
 
@@ -245,7 +241,6 @@ class Tracer:
             self.union_find.constrain(region, "within")
 
     def is_pinned(self, activation: TracedActivation) -> bool:
-        """Whether all elements are pinned."""
         return bool((self.union_find.find_all(activation.ids) == PINNED).all())
 
     def unknown_result(self, call: Call) -> Any:

@@ -166,7 +166,6 @@ class FeatureTap:
         self._channels_last = channels_last
 
     def read(self, module: nn.Module, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any], output: Any) -> None:
-        """Reads the features."""
         values = [*inputs, *named_inputs.values()] if self.layer.side == "input" else [output]
         features = next((value for value in map(_last_map, values) if value is not None), None)
         if features is None:

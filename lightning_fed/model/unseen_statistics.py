@@ -63,7 +63,6 @@ class UnseenStatistics:
         self.remove()
 
     def remove(self) -> None:
-        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -45,7 +45,6 @@ class Float64Mean(Float64States):
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def add(self, values: Tensor) -> None:
-        """Adds values to the mean."""
         self.total = self.total + to_float64(values).sum()
         self.count = self.count + values.numel()
 

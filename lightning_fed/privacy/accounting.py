@@ -84,7 +84,6 @@ class Budget:
         return _epsilon(self, rounds)
 
     def state_dict(self) -> dict[str, Any]:
-        """Arguments as plain values."""
         return asdict(self)
 
 

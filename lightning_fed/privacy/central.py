@@ -162,7 +162,6 @@ class CentralDP(UpdateStep):
         self._last: dict[str, float] = {}
 
     def draw_key(self) -> int:
-        """Draws a secret key."""
         return secrets.randbits(128)
 
     def plan(self, population: int, cohort: int, rounds: int | None) -> Budget:
@@ -261,11 +260,9 @@ class CentralDP(UpdateStep):
             )
 
     def callbacks(self) -> Sequence[Any]:
-        """Callback to set and enforce the budget."""
         return [PrivacyBudget(self)]
 
     def on_send(self, broadcast: Broadcast) -> None:
-        """Sends the clipping norm."""
         broadcast.extras[CLIP] = torch.tensor(self.clip, dtype=torch.float64)
 
     @torch.no_grad()
@@ -295,7 +292,6 @@ class CentralDP(UpdateStep):
         return update
 
     def hold(self) -> PrivateSum:
-        """Container for the sum."""
         return PrivateSum(self)
 
     def release(self, total: State, short_count: float) -> State:
@@ -333,7 +329,7 @@ class CentralDP(UpdateStep):
         return {"privacy/epsilon": self.budget.epsilon(self.rounds), **self._last}
 
     def state_dict(self) -> dict[str, Any]:
-        """Key, budget, number of rounds, and clipping norm."""
+        """Key, budget, rounds and clipping norm."""
         return {
             "key": "" if self.key is None else f"{self.key:032x}",
             "budget": {} if self.budget is None else self.budget.state_dict(),
@@ -342,7 +338,6 @@ class CentralDP(UpdateStep):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state."""
         self.key = int(state["key"], 16) if state.get("key") else None
         self.budget = budget_of(state["budget"]) if state.get("budget") else None
         self.rounds, self.clip = state.get("rounds", 0), state.get("clip", self.first_clip)
@@ -357,7 +352,7 @@ class CentralDP(UpdateStep):
         """Noise for an entry in this round, float64: a function of (key, round, name).
 
         Args:
-            name: Entry name; empty for the count of unclipped updates.
+            name: Entry name; empty for the count.
             shape: Shape of the entry.
             std: Standard deviation.
         """
@@ -401,7 +396,6 @@ class PrivateSum(Held):
         self.members += update.clients
 
     def merge(self, other: PrivateSum) -> None:
-        """Adds the sum from another process."""
         self._join(other.total)
         self.short_count += other.short_count
         self.members += other.members

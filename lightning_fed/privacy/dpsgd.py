@@ -264,11 +264,9 @@ class DPSGD(FederatedCallback):
             self._begin(_Visit(None, 0, account), trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Removes hooks and restores the loader."""
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Removes hooks and restores the loader."""
         self._end()
         if self._loader is not None:
             self._loader.restore()
@@ -297,7 +295,6 @@ class DPSGD(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Starts recording gradients."""
         self._begin(self._planned(trainer), trainer, module)
 
     def on_client_end(
@@ -323,11 +320,9 @@ class DPSGD(FederatedCallback):
             self._write_account(trainer, client)
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
-        """Steps of the visits in this process."""
         return self._of_round
 
     def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
-        """Collects the steps from all processes."""
         self._of_round = {client: account for share in shares for client, account in share.items()}
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
@@ -442,7 +437,6 @@ class DPSGD(FederatedCallback):
 
     @property
     def state_key(self) -> str:
-        """State key, independent of arguments."""
         return "DPSGD"
 
     def state_dict(self) -> dict[str, Any]:

@@ -108,11 +108,9 @@ class Ring:
         return in_ring((scaled + drawn).floor().long())
 
     def add(self, one: Tensor, other: Tensor) -> Tensor:
-        """Sum in the ring, int32."""
         return in_ring(one.long() + other.to(one.device).long())
 
     def decode(self, total: Tensor) -> Tensor:
-        """Decodes a sum to float64."""
         return to_float64(total.long()) / self.scale
 
 

@@ -127,7 +127,6 @@ class SecureSum(UpdateStep):
         return max(2, math.ceil(self.threshold * count - 1e-9))
 
     def callbacks(self) -> Sequence[Any]:
-        """Callback to set the ring before a fit."""
         return [RingSettings(self)]
 
     def form(self, state: State) -> State:
@@ -135,7 +134,6 @@ class SecureSum(UpdateStep):
         return state | ring_form({name: state[name] for name in self._names(state)})
 
     def on_send(self, broadcast: Broadcast) -> None:
-        """Sends the ring parameters."""
         assert self.ring is not None
         broadcast.extras |= self.ring.extras()
 
@@ -174,7 +172,6 @@ class SecureSum(UpdateStep):
         return update
 
     def hold(self) -> RingSum:
-        """Container for the sum."""
         return RingSum(self)
 
     def vector(self, update: ClientUpdate) -> State:
@@ -240,12 +237,10 @@ class RingSum(Held):
         self.clients.append(update.client)
 
     def merge(self, other: RingSum) -> None:
-        """Adds the sum from another process."""
         self._join(other.total)
         self.clients += other.clients
 
     def subtract(self, masks: State) -> None:
-        """Removes masks from the sum."""
         for name, value in masks.items():
             self.total[name] = in_ring(self.total[name].long() - value.to(self.total[name].device).long())
 
@@ -285,7 +280,6 @@ class RingSettings(FederatedCallback):
         self.step = step
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses messages about single clients, and sets the ring."""
         federation, step = find_federation(trainer), self.step
         refuse_other_messages(trainer)
         refuse_statistics(pl_module, federation, "each for itself")

@@ -55,11 +55,9 @@ class MaxNorm(UpdateStep):
         self.bound = check_positive("bound", bound)
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules with client-specific shapes: local minus global is undefined."""
         refuse_rule(self, rule, "resizes")
 
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
-        """Clips the update."""
         return _shortened(update, sent, trained_entries(self.info, sent), self.bound)
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
@@ -87,11 +85,9 @@ class MaxMedianNorm(CollectingStep):
         self.multiple = check_positive("multiple", multiple)
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules with client-specific shapes: local minus global is undefined."""
         refuse_rule(self, rule, "resizes")
 
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
-        """Clips updates above the bound."""
         names = [trained_entries(self.info, sent) for _, sent in updates]
         norms = [distance(update.state, sent, own) or 0.0 for (update, sent), own in zip(updates, names, strict=True)]
         bound = self._bound(norms)
@@ -101,7 +97,6 @@ class MaxMedianNorm(CollectingStep):
         ]
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:
-        """Counts clipped updates."""
         bound = self._bound(list(norms.values()))
         return {"fed/shortened": sum(length > bound for length in norms.values())} if norms else {}
 

@@ -98,7 +98,6 @@ class Chain:
         return self._plain < len(self.steps)
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round from the shared entries of the global model."""
         self._state = state
         for step in self.steps:
             step.start(info, state)
@@ -144,7 +143,6 @@ class Chain:
     # Server
 
     def on_send(self, broadcast: Broadcast) -> None:
-        """Adds the extras of all steps to a broadcast."""
         for step in self.steps:
             step.on_send(broadcast)
 

@@ -175,7 +175,6 @@ class CollectingStep(UpdateStep, ABC):
         """
 
     def hold(self) -> Held:
-        """Container for all updates of the round."""
         return HeldUpdates(self)
 
 
@@ -187,11 +186,9 @@ class HeldUpdates(Held):
         self.updates: dict[Client, Arrived] = {}
 
     def add(self, update: ClientUpdate, sent: State) -> None:
-        """Adds an update."""
         self.updates[update.client] = update, sent
 
     def merge(self, other: HeldUpdates) -> None:
-        """Adds the updates from another process."""
         self.updates |= other.updates
 
     def release(self) -> Sequence[Arrived]:

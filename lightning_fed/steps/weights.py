@@ -22,7 +22,6 @@ class WeightStep(UpdateStep, ABC):
         """Number of examples to count: an integer, at least 1, not decreasing in ``num_samples``."""
 
     def on_server(self, update: ClientUpdate, sent: State) -> ClientUpdate:
-        """Replaces the number of examples."""
         update.num_samples = self.weight(update.num_samples)
         return update
 
@@ -36,7 +35,6 @@ class UniformWeights(WeightStep):
     """
 
     def weight(self, num_samples: int) -> int:
-        """Always 1."""
         return 1
 
 
@@ -58,7 +56,6 @@ class MaxSamples(WeightStep):
         self.most = check_count("most", most)
 
     def weight(self, num_samples: int) -> int:
-        """Number of examples, at most ``most``."""
         return min(num_samples, self.most)
 
 

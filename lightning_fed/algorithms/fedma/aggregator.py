@@ -292,7 +292,6 @@ class FedMA(Aggregator):
         self.received[update.client] = update
 
     def merge(self, other: FedMA) -> None:
-        """Adds the updates from another process."""
         self.received |= other.received
 
     def aggregate(self) -> State | None:
@@ -359,7 +358,6 @@ class FedMA(Aggregator):
         return {**passes, "client_widths": dict(self.client_widths)} if passes else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores both passes."""
         self._open_pass = MatchingPass(**state["current"]) if "current" in state else None
         self._last_pass = MatchingPass(**state["last"]) if "last" in state else None
         self.client_widths = state.get("client_widths", {})

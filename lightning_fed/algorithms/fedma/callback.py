@@ -154,11 +154,9 @@ class LayerwiseTraining(FederatedCallback):
         return {"growable": self._growable}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Restores the module hook replaced in ``setup``."""
         self._restore_hook()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Restores the module hook replaced in ``setup``."""
         self._restore_hook()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -182,7 +182,6 @@ class FedMargin(Aggregator):
         self._held_rows: dict[str, Tensor] = {}
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round from ``state``."""
         self._info, self._state, self.updates = info, state, []
 
     def broadcast(self, request: Request) -> Broadcast:
@@ -206,7 +205,6 @@ class FedMargin(Aggregator):
         self.updates.append(update)
 
     def merge(self, other: FedMargin) -> None:
-        """Adds the updates from another process."""
         self.updates += other.updates
 
     def aggregate(self) -> State:
@@ -234,11 +232,9 @@ class FedMargin(Aggregator):
         return {name: self._step(name, value) for name, value in state.items()}
 
     def held_rows(self) -> dict[str, Tensor]:
-        """Rows held by clients in the aggregated round."""
         return self._held_rows
 
     def metrics(self) -> dict[str, float]:
-        """Margins and weights in the last round, see the class docstring."""
         last, values = self.last, {"fedmargin/amm": self.last.amm}
         if len(last.clients) > 1:
             entropy = -sum(weight * math.log(weight) for weight in last.attention if weight)
@@ -254,7 +250,6 @@ class FedMargin(Aggregator):
         return {} if self.prototypes is None else {"means": self.prototypes.means, "counts": self.prototypes.counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the aggregate prototypes."""
         self.prototypes = Prototypes(state["means"], state["counts"]) if state else None
 
     def _measure_weights(self) -> Tensor:

@@ -94,7 +94,6 @@ class AttentionMap(FederatedCallback):
         return {"last_epoch": self._last_epoch, "attention": {k: dict(v) for k, v in self._attention.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the rounds so far."""
         self._last_epoch = state_dict["last_epoch"]
         self._attention = {round: dict(clients) for round, clients in state_dict["attention"].items()}
 

@@ -151,7 +151,6 @@ class ClassPrototypes(FederatedCallback):
     # In a federation and on a plain Trainer
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Clears an earlier fit."""
         if stage == "fit":
             self._layer_name = self._checkpoint_layer = None
 
@@ -160,7 +159,6 @@ class ClassPrototypes(FederatedCallback):
         return {"layer": self._layer_name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the feature layer of the checkpoint."""
         self._checkpoint_layer = state_dict["layer"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -231,16 +229,13 @@ class ClassPrototypes(FederatedCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Ends the batch."""
         if self._training_sums is not None:
             self._training_sums.end_batch(is_trained=bool(outputs))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Removes the hook."""
         self._hooks.close()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Removes the hook."""
         self._hooks.close()
 
     # A federation

@@ -118,19 +118,15 @@ class PrototypePlots(FederatedCallback):
         self._sent = {}
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Stores the client's prototypes."""
         self._sent[update.client] = {name: value for name, value in update.extras.items() if name in PROTOTYPE_KEYS}
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
-        """Prototypes from clients in this process."""
         return self._sent
 
     def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
-        """Collects prototypes from all processes."""
         self._sent = {client: packed for share in shares for client, packed in share.items()}
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Plots the prototypes of the aggregated round."""
         server = find_federation(trainer).server
         rule = server.rule
         if isinstance(rule, FedMargin):
@@ -143,7 +139,6 @@ class PrototypePlots(FederatedCallback):
     # A plain Trainer
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Plots the prototypes after the epoch."""
         if not federation_of(trainer):
             self._draw(trainer, _find_class_prototypes(trainer).prototypes, f"Epoch {trainer.current_epoch}")
 
@@ -154,7 +149,6 @@ class PrototypePlots(FederatedCallback):
         return {"last_epoch": self._last_epoch, "view": None if self._view is None else self._view._asdict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the epoch and plane of the last image."""
         self._last_epoch, view = state_dict["last_epoch"], state_dict["view"]
         self._view = None if view is None else PrincipalAxes(**view)
 

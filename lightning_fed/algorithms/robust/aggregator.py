@@ -1,4 +1,4 @@
-"""Base class of robust rules: collects, compares and combines the updates in a round.
+"""Base class for robust rules: collects, compares and combines the updates in a round.
 
 Reported numbers of examples are ignored, because clients may lie.
 """
@@ -96,22 +96,18 @@ class RobustAggregator(Aggregator):
         """
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round from ``state``."""
         self._info, self._state = info, state
         self.updates: dict[Client, State] = {}
         self.origins: dict[Client, tuple[tuple[Client, ...], dict[Client, float]]] = {}
 
     def broadcast(self, request: Request) -> Broadcast:
-        """Sends the global state to all clients."""
         return Broadcast(self._info.round, dict(self._state))
 
     def receive(self, update: ClientUpdate) -> None:
-        """Stores the update until the round is complete."""
         self.updates[update.client] = update.state
         self.origins[update.client] = update.clients, shares_of(update)
 
     def merge(self, other: RobustAggregator) -> None:
-        """Adds the updates from another process."""
         self.updates |= other.updates
         self.origins |= other.origins
 
@@ -174,7 +170,6 @@ class RobustAggregator(Aggregator):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state."""
         counts = zip(state.get("excluded", []), state.get("rounds", []), strict=True)
         self.excluded = dict(zip(state.get("clients", []), counts, strict=True))
         self.memory = dict(state.get("memory", {}))

@@ -47,7 +47,6 @@ class Median(RobustAggregator):
     """
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """Median of the rows."""
         return steps.by_coordinate(partial(trimmed_mean, num_trimmed=(len(steps) - 1) // 2))
 
 
@@ -81,5 +80,4 @@ class TrimmedMean(RobustAggregator):
     """
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """Trimmed mean of the rows."""
         return steps.by_coordinate(partial(trimmed_mean, num_trimmed=num_malicious))

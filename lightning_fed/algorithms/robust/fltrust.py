@@ -61,11 +61,9 @@ class FLTrust(RobustAggregator):
         self.always = (trusted,)
 
     def plan(self, round: int) -> RoundPlan:
-        """Includes the trusted client in every round."""
         return RoundPlan(always=self.always)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """Sum of the rows, weighted by trust scores."""
         trusted = step_between(steps.start, self.updates[self.trusted], steps.names)
         length = sum((value.abs().square().sum().cpu() for value in trusted.values()), torch.zeros(()).double()).sqrt()
         weights, scores = trust_weights(steps.norms, steps.products(trusted), float(length))

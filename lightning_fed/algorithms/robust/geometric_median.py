@@ -62,6 +62,5 @@ class GeometricMedian(RobustAggregator):
         self.smoothing = check_positive("smoothing", smoothing)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """Geometric median of the rows."""
         weights = geometric_median_weights(steps.gram, self.smoothing)
         return steps.mean(weights), weights / weights.max()

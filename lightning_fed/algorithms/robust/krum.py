@@ -57,7 +57,6 @@ class Krum(RobustAggregator):
     least = (2, 3)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """Row with the lowest score."""
         return _mean_of_lowest(steps, num_malicious, 1)
 
 
@@ -104,7 +103,6 @@ class MultiKrum(RobustAggregator):
         self.num_selected = None if num_selected is None else check_count("num_selected", num_selected)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """Mean over the rows with the lowest scores."""
         count = len(steps) - num_malicious if self.num_selected is None else self.num_selected
         return _mean_of_lowest(steps, num_malicious, min(count, len(steps)))
 
@@ -141,7 +139,6 @@ class Bulyan(RobustAggregator):
     least = (4, 3)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """Mean around the median over selected rows."""
         chosen = bulyan_choice(squared_distances(steps.gram), num_malicious)
         count = len(steps) - 4 * num_malicious
         return steps.by_coordinate(partial(mean_around_median, count=count), chosen)

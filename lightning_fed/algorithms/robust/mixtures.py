@@ -58,7 +58,6 @@ class Mixture(CollectingStep):
 
     @torch.no_grad()
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
-        """Mixes the updates."""
         numbers = number_entries(self.state)
         names = [name for name in numbers if not is_running_statistic(name)]
         steps = Steps(self.state, [update.state for update, _ in updates], names)
@@ -118,7 +117,6 @@ class NearestNeighborMixing(TolerantMixture):
     """
 
     def mixing(self, gram: Tensor) -> Tensor:
-        """Means over nearest neighbours."""
         return nearest_neighbor_mixing(gram, self.tolerated(len(gram)))
 
 
@@ -136,7 +134,6 @@ class AdaptiveClipping(TolerantMixture):
     """
 
     def mixing(self, gram: Tensor) -> Tensor:
-        """Clipping factors."""
         return adaptive_clipping(gram, self.tolerated(len(gram)))
 
 
@@ -148,7 +145,7 @@ class Bucketing(Mixture):
         seed: Seed for the groups, drawn from (seed, round).
 
     Raises:
-        ValueError: If an argument is outside its range.
+        ValueError: If an argument is outside the allowed range.
 
     References:
         Karimireddy et al., ICLR 2022, Algorithm 1.
@@ -161,6 +158,5 @@ class Bucketing(Mixture):
         self.seed = check_count("seed", seed, lowest=0)
 
     def mixing(self, gram: Tensor) -> Tensor:
-        """Means over groups."""
         generator = np.random.default_rng([self.seed, self.info.round])
         return bucketing(len(gram), self.bucket_size, generator)
