@@ -1,4 +1,4 @@
-"""The two halves of a federation across machines, whatever the network, and their messages as packets."""
+"""Server half, client half and messages for federations across machines, for any network."""
 
 from lightning_fed.backends.wire.bounds import OrderBounds as OrderBounds
 from lightning_fed.backends.wire.transport import Deadline as Deadline

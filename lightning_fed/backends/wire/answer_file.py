@@ -1,4 +1,4 @@
-"""File of a client with its last answer, for a server that asks again because the answer was lost on the way."""
+"""File with a client's last answer, for servers with a lost answer."""
 
 from __future__ import annotations
 
@@ -17,24 +17,20 @@ _log = logging.getLogger(__name__)
 
 
 class AnswerFile:
-    """A client's last finished visit: the same order is answered by the same update, without training again.
+    """Last finished visit of a client. A repeated order gets the same update, without new training.
 
-    Args:
-        folder: Folder of the fit.
-        train_request: The order.
-        data: The tensors that came with it, as bytes.
-
+    ``data`` are the tensors in the order, as bytes.
     """
 
     def __init__(self, folder: Path, train_request: TrainRequest, data: bytes) -> None:
         self._path = folder / "answers" / file_name(train_request.visit.client)
-        # A server that was started again says of the same order that older versions are not needed any more.
+        # `needed` of the same order can change after a restart of the server.
         order = hashlib.sha256(repr(replace(train_request, needed=0)).encode())
         order.update(data)
         self._key = order.hexdigest().encode()
 
     def read(self) -> Packet | None:
-        """The answer; ``None`` where the last one was to another order."""
+        """Returns the answer; ``None`` if the file has the answer to another order."""
         try:
             with self._path.open("rb") as file:
                 if file.readline().rstrip() != self._key:
@@ -44,7 +40,7 @@ class AnswerFile:
             return None
 
     def keep(self, answer: Packet) -> None:
-        """Keeps an answer, in the place of the last one; where it cannot be written, a lost one is trained again."""
+        """Stores the answer and replaces the last answer. After a failed write, a lost answer needs a new training."""
         try:
             with atomic_write(self._path, f"-{os.getpid()}.partial") as partial, partial.open("wb") as file:
                 file.writelines((self._key, b"\n", answer.text.encode(), b"\n", answer.data))

@@ -1,4 +1,4 @@
-"""Bounds that a client sets on what its server may order."""
+"""Client-side limits for server orders."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from lightning_fed.backends.wire.packets import TrainRequest, find_bad_rate
 
 @dataclass(frozen=True)
 class OrderBounds:
-    """Bounds of the work that a client does on a server's order; what goes beyond is not begun, and the server told.
+    """Limits for work ordered by the server. A client refuses an order outside the limits.
 
     Args:
-        max_epochs: Most passes over the client's data in a visit.
-        max_batches: Most batches in a visit.
-        min_batches: Fewest batches in a visit: the update of a single batch says most about its examples.
-        max_lr: Highest learning rate that an optimizer or scheduler is given.
-        min_clients: Fewest clients of a secure sum that this client is part of: a sum of few says more of each.
+        max_epochs: Maximum passes over the client's data in a visit.
+        max_batches: Maximum batches in a visit.
+        min_batches: Minimum batches in a visit. An update from a single batch reveals most about the examples.
+        max_lr: Maximum learning rate for optimizers and schedulers.
+        min_clients: Minimum clients in a secure sum with this client. A sum over few clients reveals more about each.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is outside the allowed range.
 
     Example:
         >>> from lightning_fed.server.schedule import Visit
         >>> order = TrainRequest("0a", Visit("hospital-a", 0, 7, epochs=50), -1, 0, 0, "", {"groups": [[{"lr": 0.1}]]})
         >>> OrderBounds(max_epochs=5).find_excess(order, batches_per_epoch=10)
         'the server asks for 50 epochs, and this client allows 5'
-
     """
 
     max_epochs: int | None = None
@@ -50,12 +49,11 @@ class OrderBounds:
             )
 
     def find_excess(self, train_request: TrainRequest, batches_per_epoch: int | None) -> str | None:
-        """Describes how an order goes beyond the bounds, in words; ``None`` if it does not.
+        """Returns the reason against an order, or ``None``.
 
         Args:
             train_request: The order.
-            batches_per_epoch: Batches in one pass over the client's data; ``None`` where it has no length.
-
+            batches_per_epoch: Batches in one pass over the client's data; ``None`` for data without a length.
         """
         visit = train_request.visit
         if visit.steps is None and self.max_epochs is not None and visit.epochs > self.max_epochs:

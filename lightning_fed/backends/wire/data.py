@@ -1,4 +1,4 @@
-"""Data of one half of a federation: its clients, and its validation data."""
+"""Clients and validation data of one half."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from lightning_fed.data.population import Population
 
 
 class HalfData(EvaluationData):
-    """Validation data, and the datamodule's hooks on batches; each half knows its clients by itself.
+    """Validation data and batch hooks of a datamodule. Each half has a separate population.
 
     Args:
-        data: Validation data, as :class:`~lightning_fed.data.FederatedDataModule` takes them, or a datamodule that is
-            set up. ``ClientsBatch()`` stands for those of the clients, in validation and in test.
-
+        data: Validation data in any form accepted by :class:`~lightning_fed.data.FederatedDataModule`, or a datamodule
+            after ``setup``. ``ClientsBatch()`` stands for the clients' validation and test data.
     """
 
     def __init__(self, data: Any = None) -> None:
@@ -29,26 +28,25 @@ class HalfData(EvaluationData):
         super().__init__(None if source is not None else data, data if isinstance(data, ClientsBatch) else None)
         if source is not None:
             hooks = [*FORWARDED, "val_dataloader", "test_dataloader"]
-            if isinstance(source, EvaluationData):  # where this half has them
+            if isinstance(source, EvaluationData):  # clients with evaluation data
                 hooks += ["val_clients", "test_clients", "has_clients"]
             for hook in hooks:
                 setattr(self, hook, getattr(source, hook))
 
     def train_dataloader(self) -> Any:
-        """An empty loader, which a federation replaces."""
+        """Returns an empty loader; the federation replaces the loader."""
         return []
 
 
 def read_data(federation: Federation, data: Any) -> tuple[Population, HalfData]:
-    """Sets up data, and returns their clients and validation data.
+    """Sets up data, and returns the population and the validation data.
 
     Args:
-        federation: The federation, whose ``partition`` splits a datamodule that has no clients.
-        data: A mapping of clients, or a datamodule.
+        federation: The federation; ``partition`` splits a plain datamodule.
+        data: Mapping from client to data, or a datamodule.
 
     Raises:
-        MisconfigurationException: If they have clients and there is a partition, or neither.
-
+        MisconfigurationException: If the data have clients in addition to a partition, or neither.
     """
     partition = federation.partition
     if isinstance(data, Mapping):

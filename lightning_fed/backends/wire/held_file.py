@@ -1,4 +1,4 @@
-"""File of a client's node with the entries that the server does not send again."""
+"""File on a client's node with model entries from earlier messages."""
 
 from __future__ import annotations
 
@@ -17,13 +17,9 @@ _log = logging.getLogger(__name__)
 
 
 class HeldFile:
-    """File with entries that the server will not send again; the clients of a node share it.
+    """File with entries not sent again by the server, shared by all clients on a node.
 
-    It is written where their model does not begin with the server's values, or stops training in part: a process that
-    answers one message has them from here.
-
-    Args:
-        folder: Folder of the fit.
+    A new process for the next message reads the entries from this file.
 
     Example:
         >>> import tempfile, torch
@@ -34,25 +30,24 @@ class HeldFile:
         >>> held.keep({"w": torch.zeros(1)})
         >>> held.read()["w"], held.read()["b"]
         (tensor([0.]), tensor([1.]))
-
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "held.safetensors"
 
     def read(self) -> State:
-        """The entries; empty where there are none, or none that can be read."""
+        """Returns the entries; empty for a missing or unreadable file."""
         try:
             return dict(load_file(self._path))
-        except Exception:  # the client asks for them again
+        except Exception:  # the client requests the entries again
             return {}
 
     def keep(self, state: State) -> None:
-        """Adds entries, in the place of those with the same names; where they cannot be written, none are kept."""
+        """Adds or replaces entries. A failed write leaves the file unchanged."""
         # Copies, because safetensors refuses tensors that share memory.
         whole = self.read() | copy_state(state)
         try:
             with atomic_write(self._path, f"-{os.getpid()}.partial") as partial:
                 save_file({name: value.contiguous().cpu() for name, value in whole.items()}, partial)
-        except Exception as error:  # a full disk, a type that safetensors does not know
+        except Exception as error:  # a full disk, or a type unknown to safetensors
             _log.warning("What the server sends once cannot be kept, and will be asked for again: %s.", describe(error))

@@ -1,4 +1,4 @@
-"""Hyper-parameters of a round as numbers for both halves, and the digest of a client's request."""
+"""Serialisation of optimizer, scheduler and loss scaler states between server half and client half."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ _LARGE = 1e300
 
 
 def pack_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Packs the state of optimizers or schedulers for JSON.
+    """Converts an optimizer or scheduler state to JSON-compatible values.
 
     Args:
-        state: Primitives, containers of them, and tensors of one number.
+        state: Primitives, containers of primitives, and tensors with one element.
 
     Raises:
-        MisconfigurationException: If it holds anything else.
+        MisconfigurationException: For other types.
 
     Example:
         >>> pack_numbers({"lr": torch.tensor(0.5), "betas": (0.9, 0.99)})
         {'lr': 0.5, 'betas': [0.9, 0.99]}
-
     """
     packed: dict[str, Any] = _pack(state, "")
     return packed
@@ -37,7 +36,7 @@ def _pack(value: Any, path: str) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, Mapping):
-        # Tables such as the milestones of `MultiStepLR` are constants, which the other half has too.
+        # Tables with other keys, such as the milestones of `MultiStepLR`, are constants and equal on both halves.
         return {name: _pack(item, f"{path}.{name}") for name, item in value.items() if isinstance(name, str)}
     if isinstance(value, list | tuple):
         return [_pack(item, path) for item in value]
@@ -50,20 +49,19 @@ def _pack(value: Any, path: str) -> Any:
 
 
 def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
-    """Fits received numbers to the form of some that :func:`pack_numbers` made; other names are left out.
+    """Restricts received numbers to the structure of local numbers from :func:`pack_numbers`.
 
     Args:
-        numbers: The received numbers.
-        like: The numbers that they replace.
-        path: Their name, for the error.
+        numbers: Received numbers; additional names are dropped.
+        like: Local numbers.
+        path: Name for the error message.
 
     Raises:
-        ValueError: If they are of another form, or not numbers.
+        ValueError: If the structures differ, or a value is not a number.
 
     Example:
         >>> fit_numbers({"lr": [0.1], "more": 1}, {"lr": [0.2]})
         {'lr': [0.1]}
-
     """
     if isinstance(like, Mapping) and isinstance(numbers, Mapping) and like.keys() <= numbers.keys():
         return {name: fit_numbers(numbers[name], like[name], f"{path}.{name}") for name in like}
@@ -81,26 +79,20 @@ def fit_numbers(numbers: Any, like: Any, path: str = "") -> Any:
 
 
 def name_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:
-    """Names of the optimizers' classes.
+    """Class names of optimizers, without wrappers.
 
     Example:
         >>> name_optimizers([torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])])
         ['SGD']
-
     """
     return [type(getattr(optimizer, "optimizer", optimizer)).__name__ for optimizer in optimizers]
 
 
 def load_hyperparameters(optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Gives optimizers the options that :func:`pack_numbers` made on the other half.
-
-    Args:
-        optimizers: The optimizers.
-        groups: For each the options of its parameter groups.
+    """Loads received options into the optimizers' parameter groups.
 
     Raises:
-        ValueError: If the optimizers have other parameter groups.
-
+        ValueError: If the numbers of parameter groups differ.
     """
     shapes = [len(optimizer.param_groups) for optimizer in optimizers]
     if shapes != [len(options) for options in groups]:
@@ -119,12 +111,12 @@ def load_hyperparameters(optimizers: Sequence[Optimizer], groups: Sequence[Seque
 
 
 def load_numbers(owner: Any, numbers: Mapping[str, Any]) -> None:
-    """Gives a scheduler or loss scaler the state that :func:`pack_numbers` made on the other half."""
+    """Loads received numbers into a scheduler or loss scaler."""
     owner.load_state_dict({**owner.state_dict(), **numbers})
 
 
 def on_device(state: State, device: torch.device) -> State:
-    """A received state on the module's device."""
+    """Moves a state to a device."""
     return {name: value.to(device) for name, value in state.items()}
 
 
@@ -134,7 +126,6 @@ def digest_request(request: Request) -> str:
     Example:
         >>> len(digest_request(Request("a", {"head.weight": torch.tensor([3])})))
         32
-
     """
     parts = {"rows": request.rows, "extras": request.extras}
     return digest({f"{kind}:{name}": part[name] for kind, part in parts.items() for name in part})

@@ -1,4 +1,4 @@
-"""Check of the arguments of a half's Trainer, some of which the federation sets."""
+"""Check for Trainer arguments reserved by the federation."""
 
 from __future__ import annotations
 
@@ -7,20 +7,15 @@ from typing import Any
 
 
 def check_options(trainer: Mapping[str, Any] | None, ours: Collection[str]) -> dict[str, Any]:
-    """Checks arguments of ``L.Trainer`` for names that the federation sets.
-
-    Args:
-        trainer: The user's arguments.
-        ours: Names that the federation sets.
+    """Checks the user's arguments for ``L.Trainer`` against the names in ``ours``, set by the federation.
 
     Raises:
-        TypeError: If it is no mapping.
-        ValueError: If it has one of those names.
+        TypeError: If ``trainer`` is not a mapping.
+        ValueError: If an argument is reserved.
 
     Example:
         >>> check_options({"accelerator": "cpu"}, ["callbacks"])
         {'accelerator': 'cpu'}
-
     """
     if not (trainer is None or isinstance(trainer, Mapping)):
         raise TypeError(f"Expected `trainer` to be a mapping of arguments of `L.Trainer`, but got {trainer!r}.")

@@ -1,6 +1,7 @@
-"""Messages as text and bytes: a header in JSON, then the tensors' memory as it is. Nothing is pickled.
+"""Messages as text and bytes: a JSON header, followed by the raw memory of all tensors. Nothing is pickled.
 
-A large model is one run of bytes, which a network can cut into chunks; one of many small entries is not many objects.
+The tensors form one byte string: a network can split a large model into chunks, and many small entries need only one
+object.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, Sta
 from lightning_fed.server.schedule import Visit
 
 VERSION = 6
-"""Version of the messages. Halves of different versions do not understand each other, and say so."""
+"""Version of the message format. A message with another version is an error."""
 
-_MANY = 2**53  # whole numbers that a float holds exactly
-_LARGEST = 2**48  # numbers in a tensor
-_LARGE = 2**20  # bytes of an entry that is not copied
+_MANY = 2**53  # largest exact integer in a float
+_LARGEST = 2**48  # elements in a tensor
+_LARGE = 2**20  # bytes; larger entries are not copied
 _LONGEST_NAME = 1000
-_MOST_DIMENSIONS = 64  # that PyTorch has
-_HIGHEST_RATE = 1e6  # learning rates above it are no one's
-_TEXT = 2**20, 2**11  # bytes of a header, and for every entry
-_DATA = 2**26, 8  # bytes of a reply's tensors, and for every byte of the model
+_MOST_DIMENSIONS = 64  # PyTorch's limit
+_HIGHEST_RATE = 1e6  # sanity limit for learning rates
+_TEXT = 2**20, 2**11  # bytes in a header: constant, and per entry
+_DATA = 2**26, 8  # bytes in a reply's tensors: constant, and per byte of the model
 
 VISIT, REQUEST, STATISTICS, QUESTION, HELLO = "train", "query.request", "evaluate", "evaluate.question", "query"
-"""Types of messages. A client is asked for an update, the rows of its request, statistics of its BatchNorm
-layers, or what a callback asks; a node is asked for its clients."""
+"""Message types: query for an update, for requested rows, for BatchNorm statistics, for a callback's answer, and for a
+node's clients."""
 
-with warnings.catch_warnings():  # PyTorch says once that it can write into bytes
+with warnings.catch_warnings():  # PyTorch warns once about read-only memory
     warnings.simplefilter("ignore")
     torch.frombuffer(b"0", dtype=torch.uint8)
 
@@ -50,19 +51,14 @@ _DTYPES = {
 
 
 NOT_HERE = "its data are not at this node"
-"""The fault of a client that is asked for at the wrong node."""
+"""Fault if the node does not serve the client."""
 
 NOT_HELD = "it does not have the entries that it was not sent"
-"""The fault of a client that holds other values than the server counts on: it is asked again, with all of them."""
+"""Fault if the client's entries differ from the server's record. The server then sends all entries."""
 
 
 class PacketError(ValueError):
-    """Reason why received data are no message of this package, as one line: what came may be in it.
-
-    Args:
-        reason: The reason.
-
-    """
+    """Raised with a one-line reason for an invalid message. The reason may quote received data."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(one_line(reason))
@@ -70,12 +66,11 @@ class PacketError(ValueError):
 
 @dataclass(frozen=True)
 class Packet:
-    """A message in the form in which it travels.
+    """A message in transport form.
 
     Args:
-        text: The header: JSON.
-        data: The tensors' bytes, one after another. Their number counts as communication.
-
+        text: JSON header.
+        data: Concatenated memory of the tensors. The length counts as communication.
     """
 
     text: str
@@ -84,23 +79,21 @@ class Packet:
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """Request to train that goes with the broadcast: the visit, and the state from which the client goes on.
+    """Order to train, sent with the broadcast: the visit and the start state.
 
     Args:
-        run: Name of the fit. States that a client kept in another one are not used.
+        run: Name of the fit. Client state from other fits is ignored.
         visit: The visit.
-        kept: Index of the round of the client's last good update with kept state; -1 before.
-        needed: First round from which the server may resume: of the versions of earlier rounds only the newest is still
-            needed.
-        seed: Seed of the federation, with which the model is built.
-        frozen: Digest of the entries that never travel, which both halves must have alike.
-        hyperparameters: Those of the round's optimizers, and the start of per-step schedulers and the loss scale.
-        asked: Digest of the client's request, if there was one.
-        held: Digest of the entries that are not sent because the client should have them; empty if there are none.
-        keeps: Whether the client is to keep what it is sent, because it will not be sent all of it again.
-        peers: In a secure sum the clients with which it masks its update, itself among them; ``None`` without one.
-        question: A callback's question, outside of a round; ``None`` in one.
-
+        kept: Round index of the client's last good update with stored state; -1 before.
+        needed: First round for a resumed server. From earlier rounds only the newest state is still necessary.
+        seed: Seed of the federation, for the construction of the model.
+        frozen: Digest of entries without transport; both halves must have equal values.
+        hyperparameters: Optimizer options for the round, and start of per-step schedulers and loss scale.
+        asked: Digest of the client's request; empty without a request.
+        held: Digest of entries stored on the client and missing in the message; empty if the message is complete.
+        keeps: Whether the client must store the entries for later messages.
+        peers: Clients in the secure sum, including this client; ``None`` without a secure sum.
+        question: Query from a callback, outside of a round; ``None`` in a round.
     """
 
     run: str
@@ -119,15 +112,13 @@ class TrainRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """Report of a client beside its update.
+    """A client's report, sent with the update.
 
     Args:
-        steps: Optimizer steps that it has done.
-        after: How far the visit took what goes on from it: ``"steps"`` of every per-step scheduler, and the state of
-            the loss scale as ``"scaler"``.
-        keeps: The client has kept state of the visit for its next one.
-        unsent: Number of entries that the update leaves out, because they are as the client was sent them.
-
+        steps: Number of optimizer steps.
+        after: Steps of every per-step scheduler (``"steps"``) and loss scale (``"scaler"``) after the visit.
+        keeps: Whether the client has stored state for the next visit.
+        unsent: Number of unchanged entries missing in the update.
     """
 
     steps: int = 0
@@ -138,13 +129,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Fault:
-    """Reason why there is no answer.
-
-    Args:
-        client: The client.
-        reason: The reason as text: our own words, and of an exception its class.
-
-    """
+    """Reason for a missing answer, as text without details: only the class of an exception."""
 
     client: Client
     reason: str
@@ -157,18 +142,17 @@ def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Pack
     """Makes a packet.
 
     Args:
-        kind: Its kind.
+        kind: Packet kind.
         header: Primitives and plain containers.
         tensors: Groups of tensors by name.
 
     Raises:
-        PacketError: If an entry cannot travel.
+        PacketError: If an entry has an unsupported type or layout.
 
     Example:
         >>> packet = write_packet("hello", {"round": 3}, state={"w": torch.tensor([1.0])})
         >>> read_packet(packet, "hello")
         ({'round': 3}, {'state': {'w': tensor([1.])}})
-
     """
     table: dict[str, list[tuple[str, str, list[int]]]] = {}
     parts = []
@@ -180,17 +164,16 @@ def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Pack
                 raise PacketError(f"entry {name!r} is {value.dtype} with layout {value.layout}, which cannot travel")
             table[group].append((name, dtype, list(value.shape)))
             flat = value.detach().cpu().contiguous().reshape(-1)
-            parts.append(flat.view(torch.uint8).numpy().data if flat.numel() else b"")  # the memory itself
+            parts.append(flat.view(torch.uint8).numpy().data if flat.numel() else b"")  # without a copy
     text = json.dumps({"version": VERSION, "kind": kind, "header": dict(header), "tensors": table})
     return Packet(text, b"".join(parts))
 
 
 def read_packet(packet: Packet, *kinds: str, client: Client | None = None) -> tuple[dict[str, Any], dict[str, State]]:
-    """Header and tensors of a packet of one of some kinds; with several, the header says which as ``"kind"``.
+    """Reads a packet's header and tensors. With several allowed kinds, the header contains the ``"kind"``.
 
     Raises:
-        PacketError: If it is none, is of another version or not of the client, or its table does not fit its bytes.
-
+        PacketError: If the packet is invalid, or has another kind, version or client.
     """
     try:
         content = json.loads(packet.text)
@@ -220,11 +203,9 @@ def read_packet(packet: Packet, *kinds: str, client: Client | None = None) -> tu
 
 
 def _tensor_at(data: bytes, start: int, size: int, dtype: torch.dtype, is_model: bool) -> Tensor:
-    """Tensor of some bytes of a packet: of a model's large entry that memory itself, else a copy.
-
-    The memory is the tensor's alone, as nobody reads a packet twice. A small tensor, or one that is kept beyond its
-    round, would hold the whole packet.
-    """
+    """Tensor from a slice of a packet's bytes."""
+    # Large model entries share the packet's memory, because a packet is read only once. Other tensors are copied: a
+    # small tensor, or a tensor stored beyond the round, would keep the whole packet alive.
     if size == 0:
         return torch.zeros(0, dtype=dtype)
     if is_model and size >= _LARGE and start % dtype.itemsize == 0:
@@ -242,12 +223,11 @@ def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
 
 
 def is_answer(packet: Packet) -> bool:
-    """True for what may be an answer; false for a fault, and for what is too short to be read as anything else.
+    """True for a possible answer; ``False`` for faults and unreadable short packets.
 
     Example:
         >>> is_answer(write_packet("update", {})), is_answer(write_fault(Fault("ann", "no"))), is_answer(Packet("{"))
         (True, False, False)
-
     """
     if len(packet.text) > _TEXT[1]:
         return True
@@ -258,25 +238,23 @@ def is_answer(packet: Packet) -> bool:
 
 
 def is_client(key: object) -> bool:
-    """True for what can be a client's key.
+    """True for a valid client name.
 
     Example:
         >>> is_client("ann"), is_client(3), is_client(True), is_client(None)
         (True, True, False, False)
-
     """
     return abs(key) < 2**63 if type(key) is int else _is_name(key)
 
 
 def find_bad_place(run: object, client: object, round: object) -> str | None:
-    """Describes what is wrong with the run, the client and the round of a message; ``None`` if nothing is.
+    """Returns the fault in run, client and round of a message, or ``None``.
 
     Example:
         >>> find_bad_place("0a", "ann", 3), find_bad_place("../0a", "ann", 3)
         (None, "the run is '../0a'")
-
     """
-    if not isinstance(run, str) or not re.fullmatch("[0-9a-f]{1,64}", run):  # a folder
+    if not isinstance(run, str) or not re.fullmatch("[0-9a-f]{1,64}", run):  # used as a folder name
         return f"the run is {run!r:.100}"
     if not is_client(client):
         return f"the client is {client!r:.100}"
@@ -286,15 +264,15 @@ def find_bad_place(run: object, client: object, round: object) -> str | None:
 def _is_name(name: object) -> bool:
     if not isinstance(name, str) or len(name) > _LONGEST_NAME:
         return False
-    return not any("\ud800" <= character <= "\udfff" for character in name)  # which no log could write
+    return not any("\ud800" <= character <= "\udfff" for character in name)  # logs cannot encode surrogates
 
 
 def _is_shape(shape: object) -> bool:
-    """True for the lengths of a tensor's dimensions; also those of an empty tensor must have a product."""
     if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
         return False
     if not all(type(length) is int and 0 <= length < _LARGEST for length in shape):
         return False
+    # An empty tensor's other dimensions need the limit, too.
     size: int = math.prod(max(length, 1) for length in shape)
     return size < _LARGEST
 
@@ -303,17 +281,16 @@ def _is_shape(shape: object) -> bool:
 
 
 def write_train_request(kind: str, train_request: TrainRequest, broadcast: Broadcast | None = None) -> Packet:
-    """Makes the packet of a train request, with the broadcast if there is one."""
+    """Makes a packet from a train request, optionally with the broadcast."""
     tensors = {} if broadcast is None else {"state": broadcast.sent, "extras": broadcast.extras}
     return write_packet(kind, vars(train_request) | {"visit": asdict(train_request.visit)}, **tensors)
 
 
 def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadcast]:
-    """Reads the packet of :func:`write_train_request`; the broadcast has no tensors where there was none.
+    """Reads a packet from :func:`write_train_request`. Without a broadcast, the returned broadcast has no tensors.
 
     Raises:
-        PacketError: If it is no such message.
-
+        PacketError: If the packet is not a valid train request.
     """
     header, tensors = read_packet(packet, kind)
     try:
@@ -328,7 +305,7 @@ def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadca
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(("frozen", "asked", "held"), str),
     **{"keeps": bool, "hyperparameters": dict, "peers": list | None, "question": dict | None},
-}  # of a train request's fields
+}  # fields of a train request
 
 
 def _check_train_request(train_request: TrainRequest) -> None:
@@ -359,17 +336,16 @@ def _check_train_request(train_request: TrainRequest) -> None:
 
 
 def find_bad_rate(numbers: object, highest: float = math.inf, name: str = "") -> str | None:
-    """Describes a learning rate that is negative, not finite or too high; ``None`` if there is none.
+    """Returns the first learning rate outside the allowed range, as text, or ``None``.
 
     Args:
-        numbers: Options of optimizers and states of schedulers, of any depth: what has ``lr`` in its name is a rate.
-        highest: Highest rate that is allowed.
+        numbers: Nested optimizer options and scheduler states; names with ``lr`` are rates.
+        highest: Maximum rate.
         name: Name of the numbers.
 
     Example:
         >>> find_bad_rate({"groups": [[{"lr": 0.1, "momentum": 0.9}]], "schedulers": [{"base_lrs": [-1.0]}]})
         "'base_lrs' is -1.0"
-
     """
     if isinstance(numbers, Mapping):
         parts = ((value, f"{name}.{key}" if "lr" in name else str(key)) for key, value in numbers.items())
@@ -383,12 +359,11 @@ def find_bad_rate(numbers: object, highest: float = math.inf, name: str = "") ->
 
 
 def find_bad_size(packet: Packet, model: State) -> str | None:
-    """Fault of a reply that is too large to be one, before anything of it is read; ``None`` if it is not.
+    """Returns a fault for a reply above the size limit, or ``None``. Nothing in the reply is read.
 
     Args:
         packet: The reply.
-        model: The entries of the model that its client was sent, or that the round began with.
-
+        model: Model entries sent to the client, or from the start of the round.
     """
     size = sum(value.numel() * value.element_size() for value in model.values())
     longest, largest = _TEXT[0] + _TEXT[1] * len(model), _DATA[0] + _DATA[1] * size
@@ -401,33 +376,28 @@ def find_bad_size(packet: Packet, model: State) -> str | None:
 
 
 def write_request(request: Request) -> Packet:
-    """Makes the packet of a client's request; rows that several entries share travel once."""
+    """Makes a packet from a client's request. Rows shared by several entries are sent once."""
     lists = distinct(request.rows)
     same = {name: next(key for key in lists if torch.equal(lists[key], rows)) for name, rows in request.rows.items()}
     return write_packet("request", {"client": request.client, "same": same}, rows=lists, extras=request.extras)
 
 
 def write_update(update: ClientUpdate, answer: Answer) -> Packet:
-    """Makes the packet of a client's update."""
+    """Makes a packet from a client's update."""
     header = {name: getattr(update, name) for name in ("client", "num_samples", "metrics")} | asdict(answer)
     return write_packet("update", header, state=update.sent, extras=update.extras)
 
 
 def write_fault(fault: Fault) -> Packet:
-    """Makes the packet of a fault."""
+    """Makes a packet from a fault."""
     return write_packet("fault", asdict(fault))
 
 
 def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, Answer] | Fault:
     """Reads a client's answer: a request, an update, or a fault.
 
-    Args:
-        packet: The packet.
-        client: The client that was asked.
-
     Raises:
-        PacketError: If it is none of them, or another client's.
-
+        PacketError: If the packet has another kind, or belongs to another client.
     """
     header, tensors = read_packet(packet, "request", "update", "fault", client=client)
     try:
@@ -447,11 +417,11 @@ def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, 
 
 
 def unreadable(error: Exception) -> str:
-    """Words on an answer that cannot be read, whatever was raised."""
+    """Fault text for an unreadable answer."""
     return one_line(f"its answer cannot be read: {error if isinstance(error, PacketError) else describe(error)}")
 
 
 def one_line(text: str) -> str:
-    """Received text as one line of a log."""
+    """Formats received text as one line for the log."""
     line = " ".join("".join(character if character.isprintable() else " " for character in text[:2000]).split())
     return line if len(line) <= 500 else f"{line[:500]}..."

@@ -1,4 +1,4 @@
-"""Store of the rounds since which remote clients keep their states; the states stay with them."""
+"""Record of the rounds in which remote clients stored state. The state itself stays on the clients."""
 
 from __future__ import annotations
 
@@ -12,73 +12,67 @@ from lightning_fed.messages import Client, State
 
 
 class RemoteClientStore(ClientStore):
-    """For every client the round of its last good update: the client goes on from the state that it kept then.
+    """For every client, the round of the last good update: the next visit starts from the state stored in this round.
 
-    A client whose training did not count (its answer was lost, late or bad, the server was killed) goes on from the
-    state before, which the next train request names.
-
-    Attributes:
-        run: Name of the fit; another one after every ``restore(0, {})``.
-        needed: First round from which the server may resume: that of its checkpoint before the last.
+    A visit without a used update (answer lost, late or invalid, or server killed) has no effect: the next train request
+    names the previous state.
 
     Example:
         >>> store = RemoteClientStore()
         >>> store.note("a", 3)
         >>> store.kept("a"), store.kept("b")
         (3, -1)
-
     """
 
     def __init__(self) -> None:
-        self.run = ""
+        self.run = ""  # name of the fit; new after every `restore(0, {})`
         self._rounds: dict[Client, int] = {}
         self._round, self._of_round = -1, dict[Client, int]()
         self._checkpoints = 0, 0
         self.restore(0, {})
 
     def kept(self, client: Client) -> int:
-        """Index of the round of the client's last good update; -1 before."""
+        """Round index of the client's last good update; -1 before."""
         return self._of_round.get(client, self._rounds.get(client, -1))
 
     def get(self, client: Client) -> State | None:
-        """Returns None: the client has its state."""
+        """Returns ``None``: the client has the state."""
         return None
 
     def put(self, client: Client, round: int, state: State) -> None:
-        """Does nothing: the client keeps its state itself."""
+        """Does nothing: the client stores the state."""
 
     def settle(self, round: int, clients: Collection[Client]) -> None:
-        """Forgets the rounds of the others, who go on from the state before."""
+        """Drops the round for clients without a used update."""
         if round == self._round:
             self._of_round = {client: number for client, number in self._of_round.items() if client in clients}
 
     def note(self, client: Client, round: int) -> None:
-        """Notes that the client's update of ``round`` was good."""
+        """Records a good update."""
         if round != self._round:
             self._rounds |= self._of_round
             self._round, self._of_round = round, {}
         self._of_round[client] = round
 
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """All rounds as of the end of round ``round - 1``."""
+        """Rounds of all clients at the end of round ``round - 1``."""
         if round > self._checkpoints[1]:
             self._checkpoints = self._checkpoints[1], round
         rounds = self._rounds | (self._of_round if self._round < round else {})
         return {"run": self.run, "clients": list(rounds), "rounds": list(rounds.values())}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Goes back to a checkpoint's rounds.
+        """Restores the rounds from a checkpoint.
 
         Raises:
-            ValueError: If the checkpoint is of a fit in one process, whose clients are not those of this one.
-
+            ValueError: If the checkpoint is from a fit in one process, with other client states.
         """
         if "folder" in state or state.get("states"):
             raise ValueError(
                 "The checkpoint's clients kept what is theirs in one process, which those on other machines do not see."
             )
         self.run = state.get("run") or uuid.uuid4().hex
-        if not isinstance(self.run, str) or not re.fullmatch("[0-9a-f]{1,64}", self.run):  # a folder of the clients'
+        if not isinstance(self.run, str) or not re.fullmatch("[0-9a-f]{1,64}", self.run):  # a folder name
             raise ValueError(f"The checkpoint names {self.run!r} as the fit of its clients, which is no such name.")
         self._rounds = dict(zip(state.get("clients", ()), state.get("rounds", ()), strict=True))
         self._round, self._of_round = -1, {}
@@ -86,5 +80,5 @@ class RemoteClientStore(ClientStore):
 
     @property
     def needed(self) -> int:
-        """First round from which the server may resume."""
+        """First round for a resumed server: the round of the checkpoint before the last."""
         return self._checkpoints[0]

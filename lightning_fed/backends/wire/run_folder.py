@@ -1,4 +1,4 @@
-"""The folder of a server's run: the keys of its clients, its last complete round, and a lock for one server."""
+"""Folder of a server's run: client names, last complete round, and a lock against a second server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_fed.messages import Client
 
 try:
     import fcntl
-except ImportError:  # pragma: no cover - there is none on Windows
+except ImportError:  # pragma: no cover - Windows has no fcntl
     fcntl = None  # type: ignore[assignment]
 
 _log = logging.getLogger(__name__)
@@ -24,8 +24,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Locks a run's folder against other processes.
 
     Raises:
-        RuntimeError: If another process has locked it.
-
+        RuntimeError: If another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -40,7 +39,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def read_clients(clients: int | Sequence[Client], folder: Path) -> int | Sequence[Client]:
-    """Returns the clients of the run in a folder, where only their number is given."""
+    """Returns the client names of a resumed run, if only the number is given."""
     path = folder / "clients.json"
     if not (folder / "last.ckpt").exists() or not path.exists():
         return clients
@@ -53,5 +52,5 @@ def read_clients(clients: int | Sequence[Client], folder: Path) -> int | Sequenc
 
 
 def write_clients(clients: Sequence[Client], folder: Path) -> None:
-    """Writes the clients of a run for :func:`read_clients`."""
+    """Stores the client names for :func:`read_clients`."""
     write_text_atomically(folder / "clients.json", json.dumps(list(clients)))

@@ -1,4 +1,4 @@
-"""The client half behind any network: answers packets, each by a fit of one round in an ordinary Trainer."""
+"""Client half for any network: answers packets with a one-round fit in an ordinary Trainer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 ClientsData = L.LightningDataModule | Mapping[Client, Any]
 
-_LARGE = 16 * 2**20  # bytes of a model for which it is worth while to look for what can be freed
+_LARGE = 16 * 2**20  # bytes; garbage collection only pays off for larger models
 _QUIET: dict[str, Any] = {
     "devices": 1,
     "logger": False,
@@ -72,9 +72,9 @@ _OURS = (
 
 
 class ClientRunner:
-    """Answers packets; lives as long as its process, so that the next visit finds model and data built.
+    """Answers packets. The runner lives as long as the process, so the next visit reuses model and data.
 
-    The arguments are those of :func:`~lightning_fed.backends.flower.client_app`.
+    The arguments equal :func:`~lightning_fed.backends.flower.client_app`.
     """
 
     def __init__(
@@ -108,29 +108,28 @@ class ClientRunner:
         )
 
     def answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
-        """Answers a packet, if the site's policy lets the answer leave.
+        """Answers a packet, subject to the site policy.
 
         Args:
-            kind: The type of the message.
+            kind: Message type.
             packet: The packet.
-            node: The configuration of the node that it came to.
+            node: Configuration of the receiving node.
 
         Raises:
-            PacketError: If the packet is none of ours, or cannot be answered; a network may send the reason.
-
+            PacketError: If the packet is invalid or has no answer. A network may send the reason to the server.
         """
         try:
             return self._gate.guard(kind, packet, lambda bare: self._answer(kind, bare, node))
         except PacketError:
             raise
-        except Exception as error:  # one message's, or one node's: the others are answered
+        except Exception as error:  # other messages and nodes still get answers
             _log.exception("A message of type %r for the node %s could not be answered.", kind, dict(node))
             raise PacketError(find_public_reason(error)) from None
         finally:
             _free(len(packet.data))
 
     def keep_log(self) -> None:
-        """Under a policy, keeps the package's log in a file of the client state."""
+        """Redirects the package's log to the client state folder, if the site has a policy."""
         if self._gate.is_in_force():
             keep_log(self._store)
 
@@ -147,7 +146,7 @@ class ClientRunner:
         train_request, broadcast = read_train_request(packet, kind)
         try:
             self._check_order(kind, train_request, clients, population)
-            is_kept = kind == VISIT and self._summed is None  # keys of a sum are used once
+            is_kept = kind == VISIT and self._summed is None  # a secure sum's keys are for single use
             finished = AnswerFile(self._store / train_request.run, train_request, packet.data) if is_kept else None
             last = None if finished is None else finished.read()
             if last is not None:
@@ -156,7 +155,7 @@ class ClientRunner:
                 return last
             reply = self._carry_out(kind, train_request, broadcast, population, datamodule)
             excess = find_bad_size(reply, live_entries(self._module))
-            if excess is not None:  # the server does not read it: it does not travel
+            if excess is not None:  # the server would not read the reply
                 raise ClientFault(excess)
             if finished is not None:
                 finished.keep(reply)
@@ -174,11 +173,10 @@ class ClientRunner:
         population: Population,
         datamodule: HalfData,
     ) -> Packet:
-        """Does what is ordered.
+        """Executes an order.
 
         Raises:
-            ClientFault: If there is no answer.
-
+            ClientFault: If the order has no answer.
         """
         run, round, client = train_request.run, train_request.visit.round, train_request.visit.client
         remote = RemoteServerSide(
@@ -194,7 +192,7 @@ class ClientRunner:
             raise
         except Exception as error:
             _log.exception("Round %d: the program of client %r failed.", round_number(round), client)
-            self._run = ""  # whatever it has done to the module
+            self._run = ""  # the module may be in an inconsistent state
             raise ClientFault(find_public_reason(error)) from error
         if remote.request is not None:
             return write_request(remote.request)
@@ -215,11 +213,10 @@ class ClientRunner:
     def _check_order(
         self, kind: str, train_request: TrainRequest, clients: Sequence[Client], population: Population
     ) -> None:
-        """Checks an order before anything is done.
+        """Checks an order before any work.
 
         Raises:
-            ClientFault: If it is not begun.
-
+            ClientFault: If the client refuses the order.
         """
         visit, seed = train_request.visit, self._federation.schedule.seed
         if visit.client not in clients:
@@ -232,7 +229,7 @@ class ClientRunner:
             return
         try:
             per_epoch = population.batches_per_epoch(visit.client)
-        except Exception:  # the visit says why
+        except Exception:  # the visit reports the error
             per_epoch = None
         excess = self._bounds.find_excess(train_request, per_epoch)
         if excess is not None:
@@ -240,7 +237,6 @@ class ClientRunner:
             raise ClientFault(excess)
 
     def _answer_sum(self, request: SumRequest, clients: Sequence[Client]) -> Packet:
-        """Answers a request of a secure sum."""
         if request.client not in clients or self._summed is None:
             return write_fault(Fault(request.client, NOT_SUMMED if request.client in clients else NOT_HERE))
         return self._sum_of(request.run, request.client, self._summed).answer(request)
@@ -249,7 +245,7 @@ class ClientRunner:
         return ClientSum(self._store, run, client, summed.threshold, self._bounds.min_clients)
 
     def _fit(self, remote: RemoteServerSide, run: str, round: int, datamodule: HalfData) -> int:
-        """Runs one round with one visit, or a query; returns the number of optimizer steps."""
+        """Runs one round with one visit or one query; returns the number of optimizer steps."""
         half = self._federation.replace(
             clients_per_round=1.0,
             availability=None,
@@ -272,13 +268,12 @@ class ClientRunner:
             return trainer.global_step
         finally:
             self._module.zero_grad(set_to_none=True)
-            # They would hold the Trainer, and by it the round's tensors, until the next visit's.
+            # References to the Trainer would keep the round's tensors alive until the next visit.
             self._module.trainer, datamodule.trainer = None, None
             del trainer, half
             _free(sum(value.nbytes for value in live_entries(self._module).values()))  # before the answer is written
 
     def _data_at(self, node: Mapping[str, Any]) -> tuple[Population, HalfData]:
-        """A node's data, which are read once."""
         key = json.dumps(dict(node), sort_keys=True) if callable(self._data) else ""
         if key not in self._found:
             self._found[key] = read_data(self._federation, self._data(node) if callable(self._data) else self._data)
@@ -286,13 +281,11 @@ class ClientRunner:
 
 
 def _clients_at(node: Mapping[str, Any], population: Population) -> list[Client]:
-    """Clients whose data a node has."""
-    if "partition-id" in node and "num-partitions" in node:
+    if "partition-id" in node and "num-partitions" in node:  # a Flower simulation
         return list(population.clients[int(node["partition-id"]) :: int(node["num-partitions"])])
     return list(population.clients)
 
 
 def _free(num_bytes: int) -> None:
-    """Frees what a visit has held: objects that refer to each other would hold a large model until some later visit."""
-    if num_bytes > _LARGE:
+    if num_bytes > _LARGE:  # reference cycles would keep a large model alive until some later visit
         gc.collect()

@@ -1,4 +1,4 @@
-"""The client's half of a secure sum: its secrets of a round, from one message to the next, and its masked update."""
+"""Client half of a secure sum: the round's secrets between messages, and the masked update."""
 
 from __future__ import annotations
 
@@ -45,24 +45,22 @@ NOT_SUMMED = "the server has a secure sum, and its federation has none"
 
 
 class ClientSum:
-    """A client's half of the secure sums of a run.
+    """Client half of the secure sums in a run.
 
-    The steps of a round come in their order, each once: publish keys, share secrets, open the others' shares, mask the
-    update, give shares away. What is needed for the next step is in a file, because a process may
-    answer one message only; the file is taken before a step is done, and the last one leaves none. So a client masks
-    one vector with its masks, and gives away one of two shares of every other client.
+    A round has four steps, each at most once: publish keys, share secrets, open other clients' shares, mask the update
+    and release shares. A file stores the values for the next step, because each message may reach a new process. A step
+    deletes the file of the step before, and the last step leaves no file. Therefore the client masks only one vector
+    with the same masks, and releases only one of two shares for every other client.
 
-    A sum that begins again, without a client whose shares cannot be opened or because the server was killed, has new
-    keys. Once it was read, it is read of the same clients or not again: the difference of two sums would be a client's
-    update.
+    A restarted sum (after a client with unreadable shares, or a killed server) has new keys. After a release, the
+    client only repeats the release for the same clients: the difference of two sums would reveal an update.
 
     Args:
-        folder: Folder of what is the clients'.
+        folder: Client state folder.
         run: Name of the fit.
         client: The client.
-        share: Share of the clients of a sum, more than half, that must be left when it is read.
-        min_clients: Fewest clients of a sum that this client takes part in.
-
+        share: Fraction of clients necessary to unmask a sum, more than half.
+        min_clients: Minimum clients in a sum with this client.
     """
 
     def __init__(self, folder: Path, run: str, client: Client, share: float, min_clients: int) -> None:
@@ -70,12 +68,7 @@ class ClientSum:
         self._client, self._share, self._min_clients = client, share, min_clients
 
     def answer(self, request: SumRequest) -> Packet:
-        """Answers a request.
-
-        Args:
-            request: The request.
-
-        """
+        """Answers a request."""
         try:
             steps = {"keys": self._publish, "shares": self._shares, "open": self._open, "unmask": self._unmask}
             return write_sum_reply(request, steps[request.stage](request))
@@ -86,17 +79,16 @@ class ClientSum:
             return write_fault(Fault(self._client, str(fault)))
 
     def mask(self, update: ClientUpdate, sent: State, peers: Sequence[Client], round: int) -> None:
-        """Masks an update, in place.
+        """Masks an update in place.
 
         Args:
             update: The update.
-            sent: The model that the client was sent.
-            peers: The clients with which it masks.
-            round: Index of the round.
+            sent: Model received by the client.
+            peers: Clients with masks in common, including this client.
+            round: Round index.
 
         Raises:
-            ClientFault: If the update has something that no mask would cover, or it has no keys, or too few peers.
-
+            ClientFault: If the update has unmaskable parts, or keys or peers are missing.
         """
         numbers = dict(sorted(maskable(update, sent).items()))
         known = self._take(round, "opened")
@@ -110,7 +102,7 @@ class ClientSum:
             add_masks(vector, _secrets_of(known), others, self._context(round))
         except SumError as error:
             raise ClientFault(str(error)) from error
-        # The secrets that hide this vector are not needed any more, but by those who have shares of them.
+        # Deletes the secrets: only other clients' shares can still restore them.
         self._put(round, "masked", {"least": least, "shares": [[peer, shares[peer]] for peer in peers]})
         masked = torch.split(torch.from_numpy(vector.view(np.int32)), [value.numel() for value in numbers.values()])
         for (name, value), part in zip(numbers.items(), masked, strict=True):
@@ -118,7 +110,7 @@ class ClientSum:
 
     def _publish(self, request: SumRequest) -> tuple[bytes, ...]:
         if self._folder.exists():
-            for path in self._folder.glob("*-*"):  # of sums that came to nothing, and of processes that were killed
+            for path in self._folder.glob("*-*"):  # leftovers from failed sums and killed processes
                 path.unlink(missing_ok=True)
         secrets = make_secrets()
         self._put(request.round, "keys", {name: value.hex() for name, value in vars(secrets).items()})
@@ -155,7 +147,7 @@ class ClientSum:
             except SumError as error:
                 number = round_number(request.round)
                 _log.warning("Round %d: client %r: %s, by %r.", number, self._client, error, peer)
-                shares[peer] = missing  # the others' may be enough
+                shares[peer] = missing  # other clients' shares may suffice
         self._put(request.round, "opened", {**known, "shares": list(shares.items())})
         return tuple(NOT_OPENED if shares[peer] == missing else OPENED for peer in request.peers)
 
@@ -188,18 +180,16 @@ class ClientSum:
         write_text_atomically(path, json.dumps(released))
 
     def _put(self, round: int, stage: str, values: dict[str, Any]) -> None:
-        """Writes what the next step needs, for nobody else to read."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._folder / f"{round}-{stage}.json"
         path.unlink(missing_ok=True)
         write_private(path, json.dumps(values).encode())
 
     def _take(self, round: int, stage: str) -> dict[str, Any]:
-        """Returns an earlier step's values and deletes them: of two processes that ask one has them.
+        """Returns and deletes an earlier step's values. Only one of several concurrent processes gets the values.
 
         Raises:
-            ClientFault: If there is nothing.
-
+            ClientFault: If the step has no values.
         """
         path = self._folder / f"{round}-{stage}.json"
         taken = path.with_suffix(f".{os.getpid()}")
@@ -216,15 +206,10 @@ class ClientSum:
 
 
 def maskable(update: ClientUpdate, sent: State) -> State:
-    """The numbers of an update that are masked, by name.
-
-    Args:
-        update: The update of a rule that adds up whole numbers.
-        sent: The model that its client was sent.
+    """Returns an update's numbers for masking, by name. ``sent`` is the model received by the client.
 
     Raises:
-        ClientFault: If the update has something else that the client was not sent, and that a mask would not cover.
-
+        ClientFault: If the update has changed values of another type, or metrics: a mask would not cover these.
     """
     numbers = dict(update.extras)
     for name, value in update.state.items():

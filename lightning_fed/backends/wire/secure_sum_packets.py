@@ -1,4 +1,4 @@
-"""Messages of a secure sum beside the visit's own: keys, shares, and what takes the masks off."""
+"""Messages of a secure sum: keys, shares, and unmasking."""
 
 from __future__ import annotations
 
@@ -23,36 +23,34 @@ from lightning_fed.backends.wire.secure_sum_protocol import PUBLIC, SEALED, SECR
 from lightning_fed.messages import Client
 
 SUM = "query.sum"
-"""Type of messages."""
+"""Message type."""
 
 Stage = Literal["keys", "shares", "open", "unmask"]
 
 OPENED, NOT_OPENED = b"\1", b"\0"
-"""A client's word on what another has sealed for it."""
+"""Whether a client could open another client's sealed shares."""
 
 _MOST_CLIENTS = 10_000
 _MANY = 2**53
-_TEXT = 2**12, 2**8  # characters of a reply that has no tensors but its rows, and for every row
+_TEXT = 2**12, 2**8  # characters in a reply: constant, and per row
 
 
 @dataclass(frozen=True)
 class SumRequest:
-    """Request of the server to a client, for one step of a secure sum.
+    """Request to a client, for one step of a secure sum.
 
     Args:
-        stage: The step: the client is asked to publish keys; to share its secrets among ``peers``; to open what the
-            ``peers`` have sealed for it; to give its shares of the ``peers``, so that the masks are taken off the sum
-            of the survivors.
+        stage: The step: publish keys (``"keys"``); share secrets among ``peers`` (``"shares"``); open shares sealed by
+            ``peers`` (``"open"``); release shares for ``peers``, to unmask the survivors' sum (``"unmask"``).
         run: Name of the fit.
-        round: Index of the round.
-        client: The client that is asked.
-        least: Number of shares that restore a secret.
-        peers: The clients of the sum; when shares are opened those who have shared, in the last step those who have
-            masked with each other.
-        survivors: In the last step: whether the sum has a peer's vector, for each of them.
-        rows: Of every peer: what it has published; when shares are opened those that it has sealed for the client,
-            zeros for the client itself.
-
+        round: Round index.
+        client: The client.
+        least: Number of shares necessary to restore a secret.
+        peers: Clients in the sum: with published keys (``"shares"``), with shared secrets (``"open"``), or with common
+            masks (``"unmask"``).
+        survivors: Whether the sum has a peer's vector, for every peer; only for ``"unmask"``.
+        rows: A row per peer: published keys (``"shares"``), or shares sealed for the client with zeros for the client
+            (``"open"``).
     """
 
     stage: Stage
@@ -66,25 +64,24 @@ class SumRequest:
 
 
 ROW_BYTES: Mapping[Stage, int] = {"keys": 0, "shares": PUBLIC, "open": SEALED, "unmask": 0}
-"""Bytes of a row of a request."""
+"""Bytes per row in a request."""
 
 REPLY_BYTES: Mapping[Stage, int] = {"keys": PUBLIC, "shares": SEALED, "open": len(OPENED), "unmask": SECRET}
-"""Bytes of a row of the reply: one row of keys; sealed shares, zeros for the client itself; whether they could be
-opened; shares."""
+"""Bytes per row in a reply: one row of keys; sealed shares, with zeros for the client; flags for opened shares;
+shares."""
 
 
 def write_sum_request(request: SumRequest) -> Packet:
-    """Makes the packet of a request."""
+    """Makes a packet from a request."""
     header = {name: value for name, value in vars(request).items() if name != "rows"}
     return write_packet("sum", header, rows={"rows": _to_tensor(request.rows, ROW_BYTES[request.stage])})
 
 
 def read_sum_request(packet: Packet) -> SumRequest:
-    """Reads the packet of :func:`write_sum_request`.
+    """Reads a packet from :func:`write_sum_request`.
 
     Raises:
-        PacketError: If it is none.
-
+        PacketError: If the packet is not a valid request.
     """
     header, tensors = read_packet(packet, "sum")
     if set(header) != {"stage", "run", "round", "client", "least", "peers", "survivors"}:
@@ -109,7 +106,7 @@ def read_sum_request(packet: Packet) -> SumRequest:
 
 
 def write_sum_reply(request: SumRequest, rows: tuple[bytes, ...]) -> Packet:
-    """Makes the packet of a client's answer."""
+    """Makes a packet from a client's answer."""
     header = {"client": request.client, "stage": request.stage}
     return write_packet("sum", header, rows={"rows": _to_tensor(rows, REPLY_BYTES[request.stage])})
 
@@ -118,8 +115,7 @@ def read_sum_reply(packet: Packet, request: SumRequest) -> tuple[bytes, ...] | F
     """Reads a client's answer: the rows, or a fault.
 
     Raises:
-        PacketError: If it is neither, or another client's, or longer than such an answer is.
-
+        PacketError: If the packet is not a valid answer, belongs to another client, or exceeds the size limit.
     """
     count, size = (1 if request.stage == "keys" else len(request.peers)), REPLY_BYTES[request.stage]
     if len(packet.data) > count * size or len(packet.text) > _TEXT[0] + _TEXT[1] * count:
@@ -133,7 +129,7 @@ def read_sum_reply(packet: Packet, request: SumRequest) -> tuple[bytes, ...] | F
 
 
 def context_of(run: str, round: int) -> bytes:
-    """The run and the round, to which keys and masks belong."""
+    """Encodes run and round, the context of keys and masks."""
     return json.dumps([run, round]).encode()
 
 

@@ -1,20 +1,20 @@
-"""The secret sum of several clients' vectors: keys, shares, masks, and what is left when the masks are taken off.
+"""Secure aggregation: keys, shares, masks, and the removal of masks from the sum.
 
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, Figure 4.
 https://eprint.iacr.org/2017/281
 
-Vectors are of whole numbers modulo 2^32. A client u masks its own by
+Vectors contain integers modulo 2^32. Client u masks vector x_u by
 
     y_u = x_u + PRG(b_u) + sum over v of +-PRG(s_uv)
 
-with a seed b_u of its own and a seed s_uv = s_vu of every pair, whose masks cancel in the sum: one of the two clients
-adds its mask, the other subtracts it. Every client shares b_u, and the secret from which all its s_uv follow, among all
-clients, so that any ``least`` of them can restore either. Of a client that is in the sum they restore b_u, of one that
-was lost the other secret, and of no client both, for with both x_u can be read.
+with a private seed b_u and a pairwise seed s_uv = s_vu. Pairwise masks cancel in the sum: one client adds the mask, the
+other client subtracts the mask. Every client shares two secrets among all clients: b_u, and the secret behind all s_uv.
+Any ``least`` clients can restore either secret. For a client in the sum they restore b_u; for a lost client they
+restore the other secret. They never restore both secrets of a client, because both together reveal x_u.
 
-The primitives are those of ``cryptography`` (X25519, HKDF with SHA-256, ChaCha20-Poly1305, AES-256 in counter mode) and
-``pycryptodome`` (Shamir's shares). Flower's own pseudo-random numbers are not used: they come from a generator with a
-seed of 32 bits, which can be tried out.
+The primitives come from ``cryptography`` (X25519, HKDF with SHA-256, ChaCha20-Poly1305, AES-256 in counter mode) and
+``pycryptodome`` (Shamir's secret sharing). Flower's mask generator is unsuitable: its seed has only 32 bits, so an
+attacker can try all seeds.
 """
 
 from __future__ import annotations
@@ -43,25 +43,24 @@ Vector = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 SECRET, KEY, NONCE = 16, 32, 12
 PUBLIC = 3 * KEY
-"""Bytes of what a client publishes: two keys, and the digest of its seed."""
+"""Bytes of a client's published row: two public keys, and the digest of the seed."""
 
 NO_SHARE = bytes(SECRET)
-"""A client's answer in the place of a share that was sealed so that it cannot be opened."""
+"""A client's answer instead of an unreadable share."""
 
 _MOST_TRIES = 500
-"""Subsets of the answers that are tried, where some of them do not restore a secret."""
+"""Maximum number of tried subsets of shares, in the search for wrong shares."""
 
 SEALED = NONCE + 2 * SECRET + 16
-"""Bytes of a pair of shares as one client sends it to another: nonce, shares, and the code of their authentication."""
+"""Bytes of a sealed pair of shares: nonce, shares, and authentication tag."""
 
 
 class SumError(ValueError):
-    """A reason why a secret sum cannot be made, in our own words.
+    """Raised with the reason for a failed secure sum. The reason never quotes received data.
 
     Args:
         text: The reason.
-        dealer: The client whose shares are to blame, unless many others lie; ``None`` where there is none.
-
+        dealer: Client responsible for the shares, unless many other clients lie; ``None`` if unknown.
     """
 
     def __init__(self, text: str, dealer: Client | None = None) -> None:
@@ -71,13 +70,12 @@ class SumError(ValueError):
 
 @dataclass(frozen=True)
 class Secrets:
-    """Secrets of a client for one round.
+    """A client's secrets for one round.
 
     Args:
-        sealing: Private key with which shares travel, 32 bytes; it is not shared.
-        pairing: Secret from which the private key of the masks of pairs follows, 16 bytes.
-        seed: Seed of the client's own mask, 16 bytes.
-
+        sealing: Private key for the encryption of shares, 32 bytes; never shared.
+        pairing: Secret behind the private key for pairwise masks, 16 bytes.
+        seed: Seed for the private mask, 16 bytes.
     """
 
     sealing: bytes
@@ -86,37 +84,30 @@ class Secrets:
 
     @property
     def public(self) -> bytes:
-        """The client's public keys, ``PUBLIC`` bytes."""
+        """The published row, ``PUBLIC`` bytes."""
         keys = (_public(self.sealing), _public(_pairing_key(self.pairing)))
         return b"".join((*keys, hashlib.sha256(self.seed).digest()))
 
 
 @dataclass(frozen=True)
 class Share:
-    """A client's shares of the two secrets of another, or of its own.
-
-    Args:
-        pairing: Share of the secret of pairs, 16 bytes.
-        seed: Share of the seed, 16 bytes.
-
-    """
+    """Shares of a client's two secrets (pairing and seed), 16 bytes each."""
 
     pairing: bytes
     seed: bytes
 
 
 def make_secrets() -> Secrets:
-    """Draws secrets, from the operating system's generator."""
+    """Draws secrets from the operating system's generator."""
     sealing = X25519PrivateKey.generate().private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
     return Secrets(sealing, os.urandom(SECRET), os.urandom(SECRET))
 
 
 def check_public(public: bytes) -> None:
-    """Refuses published keys that no exchange can be made with.
+    """Checks a published row.
 
     Raises:
-        SumError: If they are none.
-
+        SumError: If a key has the wrong length or does not allow a key exchange.
     """
     if len(public) != PUBLIC:
         raise SumError(f"its keys have {len(public)} bytes instead of {PUBLIC}")
@@ -126,18 +117,17 @@ def check_public(public: bytes) -> None:
 
 
 def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least: int) -> None:
-    """Checks the clients among which a client is to share its secrets.
+    """Checks the clients before a client shares secrets.
 
     Args:
-        peers: What they have published, itself among them.
+        peers: Published rows of all clients, including this client.
         client: The client.
-        own: What it has published.
-        least: Number of shares that restore a secret.
+        own: The client's published row.
+        least: Number of shares necessary to restore a secret.
 
     Raises:
-        SumError: If it is not among them, keys are there twice, or half of them could restore its secrets, so that one
-            half could be asked for one secret, and the other for the other.
-
+        SumError: If the client is missing, keys are duplicates, or half of the clients could restore a secret: two
+            halves could then restore different secrets.
     """
     if peers.get(client) != own:
         raise SumError("its own keys are not among those of the sum")
@@ -153,21 +143,20 @@ def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least
 def share_secrets(
     secrets: Secrets, client: Client, peers: Mapping[Client, bytes], least: int, context: bytes
 ) -> tuple[dict[Client, bytes], Share]:
-    """Shares a client's secrets among clients, so that ``least`` of them restore either, and fewer none.
+    """Shares a client's secrets. Any ``least`` clients can restore either secret, fewer clients cannot.
 
     Args:
         secrets: The secrets.
         client: The client.
-        peers: What all clients of the sum have published, in the order that everybody has.
-        least: Number of shares that restore a secret.
-        context: The run and the round.
+        peers: Published rows of all clients, in the common order.
+        least: Number of shares necessary to restore a secret.
+        context: Run and round.
 
     Returns:
-        The sealed shares of all others, and the client's own.
+        Sealed shares for all other clients, and the client's own share.
 
     Raises:
-        SumError: If a key is none.
-
+        SumError: If a key is invalid.
     """
     count = len(peers)
     pairing = [part for _, part in Shamir.split(least, count, secrets.pairing, ssss=False)]
@@ -183,18 +172,17 @@ def share_secrets(
 
 
 def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, context: bytes) -> Share:
-    """Opens the shares that another client has sealed.
+    """Opens a sealed pair of shares.
 
     Args:
         sealing: The receiver's private key.
-        sender: What the sender has published.
-        receiver: What the receiver has published.
+        sender: The sender's published row.
+        receiver: The receiver's published row.
         sealed: The sealed shares.
-        context: The run and the round.
+        context: Run and round.
 
     Raises:
-        SumError: If they are not the sender's, or not for this receiver and round.
-
+        SumError: If sender, receiver or context does not match.
     """
     cipher = _sealing_cipher(sealing, sender[:KEY], sender[:KEY], receiver[:KEY], context)
     try:
@@ -207,17 +195,16 @@ def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, co
 
 
 def add_masks(vector: Vector, secrets: Secrets, others: Iterable[bytes], context: bytes) -> None:
-    """Masks a client's vector, in place.
+    """Masks a client's vector in place.
 
     Args:
         vector: The vector.
         secrets: The client's secrets.
-        others: What the other clients of the sum have published: those whose shares have arrived.
-        context: The run and the round.
+        others: Published rows of the other clients with opened shares.
+        context: Run and round.
 
     Raises:
-        SumError: If a key is none.
-
+        SumError: If a key is invalid.
     """
     vector += _numbers(_derive(secrets.seed, b"own", context), len(vector))
     _add_pairs(vector, secrets.pairing, secrets.public, others, context)
@@ -232,24 +219,22 @@ def find_masks(
     least: int,
     context: bytes,
 ) -> tuple[Vector, list[Client]]:
-    """Finds the masks that are in a sum of clients' masked vectors.
+    """Computes the masks in a sum of masked vectors.
 
     Args:
         size: Length of the vectors.
-        peers: What the clients have published that masked their vectors with each other.
-        survivors: Those of them whose vectors are in the sum.
-        shares: By the client that has answered its share of each of ``peers``: of the seed of a survivor, of the other
-            secret of one that was lost.
-        positions: Position of every client among those who shared their secrets, from 0 on.
-        least: Number of shares that restore a secret.
-        context: The run and the round.
+        peers: Published rows of all clients with common masks.
+        survivors: Clients with a vector in the sum.
+        shares: Released shares, by client and peer: the seed of a survivor, the pairing secret of a lost client.
+        positions: Position of every client among the clients with shared secrets, from 0.
+        least: Number of shares necessary to restore a secret.
+        context: Run and round.
 
     Returns:
-        Their sum, to be subtracted; and the clients that have answered wrong shares, which were not needed.
+        The sum of all masks, for subtraction; and the clients with wrong, unnecessary shares.
 
     Raises:
-        SumError: If there are too few shares, or they restore something else than was published.
-
+        SumError: If too few clients answered, or the restored secrets do not match the published rows.
     """
     if len(shares) < least:
         raise SumError(f"{len(shares)} clients have answered, and {least} must have to take the masks off")
@@ -271,11 +256,10 @@ def find_masks(
 def _restore(
     dealer: Client, held: Mapping[Client, tuple[int, bytes]], least: int, public: bytes, is_seed: bool
 ) -> tuple[bytes, set[Client]]:
-    """Restores a secret of a client from shares of which some may be wrong; returns whose are, too.
+    """Restores a client's secret from shares, including wrong shares; also returns the clients with wrong shares.
 
     Raises:
-        SumError: If it cannot be restored.
-
+        SumError: If the secret cannot be restored.
     """
 
     def is_right(secret: bytes) -> bool:
@@ -308,12 +292,11 @@ def _restore(
 
 
 def _add_pairs(vector: Vector, pairing: bytes, public: bytes, others: Iterable[bytes], context: bytes) -> None:
-    """Adds the masks of a client's pairs: of two clients the one with the larger key subtracts."""
     private, own = _pairing_key(pairing), public[KEY : 2 * KEY]
     for other in others:
         key = other[KEY : 2 * KEY]
         mask = _numbers(_derive(_exchange(private, key), b"pair", context), len(vector))
-        if own < key:
+        if own < key:  # the client with the larger key subtracts
             vector += mask
         else:
             vector -= mask
@@ -344,6 +327,6 @@ def _derive(secret: bytes, purpose: bytes, context: bytes) -> bytes:
 
 
 def _numbers(key: bytes, size: int) -> Vector:
-    """Pseudo-random numbers modulo 2^32: the stream of a cipher whose key is used once."""
+    # Each key is used once, so a constant counter is safe.
     stream = Cipher(AES(key), CTR(bytes(16))).encryptor().update(bytes(4 * size))
     return np.frombuffer(stream, "<u4").astype(np.uint32, copy=False)

@@ -1,4 +1,4 @@
-"""The server's half of a secure sum: it carries keys and shares between clients, and takes the masks off their sum."""
+"""Server half of a secure sum: forwards keys and shares between clients, and unmasks the sum."""
 
 from __future__ import annotations
 
@@ -31,19 +31,17 @@ _log = logging.getLogger(__name__)
 
 
 class ServerSum:
-    """The server's half of the secure sum of one round.
+    """Server half of the secure sum in one round.
 
     Args:
-        transport: Carries the messages.
-        server: Counts the bytes, and leaves clients out.
+        transport: Sends the messages.
+        server: Counts bytes, and excludes clients.
         secret_sum: The round's sum.
         run: Name of the fit.
-        distrusted: Clients with whose shares a sum could not be read, which are left out; more may join them.
+        distrusted: Clients with unusable shares in earlier sums; updated by this class.
 
     Attributes:
-        peers: What the clients have published who have shared their secrets with each other, in the order in which
-            they are asked.
-
+        peers: Published rows of the clients with shared secrets, in the common order.
     """
 
     def __init__(
@@ -52,14 +50,14 @@ class ServerSum:
         self.distrusted = distrusted
         self._transport, self._server, self._sum, self._run = transport, server, secret_sum, run
         self.peers: dict[Client, bytes] = {}
-        self._positions: dict[Client, int] = {}  # among those who have published keys
+        self._positions: dict[Client, int] = {}  # among clients with published keys
         self._sealed: dict[Client, dict[Client, bytes]] = {}  # by sender and receiver
 
     def share_secrets(self, clients: Sequence[Client]) -> None:
-        """Has clients publish keys, share their secrets, and open what the others have sealed for them.
+        """Runs the steps before the visits: publish keys, share secrets, open shares.
 
-        Who does not is left out, and all if they are too few. A client whose secrets could not be restored, because so
-        many cannot open its shares, is left out too, and the others begin again with new keys: nothing is masked yet.
+        A client without an answer is excluded; with too few clients, all clients are excluded. A client with unusable
+        shares is excluded, too, and the other clients restart with new keys: nothing is masked yet.
         """
         for client in [client for client in clients if client in self.distrusted]:
             self._server.fail(client, "with its shares a sum of this run could not be read")
@@ -83,7 +81,7 @@ class ServerSum:
             _log.warning(words, round_number(self._server.report.round), len(clients))
 
     def _publish(self, clients: Sequence[Client]) -> dict[Client, bytes]:
-        """Asks clients for keys, and returns those that an exchange can be made with."""
+        """Returns the valid published rows."""
         published: dict[Client, bytes] = {}
         for client, (public,) in self._ask("keys", clients):
             try:
@@ -97,13 +95,12 @@ class ServerSum:
         return published
 
     def _share(self, published: Mapping[Client, bytes]) -> None:
-        """Has clients share their secrets with all that have published keys."""
         peers, keys = tuple(published), tuple(published.values())
         answers = self._ask("shares", peers, lambda client: {"peers": peers, "rows": keys})
         self._sealed = {client: dict(zip(peers, rows, strict=True)) for client, rows in answers}
 
     def _open(self) -> dict[Client, dict[Client, bytes]]:
-        """Hands the shares over; returns, by receiver and sender, whether they could be opened."""
+        """Forwards the shares; returns the flags for opened shares, by receiver and sender."""
         peers = tuple(self._sealed)
 
         def fields(client: Client) -> dict[str, Any]:
@@ -112,7 +109,7 @@ class ServerSum:
         return {client: dict(zip(peers, rows, strict=True)) for client, rows in self._ask("open", peers, fields)}
 
     def _is_at_fault(self, client: Client, opened: Mapping[Client, Mapping[Client, bytes]]) -> bool:
-        """True if too few can open a client's shares; it is left out then, of all sums of the run."""
+        """True if too few clients can open a client's shares; the client is then excluded from all sums of the run."""
         missing = sum(rows[client] != OPENED for rows in opened.values())
         if not missing:
             return False
@@ -126,14 +123,9 @@ class ServerSum:
         return True
 
     def unmask(self, survivors: Sequence[Client]) -> None:
-        """Takes the masks off the sum, or gives it up.
-
-        Args:
-            survivors: The clients whose masked vectors are in the sum.
-
-        """
+        """Unmasks the sum over the survivors, or discards the sum."""
         if len(survivors) < self._sum.least:
-            return  # it is not read
+            return  # too few clients to unmask the sum
         peers, is_there = tuple(self.peers), tuple(peer in survivors for peer in self.peers)
         fields = {"peers": peers, "survivors": is_there}
         answers = self._ask("unmask", survivors, lambda client: fields, counts=False)
@@ -145,7 +137,7 @@ class ServerSum:
             masks, liars = find_masks(
                 sum(sizes), self.peers, survivors, shares, self._positions, self._sum.least, context
             )
-        except Exception as error:  # shares that restore nothing, whatever they are
+        except Exception as error:  # arbitrary shares raise several error types
             reason = str(error) if isinstance(error, SumError) else describe(error)
             self._sum.discard(f"the sum cannot be read: {reason}")
             dealer = error.dealer if isinstance(error, SumError) else None
@@ -180,14 +172,13 @@ class ServerSum:
         fields: Callable[[Client], Mapping[str, Any]] = lambda client: {},
         counts: bool = True,
     ) -> Iterator[tuple[Client, tuple[bytes, ...]]]:
-        """Asks clients, and gives the rows of good answers, in the clients' order.
+        """Sends a request to each client, and yields the rows of valid answers in the clients' order.
 
         Args:
             stage: The step.
             clients: The clients.
-            fields: What the request to a client has beside the stage and the round.
-            counts: Whether a client that does not answer is left out; after its vector is in the sum it is not.
-
+            fields: Additional fields for a client's request.
+            counts: Whether to exclude a client without an answer; ``False`` for clients with a vector in the sum.
         """
         report = self._server.report
         requests = {
@@ -200,7 +191,7 @@ class ServerSum:
             report.up_bytes += 0 if isinstance(reply, str) else len(reply.data)
             try:
                 answer = Fault(client, reply) if isinstance(reply, str) else read_sum_reply(reply, requests[client])
-            except Exception as error:  # also what a reader of ours does not expect
+            except Exception as error:  # untrusted input raises several error types
                 answer = Fault(client, unreadable(error))
             if not isinstance(answer, Fault):
                 yield client, answer

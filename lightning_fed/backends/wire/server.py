@@ -1,4 +1,4 @@
-"""The server half behind any network: a fit whose clients are reached by a transport."""
+"""Server half for any network: a fit with remote clients."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ _OURS = ("callbacks", "max_steps", "max_time", "fast_dev_run", "reload_dataloade
 
 
 class ServerRunner:
-    """The server half, ready to run: its arguments are checked when it is made.
+    """Server half with checked arguments, ready to run.
 
-    The arguments are those of :func:`~lightning_fed.backends.flower.server_app`; a mapping of ``clients`` binds each to
-    its place in the network.
-
+    The arguments equal :func:`~lightning_fed.backends.flower.server_app`; a mapping of ``clients`` binds each client to
+    a place in the network.
     """
 
     def __init__(
@@ -68,17 +67,16 @@ class ServerRunner:
         self._run = partial(run_server, federation, model, val_data, options, folder=self._folder, callbacks=callbacks)
 
     def run(self, transport: Transport, stage: str = "fit", ckpt_path: str = "") -> L.Trainer:
-        """Waits for the clients, and trains; no other server may train in the folder.
+        """Waits for the clients, and trains.
 
         Args:
-            transport: Carries the packets.
-            stage: ``"validate"`` or ``"test"`` evaluates at the clients instead.
-            ckpt_path: Checkpoint that is evaluated; by default the run's last.
+            transport: Sends the packets.
+            stage: ``"fit"``; ``"validate"`` or ``"test"`` evaluates on the clients instead.
+            ckpt_path: Checkpoint for the evaluation; empty for the run's last checkpoint.
 
         Raises:
             RuntimeError: If another server trains in the folder.
-            TimeoutError: If the clients do not come.
-
+            TimeoutError: If clients are missing.
         """
         with lock_folder(self._folder):
             clients = transport.meet(read_clients(self._clients, self._folder), self._patience)
@@ -98,22 +96,19 @@ def run_server(
     stage: str = "fit",
     ckpt_path: str | os.PathLike[str] | None = None,
 ) -> L.Trainer:
-    """A fit whose clients are reached by a transport, or an evaluation.
-
-    The arguments are those of :class:`ServerRunner`.
+    """Fits or evaluates with remote clients.
 
     Args:
         federation: The federation.
         model: The model.
-        val_data: The server's own validation data.
-        options: Arguments of its Trainer.
-        transport: Carries the packets.
+        val_data: The server's validation data.
+        options: Arguments for the server's Trainer.
+        transport: Sends the packets.
         clients: The clients.
         folder: The run's folder.
-        callbacks: Callbacks beside the federation's.
-        stage: ``"fit"``, or ``"validate"`` or ``"test"`` for an evaluation at the clients alone.
-        ckpt_path: Checkpoint that is evaluated; by default the run's last.
-
+        callbacks: Additional callbacks.
+        stage: ``"fit"``; ``"validate"`` or ``"test"`` evaluates on the clients only.
+        ckpt_path: Checkpoint for the evaluation; empty for the run's last checkpoint.
     """
     client_store = RemoteClientStore()
     half = federation.replace(
@@ -148,7 +143,7 @@ def run_server(
 
 
 def _check(half: Federation, module: L.LightningModule, callbacks: Sequence[L.Callback]) -> None:
-    """Refuses what would need the clients' data on the server."""
+    """Checks for callbacks with a need for the clients' data on the server."""
     has_statistics = half.reports_statistics and batch_norm_layers(module)
     of_steps = [callback for step in half.server.chain.steps for callback in step.callbacks()]
     for callback in (*callbacks, *half.method.callbacks, *of_steps):

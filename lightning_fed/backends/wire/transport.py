@@ -1,4 +1,4 @@
-"""Carrier of packets: from a network the two halves need the transport of a packet and an answer."""
+"""Transport interface: a network only has to transport a packet and the answer."""
 
 from __future__ import annotations
 
@@ -21,32 +21,31 @@ from lightning_fed.messages import Client
 
 _log = logging.getLogger(__name__)
 
-_LOOK = 2.0  # seconds between looks at whether a client is still connected
+_LOOK = 2.0  # seconds between checks for lost connections
 
-_WAITING = 3600.0  # seconds for which an order may wait in the network, beyond the time limit
+_WAITING = 3600.0  # seconds beyond the time limit for a signed order in the network
 
 Answer = Packet | str
-"""A packet, or in words why there is none."""
+"""A packet, or the reason for a missing packet."""
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """Time that the clients of a round have for their answers.
+    """Time limit for the clients' answers in a round.
 
     Args:
-        seconds: Seconds in which all must have answered.
-        min_clients: Number of answers after which the other clients have only ``rest`` seconds left; ``None`` if they
-            always have all the time.
-        rest: Those seconds.
-        reconnect: Seconds for the return of a client after a lost connection.
+        seconds: Seconds for all answers.
+        min_clients: After this many answers, the other clients only have ``rest`` seconds left; ``None`` for no
+            earlier end.
+        rest: Seconds for the other clients.
+        reconnect: Seconds for a client to reconnect.
 
     Raises:
-        ValueError: If a number is out of its range.
+        ValueError: If a number is outside the allowed range.
 
     Example:
         >>> Deadline(3600, min_clients=3, rest=60)
         Deadline(seconds=3600, min_clients=3, rest=60, reconnect=60.0)
-
     """
 
     seconds: float = 3600.0
@@ -62,70 +61,62 @@ class Deadline:
 
 
 class Transport(ABC):
-    """Carrier of packets to clients, which gives their answers in the order of the packets.
+    """Sends packets to clients and yields the answers in the order of the packets.
 
-    A network says how one packet is sent, and how one answer is looked for. How long a round waits, in which order
-    answers are used, and what becomes of those that come too late is the same on all networks.
+    Subclasses implement sending and polling for a network. The base class implements the common behaviour: time limits,
+    order of answers, and late answers.
 
     Args:
-        deadline: Time that clients have, or its seconds.
-        poll: Seconds between looks at whether an answer has come.
-        key: Signs every packet; ``None`` for packets without a signature.
+        deadline: Time limit for a round's answers, or seconds.
+        poll: Seconds between checks for answers.
+        key: Private key for signed packets; ``None`` for unsigned packets.
 
     Attributes:
-        sent: Bytes of the tensors in all packets that were sent.
-        received: Bytes of the tensors in all packets that came back.
-        late: Number of answers that came when their round had gone on without them.
-
+        sent: Bytes of all sent tensors.
+        received: Bytes of all received tensors.
+        late: Number of answers after the end of the round.
     """
 
     def __init__(self, deadline: Deadline | float, poll: float = 0.1, key: Ed25519PrivateKey | None = None) -> None:
         self._deadline = deadline if isinstance(deadline, Deadline) else Deadline(deadline)
         self._poll, self._key = poll, key
         self.sent = self.received = self.late = 0
-        self._left: dict[str, tuple[Client, int]] = {}  # messages whose round has gone on without an answer
+        self._left: dict[str, tuple[Client, int]] = {}  # unanswered messages from earlier rounds
 
     @abstractmethod
     def meet(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
-        """Waits for the federation's clients, and gives their keys, in the order of a mapping of clients.
+        """Waits for the clients and returns the names, in the order of a mapping of clients.
 
         Args:
-            expected: Their keys, or their number.
+            expected: Client names, or number of clients.
             patience: Seconds to wait.
 
         Raises:
-            TimeoutError: If some are not there in time.
-
+            TimeoutError: If clients are missing.
         """
 
     @abstractmethod
     def discover(self) -> None:
-        """Looks for connections that have come or gone, without waiting."""
+        """Updates the list of connections. Returns immediately."""
 
     @abstractmethod
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
-        """Sends a packet, and gives the message's name; ``None`` if the client is not connected."""
+        """Sends a packet and returns the message name; ``None`` for a disconnected client."""
 
     @abstractmethod
     def pull(self, name: str) -> Answer | None:
-        """The answer to a message; ``None`` as long as it has not come."""
+        """Answer to a message; ``None`` before the answer arrives."""
 
     @abstractmethod
     def connection(self, client: Client) -> int | str | None:
-        """Name of the client's connection; ``None`` while there is none."""
+        """Name of the client's connection; ``None`` for a disconnected client."""
 
     @abstractmethod
     def forget(self, client: Client) -> None:
-        """Looks for a client anew that is not where it was."""
+        """Drops the client's connection, because the node does not serve the client."""
 
     def signed(self, kind: str, packet: Packet) -> Packet:
-        """Signs a packet if the server has a key.
-
-        Args:
-            kind: The type of the message.
-            packet: The packet.
-
-        """
+        """Signs a packet, if the server has a key."""
         if self._key is None:
             return packet
         seconds = self._deadline.seconds + _WAITING
@@ -138,18 +129,16 @@ class Transport(ABC):
         round: int,
         again: Callable[[Client], Packet] | None = None,
     ) -> Iterator[tuple[Client, Answer]]:
-        """Sends packets and gives the answers in the same order.
+        """Sends packets and yields the answers in the same order.
 
-        Answers wait in the network until it is their turn, so that no more than one is in memory, and sums are added up
-        in the same order in every run. With ``min_clients`` they are fetched as they come, and wait in temporary files.
+        Answers wait in the network until their turn: only one answer is in memory, and sums have the same order in
+        every run. With ``min_clients`` answers are fetched immediately and stored in temporary files.
 
         Args:
-            kind: The type of the messages.
-            packets: Clients and their packets; taken one at a time.
-            round: The round.
-            again: Makes a client's packet anew, for one that comes back by another connection than the one that was
-                lost; ``None`` if clients are not asked twice.
-
+            kind: Message type.
+            packets: Clients and packets; consumed one at a time.
+            round: Round index.
+            again: Makes a client's packet again, for a restarted client; ``None`` if clients are not asked again.
         """
         self.discover()
         self._count_late()
@@ -165,7 +154,7 @@ class Transport(ABC):
                 ready[client] = lambda: "it is not connected"
             else:
                 open_messages[client] = _Message(client, name, self.connection(client))
-            del packet  # a large model is not in memory while its answer is waited for
+            del packet  # frees a large model during the wait for answers
         count = 0
         for client in order:
             while client not in ready:
@@ -193,15 +182,15 @@ class Transport(ABC):
             answer = ready.pop(client)()
             self.received += len(answer.data) if isinstance(answer, Packet) else 0
             yield client, answer
-            del answer  # nor the last answer, while the next one is
+            del answer  # frees the answer before the next answer
 
     def _miss(
         self, message: _Message, kind: str, round: int, again: Callable[[Client], Packet] | None
     ) -> Answer | None:
-        """Looks after a client that has not answered, and says when it is given up.
+        """Checks the connection for a missing answer; returns a reason after the client is given up.
 
-        One whose connection is back goes on with the message that it has; one that has another connection was started
-        again, and is sent the message again.
+        A reconnected client resumes the message. A client with a new connection was restarted and gets the message
+        again.
         """
         now = time.monotonic()
         if now - message.looked < _LOOK:
@@ -229,7 +218,7 @@ class Transport(ABC):
         return "its connection was lost"
 
     def _count_late(self) -> None:
-        """Counts the answers that have come since their rounds went on."""
+        """Counts answers after the end of the round."""
         for name, (client, round) in list(self._left.items()):
             answer = self.pull(name)
             if answer is not None:
@@ -242,15 +231,14 @@ class Transport(ABC):
 
 @dataclass
 class _Message:
-    """Message that waits for its answer.
+    """A message without an answer.
 
     Args:
-        client: Its client.
-        name: Its name in the network.
-        connection: Name of the connection by which it was sent.
-        looked: When the client's connection was looked at.
-        lost: Since when it is lost; ``None`` if it is not.
-
+        client: The client.
+        name: Message name in the network.
+        connection: Connection at the time of sending.
+        looked: Time of the last connection check.
+        lost: Time of the loss of the connection; ``None`` for a good connection.
     """
 
     client: Client
@@ -265,21 +253,21 @@ def _held(answer: Answer) -> Callable[[], Answer]:
 
 
 def put_aside(answer: Answer) -> Callable[[], Answer]:
-    """Puts an answer's bytes into a temporary file, and gives what reads them; with a full disk they stay in memory.
+    """Moves an answer to a temporary file and returns a function to read the answer. With a full disk nothing moves.
 
-    The file is gone when it is read, or when nobody can read it any more.
+    The file is deleted after the read, or with the last reference to the function.
     """
     if isinstance(answer, str):
         return _held(answer)
     file = None
     try:
-        text, file = answer.text, tempfile.TemporaryFile()  # noqa: SIM115 - closed when it is read
+        text, file = answer.text, tempfile.TemporaryFile()  # noqa: SIM115 - closed after the read
         file.write(answer.data)
         file.flush()
     except OSError as error:
         _log.warning("An answer waits in memory, because it cannot be written: %s.", error)
         if file is not None:
-            with contextlib.suppress(OSError):  # it cannot be flushed
+            with contextlib.suppress(OSError):  # a failed flush
                 file.close()
         return _held(answer)
 
