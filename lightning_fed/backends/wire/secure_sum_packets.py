@@ -28,7 +28,7 @@ SUM = "query.sum"
 Stage = Literal["keys", "shares", "open", "unmask"]
 
 OPENED, NOT_OPENED = b"\1", b"\0"
-"""Whether a client could open another client's sealed shares."""
+"""Flags for opened and unreadable shares."""
 
 _MOST_CLIENTS = 10_000
 _MANY = 2**53
