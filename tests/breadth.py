@@ -1,14 +1,14 @@
-"""Wide tables of cases: the ones that every change is tried on, and the others, which `make test-slow` runs."""
+"""Wide tables of cases: quick cases run for every change, the others with `make test-slow`."""
 
 import pytest
 
 
 def quick(cases, chosen):
-    """The cases of a parametrised test; those that are not chosen are marked slow.
+    """Marks the cases outside `chosen` as slow.
 
     Args:
-        cases: All of them: values, tuples of values, or `pytest.param(...)`.
-        chosen: Those that stay in `make test`: at least one of each mechanism.
+        cases: All cases: values, tuples of values, or `pytest.param(...)`.
+        chosen: Cases for `make test`: at least one for each mechanism.
     """
     cases, chosen = list(cases), list(chosen)
     assert not [case for case in chosen if case not in cases]
@@ -16,7 +16,7 @@ def quick(cases, chosen):
 
 
 def slow(case):
-    """A case that `make test-slow` runs."""
+    """Marks a case as slow."""
     if isinstance(case, type(pytest.param())):
         return pytest.param(*case.values, marks=[*case.marks, pytest.mark.slow], id=case.id)
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)

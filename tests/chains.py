@@ -1,4 +1,4 @@
-"""Rounds of a method's rule and steps alone, without a fit."""
+"""Rounds of a method's rule and steps without a fit."""
 
 import copy
 
@@ -8,20 +8,20 @@ from lightning_fed.steps.chain import Chain
 
 
 def chain_of(method):
-    """The rule and the steps of a method, by name or as an object; the steps are copies."""
+    """Copies a method's rule and steps, from a name or an object."""
     method = build_method(method)
     return Chain(method.aggregator, method.steps)
 
 
 def receive(chain, state, updates):
-    """Has a chain receive copies of updates that answer `state`."""
+    """Passes copies of updates in answer to `state` to a chain."""
     for update in copy.deepcopy(list(updates)):
         sent = {name: value[update.rows[name]] if name in update.rows else value for name, value in state.items()}
         chain.receive(update, sent)
 
 
 def one_round(chain, number, state, updates):
-    """The new state of a round."""
+    """The new state after one round."""
     rows = frozenset(name for update in updates for name in update.rows)
     chain.start(RoundInfo(number, sliced=rows), state)
     receive(chain, state, updates)

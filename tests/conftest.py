@@ -1,6 +1,6 @@
-"""What every test gets beside what examples get too: nothing left behind, and trainers that only train.
+"""Fixtures of the tests, in addition to the fixtures shared with examples: leak checks, and quiet Trainers.
 
-Imports are in the functions, as in the ``conftest.py`` above.
+Imports are inside functions, as in the ``conftest.py`` above.
 """
 
 import functools
@@ -23,7 +23,7 @@ QUIET = {
 
 
 def pytest_configure(config):
-    """On a GPU, float32 is float32, and the same computation gives the same bits."""
+    """On a GPU, disables TF32 and makes cuDNN deterministic."""
     QUIET["accelerator"] = config.getoption("accelerator")
     if QUIET["accelerator"] != "cpu":
         import torch
@@ -33,17 +33,17 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Of a table of cases each goes through one door, in turn, and through the other one in `make test-slow`."""
+    """Each case of a table runs through one entry point, alternating; the other runs with `make test-slow`."""
     tables = {}
     for item in items:
         params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
         door = params.pop("either_trainer", None)
         if door is not None and not item.get_closest_marker("slow"):
-            case = tuple(map(id, params.values()))  # the same objects at both doors
+            case = tuple(map(id, params.values()))  # the same objects for both entry points
             tables.setdefault((item.path, item.originalname), {}).setdefault(case, {})[door] = item
     for cases in tables.values():
         both = [doors for doors in cases.values() if len(doors) == 2]
-        both.sort(key=lambda doors: doors["trainer"].name)  # in whatever order they are collected
+        both.sort(key=lambda doors: doors["trainer"].name)  # independent of the order of collection
         for place, doors in enumerate(both if len(both) > 1 else []):
             doors[("trainer", "callback")[place % 2]].add_marker(pytest.mark.slow)
 
@@ -58,7 +58,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(autouse=True)
 def no_leaks():
-    """A test leaves no thread behind, and the switches of torch as they were."""
+    """A test leaves no thread behind, and restores torch's global switches."""
     import torch
 
     before, num_threads = set(threading.enumerate()), torch.get_num_threads()
@@ -69,7 +69,7 @@ def no_leaks():
     assert torch.is_grad_enabled()
     left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
     if left:
-        gc.collect()  # loaders and writers that nobody holds any more
+        gc.collect()  # unreferenced loaders and writers
         for thread in left:
             thread.join(timeout=5)
     assert not [thread.name for thread in left if thread.is_alive()]
@@ -77,7 +77,7 @@ def no_leaks():
 
 @pytest.fixture(autouse=True)
 def loaders_as_they_were():
-    """Where asking for loaders raises, Lightning leaves ``DataLoader`` and ``BatchSampler`` patched for good."""
+    """If building loaders raises, Lightning leaves ``DataLoader`` and ``BatchSampler`` patched."""
     from torch.utils.data import BatchSampler, DataLoader
 
     names = ("__init__", "__setattr__", "__delattr__")
@@ -94,7 +94,7 @@ def loaders_as_they_were():
 
 @pytest.fixture(autouse=True, scope="session")
 def no_waiting_for_the_disk():
-    """Files are written whole without `fsync`, whose wait is for machines that lose power."""
+    """Disables `fsync`, which only matters for power failures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
@@ -102,7 +102,7 @@ def no_waiting_for_the_disk():
 
 @pytest.fixture(autouse=True, scope="session")
 def one_look_at_installed_plugins():
-    """Each ``Trainer`` asks all installed packages for callbacks, which takes as long as a small fit."""
+    """Each ``Trainer`` searches all installed packages for callbacks, for as long as a small fit takes."""
     from lightning.fabric.utilities import registry
 
     with pytest.MonkeyPatch.context() as patch:
@@ -112,7 +112,7 @@ def one_look_at_installed_plugins():
 
 @pytest.fixture(autouse=True, scope="session")
 def logged_values_stay_on_their_device():
-    """Each ``self.log`` moves all that is known of the value to its device, where it is: a tenth of a small fit."""
+    """Each ``self.log`` copies the metric to the device of the value: a tenth of a small fit."""
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric  # noqa: TID251 - see above
 
     move = _ResultMetric.to
@@ -127,7 +127,7 @@ def logged_values_stay_on_their_device():
 
 @pytest.fixture(autouse=True, scope="session")
 def quiet_lightning():
-    """Lightning says little; our warnings stay, so that `caplog` sees them, and our other lines are asked for."""
+    """Silences Lightning; the package's warnings remain for `caplog`, other lines must be requested."""
     logging.getLogger("lightning_fed").setLevel(logging.WARNING)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -135,7 +135,7 @@ def quiet_lightning():
 
 @pytest.fixture
 def plain_trainer(tmp_path):
-    """Makes an ``L.Trainer`` without logger, bar and checkpoints; any argument can be given."""
+    """Makes an ``L.Trainer`` without logger, progress bar and checkpoints; all arguments can be overridden."""
     import lightning as L
 
     def make(**arguments):
@@ -146,7 +146,7 @@ def plain_trainer(tmp_path):
 
 @pytest.fixture
 def federated_trainer(tmp_path):
-    """Makes a ``FederatedTrainer``, likewise."""
+    """Makes a ``FederatedTrainer`` with the same defaults."""
     from lightning_fed import FederatedTrainer
 
     def make(**arguments):
@@ -166,7 +166,7 @@ def either_trainer(request, federated_trainer, plain_trainer):
             return federated_trainer(max_rounds=max_rounds, callbacks=list(callbacks), **arguments)
         own = {name: arguments.pop(name) for name in inspect.signature(Federation).parameters if name in arguments}
         evaluation = ClientEvaluation()
-        evaluation.is_default = True  # as `FederatedTrainer` adds the callback
+        evaluation.is_default = True  # as in `FederatedTrainer`
         added = [Federation(**own), *callbacks, evaluation]
         return plain_trainer(max_epochs=max_rounds, callbacks=added, **arguments)
 

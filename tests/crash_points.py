@@ -1,10 +1,10 @@
-"""Fits that are killed at every point at which something lasting happens, and resumed.
+"""Kills fits at every point with a lasting effect, and resumes them.
 
-A point is a call of one of the functions of `SEAMS`: its beginning, the middle of what it writes, or its end. A fit
-counts its points; then it is started once for each, kills itself there with SIGKILL, and is resumed in another process
-from what lies on the disk. What it ends with is compared, bit for bit, with what the fit ended with that nobody killed.
+A point is a call to a function in `SEAMS`: before the call, in the middle of a write, or after the call. One fit counts
+its points. For each point another fit kills itself with SIGKILL, and a new process resumes from the files on disk. The
+result must equal an uninterrupted fit bit for bit.
 
-`python -m tests.crash_points FILE` does the jobs of a JSON file, each fit in a forked child, so that the libraries are
+`python -m tests.crash_points FILE` runs the jobs in a JSON file, each fit in a forked child, so that libraries are
 imported once. `python -m tests.crash_points --table benchmarks/results/crash_points.md` kills every method at every
 point, and writes the table.
 """
@@ -121,12 +121,11 @@ FAILING = {
 
 
 class Points:
-    """Counts the points that a fit reaches, and kills the process at one, or lets the disk fail from one on.
+    """Counts the points of a fit, and kills the process at a point or lets the disk fail from a point on.
 
     Args:
-        kill_at: Index of the point; `None` for none.
-        error: Number of the system's error with which writing fails, instead of a kill.
-
+        kill_at: Index of the point; `None` never kills.
+        error: Errno for failing writes, instead of a kill.
     """
 
     def __init__(self, kill_at=None, error=None):
@@ -144,7 +143,7 @@ class Points:
             raise OSError(self.error, os.strerror(self.error))
 
     def watch(self):
-        """Replaces the functions of `SEAMS`, in a process that has nothing else to do."""
+        """Replaces the functions in `SEAMS`, in a process used for nothing else."""
         for name, (places, moments) in SEAMS.items():
             for owner, function in places:
                 setattr(owner, function, self._watched(name, getattr(owner, function), moments))
@@ -167,15 +166,14 @@ class Points:
 
 
 def fit(run, folder, version, kill_at=None, error=None):
-    """Trains in this process, from the last checkpoint if there is one; what came of it is in `<folder>/<version>.pt`.
+    """Trains in this process, from the last checkpoint if present; the result is in `<folder>/<version>.pt`.
 
     Args:
         run: Name in `RUNS`.
-        folder: Where everything is that the fit writes.
-        version: Name of this part of the fit.
-        kill_at: Index of the point at which the process ends, or from which on the disk fails.
-        error: The disk's error.
-
+        folder: Folder for all files of the fit.
+        version: Name for this part of the fit.
+        kill_at: Index of the point for the kill, or for the start of disk failures.
+        error: Errno for failing writes.
     """
     tempfile.tempdir = str(folder / "temporary")
     Path(tempfile.tempdir).mkdir(exist_ok=True)
@@ -205,7 +203,7 @@ def fit(run, folder, version, kill_at=None, error=None):
 
 
 def _fit_on_flower(name, folder):
-    """The Trainer of the server's half, and by name what clients have kept."""
+    """The server's Trainer, and the stored client states by name."""
     from tests.backends.flower.halves import CASES, on_flower
     from tests.backends.flower.halves import SIZES as NUM_SAMPLES
 
@@ -216,14 +214,15 @@ def _fit_on_flower(name, folder):
     )  # fmt: skip
     newest = {}
     for node in ("11", "12"):
-        runs = sorted((folder / node).glob("*"), key=lambda run: run.stat().st_mtime_ns)  # of a server that began anew
+        # the last run, in case the server started anew
+        runs = sorted((folder / node).glob("*"), key=lambda run: run.stat().st_mtime_ns)
         for path in sorted(runs[-1].glob("*/*/*.safetensors")) if runs else ():
             newest[path.parent.name] = load_file(path)
     return trainer, newest
 
 
 def in_child(run, folder, version, kill_at=None, error=None):
-    """The same in a forked child; returns how it ended, as `os.waitstatus_to_exitcode` has it."""
+    """Runs `fit` in a forked child; returns the code from `os.waitstatus_to_exitcode`."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -238,22 +237,21 @@ def in_child(run, folder, version, kill_at=None, error=None):
 
 
 def read(folder, version):
-    """What a fit that came to its end has left."""
+    """Results from a complete fit."""
     return torch.load(folder / f"{version}.pt", weights_only=False)
 
 
 def differences(ending, expected, logged, expected_rows):
-    """Where two fits differ, as names: those that are ours, and those that are Lightning's.
+    """Names of differences between two fits: from this package, and from Lightning.
 
-    Lightning writes the training's row of an epoch after its checkpoint, and where nothing is left to train after a
-    resume it shows nothing in `callback_metrics` of what the module has logged.
+    Lightning writes an epoch's training row after the checkpoint. If a resumed fit has nothing left to train,
+    `callback_metrics` lacks the module's values.
 
     Args:
-        ending: What the resumed fit has left.
-        expected: What the other has left.
-        logged: Rows of the one's log, of all its parts.
-        expected_rows: Rows of the other's.
-
+        ending: Results from the resumed fit.
+        expected: Results from the uninterrupted fit.
+        logged: Rows logged by all parts of the resumed fit.
+        expected_rows: Rows logged by the uninterrupted fit.
     """
     ours, theirs = ({**flat(left), **flat(log, "rows")} for left, log in ((ending, logged), (expected, expected_rows)))
     names = [name for name in sorted(ours.keys() | theirs.keys()) if not is_same(ours.get(name), theirs.get(name))]
@@ -267,7 +265,7 @@ def differences(ending, expected, logged, expected_rows):
 
 
 def flat(value, path=""):
-    """What is in nested containers, by path; which points a fit has reached, and times, are left out."""
+    """Leaves in nested containers by path, without reached points and times."""
     if isinstance(value, dict | list | tuple):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         return {
@@ -286,7 +284,7 @@ def is_same(one, other):
 
 
 def whole(run, folder):
-    """Trains without a kill; returns what the fit has left, and its rows."""
+    """Trains without a kill; returns results and logged rows."""
     folder.mkdir(parents=True)
     code = in_child(run, folder, "whole")
     assert code == 0, (folder / "whole.log").read_text()
@@ -294,9 +292,9 @@ def whole(run, folder):
 
 
 def kill(run, folder, point, error=None):
-    """Kills a fit at a point and resumes it; returns what it has left, and the rows of both parts.
+    """Kills a fit at a point and resumes; returns results, and rows logged by both parts.
 
-    With an `error` the disk fails from there on until the fit is resumed, and the fit must end by that error.
+    With an `error` the disk fails from the point until the resume, and the fit must raise this error.
     """
     folder.mkdir(parents=True)
     code = in_child(run, folder, "killed", point, error)
@@ -314,14 +312,13 @@ def kill(run, folder, point, error=None):
 
 
 def kill_everywhere(run, folder, only=None, error=None):
-    """Kills a fit at every point; returns the names of the points, and by point the `differences` afterwards.
+    """Kills a fit at every point; returns the points' names, and the `differences` by point.
 
     Args:
         run: Name in `RUNS`.
         folder: An empty folder.
-        only: Takes the names of the points, and returns the indices of those at which the fit is killed.
-        error: The disk's error, instead of a kill.
-
+        only: Selects indices from the points' names.
+        error: Errno for failing writes, instead of a kill.
     """
     expected, expected_rows = whole(run, folder / "whole")
     points = expected["points"]
@@ -337,14 +334,14 @@ def kill_everywhere(run, folder, only=None, error=None):
 
 
 def kill_a_process(run, folder, only=None):
-    """The same of one of `PROCESSES`."""
+    """The same for one of `PROCESSES`."""
     from tests.backends.flower import process_kills
 
     return process_kills.kill_everywhere(folder, PROCESSES[run], only)
 
 
 def one_of_each(points):
-    """Of every function of `SEAMS` one point, in the middle of the fit."""
+    """One point for each function in `SEAMS`, in the middle of the fit."""
     by_function = {}
     for index, name in enumerate(points):
         by_function.setdefault(name.partition(",")[0], []).append(index)
@@ -352,12 +349,12 @@ def one_of_each(points):
 
 
 def one_of_each_write(error):
-    """The same of those that fail on such a disk, as a function of the points' names."""
+    """Selects one point per function affected by the disk error."""
     return lambda points: [index for index in one_of_each(points) if points[index].partition(",")[0] in FAILING[error]]
 
 
 def make_table(runs, path, only=None):
-    """Kills every run at every point, or those that `only` takes, and prints the rows or puts them into a page."""
+    """Kills every run at the points selected by `only`, and prints the rows or writes them into a page."""
     for run in runs:
         with tempfile.TemporaryDirectory() as folder:
             points, found = (kill_a_process if run in PROCESSES else kill_everywhere)(run, Path(folder), only)
@@ -372,9 +369,10 @@ def make_table(runs, path, only=None):
 
 
 def put_row(path, row):
-    """Puts a row between `<!-- crash points -->` and `<!-- /crash points -->`, in the place of one of the same name.
+    """Inserts a row between `<!-- crash points -->` and `<!-- /crash points -->`, or replaces the row with the same
+    name.
 
-    Fits of the same numbers share a row.
+    Fits with equal numbers share a row.
     """
     before, rest = path.read_text().split("<!-- crash points -->\n")
     table, after = rest.split("<!-- /crash points -->")
@@ -390,11 +388,11 @@ def put_row(path, row):
 
 
 def import_once():
-    """Imports what FedMA's tracing would import in every child."""
+    """Imports the modules needed by FedMA's tracing before the forks."""
     for name in ("torch.export._trace", "torch._export.non_strict_utils", "torch._functorch.partitioners"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    gc.freeze()  # no child looks at what was imported, page by page
+    gc.freeze()  # prevents page copies of imported objects in the children
 
 
 def main():

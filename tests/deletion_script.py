@@ -1,8 +1,8 @@
 """Fits with copies of the package, each without one feature below the kernel line.
 
 `python tests/deletion_script.py FOLDER FEATURE...` copies the package into FOLDER once for each feature, deletes the
-feature, and fits a custom rule through both doors. The output is one line (JSON): feature to error, empty for success.
-Each fit runs in a fork: the import of Lightning is shared, the import of the package is not.
+feature, and fits a custom rule with both entry points. The output is one line (JSON): error by feature, empty for
+success. Each fit runs in a fork: forks share the import of Lightning, but not the import of the package.
 """
 
 import json
@@ -40,7 +40,7 @@ class Regression(L.LightningModule):
 
 
 def delete(package, feature):
-    """Deletes a folder or a file of a package; `callbacks` stands for all callbacks without a place in the kernel."""
+    """Deletes a folder or a file from a package; `callbacks` stands for all callbacks outside the kernel."""
     path = package / feature
     if feature == "callbacks":
         kernel = {"__init__.py", "federation.py", "unseen_data.py", "progress_bar.py"}

@@ -1,7 +1,7 @@
-"""Fits by every method, for `test_draws.py`; run as processes there.
+"""Fits with every method for `test_draws.py`; run as processes there.
 
-As a process, `python -m tests.draws_script FOLDER SIZE JOB...`, it does jobs in SIZE children of its own, which find
-each other as under `torchrun`. What a job returns is in `FOLDER/<job>-<rank>.pt` afterwards.
+`python -m tests.draws_script FOLDER SIZE JOB...` runs jobs in SIZE child processes, connected as under `torchrun`. The
+result of a job is in `FOLDER/<job>-<rank>.pt`.
 """
 
 import os
@@ -41,7 +41,7 @@ def examples(count, seed, classes=3):
 
 
 class Net(L.LightningModule):
-    """A small classifier with dropout, whose weights are the same at every call."""
+    """A small classifier with dropout and fixed initial weights."""
 
     def __init__(self, batch_norm=False, classes=3):
         super().__init__()
@@ -61,7 +61,7 @@ class Net(L.LightningModule):
         return F.cross_entropy(self(batch[0]), batch[1])
 
     def validation_step(self, batch, batch_idx):
-        self.log("drawn", torch.rand(()))  # what a user's validation draws follows the schedule too
+        self.log("drawn", torch.rand(()))  # random numbers in validation follow the schedule too
         self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
 
     def configure_optimizers(self):
@@ -69,7 +69,7 @@ class Net(L.LightningModule):
 
 
 class ServerNoise(FederatedCallback):
-    """Draws from the global generators in the server's hooks."""
+    """Draws from the global generators in server hooks."""
 
     def on_server_round_start(self, trainer, module):
         self.scale = 0.01 * (1 + random.random())
@@ -81,7 +81,7 @@ class ServerNoise(FederatedCallback):
 
 
 class Slow(L.Callback):
-    """Notes which clients this process trains; some rounds' batches take long, if that was said."""
+    """Records the clients trained in this process; optionally delays batches in some rounds."""
 
     def __init__(self, seconds=0.0):
         self.seconds = seconds
@@ -112,7 +112,7 @@ def by_rule(name):
 
 
 def in_shares(processes):
-    """Twice, where batches take unlike times and where they do not; the shares are the same."""
+    """Shares are equal with and without delays."""
     runs = []
     for seconds in (0.05, 0.0):
         slow = Slow(seconds)
@@ -157,11 +157,11 @@ JOBS = {
 
 
 def work(folder, size, names):
-    """Does jobs in this process, one of several."""
+    """Runs jobs in this process, one of several."""
     rank = os.environ["LOCAL_RANK"]
-    os.environ["PL_GLOBAL_SEED"] = "11"  # Lightning's strategy seeds the generators anew before `setup`
+    os.environ["PL_GLOBAL_SEED"] = "11"  # Lightning's strategy seeds the generators again before `setup`
     for place, name in enumerate(names):
-        torch.manual_seed(100 * place + int(rank))  # something else in every process
+        torch.manual_seed(100 * place + int(rank))  # different in every process
         random.seed(rank)
         np.random.seed(int(rank))  # noqa: NPY002
         torch.save(JOBS[name]({"strategy": "client_parallel", "devices": size}), Path(folder) / f"{name}-{rank}.pt")

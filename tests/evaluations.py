@@ -1,4 +1,4 @@
-"""Modules with metrics of every kind, and the values that one process computes of them on pooled data."""
+"""Modules with all kinds of metrics, and values from one process with pooled data."""
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ HELD_OUT = {"ann": 21, "bob": 5, "cid": 40}
 
 
 class Classifier(models.Module):
-    """Metrics as objects, in a collection that the epoch's end computes, and values with every reduction."""
+    """Metric objects, a collection computed at the end of the epoch, and values with every reduction."""
 
     def __init__(self):
         super().__init__(models.dropout_mlp())
@@ -64,7 +64,7 @@ class Classifier(models.Module):
 
 
 class Segmenter(models.Module):
-    """Images and masks, with torchmetrics' scores of segmentations."""
+    """Images and masks, with torchmetrics' segmentation scores."""
 
     def __init__(self):
         super().__init__(nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, models.CLASSES, 1)))
@@ -82,7 +82,7 @@ class Segmenter(models.Module):
 
 
 class Tagger(models.Module):
-    """Several labels for each example."""
+    """Several labels per example."""
 
     def __init__(self):
         super().__init__(models.mlp(), loss=self.of_labels)
@@ -106,7 +106,7 @@ class Tagger(models.Module):
 
 
 class Several(models.Module):
-    """Two loaders, and a metric that counts on from one to the next."""
+    """Two loaders, and a metric that continues from one loader to the next."""
 
     def __init__(self):
         super().__init__(models.mlp())
@@ -138,7 +138,7 @@ CASES = {
 
 
 def held_out(make_data, loaders, sizes=None):
-    """Client to its validation loader, or to two of them."""
+    """One or two validation loaders by client."""
     datasets = models.as_datasets(make_data(HELD_OUT if sizes is None else sizes))
     if loaders == 1:
         return {name: DataLoader(data, 8) for name, data in datasets.items()}
@@ -146,7 +146,7 @@ def held_out(make_data, loaders, sizes=None):
 
 
 def on_pooled_data(trainer, module, loaders, batch_size=17):
-    """What Lightning computes on the data of all clients, in batches of another size."""
+    """Lightning's values on the data of all clients, in batches of another size."""
     columns = [loader if isinstance(loader, list) else [loader] for loader in loaders.values()]
     pooled = [
         DataLoader(ConcatDataset([loader.dataset for loader in column]), batch_size)

@@ -1,15 +1,15 @@
-"""The global generators of Python, NumPy and PyTorch in tests: the same for each, whatever was drawn before it."""
+"""Resets the global generators of Python, NumPy and PyTorch for each test."""
 
 import os
 import random
 from contextlib import contextmanager
 
-SEED_VARIABLES = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")  # what `seed_everything` leaves in the environment
-OUTSIDE = {name: os.environ[name] for name in SEED_VARIABLES if name in os.environ}  # as a user's shell has set it
+SEED_VARIABLES = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")  # environment variables set by `seed_everything`
+OUTSIDE = {name: os.environ[name] for name in SEED_VARIABLES if name in os.environ}  # as set in the user's shell
 
 
 def forget_seeds():
-    """Takes the seeds of `seed_everything` out of the environment; those from outside stay."""
+    """Removes the seeds of `seed_everything` from the environment, except seeds set outside."""
     for name in SEED_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(OUTSIDE)
@@ -17,7 +17,7 @@ def forget_seeds():
 
 @contextmanager
 def same_random_numbers():
-    """Inside, the global generators start from the same states, without Lightning's seeds; all is put back."""
+    """Starts the global generators from fixed states, without Lightning's seeds; restores everything afterwards."""
     import numpy as np
     import torch
 

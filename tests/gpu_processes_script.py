@@ -1,4 +1,4 @@
-"""Fits in one of several processes, for `test_gpu.py`; run by `torchrun`."""
+"""Fits in several processes for `test_gpu.py`; run by `torchrun`."""
 
 import json
 import sys

@@ -1,8 +1,8 @@
-"""A grammar of legal PyTorch modules, and federated averaging by hand on them; nothing here imports the package.
+"""A grammar of legal PyTorch modules, and manual federated averaging; this file does not import the package.
 
-A module is a chain of blocks. Every block is a legal way to hold tensors: wrapped, tied, renamed, saved in part, saved
-as a copy, written in training, created late. ``REFUSED`` lists blocks with an error in the first round.
-All other blocks must train, with the numbers of :func:`average_by_hand`.
+A module is a chain of blocks. Every block stores tensors in a legal way: wrapped, tied, renamed, partly saved, saved as
+a copy, written in training, created late. ``REFUSED`` lists blocks with an error in the first round. All other blocks
+must train, with the results of :func:`average_by_hand`.
 """
 
 import copy
@@ -48,7 +48,7 @@ class Renamed(Block):
 
 
 class Swapped(Block):
-    """As sharpness-aware optimizers do: the data of the weight are another tensor after a step."""
+    """As sharpness-aware optimizers do, replaces the weight's data after a step."""
 
     def change(self, outputs):
         if self.training:
@@ -77,7 +77,7 @@ class Assigned(Block):
 
 
 class Unsaved(Assigned):
-    """The same buffer, not saved by PyTorch: every visit starts with the first values."""
+    """The same buffer, not saved by PyTorch: every visit starts with the initial values."""
 
     def prepare(self):
         self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
@@ -109,7 +109,7 @@ class Measured(Block):
 
 
 class Cached(Block):
-    """A buffer of the first step, the same for all clients."""
+    """A buffer written in the first step, equal for all clients."""
 
     def prepare(self):
         self.register_buffer("cache", None)
@@ -146,7 +146,7 @@ class Tied(Block):
 
 
 class Aliased(Block):
-    """Two parameters on the same memory."""
+    """Two parameters with shared memory."""
 
     def prepare(self):
         self.other = nn.Linear(WIDTH, WIDTH)
@@ -163,7 +163,7 @@ class Transposed(Aliased):
 
 
 class Teacher(Block):
-    """A parameter without gradient follows another one."""
+    """A parameter without gradient follows another parameter."""
 
     def prepare(self):
         self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
@@ -194,7 +194,7 @@ class UnsavedTeacher(Teacher):
 
 
 class UnsavedBackbone(UnsavedTeacher):
-    """A teacher without steps: nothing is lost."""
+    """A teacher without steps, so no state is lost."""
 
     def follow(self):
         pass
@@ -298,12 +298,12 @@ LATE = ["", "on_fit_start", "on_train_start", "on_train_epoch_start"]
 
 
 class Chain(L.LightningModule):
-    """Blocks one after another; the hook ``late`` adds one more layer once."""
+    """Blocks in sequence; the hook ``late`` adds one more layer once."""
 
     def __init__(self, blocks, late="", renames=False, seed=0):
         super().__init__()
         torch.manual_seed(seed)
-        torch.set_default_dtype(torch.float64)  # `double()` would part tensors that share memory
+        torch.set_default_dtype(torch.float64)  # `double()` would separate tensors with shared memory
         try:
             self.blocks = nn.ModuleList(BLOCKS[name]() for name in blocks)
             self.head = nn.Linear(WIDTH, 1)
@@ -346,7 +346,7 @@ class Chain(L.LightningModule):
 
 @st.composite
 def cases(draw):
-    """A chain's arguments, the clients' batches, and a number of rounds."""
+    """A chain's arguments, numbers of batches and rounds."""
     blocks = draw(st.lists(st.sampled_from(list(BLOCKS)), min_size=1, max_size=3))
     return {
         "blocks": blocks,
@@ -359,7 +359,7 @@ def cases(draw):
 
 
 def data(batches, seed):
-    """Two clients with the same number of batches: six examples each of another distribution."""
+    """Two clients with equally many batches: six examples each, from different distributions."""
     generator = torch.Generator().manual_seed(seed)
     clients = {}
     for shift, client in enumerate("ab"):
@@ -402,10 +402,10 @@ def _is_saved(module, name):
 
 
 def average_by_hand(build, clients, rounds):
-    """Federated averaging: every client trains a copy with plain SGD, and the server takes the mean of all tensors.
+    """Federated averaging: every client trains a copy with plain SGD, and the server averages all tensors.
 
-    Clients have the same number of examples and steps, so whole numbers are the same. Buffers without
-    persistence are outside the model: every client starts with the first values.
+    Clients have equally many examples and steps, so integers are equal. Non-persistent buffers are outside the model:
+    every client starts with the initial values.
     """
     server = build()
     for hook in LATE[1:]:

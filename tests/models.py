@@ -1,4 +1,4 @@
-"""Small real models and data of ours. Every maker gives the same weights and examples at every call."""
+"""Small real models and data. Every function returns the same weights and examples in every call."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 CLASSES = 3
 
-# --- optimizers -----------------------------------------------------------------------------------------------------
+# --- Optimizers -------------------------------------------------------------------------------------------------------
 
 
 def sgd(parameters):
@@ -26,18 +26,17 @@ def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.01)
 
 
-# --- modules --------------------------------------------------------------------------------------------------------
+# --- Modules ----------------------------------------------------------------------------------------------------------
 
 
 class Module(L.LightningModule):
-    """A net, a loss and an optimizer, as a user would write them.
+    """A network, a loss and an optimizer, as users write them.
 
     Args:
-        net: The net.
-        optimizer: Makes the optimizer of the parameters.
-        scheduler: Makes Lightning's scheduler configuration of the optimizer, if there is one.
-        loss: Loss of (output, target).
-
+        net: The network.
+        optimizer: Makes the optimizer from parameters.
+        scheduler: Makes Lightning's scheduler configuration from the optimizer.
+        loss: Loss for (output, target).
     """
 
     def __init__(self, net, optimizer: Callable = sgd, scheduler: Callable | None = None, loss=F.cross_entropy):
@@ -71,7 +70,7 @@ class Module(L.LightningModule):
 
 
 class ManualModule(Module):
-    """Optimizes by hand: two gradient accumulations per step, and a scheduler stepped with every optimizer step."""
+    """Manual optimization: two gradient accumulations per step, and a scheduler step after every optimizer step."""
 
     def __init__(self, net, optimizer: Callable = momentum, scheduler: Callable | None = None):
         super().__init__(net, optimizer, scheduler)
@@ -90,7 +89,7 @@ class ManualModule(Module):
 
 
 class TwoOptimizers(L.LightningModule):
-    """Two nets that train against each other, each with its own optimizer: the smallest GAN."""
+    """Two adversarial networks with separate optimizers: a minimal GAN."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +127,7 @@ class TwoOptimizers(L.LightningModule):
 
 
 class Quadratic(L.LightningModule):
-    """0.5 * |w - x|^2: the optimum is the mean of the examples, and one step with rate 1 goes there."""
+    """0.5 * |w - x|^2: the optimum is the mean of the examples, reached in one step with rate 1."""
 
     def __init__(self, size=2, lr=1.0):
         super().__init__()
@@ -145,7 +144,7 @@ class Quadratic(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-# --- nets -----------------------------------------------------------------------------------------------------------
+# --- Networks ---------------------------------------------------------------------------------------------------------
 
 
 def mlp():
@@ -178,7 +177,7 @@ def cnn():
 
 
 class BaseAndHead(nn.Module):
-    """A base that all share and a head that may be personal."""
+    """A shared base and a head that may be personal."""
 
     def __init__(self):
         super().__init__()
@@ -191,7 +190,7 @@ class BaseAndHead(nn.Module):
 
 
 class Tied(nn.Module):
-    """A language model whose embedding is its output layer."""
+    """A language model with the embedding as output layer."""
 
     def __init__(self, tokens=7, size=5):
         super().__init__()
@@ -206,7 +205,7 @@ class Tied(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A language model with an LSTM of two layers and dropout between them."""
+    """A language model with a two-layer LSTM and dropout."""
 
     def __init__(self, tokens=7, size=5):
         super().__init__()
@@ -231,14 +230,14 @@ def unet():
     return smp.Unet("resnet18", encoder_depth=3, encoder_weights=None, classes=CLASSES, decoder_channels=(16, 8, 8))
 
 
-# --- data: for each client a tuple of tensors; sizes differ, and some leave a batch of one at the end ---------------
+# --- Data: a tuple of tensors by client; sizes differ, some with a final batch of one example -------------------------
 
 SIZES = {"ann": 65, "bob": 40, "cid": 97, "dan": 7, "eve": 33}
 """Examples per client. In batches of 32, `ann` (65), `cid` (97) and `eve` (33) leave a single one over."""
 
 
 def vectors(sizes: Mapping[str, int] = SIZES):
-    """Gaussian vectors whose mean differs between clients, with the class of a fixed linear rule."""
+    """Gaussian vectors with different means by client, labelled by a fixed linear rule."""
     generator = torch.Generator().manual_seed(1)
     rule = torch.randn(6, CLASSES, generator=generator)
     clients = {}
@@ -249,7 +248,7 @@ def vectors(sizes: Mapping[str, int] = SIZES):
 
 
 def images(sizes: Mapping[str, int] = SIZES):
-    """Images of 1 x 8 x 8 whose class is the quarter that is bright."""
+    """Images of 1 x 8 x 8; the bright quarter is the class."""
     generator = torch.Generator().manual_seed(2)
     clients = {}
     for place, (name, size) in enumerate(sizes.items()):
@@ -262,7 +261,7 @@ def images(sizes: Mapping[str, int] = SIZES):
 
 
 def sentences(sizes: Mapping[str, int] = SIZES):
-    """Rising sequences of 5 tokens (modulo 7) and the tokens that follow, with steps that differ between clients."""
+    """Increasing sequences of 5 tokens (modulo 7) with the next tokens; step sizes differ between clients."""
     generator = torch.Generator().manual_seed(3)
     clients = {}
     for place, (name, size) in enumerate(sizes.items()):
@@ -293,14 +292,14 @@ def as_datasets(clients: Mapping[str, tuple]):
 
 
 def pooled(clients: Mapping[str, tuple], batch_size=32, **options):
-    """One loader over all examples, client after client, and the client's name of every example."""
+    """One loader over all examples, client by client, and the client's name for every example."""
     tensors = [torch.cat(parts) for parts in zip(*clients.values(), strict=True)]
     groups = [name for name, parts in clients.items() for _ in range(len(parts[0]))]
     return DataLoader(TensorDataset(*tensors), batch_size, **{"shuffle": True, **options}), groups
 
 
 class PooledData(L.LightningDataModule):
-    """All examples in one training loader, as in a project that knows nothing of clients."""
+    """All examples in one training loader, as in a project without clients."""
 
     def __init__(self, clients, **options):
         super().__init__()
@@ -311,7 +310,7 @@ class PooledData(L.LightningDataModule):
 
 
 class ValidatedData(PooledData):
-    """The same with validation and test data."""
+    """Adds validation and test data."""
 
     def __init__(self, clients, val, **options):
         super().__init__(clients, **options)

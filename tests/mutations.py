@@ -1,11 +1,11 @@
-"""Breaks the code on purpose, by cosmic-ray, and tells which changes no test notices.
+"""Changes the code with cosmic-ray, and lists changes not detected by any test.
 
     pip install cosmic-ray==8.7.0
     python tests/mutations.py                        # all targets, 14 changes each
-    python tests/mutations.py server --mutants 100   # one, more closely
+    python tests/mutations.py server --mutants 100   # one target, more changes
 
-The changes are drawn, with a seed, from all that cosmic-ray knows: another operator, another number, a `not`, a loop
-that does not run. Each is made in a copy of the checkout, in which the tests of its target run until one fails.
+A seed selects the changes from all of cosmic-ray's operators: another operator, another number, a `not`, a loop that
+does not run. Each change is made in a copy of the checkout. There the target's tests run until the first failure.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.portable import LEFT_BEHIND, ROOT
 
 PACKAGE = "lightning_fed"
-TARGETS = {  # file, and the tests that are about it, the quickest first
+TARGETS = {  # file, and its tests, the fastest first
     "server": ("server/server.py", ["tests/server/test_server.py", "tests/test_faults.py", "tests/test_invariants.py"]),
     "schedule": ("server/schedule.py", ["tests/server/test_schedule.py", "tests/test_invariants.py"]),
     "averaging": ("server/averaging.py", ["tests/algorithms/test_fedavg.py", "tests/server"]),
@@ -53,11 +53,11 @@ name = "local"
 
 [cosmic-ray.filters.operators-filter]
 exclude-operators = ["core/ReplaceBinaryOperator_BitOr_.*", "core/RemoveDecorator"]
-"""  # `a | b` is an annotation nearly everywhere
+"""  # `a | b` is nearly always an annotation
 
 
 def mutate(name, number, seed, timeout):
-    """Runs the tests of a target on some of its mutants: how many there were, and the differences of the survivors."""
+    """Runs the tests of a target on some mutants; returns the number of mutants, and the diffs of the survivors."""
     from cosmic_ray.work_db import WorkDB, use_db
     from cosmic_ray.work_item import WorkerOutcome, WorkResult
 
@@ -65,7 +65,7 @@ def mutate(name, number, seed, timeout):
     with tempfile.TemporaryDirectory() as folder:
         copy, configuration, session = Path(folder) / "copy", Path(folder) / "config.toml", Path(folder) / "session"
         shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
-        if (ROOT.parent / "shared").exists():  # data sets beside the checkout
+        if (ROOT.parent / "shared").exists():  # data sets next to the checkout
             (copy.parent / "shared").symlink_to(ROOT.parent / "shared")
         command = f'"{sys.executable}" -m pytest -q -x -n0 -m "not slow" {PACKAGE}/{module} {" ".join(tests)}'
         configuration.write_text(

@@ -1,10 +1,10 @@
-"""Runs the suite under settings that stand for other machines, and writes what came of it into a page.
+"""Runs the suite with settings that simulate other machines, and writes the results into a page.
 
     python tests/portable.py --list
     python tests/portable.py --settings 1 4 --out docs/dev/testing.md
 
-Floats of other processors are had by holding the libraries of this one back. The settings are pairwise: every two
-values of two variables meet in some run. Each run is in a copy of the checkout whose path has a space.
+Restricting the libraries on this processor reproduces the floats of other processors. Settings are pairwise: every
+pair of values of two variables occurs in some run. Each run uses a copy of the checkout with a space in its path.
 """
 
 import argparse
@@ -30,19 +30,19 @@ LEFT_BEHIND = (
 )  # fmt: skip
 
 CAPABILITIES = ["default", "avx2", "avx512"]
-OWN = ""  # the variable is not set: what the processor has
+OWN = ""  # the variable is unset: the processor's default
 OLD_LIBRARIES = {"ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
 VARIABLES = {
     "ATEN_CPU_CAPABILITY": CAPABILITIES,
-    "libraries": [OWN, "old"],  # those that torch computes with
+    "libraries": [OWN, "old"],  # torch's compute libraries
     "OMP_NUM_THREADS": ["1", "2"],
     "PL_GLOBAL_SEED": [OWN, "0"],
-    "order": ["1", "2"],  # of the tests: drawn from this seed; `make test` takes that of the files
+    "order": ["1", "2"],  # order of the tests, drawn from this seed; `make test` uses the order in the files
 }
 
 
 def pairwise(variables):
-    """Settings in which every two values of two variables meet: always the one that adds the most pairs."""
+    """Settings in which every pair of values occurs: always adds the setting with the most new pairs."""
     names = list(variables)
     candidates = [dict(zip(names, values, strict=True)) for values in itertools.product(*variables.values())]
 
@@ -57,7 +57,7 @@ def pairwise(variables):
 
 
 def capabilities():
-    """Those of torch's vector instructions that this processor has, the weakest first."""
+    """Torch's vector instructions on this processor, the weakest first."""
     code = "import torch; print(torch.backends.cpu.get_cpu_capability().lower())"
     environment = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -66,7 +66,7 @@ def capabilities():
 
 
 def environment_of(setting):
-    """The variables of the environment that make a setting."""
+    """Environment variables for a setting."""
     old = OLD_LIBRARIES if setting["libraries"] != OWN else {}
     rest = {name: value for name, value in setting.items() if value != OWN and name not in ("libraries", "order")}
     return {**rest, **old}
@@ -86,18 +86,18 @@ def processor():
 
 
 def run(setting, workers, arguments):
-    """One run in a copy of the checkout: the counts of passed, skipped and failed tests, the minutes and who failed."""
+    """One run in a copy of the checkout: numbers of passed, skipped and failed tests, minutes, and failed tests."""
     with tempfile.TemporaryDirectory(prefix="lightning fed ") as folder:
         copy, report = Path(folder) / "a copy", Path(folder) / "report.xml"
         shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
-        if (ROOT.parent / "shared").exists():  # data sets beside the checkout
+        if (ROOT.parent / "shared").exists():  # data sets next to the checkout
             (copy.parent / "shared").symlink_to(ROOT.parent / "shared")
         varied = {*VARIABLES, *OLD_LIBRARIES}
         environment = {name: value for name, value in os.environ.items() if name not in varied}
         environment |= environment_of(setting)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
         environment["TMPDIR"] = str(copy.parent / "other files")
-        environment["OMP_WAIT_POLICY"] = "passive"  # threads that wait leave the core to the other workers
+        environment["OMP_WAIT_POLICY"] = "passive"  # waiting threads leave the core to other workers
         Path(environment["TMPDIR"]).mkdir()
         order = ["-p", "randomly", f"--randomly-seed={setting['order']}"]
         command = [
@@ -120,7 +120,7 @@ def run(setting, workers, arguments):
 
 
 def write(page, rows, left_out):
-    """Puts rows into the page's table. Those of other processors and settings stay."""
+    """Writes rows into the page's table, and keeps rows for other processors and settings."""
     before, middle, after = page.read_text().partition(START)[0], *_between(page.read_text())
     old = [line for line in middle.splitlines() if line.startswith("| `") or line.startswith("| as it is")]
     table = {_key(line): line for line in [*old, *rows]}

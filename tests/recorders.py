@@ -1,4 +1,4 @@
-"""Callbacks and a logger that note what passes, for tests."""
+"""Callbacks and a logger that record fits."""
 
 import copy
 import inspect
@@ -14,12 +14,12 @@ from lightning_fed import FederatedCallback
 
 
 def state_of(module):
-    """A copy of everything in the module's state, tied entries under each of their names."""
+    """A copy of the module's state, with tied entries under all names."""
     return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
 
 
 def loading(weights_only):
-    """The argument of `fit` and `load_from_checkpoint` that Lightning has from 2.6 on; nothing before."""
+    """The `weights_only` argument for `fit` and `load_from_checkpoint`, supported since Lightning 2.6."""
     return {"weights_only": weights_only} if "weights_only" in inspect.signature(L.Trainer.fit).parameters else {}
 
 
@@ -28,7 +28,7 @@ def bytes_of(*states):
 
 
 def assert_same(left, right, names=None):
-    """Bit-equal states, of which there is something to compare."""
+    """Asserts that two non-empty states are bit-equal."""
     if names is None:
         assert left.keys() == right.keys()
         names = sorted(left)
@@ -40,7 +40,7 @@ def assert_same(left, right, names=None):
 
 
 class SavesOnException(L.Callback):
-    """Saves a checkpoint when a fit is broken off; Lightning's `ModelCheckpoint` can do so from 2.6 on."""
+    """Saves a checkpoint on an exception; Lightning's `ModelCheckpoint` supports this since 2.6."""
 
     def __init__(self, path):
         self.path = path
@@ -51,7 +51,7 @@ class SavesOnException(L.Callback):
 
 @dataclass
 class SeenVisit:
-    """One visit: both messages, the module at both ends, and its batches."""
+    """One visit: both messages, the module at start and end, and the batches."""
 
     round: int
     client: object
@@ -66,14 +66,14 @@ class SeenVisit:
 
 
 def travelling(message):
-    """The entries of a message that travel: those that do not train stay where they are known."""
+    """The sent entries of a message, without untrained entries."""
     return {name: value for name, value in message.state.items() if name not in message.unsent}
 
 
 class Recorder(FederatedCallback):
-    """Notes every message, visit, aggregate, and what validation saw."""
+    """Records every message, visit, aggregate, and the validated states."""
 
-    keeps_privacy = True  # it sends nothing
+    keeps_privacy = True  # sends no data
 
     def __init__(self):
         self.visits: list[SeenVisit] = []
@@ -134,7 +134,7 @@ class Recorder(FederatedCallback):
 
 
 class FixedBatches:
-    """Batches by epoch, for a plain Trainer: an iterable that Lightning leaves as it is and that draws nothing."""
+    """Batches by epoch for a plain Trainer: an iterable without random draws."""
 
     def __init__(self, *epochs):
         self.epochs = epochs
@@ -148,14 +148,14 @@ class FixedBatches:
 
 
 def fit_fixed(trainer, module, epochs):
-    """A plain Lightning fit on batches that are known."""
+    """A plain Lightning fit on given batches."""
     loader = FixedBatches(*epochs)
     loader.trainer = trainer
     trainer.fit(module, loader)
 
 
 class MemoryLogger(Logger):
-    """Keeps what is logged: (step, values)."""
+    """Stores logged values: (step, values)."""
 
     def __init__(self):
         super().__init__()
@@ -176,12 +176,12 @@ class MemoryLogger(Logger):
         self.lines.append((step, dict(metrics)))
 
     def curve(self, name):
-        """(round, value) of every time that the name was logged."""
+        """(round, value) for every logged value of this name."""
         return [(metrics.get("epoch", step), metrics[name]) for step, metrics in self.lines if name in metrics]
 
 
 class SpoilsFiles(FederatedCallback):
-    """Spoils a client's files in a folder's store after every round."""
+    """Damages a client's files in a folder store after every round."""
 
     def __init__(self, folder, client):
         self.files = folder / "run-0" / f"s-{client}"
@@ -192,11 +192,10 @@ class SpoilsFiles(FederatedCallback):
 
 
 class StepCheckpoint(ModelCheckpoint):
-    """Saves inside rounds, with the step in the name for tests."""
+    """Saves inside rounds, with the step in the file name."""
 
     def __init__(self, folder, every, **options):
         super().__init__(folder, "inside", every_n_train_steps=every, save_top_k=-1, **options)
 
     def format_checkpoint_name(self, metrics, filename=None, **options):
-        """Adds the step to the name."""
         return super().format_checkpoint_name(metrics, "inside-{step}" if filename is None else filename, **options)

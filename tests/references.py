@@ -1,6 +1,6 @@
-"""Independent implementations written from the papers and the specs, in plain numpy and torch.
+"""Independent implementations of the papers and specs, in plain numpy and torch.
 
-Nothing here imports the package: these are what its results are compared with.
+This file does not import the package: tests compare the package's results with these references.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import torch
 
 
 def dirichlet_per_class_reference(labels, num_clients, alpha, rng, balance, min_size):
-    """NIID-Bench's "noniid-labeldir": lists of indices per client; its program has `balance=True`."""
+    """NIID-Bench's "noniid-labeldir": lists of indices per client; the published program uses `balance=True`."""
     clients = [[] for _ in range(num_clients)]
     smallest = -1
     while smallest < min_size:
@@ -40,7 +40,7 @@ def dirichlet_per_class_reference(labels, num_clients, alpha, rng, balance, min_
 
 
 def dirichlet_per_client_reference(labels, num_clients, alpha, rng, prior):
-    """Hsu, Qi and Brown 2019: sample by sample, without a class once its last sample is taken."""
+    """Hsu, Qi and Brown 2019: sample by sample; a class is excluded once all samples are taken."""
     unused = {label: [i for i, other in enumerate(labels) if other == label] for label in sorted(set(labels))}
     classes = list(unused)
     clients = []
@@ -50,7 +50,7 @@ def dirichlet_per_client_reference(labels, num_clients, alpha, rng, prior):
         for _ in range(len(labels) // num_clients):
             available = [label for label in classes if unused[label]]
             mass = sum(q[label] for label in available)
-            if mass == 0:  # the paper is silent: CHOSEN, a new q over what is left
+            if mass == 0:  # not specified in the paper: CHOSEN, a new q over the remaining classes
                 q.update(zip(available, rng.dirichlet([alpha * prior[label] for label in available]), strict=True))
                 mass = 1.0
             label = available[rng.choice(len(available), p=[q[label] / mass for label in available])]
@@ -60,14 +60,14 @@ def dirichlet_per_client_reference(labels, num_clients, alpha, rng, prior):
 
 
 def shards_reference(labels, num_shards):
-    """McMahan et al. 2017: the shards, before they are handed out."""
+    """McMahan et al. 2017: the shards before assignment."""
     by_label = sorted(range(len(labels)), key=lambda index: (labels[index], index))
     size = len(labels) // num_shards
     return [frozenset(by_label[shard * size : (shard + 1) * size]) for shard in range(num_shards)]
 
 
 def label_owners_reference(num_clients, num_classes, num_labels, rng):
-    """NIID-Bench's "noniid-#label": the set of labels of every client."""
+    """NIID-Bench's "noniid-#label": each client's set of labels."""
     owners = []
     for client in range(num_clients):
         current = {client % num_classes}
@@ -78,9 +78,9 @@ def label_owners_reference(num_clients, num_classes, num_labels, rng):
 
 
 def two_digit_users_reference(class_sizes, num_users, rng):
-    """FedProx's MNIST users: two consecutive labels each, 5 samples of both and of the rest by a power law.
+    """FedProx's MNIST users: two consecutive labels each, 5 samples of both and a power-law share of the rest.
 
-    Counts of the samples, [user][label]. The program rounds every share down; what is left over goes to nobody.
+    Sample counts, [user][label]. The program rounds every share down and drops the remainder.
     """
     num_classes = len(class_sizes)
     counts = [[0] * num_classes for _ in range(num_users)]
@@ -95,7 +95,7 @@ def two_digit_users_reference(class_sizes, num_users, rng):
 
 
 def quantity_skew_reference(num_samples, num_clients, beta, rng, min_size):
-    """NIID-Bench's "iid-diff-quantity": sizes of the clients."""
+    """NIID-Bench's "iid-diff-quantity": client sizes."""
     while True:
         shares = rng.dirichlet([beta] * num_clients)
         stops = [0, *(int(stop) for stop in np.cumsum(shares)[:-1] * num_samples), num_samples]
@@ -105,7 +105,7 @@ def quantity_skew_reference(num_samples, num_clients, beta, rng, min_size):
 
 
 def dominant_class_reference(mask, ignore_index, background):
-    """Most frequent value but for two, pixel by pixel; the smaller of two equals."""
+    """Most frequent value without two excluded values, pixel by pixel; the smaller value wins ties."""
     counts = {}
     for row in mask:
         for value in row:
@@ -115,7 +115,7 @@ def dominant_class_reference(mask, ignore_index, background):
 
 
 def permuted_pixels_reference(image, permutation):
-    """Pixel i of the new image is pixel permutation[i] of the old one, for every channel of (C, H, W)."""
+    """Pixel i in the new image is pixel permutation[i] in the old image, for every channel of (C, H, W)."""
     channels, height, width = image.shape
     permuted = np.empty_like(image)
     for channel in range(channels):
@@ -142,12 +142,12 @@ def synthetic_client_reference(alpha, beta, rng, num_features, num_classes):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Federated averaging: McMahan et al. 2017, Algorithm 1, with the schedule of DESIGN section 3 written again
+# Federated averaging: McMahan et al. 2017, Algorithm 1, with an independent schedule as in DESIGN section 3
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def client_key_reference(client):
-    """The first 8 bytes, big endian, of the SHA-256 of "s:name" or "i:number"."""
+    """The first 8 bytes, big endian, of the SHA-256 hash for "s:name" or "i:number"."""
     text = ("s:" if isinstance(client, str) else "i:") + str(client)
     return int(hashlib.sha256(text.encode()).hexdigest()[:16], 16)
 
@@ -157,12 +157,12 @@ def visit_seed_reference(seed, round, client):
 
 
 def recalibration_seed_reference(visit_seed):
-    """The seed of the pass in which BatchNorm's statistics are measured."""
+    """Seed for the pass that measures BatchNorm statistics."""
     return int(np.random.SeedSequence([visit_seed, 1]).generate_state(1)[0])
 
 
 def cohort_reference(seed, round, clients, size):
-    """The clients of a round in the order of the population."""
+    """A round's cohort in population order."""
     clients = list(clients)
     if size == len(clients):
         return clients
@@ -171,7 +171,7 @@ def cohort_reference(seed, round, clients, size):
 
 
 def epoch_reference(num_samples, batch_size, visit_seed, epoch):
-    """One epoch's batches as lists of places: a fresh permutation, a trailing single example with the batch before."""
+    """One epoch's batches as lists of positions: a new permutation; a single last example joins the previous batch."""
     order = np.random.default_rng([visit_seed, epoch]).permutation(num_samples).tolist()
     batches = []
     while order:
@@ -184,7 +184,7 @@ def epoch_reference(num_samples, batch_size, visit_seed, epoch):
 
 
 def visit_batches_reference(tensors, batch_size, visit_seed, epochs=1, steps=None):
-    """The batches of a visit, each a list of tensors; ``steps`` batches, or ``epochs`` epochs."""
+    """A visit's batches, each a list of tensors; ``steps`` batches, or ``epochs`` epochs."""
     batches, epoch = [], 0
     while epoch < epochs if steps is None else len(batches) < steps:
         for places in epoch_reference(len(tensors[0]), batch_size, visit_seed, epoch):
@@ -195,12 +195,12 @@ def visit_batches_reference(tensors, batch_size, visit_seed, epochs=1, steps=Non
 
 def seed_reference(seed):
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - what a visit does
+    np.random.seed(seed)  # noqa: NPY002 - as a visit does
     torch.manual_seed(seed)
 
 
 def average_reference(states, sizes, equal=False):
-    """Weighted mean in float64; an integer entry is the one of the largest client, of equal ones the largest."""
+    """Weighted mean in float64; for integers the largest client's value, or the largest value among equal clients."""
     weights = [1.0 if equal else float(size) for size in sizes]
     mean = {}
     for name, value in states[0].items():
@@ -218,22 +218,21 @@ def average_reference(states, sizes, equal=False):
 def fedavg_reference(
     net, clients, loss, optimizer, rounds, cohort_size, seed, batch_size, epochs=1, steps=None, clip=None, equal=False
 ):
-    """Federated averaging with one plain PyTorch loop per client; the net is changed, a list of global states returned.
+    """Federated averaging with one plain PyTorch loop per client; changes the network, returns the global states.
 
     Args:
         net: A ``torch.nn.Module``.
-        clients: Client to tensors, whose first dimension is the example.
+        clients: Tensors by client, with examples on the first dimension.
         loss: Function of (net, batch).
         optimizer: Function of parameters, called for every visit.
-        rounds: Number of rounds.
+        rounds: Rounds.
         cohort_size: Clients per round.
-        seed: Seed of the schedule.
+        seed: Schedule seed.
         batch_size: Examples per batch.
         epochs: Local epochs.
         steps: Local batches instead of epochs.
-        clip: Largest norm of the gradient.
-        equal: Whether clients weigh the same.
-
+        clip: Largest gradient norm.
+        equal: Whether clients have equal weights.
     """
     history = []
     for round in range(rounds):
@@ -260,13 +259,12 @@ def fedavg_reference(
 
 
 def batch_norm_reference(net, layers, batches):
-    """Mean and unbiased variance of what enters BatchNorm layers, over all batches of all clients, in float64.
+    """Mean and unbiased variance of BatchNorm inputs over all clients' batches, in float64.
 
     Args:
-        net: The net; BatchNorm normalises by batch, everything else is in evaluation mode.
-        layers: Name of each layer to the layer.
-        batches: The inputs of the net, batch after batch.
-
+        net: The network; BatchNorm normalises by batch, all other layers are in evaluation mode.
+        layers: Layers by name.
+        batches: Network inputs, batch by batch.
     """
     seen = {name: [] for name in layers}
     handles = [

@@ -1,6 +1,6 @@
-"""The baselines of the study, written from their papers in plain numpy and torch loops.
+"""The baselines of the study in plain numpy and torch loops, written from their papers.
 
-Nothing here imports the package: these are what its results are compared with.
+This file does not import the package: tests compare the package's results with these references.
 """
 
 import copy
@@ -25,7 +25,7 @@ def copied(net):
 
 
 def visit_reference(net, start, batches, loss, optimizer, seed, change=None, clip=None):
-    """One client's local training; `change` gets the parameters by name before every step."""
+    """One client's local training; `change` receives the parameters by name before every step."""
     net.load_state_dict(start)
     net.train()
     seed_reference(seed)
@@ -54,9 +54,9 @@ def proximal_change(start, mu):
 def fedprox_reference(
     net, clients, loss, optimizer, mu, rounds, cohort_size, seed, batch_size=32, epochs=1, clip=None, combine=None
 ):
-    """Li et al. 2020: FedAvg whose clients train with a proximal term; the history of global states.
+    """Li et al. 2020: FedAvg with a proximal term; returns the global states.
 
-    `combine(start, states, sizes)` makes the new global state, if it is not the average by sizes.
+    `combine(start, states, sizes)` replaces the average by sizes.
     """
     history = []
     for round in range(rounds):
@@ -76,7 +76,7 @@ def fedprox_reference(
 
 
 def attention_reference(start, states, sizes, step_size):
-    """Ji et al. 2019, tensor by tensor in numpy; integers and running statistics as federated averaging has them."""
+    """Ji et al. 2019, tensor by tensor in numpy; integers and running statistics as in federated averaging."""
     average = average_reference(states, sizes)
     new = {}
     for name, value in start.items():
@@ -94,7 +94,7 @@ def attention_reference(start, states, sizes, step_size):
 
 
 def gradient_reference(net, tensors, loss):
-    """The gradient of the mean loss over all of a client's data at once."""
+    """Gradient of the mean loss over all data of a client."""
     net.eval()
     net.zero_grad()
     loss(net, tensors).backward()
@@ -140,7 +140,7 @@ def feddane_reference(net, clients, loss, optimizer, mu, rounds, cohort_size, se
 
 
 def k_means_reference(points, num_centers, weights, rng, starts=10):
-    """The best of several k-means by the weighted sum of squared distances: groups, and the first centres' places."""
+    """The best of several k-means runs by the weighted sum of squared distances: groups, and first centres."""
     best = None
     for _ in range(starts):
         groups, first, spread = one_k_means_reference(points, num_centers, weights, rng)
@@ -150,9 +150,9 @@ def k_means_reference(points, num_centers, weights, rng, starts=10):
 
 
 def one_k_means_reference(points, num_centers, weights, rng):
-    """Rows of numbers around centres, in plain Python: k-means++ (Arthur and Vassilvitskii 2007), then Lloyd's steps.
+    """k-means++ (Arthur and Vassilvitskii 2007), then Lloyd's steps, in plain Python.
 
-    Group of every point, index of the point that each centre was first, and the weighted sum of squared distances.
+    Returns the group of every point, the index of each first centre, and the weighted sum of squared distances.
     """
 
     def square(left, right):
@@ -185,7 +185,7 @@ def one_k_means_reference(points, num_centers, weights, rng):
 
 
 class FeSEMReference:
-    """Xie et al.: centres, assignments, and who starts from where; states are dictionaries of tensors."""
+    """Xie et al.: centres, assignments, and starting models; states are dictionaries of tensors."""
 
     def __init__(self, num_centers, seed=0, pattern="*", init="k-means++"):
         self.num_centers, self.seed, self.pattern, self.init = num_centers, seed, pattern, init
@@ -228,7 +228,7 @@ class FeSEMReference:
             self.centers.append(average or states[chosen[seed_place]])
 
     def finish(self, states, sizes):
-        """E-step, then M-step, for dictionaries by client; the mean of the centres."""
+        """E-step, then M-step, for dictionaries by client; returns the mean of the centres."""
         self.sizes |= sizes
         self.round += 1
         if not self.centers:
@@ -259,7 +259,7 @@ def fesem_reference(
     net, clients, loss, optimizer, num_centers, rounds, cohort_size, seed, batch_size=32, epochs=1, pattern="*",
     init="k-means++",
 ):  # fmt: skip
-    """Global states, and the centres and assignments, after every round."""
+    """Global states, centres and assignments after every round."""
     server, history = FeSEMReference(num_centers, pattern=pattern, init=init), []
     for round in range(rounds):
         shared, states, sizes = copied(net), {}, {}
@@ -278,9 +278,9 @@ def fedrep_reference(
     net, is_head, clients, loss, optimizer, head_epochs, body_epochs, rounds, cohort_size, seed, batch_size=32,
     work=None,
 ):  # fmt: skip
-    """Collins et al. 2021: what stays at home trains first, then the rest; the global body and each client's head.
+    """Collins et al. 2021: personal entries train first, then the others; returns body and heads by round.
 
-    `work(round, client)` gives the number of epochs that a client does, if not all of them.
+    `work(round, client)` overrides a client's number of epochs.
     """
     heads, history = {}, []
     for round in range(rounds):

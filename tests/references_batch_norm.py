@@ -1,6 +1,6 @@
-"""SiloBN and FixBN written from their papers in plain torch loops, and BatchNorm's sums by hand.
+"""SiloBN and FixBN in plain torch loops, written from their papers, and sums over BatchNorm inputs.
 
-Nothing here imports the package: these are what its results are compared with.
+This file does not import the package: tests compare the package's results with these references.
 """
 
 import torch
@@ -21,9 +21,9 @@ def norms_of(net):
 
 
 def silobn_reference(net, clients, loss, optimizer, rounds, cohort_size, seed, batch_size=32, epochs=1):
-    """Andreux et al. 2020: all but the running statistics is averaged by sizes; each client keeps those.
+    """Andreux et al. 2020: averages all entries except running statistics, which stay with the clients.
 
-    Returns the history of shared entries, and the statistics of the clients that have trained.
+    Returns the shared entries by round, and the statistics of the trained clients.
     """
     initial = copied(net)
     shared = {name: value for name, value in initial.items() if not is_statistic(name)}
@@ -44,13 +44,13 @@ def silobn_reference(net, clients, loss, optimizer, rounds, cohort_size, seed, b
 
 
 def fixbn_reference(net, clients, loss, optimizer, rounds, after, cohort_size, seed, batch_size=32, epochs=1):
-    """Zhong et al. 2023: averaging; from round ``after`` on the global statistics normalise in training too.
+    """Zhong et al. 2023: averaging; from round ``after`` on the global statistics also normalise in training.
 
-    Returns the history of global states.
+    Returns the global states.
     """
 
     class Fixed(nn.Module):
-        """The net, whose BatchNorm stays in evaluation mode."""
+        """The network with BatchNorm in evaluation mode."""
 
         def __init__(self):
             super().__init__()
@@ -86,7 +86,7 @@ def fixbn_reference(net, clients, loss, optimizer, rounds, after, cohort_size, s
 
 
 def normalised_by_batch(net, inputs):
-    """Outputs with every BatchNorm layer on the batch's own statistics, and dropout off."""
+    """Outputs with every BatchNorm layer normalised by batch, without dropout."""
     net.eval()
     for layer in norms_of(net):
         layer.train()
@@ -99,9 +99,9 @@ def normalised_by_batch(net, inputs):
 
 
 def between_share_reference(inputs_by_client):
-    """Shares of the clients' means and of the clients' variances, the larger mean over channels, from all inputs.
+    """Share of variation between clients in means and in variances, from all inputs; the larger mean over channels.
 
-    The second share excludes the noise of variances from few values, with a kurtosis of 65.
+    The second share excludes the noise in variances from few values, with a kurtosis of 65.
     """
     flat = [values.double().movedim(1, -1).reshape(-1, values.shape[1]) for values in inputs_by_client]
     everything = torch.cat(flat)

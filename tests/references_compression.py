@@ -1,10 +1,10 @@
-"""Compression of what a server sends, written from the paper in plain numpy. Nothing here imports the package."""
+"""Compression of the downlink in plain numpy, written from the paper. This file does not import the package."""
 
 import numpy as np
 
 
 def largest(values, share):
-    """The numbers of largest magnitude, and zeros."""
+    """Keeps the numbers of largest magnitude, and sets the others to zero."""
     kept = np.zeros_like(values)
     positions = np.argsort(-np.abs(values))[: int(np.ceil(share * len(values)))]
     kept[positions] = values[positions]
@@ -16,14 +16,13 @@ def double_squeeze(model, clients, cohorts, share):
 
     Args:
         model: Vector.
-        clients: Client to its training: a function of the model that it is sent.
-        cohorts: For every round its clients.
-        share: Share of the numbers that a step keeps.
+        clients: Local training by client: a function of the received model.
+        cohorts: Clients by round.
+        share: Share of the numbers kept in a step.
 
     Returns:
-        The model of every round, the first one too; for every round and client the number of steps since the model that
-        it holds, ``None`` where it holds none.
-
+        The model before each round and after the last; for every round and client the number of steps since the
+        client's last model, ``None`` without a model.
     """
     models, error, held, behind = [np.array(model, float)], np.zeros(len(model)), {}, []
     for number, cohort in enumerate(cohorts):

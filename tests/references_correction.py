@@ -1,6 +1,6 @@
-"""Methods that correct client drift, and personal models, written from their papers in plain torch loops.
+"""Drift correction and personal models in plain torch loops, written from the papers.
 
-Nothing here imports the package: these are what its results are compared with.
+This file does not import the package: tests compare the package's results with these references.
 """
 
 import copy
@@ -26,7 +26,7 @@ def is_trained(net):
 
 
 def steps_reference(net, batches, loss, stepper, change=None, seen=None):
-    """Steps on batches; `change` gets the parameters by name before every step, `seen` every raw gradient."""
+    """Steps on batches; `change` receives the parameters by name before every step, `seen` every raw gradient."""
     for batch in batches:
         stepper.zero_grad()
         loss(net, batch).backward()
@@ -39,7 +39,7 @@ def steps_reference(net, batches, loss, stepper, change=None, seen=None):
 
 
 class Visits:
-    """The visits of a round: clients, their seeds and batches."""
+    """The visits of a round: clients, seeds and batches."""
 
     def __init__(self, clients, rounds, cohort_size, seed, batch_size=32, epochs=1, work=None):
         self.clients, self.rounds, self.cohort_size, self.seed = clients, rounds, cohort_size, seed
@@ -54,9 +54,9 @@ class Visits:
 
 
 def scaffold_reference(net, visits, loss, optimizer, rate=None, equal=True):
-    """Karimireddy et al. 2020, Algorithm 1; with `rate` option II as the paper has it, for plain SGD.
+    """Karimireddy et al. 2020, Algorithm 1; with `rate`, option II in the paper's form for plain SGD.
 
-    The global states, and the server's control variate after the last round.
+    Returns the global states, and the server's control variate after the last round.
     """
     names, count, history = is_trained(net), len(visits.clients), []
     server = {name: torch.zeros_like(value) for name, value in net.state_dict().items() if name in names}
@@ -168,9 +168,9 @@ def feddyn_reference(net, visits, loss, optimizer, alpha):
 
 
 def ditto_reference(net, visits, loss, optimizer, lam, personal_epochs):
-    """Li et al. 2021, Algorithm 1: global states and, after the last round, each client's own model.
+    """Li et al. 2021, Algorithm 1: global states and, after the last round, each client's personal model.
 
-    `visits.epochs` are those of the global model; the client's own trains on the epochs that follow.
+    `visits.epochs` apply to the global model; the personal model trains on the following epochs.
     """
     names, history, own = is_trained(net), [], {}
     for round in range(visits.rounds):
@@ -199,7 +199,7 @@ def ditto_reference(net, visits, loss, optimizer, lam, personal_epochs):
 
 
 def moon_reference(net, features, visits, loss, optimizer, mu, temperature=0.5):
-    """Li et al. 2021, with the contrastive loss in the loss that is differentiated; `features(net, inputs)`."""
+    """Li et al. 2021, with the contrastive term in the differentiated loss; features from `features(net, inputs)`."""
     history, last = [], {}
     for round in range(visits.rounds):
         start, states, sizes = copied(net), [], []
@@ -216,7 +216,7 @@ def moon_reference(net, features, visits, loss, optimizer, mu, temperature=0.5):
                 supervised = loss(net, batch)
                 if client not in last:
                     return supervised
-                z = net.seen  # of the pass that the loss made
+                z = net.seen  # from the pass of the loss
                 with torch.no_grad():
                     z_global, z_last = features(of_global, batch[0]), features(of_last, batch[0])
                 positive = torch.exp(F.cosine_similarity(z, z_global) / temperature)
@@ -233,7 +233,7 @@ def moon_reference(net, features, visits, loss, optimizer, mu, temperature=0.5):
 
 
 def qffl_reference(net, visits, loss, optimizer, q, lipschitz):
-    """Li et al. 2020 ("q-FedAvg"), Algorithm 2, clients weighted by their examples: global states."""
+    """Li et al. 2020 ("q-FedAvg"), Algorithm 2, clients weighted by examples: global states."""
     names, history = is_trained(net), []
     for round in range(visits.rounds):
         start, states, sizes, losses = copied(net), [], [], []
@@ -267,20 +267,19 @@ def qffl_reference(net, visits, loss, optimizer, q, lipschitz):
 
 
 def fedala_reference(net, visits, loss, optimizer, mixed, pass_batches, eta, window=10, spread=0.1, most=100):
-    """Zhang et al. 2023, Algorithm 1, as the authors' program has it: global states, and each client's own model.
+    """Zhang et al. 2023, Algorithm 1, as in the authors' program: global states, and each client's model.
 
     Args:
-        net: The net.
+        net: The network.
         visits: The visits.
-        loss: Of (net, batch).
-        optimizer: Makes one of parameters.
-        mixed: Names of the parameters that are mixed.
-        pass_batches: Function of (round, client) that gives the batches of a pass of the weights.
-        eta: Rate of the weights.
-        window: Number of losses that are looked at.
-        spread: Their largest deviation where they have converged.
+        loss: Function of (net, batch).
+        optimizer: Makes the optimizer from parameters.
+        mixed: Names of the mixed parameters.
+        pass_batches: Batches for a pass over the element weights, as a function of (round, client).
+        eta: Learning rate of the element weights.
+        window: Number of compared losses.
+        spread: Largest standard deviation of converged losses.
         most: Largest number of passes.
-
     """
     history, last, weights = [], {}, {}
     for round in range(visits.rounds):

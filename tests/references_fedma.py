@@ -1,7 +1,7 @@
-"""FedMA's pass through the layers of a fully connected network, written from the spec's sections 4 to 6.
+"""FedMA's pass through the layers of a fully connected network, written from sections 4 to 6 of the spec.
 
-Nothing here imports the package. A network is a list of layers ``[weight (O, I), bias (O,)]`` with ReLU between them;
-neurons are matched by the plain loops of :mod:`tests.references_matching`.
+This file does not import the package. A network is a list of layers ``[weight (O, I), bias (O,)]`` with ReLU in
+between; the plain loops in :mod:`tests.references_matching` match neurons.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ def forward(layers, inputs):
 
 
 def train(layers, data, frozen, steps, lr, momentum):
-    """Full-batch steps of SGD on the layers from ``frozen`` on; the others stay."""
+    """Full-batch SGD steps on the layers from ``frozen`` on; earlier layers do not change."""
     inputs, targets = data
     layers = [[part.clone() for part in layer] for layer in layers]
     trained = [part.requires_grad_() for layer in layers[frozen:] for part in layer]
@@ -35,21 +35,20 @@ def train(layers, data, frozen, steps, lr, momentum):
 
 
 def fedma_pass(clients, data, steps, lr, momentum, gamma, generators, passes=5, last="class", matches=True, prior=0):
-    """One pass; returns the global layers, and for each client and hidden layer the places of its neurons.
+    """One pass; returns the global layers, and the positions of neurons for each client and hidden layer.
 
     Args:
-        clients: Each client's layers before it trains.
+        clients: Each client's layers before training.
         data: Each client's (inputs, targets).
-        steps: Steps of each visit: of the first, and of those after each settled layer.
+        steps: Steps of each visit: first visit, then visits after each fixed layer.
         lr: Learning rate.
-        momentum: Momentum, from rest in every visit.
-        gamma: Of the published score, with variances of 1 and prior means of 0.
+        momentum: Momentum, starting at zero in every visit.
+        gamma: Parameter of the published score, with variances of 1 and prior means of 0.
         generators: One for each hidden layer.
         passes: Most passes over the clients.
         last: ``"class"`` or ``"size"``.
-        matches: Whether neurons are matched; otherwise they stay in their places.
-        prior: Clients of the mean size that a prior with mean 0 counts for.
-
+        matches: Whether neurons are matched; otherwise positions do not change.
+        prior: Weight of a prior with mean 0, in clients of mean size.
     """
     sizes = [len(targets) for _, targets in data]
     prior_size = prior * sum(sizes) / len(sizes)
@@ -63,7 +62,7 @@ def fedma_pass(clients, data, steps, lr, momentum, gamma, generators, passes=5, 
             found = match_reference(vectors, generators[n], "published", gamma, ones, ones[0], zeros, passes, stop=True)
         else:
             found = [[(j, i) for j in range(len(vectors))] for i in range(len(vectors[0]))]
-        # the mean of every neuron over the clients that have it, weighted by their examples
+        # the mean of every neuron over its owners, weighted by examples
         theta = np.array(
             [
                 sum(sizes[j] * vectors[j][i] for j, i in members) / (prior_size + sum(sizes[j] for j, _ in members))

@@ -1,6 +1,6 @@
-"""FedFusion, written from its paper (Yao et al., ICIP 2019) in plain torch: operators element by element, and a fit.
+"""FedFusion in plain torch, written from the paper (Yao et al., ICIP 2019): operators by element, and a fit.
 
-Nothing here imports the package: these are what its results are compared with.
+This file does not import the package: tests compare the package's results with these references.
 """
 
 import copy
@@ -19,7 +19,7 @@ from tests.references_baselines import copied
 
 
 def fuse_reference(kind, local, reference, weight=None, bias=None, axis=1):
-    """Equations 1 to 3 for features with the examples first and the channels on `axis`, channel by channel."""
+    """Equations 1 to 3 channel by channel, for features with examples first and channels on `axis`."""
     local, reference = local.movedim(axis, 0), reference.movedim(axis, 0)
     fused = []
     for channel in range(len(local)):
@@ -36,17 +36,17 @@ def fuse_reference(kind, local, reference, weight=None, bias=None, axis=1):
 
 
 class FusedReference(nn.Module):
-    """E_l, C, F's parameters, and E_g outside of the state: a network of two parts with a fusion between them."""
+    """E_l, C, the parameters of F, and E_g outside the state: a network in two parts with fusion in between."""
 
     def __init__(self, kind, features, classifier, parameters, axis=1):
         super().__init__()
         self.kind, self.axis = kind, axis
         self.features, self.classifier = features, classifier
         self.operator = nn.ParameterDict({name: nn.Parameter(value.clone()) for name, value in parameters.items()})
-        self.frozen = []  # a list, so that it is no submodule
+        self.frozen = []  # a list hides the submodule
 
     def refer(self, state=None):
-        """E_g as a copy of this network's extractor, or of one with these values."""
+        """Sets E_g to a copy of this network's extractor, or to an extractor with these values."""
         extractor = copy.deepcopy(self.features)
         if state is not None:
             extractor.load_state_dict(state)
@@ -65,8 +65,10 @@ class FusedReference(nn.Module):
 def fedfusion_reference(
     net, clients, loss, optimizer, rounds, cohort_size, seed, batch_size=32, epochs=1, ema=0.9, probe=None
 ):
-    """Algorithm 1. For every round the global state, the clients' E_g after their visits, and what the model makes of
-    `probe` with E_g from the round before and with its own.
+    """Algorithm 1.
+
+    Returns for every round the global state, the clients' E_g after their visits, and two outputs for `probe`: with E_g
+    from the previous round, and with the current extractor.
     """
     history = []
     for round in range(rounds):

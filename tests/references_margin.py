@@ -1,6 +1,6 @@
-"""FedMargin's equations, entropy maps and maximum mean discrepancy, written from the spec in plain loops.
+"""FedMargin's equations, entropy maps and maximum mean discrepancy in plain loops, written from the spec.
 
-Nothing here imports the package. Prototypes are dictionaries of class to vector; a class that is absent is no key.
+This file does not import the package. Prototypes are dictionaries of vectors by class; absent classes have no key.
 """
 
 import math
@@ -12,7 +12,7 @@ from tests.references import cohort_reference, visit_batches_reference, visit_se
 from tests.references_baselines import visit_reference
 
 # ---------------------------------------------------------------------------------------------------------------------
-# FedMargin: specs/fedmargin.md, sections 2 to 4, by the numbers of its equations
+# FedMargin: specs/fedmargin.md, sections 2 to 4, with the numbers of the equations
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -25,7 +25,7 @@ def distance(a, b):
 
 
 def prototypes_reference(features, labels, ignore_index, excluded):
-    """(1): means and counts per class, of features (N, d) or (N, d, h, w) and labels (N,) or (N, H, W)."""
+    """(1): means and counts per class, for features (N, d) or (N, d, h, w) and labels (N,) or (N, H, W)."""
     vectors = {}
     for feature, label in zip(np.asarray(features, np.float64), np.asarray(labels), strict=True):
         if feature.ndim == 1:
@@ -46,7 +46,7 @@ def prototypes_reference(features, labels, ignore_index, excluded):
 
 
 def class_margins_reference(query, reference, margin, fallback=None):
-    """Section 3.1: class to margin; a class without one is no key."""
+    """Section 3.1: margins by class; undefined margins have no key."""
 
     def nearest(point, own, others):
         distances = [distance(point, vector) for c, vector in others.items() if c != own]
@@ -78,7 +78,7 @@ def class_margins_reference(query, reference, margin, fallback=None):
 
 
 def reduce_reference(margins, counts, reduction):
-    """(3), (4): one number for the client, None if missing."""
+    """(3), (4): one number for the client, `None` without margins."""
     if not margins:
         return None
     if reduction == "mean":
@@ -105,7 +105,7 @@ def mean_margin_reference(prototypes, kind, normalize):
 
 
 def aggregate_reference(clients, counts, sizes, weighting):
-    """(6): class to vector."""
+    """(6): vectors by class."""
     known = sorted({c for client in clients for c in client})
     result = {}
     for c in known:
@@ -121,7 +121,7 @@ def aggregate_reference(clients, counts, sizes, weighting):
 
 
 def memory_reference(previous, current):
-    """(7): class to vector."""
+    """(7): vectors by class."""
     result = dict(previous)
     for c, vector in current.items():
         if c in previous:
@@ -132,7 +132,7 @@ def memory_reference(previous, current):
 
 
 def attention_reference(values, kind):
-    """(8) and the notes of section 4; None is missing."""
+    """(8) and the notes in section 4; `None` means missing."""
     count = len(values)
     if kind == "sum":
         values = [None if v is None else max(v, 0.0) for v in values]
@@ -149,7 +149,7 @@ def attention_reference(values, kind):
 
 
 def combine_reference(local, aggregate, combine, sizes=None):
-    """(9) and the notes of section 4."""
+    """(9) and the notes in section 4."""
     both = list(zip(local, aggregate, strict=True))
     weights = {
         "mean": [(a + b) / 2 for a, b in both],
@@ -165,12 +165,12 @@ def combine_reference(local, aggregate, combine, sizes=None):
 
 
 def fedmargin_reference(net, features, clients, loss, optimizer, rounds, cohort_size, seed, batch_size, epochs=1):
-    """The rounds of section 4 with the options' defaults, one plain PyTorch loop per client; the net is changed.
+    """The rounds of section 4 with default options, one plain PyTorch loop per client; changes the network.
 
     Args:
         net: A ``torch.nn.Module`` without integer entries.
-        features: The layers of the net that make its features.
-        clients: Client to (inputs, labels).
+        features: The layers that compute the features.
+        clients: (inputs, labels) by client.
         loss: Function of (net, batch).
         optimizer: Function of parameters, called for every visit.
         rounds: Number of rounds.
@@ -180,8 +180,7 @@ def fedmargin_reference(net, features, clients, loss, optimizer, rounds, cohort_
         epochs: Local epochs.
 
     Returns:
-        Of every round the global state and a dictionary: LPM, APM and attention by client, and AMM.
-
+        For every round the global state and a dictionary: LPM, APM and attention by client, and AMM.
     """
 
     def prototypes(tensors):
@@ -270,7 +269,7 @@ def feature_shares_reference(values, activation):
 
 
 def bilinear_reference(image, height, width):
-    """Resized with corners not aligned: pixel centres at halves, coordinates outside moved to the edge."""
+    """Resizing with `align_corners=False`: pixel centres at halves, outside coordinates clipped to the edge."""
     rows, columns = len(image), len(image[0])
     result = np.zeros((height, width))
     for i in range(height):
@@ -286,7 +285,7 @@ def bilinear_reference(image, height, width):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The example of section 8: three clients, three classes, scalar weights
+# Example in section 8: three clients, three classes, scalar weights
 # ---------------------------------------------------------------------------------------------------------------------
 
 BEFORE = [{0: (0, 0), 1: (4, 0), 2: (0, 3)}, {0: (0, 0), 1: (1, 0)}, {2: (0, 3)}]

@@ -1,7 +1,7 @@
-"""Matching of neurons, written from the spec's equations in plain loops.
+"""Neuron matching in plain loops, written from the equations in the spec.
 
-Nothing here imports the package. A global neuron is the list of its members, pairs (client, neuron); its sum and its
-precision are added up anew whenever they are asked for.
+This file does not import the package. A global neuron is a list of members (client, neuron); sum and precision are
+computed again at every use.
 """
 
 import math
@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Section 2 (and 10.1): scores of one client against global neurons that it has no part in
+# Section 2 (and 10.1): scores of one client against global neurons without members from this client
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -49,7 +49,7 @@ def new_score(j, neuron, k, clients, precision, prior_precision, prior_mean, sco
 
 
 def score_table(j, globals_, clients, precision, prior_precision, prior_mean, score, gamma, max_width=None):
-    """All scores of client j: rows its neurons, columns the global neurons and then the new ones."""
+    """All scores of client j: its neurons as rows, global neurons and new neurons as columns."""
     size, width = len(clients[j]), len(globals_)
     room = size
     if score == "published":
@@ -67,14 +67,14 @@ def score_table(j, globals_, clients, precision, prior_precision, prior_mean, sc
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The order of section 2, without a stop rule unless asked for
+# The order in section 2, by default without early stop
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def match_reference(
     clients, generator, score, gamma, variance, prior_variance, prior_mean, passes, max_width=None, stop=False
 ):
-    """Global neurons, each the list of its members in the order in which they joined."""
+    """Global neurons, each a list of members in joining order."""
     precision = [[1 / value for value in row] for row in variance]
     prior_precision = [1 / value for value in prior_variance]
     globals_ = []
@@ -108,7 +108,7 @@ def match_reference(
 
 
 def estimate_reference(globals_, clients, variance, prior_variance, prior_mean):
-    """Theta of section 2: A / P."""
+    """Theta in section 2: A / P."""
     precision = [[1 / value for value in row] for row in variance]
     prior_precision = [1 / value for value in prior_variance]
     pairs = [
@@ -123,15 +123,15 @@ def means_reference(globals_, clients):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Section 10.1: variances from the data, one per client and block (section 2 has sigma_j), and the prior's
+# Section 10.1: variances from the data, one per client and block (section 2 has sigma_j), and the prior's variance
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def variances_reference(globals_, clients, blocks, noise, prior):
-    """sigma_j^2 and sigma_0^2 of every block by expectation maximisation, for a prior mean of 0.
+    """sigma_j^2 and sigma_0^2 for every block by expectation maximisation, for a prior mean of 0.
 
-    Of each number theta of a global neuron: precision P = 1 / s0 + sum 1 / s_j and mean m = sum (w_j / s_j) / P over
-    its owners; then s_j is the mean of (w_j - m)^2 + 1 / P over the client's numbers, s0 that of m^2 + 1 / P.
+    For each number theta in a global neuron: precision P = 1 / s0 + sum 1 / s_j and mean m = sum (w_j / s_j) / P over
+    the owners; then s_j is the mean of (w_j - m)^2 + 1 / P over the client's numbers, and s0 the mean of m^2 + 1 / P.
     """
     noise, prior, start = [list(row) for row in noise], list(prior), 0
     for block, size in enumerate(blocks):
@@ -161,7 +161,7 @@ def variances_reference(globals_, clients, blocks, noise, prior):
 
 
 def estimated_reference(clients, generator, gamma, blocks, passes):
-    """Matching with estimated variances: at most four times, until it stays as it is; a row per client and block."""
+    """Matching with estimated variances: at most four times, until convergence; one row per client and block."""
     values = np.concatenate(clients)
     prior = [float(np.var(block)) / 2 for block in np.split(values, np.cumsum(blocks)[:-1], axis=1)]
     noise = [[value] * len(clients) for value in prior]
@@ -193,7 +193,9 @@ def estimated_reference(clients, generator, gamma, blocks, passes):
 
 
 def matched_layer_reference(layers, rows, columns, num_rows, num_columns, weights):
-    """Of matrices whose rows and columns have places in a wide one: sums of what there is, over the rows' owners."""
+    """Embeds matrices into a wide matrix by row and column positions: sums of the entries, divided by the rows'
+    owners.
+    """
     total, owned = np.zeros((num_rows, num_columns)), np.zeros(num_rows)
     for layer, row_places, column_places, weight in zip(layers, rows, columns, weights, strict=True):
         for row, row_place in enumerate(row_places):

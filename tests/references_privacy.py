@@ -1,6 +1,6 @@
-"""Central differential privacy written from specs/privacy.md and its papers, in plain NumPy.
+"""Central differential privacy in plain NumPy, written from specs/privacy.md and the papers.
 
-Nothing here imports the package.
+This file does not import the package.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ def clipped_reference(step, clip):
 
 
 def noise_reference(key, round, name, shape, std):
-    """A stream of its own for every key, round and entry."""
+    """A separate stream for every key, round and entry."""
     entry = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big")
     philox = np.random.Philox(np.random.SeedSequence([key, round, entry]))
     return std * np.random.Generator(philox).standard_normal(shape)
 
 
 def private_mean_reference(steps, clip, std, cohort, key, round, shapes):
-    """The step of the server, entry by entry; a step is a dictionary of arrays, clipped as one vector."""
+    """The server's step, entry by entry; a step is a dictionary of arrays, clipped as one vector."""
     result = {name: noise_reference(key, round, name, shape, std) for name, shape in shapes.items()}
     for step in steps:
         flat = clipped_reference(np.concatenate([step[name].reshape(-1) for name in shapes]), clip)
@@ -34,19 +34,19 @@ def private_mean_reference(steps, clip, std, cohort, key, round, shapes):
 
 
 def adaptive_clip_reference(clip, is_short, cohort, noise, rate, quantile):
-    """Andrew et al., section 2: shares relative to one half, so that nobody is one half."""
+    """Andrew et al., section 2: shares relative to one half, so an empty round has share one half."""
     share = 0.5 + (sum(0.5 if short else -0.5 for short in is_short) + noise) / cohort
     return clip * np.exp(-rate * (share - quantile)), share
 
 
 def client_key_reference(client):
-    """The first 64 bits of the hash of a client's name and its type."""
+    """The first 64 bits of the hash of a client's name and type."""
     name = f"{'s' if isinstance(client, str) else 'i'}:{client}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
 def poisson_reference(key, client, round, number, num_samples, batch_size):
-    """Positions of a batch: how many there are, then which."""
+    """Positions in a batch: first the count, then the positions."""
     keys = [key, 0 if client is None else client_key_reference(client), round, number, 0]
     rng = np.random.default_rng(np.random.SeedSequence(keys))
     count = rng.binomial(num_samples, min(1, batch_size / num_samples))
@@ -54,7 +54,7 @@ def poisson_reference(key, client, round, number, num_samples, batch_size):
 
 
 def dpsgd_gradient_reference(gradients, clip, z, expected, key, client, round, number, shapes, dtype):
-    """Abadi et al., Algorithm 1; ``gradients`` are dictionaries of arrays, one for each example of the batch."""
+    """Abadi et al., Algorithm 1; ``gradients`` are dictionaries of arrays, one per example in the batch."""
     total = {name: np.zeros(shape) for name, shape in shapes.items()}
     for gradient in gradients:
         flat = clipped_reference(np.concatenate([gradient[name].reshape(-1) for name in shapes]), clip)
@@ -70,13 +70,13 @@ def dpsgd_gradient_reference(gradients, clip, z, expected, key, client, round, n
 
 
 def encoded_reference(values, clip, clients, max_weight, uniform):
-    """Fixed-point numbers modulo 2^32 of a weighted step, rounded up where a uniform number says so."""
+    """A weighted step in fixed-point numbers modulo 2^32, with stochastic rounding by uniform numbers."""
     scale = ((2**31 - 1) / clients - 1) / (max_weight * clip)
     return np.floor(values * scale + uniform).astype(np.int64) % 2**32, scale
 
 
 def masked_sum_reference(vectors, seed):
-    """The sum of vectors of which every pair of clients has masked its own two, modulo 2^32 (Bonawitz et al. 2017)."""
+    """The sum of vectors with pairwise masks modulo 2^32 (Bonawitz et al. 2017), and the masked vectors."""
     rng, masked = np.random.default_rng(seed), [vector.copy() for vector in vectors]
     for one in range(len(vectors)):
         for other in range(one):

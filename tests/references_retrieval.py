@@ -1,6 +1,6 @@
-"""MAP@R, what a client's own classes are mistaken for, and what FedSS sends, written from the spec in plain loops.
+"""MAP@R, confusion of a client's classes, and FedSS's message sizes in plain loops, written from the spec.
 
-Nothing here imports the package.
+This file does not import the package.
 """
 
 import math
@@ -9,7 +9,9 @@ import numpy as np
 
 
 def average_precision_reference(relevant, r):
-    """Equation 9 for one query: the sum over i of rel_i times the share of relevant ones among the first i, over R."""
+    """Equation 9 for one query: the sum over i of rel_i times the share of relevant images among the first i, over
+    R.
+    """
     total = 0.0
     for i in range(1, r + 1):
         if i <= len(relevant) and relevant[i - 1]:
@@ -18,7 +20,7 @@ def average_precision_reference(relevant, r):
 
 
 def ranking_reference(query, label, gallery, labels, metric):
-    """rel_1, rel_2, ...: is each image of the query's class? Nearest first; of equally near ones the others first."""
+    """rel_1, rel_2, ...: whether each image has the query's class. Nearest first; irrelevant images win ties."""
     order = []
     for image, other in zip(gallery, labels, strict=True):
         if metric == "cosine":
@@ -31,7 +33,7 @@ def ranking_reference(query, label, gallery, labels, metric):
 
 
 def map_reference(embeddings, labels, r, metric, gallery=None, gallery_labels=None):
-    """The mean over queries; with "relevant" over those that have another image of their class."""
+    """The mean over queries; with "relevant" over queries with another image of their class."""
     embeddings, labels = np.asarray(embeddings, np.float64), np.asarray(labels)
     values = []
     for number, (query, label) in enumerate(zip(embeddings, labels, strict=True)):
@@ -47,7 +49,7 @@ def map_reference(embeddings, labels, r, metric, gallery=None, gallery_labels=No
 
 
 def own_confusion_reference(logits, targets):
-    """Rows: a client's own classes, in order; columns: the one of them that has the largest logit."""
+    """Rows: a client's classes in order; columns: the client's class with the largest logit."""
     logits, targets = np.asarray(logits, np.float64), [int(target) for target in targets]
     own = sorted(set(targets))
     counts = [[0] * len(own) for _ in own]
@@ -58,5 +60,5 @@ def own_confusion_reference(logits, targets):
 
 
 def sent_parameters_reference(num_others, width, num_rows, has_bias=False):
-    """Section 4: what a client receives, and sends: the rest of the model and as many rows as it asks for."""
+    """Section 4: parameters received and sent by a client: the rest of the model plus the requested rows."""
     return num_others + num_rows * (width + (1 if has_bias else 0))

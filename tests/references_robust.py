@@ -1,6 +1,7 @@
-"""Robust rules written from specs/robust.md and the papers, in plain NumPy on a matrix with a row for each client.
+"""Robust rules in plain NumPy on a matrix with one row per client, written from specs/robust.md and the papers.
 
-Nothing here imports the package. Loops over clients and coordinates, no inner products: the package works with these.
+This file does not import the package. The references loop over clients and coordinates, the package uses inner
+products.
 """
 
 import numpy as np
@@ -31,7 +32,7 @@ def scores_reference(rows, f):
 
 
 def krum_order_reference(rows, f):
-    """Of two that are each other's only neighbour the one whose next neighbour is nearer comes first."""
+    """Mutual nearest neighbours tie; the client with the nearer second neighbour comes first."""
     neighbors = [sorted(distance(row, other) ** 2 for other in rows) for row in rows]
     return sorted(range(len(rows)), key=list(zip(scores_reference(rows, f), neighbors, strict=True)).__getitem__)
 
@@ -46,7 +47,7 @@ def multi_krum_reference(rows, f, m=None):
 
 def bulyan_reference(rows, f):
     left, chosen = [rows[i] for i in krum_order_reference(rows, f)], []
-    while len(chosen) < len(rows) - 2 * f:  # of equal scores the first: that of the lower score among all
+    while len(chosen) < len(rows) - 2 * f:  # ties go to the lower score among all clients
         chosen.append(left.pop(int(np.argmin(scores_reference(np.array(left), f)))))
     middle, columns = median_reference(np.array(chosen)), []
     for column, center in zip(np.array(chosen).T, middle, strict=True):
@@ -75,7 +76,7 @@ def centered_clipping_reference(rows, radius, iterations, center):
 
 
 def norm_clipping_reference(rows, max_norm):
-    """Without a bound that of the middle step; of an even number the lower one, which no single client can raise."""
+    """By default the bound is the lower median norm, which no single client can raise."""
     norms = [distance(row, 0 * row) for row in rows]
     limit = sorted(norms)[(len(norms) - 1) // 2] if max_norm is None else max_norm
     return np.mean([row if n <= limit else row * limit / n for row, n in zip(rows, norms, strict=True)], axis=0)
@@ -111,7 +112,7 @@ def bucketing_reference(rows, order, size):
 
 
 def majority_reference(values):
-    """The value of more than half, or the lower median."""
+    """The value of more than half of the clients, or the lower median."""
     for value in values:
         if 2 * sum(other == value for other in values) > len(values):
             return value

@@ -1,7 +1,7 @@
-"""FedSS' losses, corrections and logits, written from the spec in plain loops.
+"""FedSS's losses, corrections and logits in plain loops, written from the spec.
 
-Nothing here imports the package. A client's classes are lists of class numbers; the logits of an example are a
-dictionary of class to number.
+This file does not import the package. A client's classes are lists of class numbers; an example's logits are numbers by
+class.
 """
 
 import math
@@ -12,7 +12,7 @@ import math
 
 
 def corrected_reference(o, positives, negatives, n):
-    """(3), for the negatives: class to o'."""
+    """(3), for the negatives: o' by class."""
     corrected = dict(o)
     if not negatives:
         return corrected
@@ -23,7 +23,7 @@ def corrected_reference(o, positives, negatives, n):
 
 
 def pushing_reference(positives, negatives, t, n, objective):
-    """The classes whose exponentials are summed in (2), (6), (7) and (8)."""
+    """The classes in the sums of exponentials in (2), (6), (7) and (8)."""
     return {
         "fedss": [j for j in [*positives, *negatives] if j != t],
         "negonly": list(negatives),
@@ -33,15 +33,15 @@ def pushing_reference(positives, negatives, t, n, objective):
 
 
 def loss_reference(o, positives, negatives, t, n, objective="fedss"):
-    """(2), (6), (7), (8): ln(1 + sum exp(o'_j - o'_t)) of one example."""
-    drawn = [] if objective in ("posonly", "full") else negatives  # where none is drawn, o' = o
+    """(2), (6), (7), (8): ln(1 + sum exp(o'_j - o'_t)) for one example."""
+    drawn = [] if objective in ("posonly", "full") else negatives  # without negatives, o' = o
     corrected = corrected_reference(o, positives, drawn, n)
     terms = [math.exp(corrected[j] - corrected[t]) for j in pushing_reference(positives, negatives, t, n, objective)]
     return math.log1p(math.fsum(terms))
 
 
 def gradient_reference(o, positives, negatives, t, n, objective="fedss"):
-    """Its derivatives by the logits: class to number."""
+    """Derivatives of the loss with respect to the logits, by class."""
     drawn = [] if objective in ("posonly", "full") else negatives
     corrected = corrected_reference(o, positives, drawn, n)
     pushing = pushing_reference(positives, negatives, t, n, objective)
@@ -60,7 +60,7 @@ def gradient_reference(o, positives, negatives, t, n, objective="fedss"):
 
 
 def logits_reference(feature, weight, scale=None, bias=None):
-    """Section 1.1, of one example: a list over the rows of the weight; ``scale=None`` for linear ones."""
+    """Section 1.1 for one example: a list over the rows of the weight; ``scale=None`` for linear logits."""
 
     def length(vector):
         return max(math.sqrt(math.fsum(x * x for x in vector)), 1e-12)
@@ -74,19 +74,19 @@ def logits_reference(feature, weight, scale=None, bias=None):
 
 
 def negatives_reference(positives, n, m, generator):
-    """Section 1.2: draws places in the list of all other classes."""
+    """Section 1.2: draws positions in the list of all other classes."""
     others = [c for c in range(n) if c not in set(positives)]
     places = generator.choice(len(others), min(m, len(others)), replace=False, shuffle=False)
     return sorted(others[place] for place in places)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Margins: Deng et al. 2019 (ArcFace, with the continuation of its authors' program), Wang et al. 2018 (CosFace)
+# Margins: Deng et al. 2019 (ArcFace, continued as in the authors' program), Wang et al. 2018 (CosFace)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def margin_reference(cosines, t, margin, margin_of):
-    """The cosines of an example, class to number, with a margin on that of its class t."""
+    """The cosines of an example by class, with a margin for the true class t."""
     changed = dict(cosines)
     if margin_of == "cosine":
         changed[t] = cosines[t] - margin

@@ -1,6 +1,6 @@
-"""What servers do beyond averaging, written from the papers in plain numpy and loops.
+"""Server optimizers and spread-out steps in plain numpy and loops, written from the papers.
 
-Nothing here imports the package: these are what its results are compared with.
+This file does not import the package: tests compare the package's results with these references.
 """
 
 import math
@@ -35,9 +35,9 @@ def adaptive_step(memory, w, mean, kind, lr=0.1, beta1=0.9, beta2=0.99, tau=1e-3
 
 
 class ServerReference:
-    """A new global state of the clients' states: average, then a step entry by entry, with a memory across rounds.
+    """The global state from the clients' states: average, then a step by entry, with a memory across rounds.
 
-    Integers and running statistics are averaged as federated averaging does.
+    Integers and running statistics are averaged as in federated averaging.
     """
 
     def __init__(self, step, **options):
@@ -55,15 +55,14 @@ class ServerReference:
 
 
 def rows_reference(step, table, rounds, lazy, **options):
-    """A table of one number per row, of which clients hold some rows: every row as a model of its own.
+    """A table with one number per row, held in part by the clients: every row is a separate model.
 
     Args:
-        step: Step of the server.
+        step: The server's step.
         table: List of numbers.
-        rounds: Of every round the clients, each (number of examples, {row: its new value}).
-        lazy: Whether rows that nobody holds are left alone.
-        options: Of the step.
-
+        rounds: Clients by round, each (number of examples, {row: new value}).
+        lazy: Whether rows without a client do not change.
+        options: Options of the step.
     """
     table, memories = list(table), [{} for _ in table]
     for clients in rounds:
@@ -103,7 +102,7 @@ def spreadout_top_k_reference(vectors, classes, k, comparison=None):
 
 
 def gradient_reference(function, vectors, step=1e-6):
-    """Central differences of a function of a list of lists."""
+    """Central differences for a function of a list of lists."""
     gradient = []
     for c, vector in enumerate(vectors):
         row = []

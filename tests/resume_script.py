@@ -1,8 +1,8 @@
-"""Federated runs that are broken off and resumed: shared by the tests of `test_resume.py`, and run as a process there.
+"""Interrupted and resumed federated runs: imported by `test_resume.py`, and run as a process there.
 
-As a process, `python -m tests.resume_script FILE`, it takes the runs of a JSON file one after another, each in a child
-of its own (forked, so that the libraries are imported once). A child that reaches its breaking point writes a file and
-waits; the parent then kills it with SIGKILL.
+`python -m tests.resume_script FILE` runs the jobs in a JSON file one after another, each in a forked child, so that
+libraries are imported once. A child that reaches the breaking point writes a file and waits, until the parent kills the
+child with SIGKILL.
 """
 
 import csv
@@ -40,7 +40,7 @@ ROUNDS = 4
 PERSONAL = {"personal": ["head.*"], "batch_norm": "recalibrate", "optimizer_state": "keep"}
 
 RUNS = {
-    # Everything that draws random numbers or counts steps, on a model without state of its own.
+    # Everything with random numbers or step counts, for a model without client state.
     "schedulers": {
         "model": {"batch_norm": False, "schedulers": True},
         "federation": {
@@ -77,13 +77,13 @@ RUNS = {
         "model": {"optimizer": "two"},
         "federation": {"batch_norm": "frozen", "optimizer_state": "keep", "clients_per_round": 4},
     },
-    # What compression leaves out is remembered by each client, and the server's momentum is a step like it.
+    # Each client stores the error of compression, and the server's momentum is a second step with state.
     "compressed": {"federation": {"method": "fedavgm", "clients_per_round": 3, "steps": [Quantized(4)]}},
     "compressed-in-folder": {"federation": {"clients_per_round": 3, "steps": [TopK(0.2)], "store": "clients"}},
     "compressed-down": {
         "federation": {"method": "fedavgm", "clients_per_round": 3, "steps": [Quantized(8), Downlink(TopK(0.2))]}
     },
-    # What the server remembers of prototypes, and each client of its own.
+    # Prototypes stored on the server and on each client.
     "margins-in-memory": {
         "prototypes": {"lpm_before": "last_local"},
         "federation": {"method": "fedmargin", "clients_per_round": 3, "local_epochs": 2},
@@ -92,7 +92,7 @@ RUNS = {
         "prototypes": {"lpm_before": "last_local", "passes": "online"},
         "federation": {"method": "fedmargin", "clients_per_round": 3, "local_epochs": 2, "store": "clients"},
     },
-    # Several models of the server, and clients' own; gradients that are asked for before the visits.
+    # Several server models and personal centres; gradients computed before the visits.
     "centers": {"federation": {"method": "fesem", "clients_per_round": 4, "local_epochs": 2}},
     "corrected-gradients": {
         "model": {"schedulers": True},
@@ -103,7 +103,7 @@ RUNS = {
             "availability": Availability(client_dropout=0.2),
         },
     },
-    # Gradients that are corrected by what the server and every client remember.
+    # Gradients corrected by state on the server and on each client.
     "control-variates": {
         "model": {"optimizer": "two"},
         "federation": {"method": "scaffold", "clients_per_round": 3, "local_epochs": 2, "store": "clients"},
@@ -115,11 +115,11 @@ RUNS = {
             "availability": Availability(client_dropout=0.2),
         }
     },
-    # A model of every client's own, and two models in a visit.
+    # A personal model per client, and two models in one visit.
     "own-models": {
         "federation": {"method": "ditto", "clients_per_round": 3, "store": "clients", "optimizer_state": "keep"}
     },
-    # What the server's optimizer remembers.
+    # The state of the server's optimizer.
     "server-momentum": {"federation": {"method": "fedavgm", "clients_per_round": 3, "local_epochs": 2}},
     "server-moments": {
         "federation": {
@@ -129,7 +129,7 @@ RUNS = {
             "availability": Availability(client_dropout=0.2),
         },
     },
-    # What a client draws and holds, and rows that momentum moves.
+    # Sampled rows per client, and rows moved by momentum.
     "sampled-classes": {
         "model": {"batch_norm": False, "num_classes": 9},
         "sampled": {"num_negatives": 3, "resample": "batch"},
@@ -140,7 +140,7 @@ RUNS = {
             "availability": Availability(client_dropout=0.2),
         },
     },
-    # The extractor that the global model is evaluated with, and weights that the server smooths.
+    # The extractor for evaluating the global model, and weights smoothed on the server.
     "fused-features": {
         "fusion": {"operator": "multi", "cache_global_features": True},
         "federation": {
@@ -170,11 +170,11 @@ RUNS = {
 
 
 class Interruption(Exception):
-    """Stands in for a kill where a process of its own would be too slow."""
+    """Simulates a kill without a separate process."""
 
 
 class Net(L.LightningModule):
-    """Dropout, BatchNorm unless told otherwise, and a head that can stay at home."""
+    """With dropout, optional BatchNorm, and a head that may be personal."""
 
     def __init__(self, optimizer="sgd", batch_norm=True, schedulers=False, num_classes=None):
         super().__init__()
@@ -221,7 +221,7 @@ class Net(L.LightningModule):
 
 
 class Data(L.LightningDataModule):
-    """An ordinary datamodule, for a partition to split."""
+    """An ordinary datamodule, split by a partition."""
 
     def train_dataloader(self):
         return DataLoader(examples(60, seed=7), batch_size=5, shuffle=True)
@@ -231,9 +231,10 @@ class Data(L.LightningDataModule):
 
 
 class At(L.Callback):
-    """Calls `action(trainer, module)` once, in `hook` of a round: at its "first", "middle" or "last" batch, or at the
-    first one of its "second visit"; hooks that are not about a training batch come after the last one.
+    """Calls `action(trainer, module)` once in a hook of a round.
 
+    The place is "first", "middle" or "last" batch, or the first batch of the "second visit". Hooks outside training
+    batches follow the last batch.
     """
 
     HOOKS = (
@@ -263,7 +264,7 @@ class At(L.Callback):
         if hook == "on_train_batch_start":
             self.batch += 1
             if self.batch == 0:
-                self.skipped = arguments[1]  # what Lightning believes done, in a round that is trained again
+                self.skipped = arguments[1]  # Lightning skips batches already done, although the round is repeated
             federation = next(callback for callback in trainer.callbacks if isinstance(callback, Federation))
             is_new = federation.current_client not in self.clients
             self.clients += [federation.current_client] if is_new else []
@@ -294,14 +295,14 @@ def examples(count, seed):
 
 
 def fit(run, folder, version, callbacks=(), ckpt_path=None, **trainer_options):
-    """Trains `RUNS[run]` in `folder`; returns the trainer."""
+    """Trains `RUNS[run]` in `folder`; returns the Trainer."""
     trainer, module, data = prepare(run, folder, version, callbacks, **trainer_options)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return trainer
 
 
 def prepare(run, folder, version, callbacks=(), **trainer_options):
-    """Trainer, module and data of `RUNS[run]`, or of options like these; checkpoints and logs go to `folder`."""
+    """Trainer, module and data for `RUNS[run]` or for such options; checkpoints and logs go to `folder`."""
     options = RUNS[run] if isinstance(run, str) else run
     federation = {"seed": 3, **options.get("federation", {})}
     if federation.get("store") is not None:
@@ -318,7 +319,7 @@ def prepare(run, folder, version, callbacks=(), **trainer_options):
     prototypes = [ClassPrototypes(**options["prototypes"])] if "prototypes" in options else []
     sampled = [SampledSoftmax(**options["sampled"])] if "sampled" in options else []
     fusion = [FeatureFusion(**options["fusion"])] if "fusion" in options else []
-    # Both doors: `L.Trainer` with the callback, and `FederatedTrainer`.
+    # Both entry points: `L.Trainer` with the callback, and `FederatedTrainer`.
     callback = Federation(**federation)
     through_trainer = options.get("door") == "trainer"
     trainer = (partial(FederatedTrainer, federation=callback) if through_trainer else L.Trainer)(
@@ -341,12 +342,12 @@ def prepare(run, folder, version, callbacks=(), **trainer_options):
 
 
 def last_checkpoint(folder, name="checkpoints"):
-    """The newest "last" checkpoint, whatever its version."""
+    """The newest "last" checkpoint with any version."""
     return max((Path(folder) / name).glob("last*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def rows(folder, version):
-    """What was logged, by round: round to name to value; nothing if there is no such log."""
+    """Logged values by round and name; empty without a log."""
     by_round = {}
     if not os.path.exists(os.path.join(folder, f"log-{version}", "metrics.csv")):
         return by_round
@@ -358,7 +359,7 @@ def rows(folder, version):
 
 
 def in_child(job):
-    """One run, up to its breaking point."""
+    """One run, up to the breaking point."""
 
     def wait_for_the_end(trainer, module):
         (Path(job["folder"]) / "reached").touch()

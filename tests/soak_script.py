@@ -1,7 +1,7 @@
-"""A long fit of a small model in a process of its own, for `test_soak.py`: what the process holds after every round.
+"""A long fit of a small model in a separate process, with resource use after every round, for `test_soak.py`.
 
-`python -m tests.soak_script FOLDER ROUNDS METHOD` writes a line of JSON: bytes of resident memory, open descriptors,
-threads and files of the folder, each a list with one number per round.
+`python -m tests.soak_script FOLDER ROUNDS METHOD` writes a JSON line: bytes of resident memory, open descriptors,
+threads and files in the folder, each as a list with one number per round.
 """
 
 import gc
@@ -52,7 +52,7 @@ class Net(L.LightningModule):
 
 
 class Watch(L.Callback):
-    """Notes what the process holds."""
+    """Records the resource use of the process."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -71,7 +71,7 @@ OPTIONS = {
     "fedavgm": lambda folder: {
         "method": "fedavgm", "personal": ["head.*"], "optimizer_state": "keep", "store": folder / "clients",
     },
-    "fedma": lambda folder: {"method": FedMA("permute")},  # its widths stay
+    "fedma": lambda folder: {"method": FedMA("permute")},  # constant widths
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Projects that import `pytorch_lightning`: both names are one Lightning, and objects of another one are named."""
+"""Projects with `pytorch_lightning`: both names refer to one Lightning; objects of another Lightning cause an error."""
 
 import subprocess
 import sys
@@ -87,7 +87,7 @@ def test_a_module_that_neither_has():
 
 
 def foreign(name, *bases):
-    """An object whose class has a base in `pytorch_lightning`, as a project's own classes have."""
+    """An object with a base class from `pytorch_lightning`."""
     base = type(name, bases, {"__module__": f"pytorch_lightning.core.{name.lower()}"})
     return type("Users", (base,), {"__module__": "__main__"})()
 

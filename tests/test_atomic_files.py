@@ -38,7 +38,7 @@ def test_a_file_that_fails_half_way_leaves_the_one_before(tmp_path):
 
 @pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EROFS])
 def test_a_disk_that_fails_is_named_with_the_file(reason, tmp_path, monkeypatch):
-    """Of a server's checkpoint: the one of the round before stays, and the next fit goes on from it."""
+    """The previous round's checkpoint stays, and the next fit resumes from this checkpoint."""
 
     def fit(rounds, *callbacks):
         options = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path}
@@ -68,7 +68,7 @@ def test_a_disk_that_fails_is_named_with_the_file(reason, tmp_path, monkeypatch)
 
 
 def test_checkpoints_are_moved_within_their_folder(tmp_path, monkeypatch):
-    """From another file system they would be copied: a disk that fills up meanwhile once left 0 bytes of the last."""
+    """Moves across file systems copy: a full disk during the copy left an empty last checkpoint."""
     moves = []
     move = shutil.move
     monkeypatch.setattr(shutil, "move", lambda source, target: (moves.append((source, target)), move(source, target)))
@@ -94,7 +94,7 @@ def test_a_rounds_checkpoint_is_written_without_a_line_in_the_log(tmp_path, capl
 
 
 def test_an_error_that_names_no_file_gets_the_folders_of_the_fit(tmp_path):
-    """A logger's thread says `No space left on device`, and not where."""
+    """The error of a logger's thread is `No space left on device` without a path."""
 
     class FullLogger(CSVLogger):
         def log_metrics(self, metrics, step=None):

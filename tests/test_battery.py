@@ -1,6 +1,6 @@
-"""One table of models, data and options: every row through the same checks, with both rules, through both doors.
+"""One table of models, data and options: the same checks for every row, with both rules and both entry points.
 
-A row meets either rule and either door, and either rule meets either door in half of the rows.
+A row uses each rule and each entry point once; half of the rows combine rule and entry point the other way.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from tests.references import (
 )
 from tests.references_batch_norm import normalised_by_batch
 
-# The plain fits that visits are compared with only train, with modules that could validate.
+# The plain fits used for comparison only train, but the modules define a validation step.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 SEED = 5
@@ -47,17 +47,16 @@ class Row:
     """A row of the table.
 
     Args:
-        module: Makes the module; the same at every call.
-        clients: Client to tensors.
-        options: Of the federation.
-        trainer: Of the Trainer.
-        rounds: Rounds to train.
-        replayed: Rounds whose visits are trained again by a plain Trainer.
-        personal: Whether an entry stays with its client.
+        module: Makes the module; equal in every call.
+        clients: Tensors by client.
+        options: Options of the federation.
+        trainer: Options of the Trainer.
+        rounds: Number of rounds.
+        replayed: Rounds with visits repeated by a plain Trainer.
+        personal: Whether an entry is personal.
         frozen: Whether an entry never changes.
-        recalibrated: Whether BatchNorm's statistics are measured after the aggregation.
-        plain: Makes the module for the plain Trainer, if it is not the same.
-
+        recalibrated: Whether an entry is measured after aggregation.
+        plain: Makes another module for the plain Trainer.
     """
 
     module: Callable
@@ -93,7 +92,7 @@ class TwoRates(models.Module):
 
 
 class FrozenNorm(models.Module):
-    """What `batch_norm="frozen"` should be: BatchNorm that trains with its running statistics and leaves them alone."""
+    """Reference for `batch_norm="frozen"`: BatchNorm trains with unchanged running statistics."""
 
     def on_train_start(self):
         for layer in self.modules():
@@ -102,7 +101,7 @@ class FrozenNorm(models.Module):
 
 
 class FrozenBias(models.Module):
-    """What `frozen=["net.output.bias"]` should be: a bias without gradient."""
+    """Reference for `frozen=["net.output.bias"]`: a bias without gradient."""
 
     def configure_optimizers(self):
         self.net.output.bias.requires_grad_(False)
@@ -110,7 +109,7 @@ class FrozenBias(models.Module):
 
 
 class Compiled(models.Module):
-    """A user's module whose net is compiled (without a C++ compiler)."""
+    """A module with a compiled network (without a C++ compiler)."""
 
     def __init__(self):
         super().__init__(torch.compile(models.norm_mlp(), backend="eager"), models.momentum)
@@ -223,15 +222,15 @@ TABLE = {
         models.scenes(FEW),
         options={"clients_per_round": 2, "personal": ["net.segmentation_head.*"], "batch_norm": "recalibrate"},
         personal=lambda name: "segmentation_head" in name,
-        recalibrated=lambda name: "running" in name and "layer3" not in name and "layer4" not in name,  # not used
+        recalibrated=lambda name: "running" in name and "layer3" not in name and "layer4" not in name,  # unused
     ),
 }
-DOORS = ({"fedavg": "trainer", "fairavg": "callback"}, {"fedavg": "callback", "fairavg": "trainer"})  # in turns
-ONCE = {"deeplab": "fedavg", "unet": "fairavg"}  # large models: with one rule
+DOORS = ({"fedavg": "trainer", "fairavg": "callback"}, {"fedavg": "callback", "fairavg": "trainer"})  # alternating
+ONCE = {"deeplab": "fedavg", "unet": "fairavg"}  # large models: only one rule
 
 
 def fit(row, door, aggregator, plain_trainer, federated_trainer):
-    """Trains a row through a door."""
+    """Trains a row through an entry point."""
     recorder, module = Recorder(), row.module()
     options = {"batch_norm": "average", **row.options, "method": aggregator, "seed": SEED}
     trainer_options = {**row.trainer, "callbacks": [recorder]}
@@ -271,7 +270,7 @@ def test_table(name, aggregator, door, plain_trainer, federated_trainer):
         initial = {entry: value.bfloat16() for entry, value in initial.items()}
     recorder, module, trainer = fit(row, door, aggregator, plain_trainer, federated_trainer)
     assert trainer.current_epoch == len(recorder.validated) == len(recorder.aggregates) == row.rounds
-    assert len(recorder.objects) == 1  # parameters and optimizers stay what they are
+    assert len(recorder.objects) == 1  # parameters and optimizers are never replaced
     assert module.training
     check_cohorts(row, recorder)
     check_states(row, recorder, initial, state_of(module), aggregator)
@@ -282,7 +281,7 @@ def test_table(name, aggregator, door, plain_trainer, federated_trainer):
 
 
 def check_cohorts(row, recorder):
-    """Who took part, and with how much work."""
+    """Checks participants and amounts of work."""
     options, availability = row.options, row.options.get("availability", Availability())
     size = options.get("clients_per_round", 1.0)
     size = math.ceil(size * len(row.clients)) if isinstance(size, float) else size
@@ -300,7 +299,7 @@ def check_cohorts(row, recorder):
                 assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(ours, theirs, strict=True))
         short = [visit.client for visit in seen if len(visit.batches) < len(full[visit.client])]
         if availability.stragglers:
-            assert logged["fed/stragglers"] == size // 2  # half of five, rounded: three do all of their work
+            assert logged["fed/stragglers"] == size // 2  # half of five, rounded: three clients do all work
             kept = availability.partial_work == "keep"
             assert len(short) == (size // 2 if kept else 0)
             assert len(names) == size - (0 if kept else size // 2)
@@ -318,7 +317,7 @@ def check_cohorts(row, recorder):
 
 
 def check_states(row, recorder, initial, final, aggregator):
-    """What was sent, what each visit started from, what validation saw, and what the module holds in the end."""
+    """Checks messages, starts of visits, validated states, and the final module."""
     at_home = {name for name in initial if row.personal(name) or row.frozen(name)}
     shared, kept = dict(initial), {}
     for number in range(row.rounds):
@@ -346,14 +345,14 @@ def check_states(row, recorder, initial, final, aggregator):
             elif name in aggregate:
                 assert torch.equal(value, aggregate[name])
             else:
-                assert any(torch.equal(value, other) for other in aggregate.values())  # a tied entry's second name
+                assert any(torch.equal(value, other) for other in aggregate.values())  # the second name of a tied entry
         assert any(not torch.equal(value, shared[name]) for name, value in aggregate.items())
         shared = validated
     assert_same(final, shared)
 
 
 def check_log(row, recorder, aggregator):
-    """The numbers of every round, from the messages that were seen."""
+    """Compares the metrics of every round with the recorded messages."""
     names = [name for name, _ in row.module().named_parameters()]
     totals = {"up": 0, "down": 0}
     for number, logged in enumerate(recorder.logged):
@@ -383,7 +382,7 @@ def check_log(row, recorder, aggregator):
 
 
 def check_replay(row, visit, plain_trainer):
-    """A plain Trainer makes the same of the same start, batches and seed."""
+    """A plain Trainer gives the same result from the same start, batches and seed."""
     module = (row.plain or row.module)()
     module.load_state_dict(visit.start)
     seed_reference(visit_seed_reference(SEED, visit.round, visit.client))
@@ -391,7 +390,7 @@ def check_replay(row, visit, plain_trainer):
     assert_same(state_of(module), visit.end)
 
 
-# --- options, one by one ----------------------------------------------------------------------------------------------
+# --- Single options ---------------------------------------------------------------------------------------------------
 
 
 def val_loader(tensors, batch_size=16):
@@ -400,7 +399,7 @@ def val_loader(tensors, batch_size=16):
 
 @pytest.mark.parametrize("dropped", [False, True])
 def test_recalibrated_statistics_are_those_of_all_the_clients_data(dropped, federated_trainer):
-    """In float64 and in one go, from the aggregate, over the cohort's clients; personal heads play no part."""
+    """In float64 in one pass, from the aggregate over the cohort; personal heads do not matter."""
     clients = models.images()
     recorder, module = Recorder(), models.Module(models.cnn(), models.momentum)
     trainer = federated_trainer(
@@ -429,7 +428,7 @@ def test_recalibrated_statistics_are_those_of_all_the_clients_data(dropped, fede
 
 
 def test_kept_optimizer_state_is_each_clients_own(federated_trainer):
-    """Against a plain loop with one Adam per client, and a rate that falls every round."""
+    """Against a plain loop with one Adam per client, and a learning rate decreasing every round."""
     clients = models.vectors()
     module = models.Module(models.dropout_mlp(), models.adam, halving)
     trainer = federated_trainer(max_rounds=3, clients_per_round=3, optimizer_state="keep", seed=SEED)
@@ -458,7 +457,7 @@ def test_kept_optimizer_state_is_each_clients_own(federated_trainer):
 
 
 def test_learning_rates_per_round(federated_trainer):
-    """A scheduler per epoch falls from round to round and stays within one; that of the optimizer starts anew."""
+    """An epoch scheduler steps between rounds, not within; the optimizer's state restarts."""
     recorder, logger = Recorder(), MemoryLogger()
     trainer = federated_trainer(
         max_rounds=3, callbacks=[recorder, LearningRateMonitor("epoch")], logger=logger, log_every_n_steps=1
@@ -470,7 +469,7 @@ def test_learning_rates_per_round(federated_trainer):
 
 
 def test_learning_rates_per_step(federated_trainer):
-    """Every visit starts from the round's rate; the next round goes on where the median client was."""
+    """Every visit starts from the round's rate; the next round continues from the median client's rate."""
     recorder = Recorder()
     trainer = federated_trainer(max_rounds=3, callbacks=[recorder])
     trainer.fit(models.Module(models.mlp(), models.adam, per_step), models.as_datasets(models.vectors()))
@@ -482,7 +481,7 @@ def test_learning_rates_per_step(federated_trainer):
 
 
 def test_plateaus_and_early_stopping_count_rounds(federated_trainer):
-    """A model that cannot move: the rate falls once the patience is over, and the fit stops."""
+    """For a model that cannot move, the rate drops after the patience, and the fit stops."""
 
     def plateau(optimizer):
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=1)
@@ -538,7 +537,7 @@ def test_validation_every_second_round(federated_trainer):
 
 
 def test_too_few_clients_leave_the_global_model_as_it_was(federated_trainer, caplog):
-    """Two of the five send nonsense in the second round, and four are needed."""
+    """In round 1 two of five updates are invalid, but four are required."""
 
     class Nonsense(FederatedCallback):
         changes_update = True
@@ -580,7 +579,7 @@ def test_methods_that_keep_layers_at_home(method_name, federated_trainer):
 @pytest.mark.parametrize("store", [None, "clients"], ids=["memory", "folder"])
 @pytest.mark.parametrize("method_name", ["FedPer", "FedBN"])
 def test_a_clients_own_model(method_name, store, plain_trainer, federated_trainer, tmp_path):
-    """Its personal entries are those of its last visit, and a plain Trainer finds what was logged for the client."""
+    """Personal entries come from the client's last visit, and a plain Trainer reproduces the logged values."""
     options = {"local_epochs": 2, "clients_per_round": 2, "seed": SEED, "store": store and tmp_path / store}
     federation = Federation(FedPer("net.head.*") if method_name == "FedPer" else FedBN(), **options)
     at_home = "net.head." if method_name == "FedPer" else "net.base.1."
@@ -632,11 +631,11 @@ def test_a_clients_own_model_at_the_wrong_time(federated_trainer):
         trainer.federation.client_state("nobody")
 
 
-# --- evaluation client by client --------------------------------------------------------------------------------------
+# --- Evaluation by client ---------------------------------------------------------------------------------------------
 
 
 class Scored(models.Module):
-    """Metrics as objects, in training and in validation."""
+    """Metric objects in training and validation."""
 
     def __init__(self):
         super().__init__(models.BaseAndHead(), models.momentum)
@@ -664,12 +663,12 @@ class Scored(models.Module):
 
 
 def evaluated_by_hand(net, inputs, training_data, measures):
-    """Outputs of a client's model; a client without training data has the BatchNorm statistics of its batches."""
+    """Outputs of a client's model; without training data BatchNorm normalises by batch."""
     if measures and training_data is None:
         return torch.cat([normalised_by_batch(net, batch) for batch in inputs.split(32)])
     norm = net.base[1]
     if measures:
-        batches = [training_data[0]] * 2  # `Scored.training_step` runs the net twice
+        batches = [training_data[0]] * 2  # `Scored.training_step` runs the network twice
         mean, variance = batch_norm_reference(net, {"norm": norm}, batches)["norm"]
         norm.running_mean, norm.running_var = mean.float(), variance.float()
     net.eval()
@@ -679,13 +678,13 @@ def evaluated_by_hand(net, inputs, training_data, measures):
 
 @pytest.mark.parametrize("personal", [(), ("net.head.*",), slow(((nn.BatchNorm1d,),))])
 def test_every_client_is_evaluated_with_its_own_model(personal, federated_trainer):
-    """Against plain numbers: 23 clients so that the worst tenth are three, one of them new, three rounds.
+    """Against plain numbers: 23 clients, one of them new, so that the worst tenth has three clients; three rounds.
 
-    The clients differ: all but the new client have BatchNorm statistics from one pass with the global model, unless
-    the statistics are personal.
+    The clients differ: all except the new client have BatchNorm statistics from one pass with the global model, unless
+    statistics are personal.
     """
     clients = models.vectors({f"c{number:02}": 3 + 7 * number % 19 for number in range(22)})
-    held_out = models.vectors({f"c{number:02}": 20 + number for number in range(23)})  # batches of 32: unequal ones
+    held_out = models.vectors({f"c{number:02}": 20 + number for number in range(23)})  # unequal batches of 32
     recorder, module = Recorder(), Scored()
     trainer = federated_trainer(
         max_rounds=3, clients_per_round=6, personal=personal, callbacks=[recorder, ClientEvaluation(2)], seed=SEED
@@ -715,14 +714,14 @@ def test_every_client_is_evaluated_with_its_own_model(personal, federated_traine
         assert second[f"fed/{name}/std"] == pytest.approx(spread, rel=1e-4)
     total = sum(len(targets) for _, targets in held_out.values())
     assert second["fed/val_seen/mean"] == pytest.approx(total / 23)
-    assert not [name for name in second if name.startswith("client/")]  # 23 are too many to name
+    assert not [name for name in second if name.startswith("client/")]  # 23 clients are too many for separate names
     assert_same(recorder.validated[2], state_of(module))
     assert not any(name.startswith("fed/val") for name in recorder.logged[0])
     assert second["val_seen"] == total
 
 
 def test_evaluation_of_clients_leaves_the_rest_alone(federated_trainer):
-    """The same run without it: the same weights and values, also of metrics that are objects."""
+    """Weights and values equal a run without client evaluation, including metric objects."""
     clients = models.vectors()
     held_out = models.vectors({"ann": 11, "bob": 40})
     runs = []
@@ -742,14 +741,14 @@ def test_evaluation_of_clients_leaves_the_rest_alone(federated_trainer):
 
 
 class Halved(FederatedDataModule):
-    """A datamodule that changes batches on their way to the device."""
+    """A datamodule with a hook that changes batches."""
 
     def on_before_batch_transfer(self, batch, dataloader_idx):
         return [batch[0] / 2, batch[1]]
 
 
 def test_clients_are_evaluated_through_the_hooks_of_the_datamodule(federated_trainer):
-    """One client, so that the whole is the client."""
+    """With a single client the mean over clients is the value on all data."""
     clients = models.as_datasets(models.vectors({"a": 40}))
     trainer = federated_trainer(max_rounds=1, batch_norm="recalibrate")
     trainer.fit(models.Module(models.norm_mlp()), datamodule=Halved(clients, clients))
@@ -758,7 +757,7 @@ def test_clients_are_evaluated_through_the_hooks_of_the_datamodule(federated_tra
 
 
 class Counter(nn.Module):
-    """A layer with extra state: once a tensor, once something else."""
+    """A layer with extra state: once a tensor, once another object."""
 
     def __init__(self, extra):
         super().__init__()
@@ -794,7 +793,7 @@ def test_extra_state_stays_where_it_is(extra, federated_trainer):
 
 
 class Remembering(nn.Module):
-    """Two buffers that are in no checkpoint: one that training changes, one that it replaces by a larger one."""
+    """Two non-persistent buffers: one changed in training, one replaced by a larger tensor."""
 
     def __init__(self):
         super().__init__()
@@ -812,7 +811,7 @@ class Remembering(nn.Module):
 
 
 def test_buffers_that_are_in_no_message_pass_nothing_on(federated_trainer):
-    """A client's update is the same whoever trained before it."""
+    """A client's update is independent of earlier clients."""
     clients = models.as_datasets(models.vectors())
     updates = []
     for names in (list(clients), list(clients)[::-1]):
@@ -825,7 +824,7 @@ def test_buffers_that_are_in_no_message_pass_nothing_on(federated_trainer):
         assert_same(update, updates[1][key])
 
 
-@pytest.mark.filterwarnings("ignore:.*in eval mode")  # Lightning's, of some versions
+@pytest.mark.filterwarnings("ignore:.*in eval mode")  # warning of some Lightning versions
 def test_layers_that_the_user_froze_stay_frozen(federated_trainer):
     module = models.Module(models.BaseAndHead(), models.momentum)
     module.net.base[1].eval()
@@ -843,7 +842,7 @@ def test_frozen_parameters_have_no_gradient_while_the_fit_lasts(fails, federated
                 raise RuntimeError("boom")
 
     seen, module = [], models.Module(models.BaseAndHead(), models.momentum)
-    module.net.base[0].bias.requires_grad_(False)  # the user's own doing, before
+    module.net.base[0].bias.requires_grad_(False)  # set by the user before
     start = state_of(module)
     trainer = federated_trainer(max_rounds=2, frozen=["net.base.0.*"], callbacks=[Watch()])
     with pytest.raises(RuntimeError, match="boom") if fails else contextlib.nullcontext():

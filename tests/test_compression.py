@@ -1,4 +1,4 @@
-"""Compression: what comes is what was sent, what does not come is kept by the client, and nothing else changes."""
+"""Compression: receivers restore sent updates, clients store the errors, and nothing else changes."""
 
 import copy
 
@@ -25,7 +25,7 @@ START = {"w": torch.linspace(-1, 2, 15).reshape(5, 3), "b": torch.tensor([0.5]),
 
 
 def rounds(step, steps, clients=("a",)):
-    """Rounds in which every client moves by the next of its steps; the sent updates, what came, and the memories."""
+    """Rounds with the next step of every client; sent updates, received updates, and memories."""
     chain = Chain(FedAvg(), [step])
     memories, sent, came = {client: {} for client in clients}, [], []
     for number, moves in enumerate(steps):
@@ -45,7 +45,7 @@ def moves(number, seed=0):
 
 @pytest.mark.parametrize("name", STEPS)
 def test_what_is_left_out_arrives_later(name):
-    """The sum of all that came, and what the client still keeps, is the sum of its steps; integers pass as they are."""
+    """All received steps plus the stored error equal the sum of the client's steps; integers are not compressed."""
     steps = moves(7)
     _, came, memories = rounds(STEPS[name], steps)
     for entry in ("w", "b"):
@@ -158,7 +158,7 @@ def test_a_share_out_of_range(value):
     ],
 )
 def test_remote_clients_get_the_same_model(method, steps, federated_trainer, tmp_path):
-    """Memories stay with the clients: three rounds in one process and on Flower give the same weights."""
+    """Memories stay with the clients: three rounds in one process and on Flower give equal weights."""
 
     def module():
         return models.Module(models.mlp(), models.momentum)

@@ -1,4 +1,4 @@
-"""What `conftest.py` holds: fixtures that several tests share start alike, and leave no seed behind."""
+"""`conftest.py`: shared fixtures start from equal random states and leave no seed behind."""
 
 import os
 from types import SimpleNamespace
@@ -49,7 +49,7 @@ def test_a_shared_fixture_that_leaves_a_seed_behind_is_an_error(seed, monkeypatc
 
 
 class Case:
-    """What the collection of tests knows of a test."""
+    """A collected test."""
 
     originalname, path = "test_it", "test_it.py"
 

@@ -1,4 +1,4 @@
-"""Log lines reach the console of a plain script, once, and go where the program says."""
+"""Log lines reach the console of a plain script once, and otherwise the program's handlers."""
 
 import logging
 
@@ -9,7 +9,7 @@ from lightning_fed.console import LOGGER, root_logger_as_it_was, show_log
 
 @pytest.fixture
 def plain_script(monkeypatch):
-    """Makes logging what it is in a program that has not set it up: pytest's own handlers are away."""
+    """Removes pytest's handlers, as in a program without logging setup."""
 
     def begin():
         monkeypatch.setattr(logging.getLogger(), "handlers", [])
@@ -58,7 +58,7 @@ def test_a_program_that_has_set_a_level_keeps_it(capsys, plain_script):
 
 
 def test_a_library_that_sets_up_logging(plain_script):
-    """Also one that raises; what the program has set up stays."""
+    """Even if the library raises; the program's handlers stay."""
     plain_script()
     own = logging.NullHandler()
     logging.getLogger().addHandler(own)

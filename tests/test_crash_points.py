@@ -1,6 +1,6 @@
-"""Invariant 3 at every point: a fit that is killed while something lasting happens, and resumed, ends like a whole one.
+"""Invariant 3 at every point: a fit killed at a lasting effect and resumed equals an uninterrupted fit.
 
-The fits, and the points, are those of `crash_points.py`.
+`crash_points.py` defines fits and points.
 """
 
 import errno
@@ -18,7 +18,7 @@ OF_FLOWER = {"message sent", "message awaited"}
 
 
 def killed(folder, runs, **options):
-    """Kills fits at their points, in a process of its own; returns the points' names and what differed, by run."""
+    """Kills fits in a separate process; returns the names of points and the differences by run."""
     jobs = [{"run": run, "folder": str(folder / f"{index}"), **options} for index, run in enumerate(runs)]
     for job in jobs:
         Path(job["folder"]).mkdir()
@@ -28,7 +28,7 @@ def killed(folder, runs, **options):
 
 
 def ours(points, found):
-    """Differences that are not Lightning's own, by point."""
+    """Differences from this package, by point."""
     return {f"{point} {points[int(point)]}": names for point, (names, _) in found.items() if names}
 
 
@@ -48,7 +48,7 @@ def test_one_point_of_each_kind(run, short):
     "error", [errno.ENOSPC, pytest.param(errno.EROFS, marks=pytest.mark.slow)], ids=["disk full", "disk read-only"]
 )
 def test_a_disk_that_fails(error, tmp_path):
-    """The fit ends by the disk's error, and from what lies on the disk it goes on once there is space again."""
+    """The fit ends with the disk's error, and resumes from the files once space is free."""
     points, found = killed(tmp_path, ["fedper"], error=error)["fedper"].values()
     assert {points[int(point)].partition(",")[0] for point in found} == set(FAILING[error])
     assert ours(points, found) == {}

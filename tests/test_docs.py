@@ -1,4 +1,4 @@
-"""The reference describes what the code has: exports, arguments, logged names."""
+"""The API reference equals the code: exports, arguments, logged names."""
 
 import ast
 import importlib
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = [README, *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "benchmarks" / "results").glob("*.md"))]
-ROOMS = {  # every package with exports, and the page of the API that has them
+ROOMS = {  # all packages with exports, and their API pages
     "lightning_fed": "lightning_fed.md",
     "lightning_fed.algorithms": "algorithms.md",
     "lightning_fed.algorithms.fedaws": "algorithms.md",
@@ -35,7 +35,7 @@ ROOMS = {  # every package with exports, and the page of the API that has them
     "lightning_fed.backends.vectorized": "backends.md",
     **({"lightning_fed.backends.flower": "backends.md"} if find_spec("flwr") else {}),  # an extra
     **({"lightning_fed.backends.nvflare": "backends.md"} if find_spec("nvflare") else {}),  # an extra
-    **({"lightning_fed.backends.wire": "backends.md"} if find_spec("Crypto") else {}),  # comes with those
+    **({"lightning_fed.backends.wire": "backends.md"} if find_spec("Crypto") else {}),  # required by both extras
     "lightning_fed.callbacks": "callbacks.md",
     "lightning_fed.compare": "compare.md",
     "lightning_fed.data": "data.md",
@@ -54,17 +54,17 @@ def page_id(page):
 
 
 def blocks(page, language):
-    """The fenced blocks of a page, each on the line it has there, so that errors name it."""
+    """The fenced blocks of a page, padded to the original line numbers for errors."""
     text = page.read_text()
     fences = re.finditer(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return ["\n" * (text[: fence.start()].count("\n") + 1) + fence[1] for fence in fences]
 
 
-# --- the API reference ------------------------------------------------------------------------------------------------
+# --- API reference ----------------------------------------------------------------------------------------------------
 
 
 def documented():
-    """Path to object, of everything that the API pages describe."""
+    """Objects in the API pages by path."""
     pages = sorted((DOCS / "api").glob("*.md"))
     paths = [path for page in pages for path in re.findall(r"^::: (\S+)$", page.read_text(), re.M)]
     assert len(paths) == len(set(paths))
@@ -73,7 +73,7 @@ def documented():
         paths = [path for path in paths if not path.startswith("lightning_fed.backends.flower.")]
     if not find_spec("nvflare"):  # an extra
         paths = [path for path in paths if not path.startswith("lightning_fed.backends.nvflare.")]
-    if not find_spec("Crypto"):  # comes with both
+    if not find_spec("Crypto"):  # required by both
         paths = [path for path in paths if not path.startswith("lightning_fed.backends.wire.")]
     for path in paths:
         module, name = path.rsplit(".", 1)
@@ -84,7 +84,7 @@ def documented():
 def test_every_room_has_a_page():
     packages = [path.parent for path in (ROOT / "lightning_fed").rglob("__init__.py")]
     packages = [package for package in packages if package.name != "flower" or find_spec("flwr")]  # an extra
-    packages = [package for package in packages if package.name != "nvflare" or find_spec("nvflare")]  # likewise
+    packages = [package for package in packages if package.name != "nvflare" or find_spec("nvflare")]  # an extra
     with_exports = {
         ".".join(package.relative_to(ROOT).parts)
         for package in packages
@@ -106,7 +106,7 @@ def test_every_export_is_importable_and_documented(room):
 
 
 def test_nothing_is_documented_twice():
-    """Under two names, of two packages that export it."""
+    """No object may appear under two exported names."""
     paths = {}
     for path, value in documented().items():
         paths.setdefault(id(value), []).append(path)
@@ -121,7 +121,7 @@ def test_nothing_else_is_documented_as_an_export():
 
 
 def first_lines(path):
-    """Line number and first line of every docstring of a file, also of those of constants."""
+    """Line number and first line for every docstring in a file, including docstrings of constants."""
     for node in ast.walk(ast.parse(path.read_text())):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else []:
@@ -132,7 +132,7 @@ def first_lines(path):
 
 
 def test_first_lines_say_what_a_thing_is_or_does():
-    """A noun phrase or a verb: not a clause that a reader has to complete."""
+    """A noun phrase or a verb, not a clause without a main sentence."""
     clause = re.compile(r"(what|whether|whose|where|how|nothing|who|that|which)\b", re.IGNORECASE)
     files = [*(ROOT / "lightning_fed").rglob("*.py")]
     lines = [(path.name, number, line) for path in files for number, line in first_lines(path)]
@@ -150,12 +150,12 @@ def test_docstrings_name_every_argument():
         if described:
             names = re.findall(r"^ {4}\*{0,2}(\w+):", described[1], re.M)
             parameters = list(inspect.signature(value).parameters)
-            if value is FederatedTrainer:  # it forwards the others, which their classes describe
+            if value is FederatedTrainer:  # the classes document other arguments
                 parameters = list(value.__init__.__code__.co_varnames[1:5])
             assert sorted(names) == sorted(parameters), path
 
 
-# --- logged names -----------------------------------------------------------------------------------------------------
+# --- Logged names -----------------------------------------------------------------------------------------------------
 
 
 def logged_names(text):
@@ -174,7 +174,7 @@ def test_logged_names_are_the_codes(federated_trainer):
     assert names == {name for name in trainer.callback_metrics if re.fullmatch(r"(fed|comm)/\w+", name)}
 
 
-# --- the site ---------------------------------------------------------------------------------------------------------
+# --- Site -------------------------------------------------------------------------------------------------------------
 
 
 def test_docstrings_become_markdown():

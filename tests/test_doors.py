@@ -1,4 +1,4 @@
-"""The two doors: what they take, what they refuse and in which words, and what they leave behind."""
+"""Both entry points: inputs, refusals with messages, and cleanup."""
 
 import copy
 import inspect
@@ -54,10 +54,10 @@ from tests import models
 from tests.conftest import QUIET
 from tests.recorders import MemoryLogger, Recorder, assert_same, state_of
 
-# Many fits here only train, with modules that could validate.
+# Most fits only train, but the modules define a validation step.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
-AVERAGES_WEIGHTS = hasattr(L.pytorch.callbacks, "WeightAveraging")  # from Lightning 2.6 on
+AVERAGES_WEIGHTS = hasattr(L.pytorch.callbacks, "WeightAveraging")  # new in Lightning 2.6
 
 CLIENTS = models.vectors({"a": 40, "b": 64, "c": 33})
 HELD_OUT = models.vectors({"a": 40})["a"]
@@ -65,7 +65,7 @@ HELD_OUT = models.vectors({"a": 40})["a"]
 
 def module(**options):
     own = models.Module(models.mlp(), **options)
-    own.lr, own.batch_size = 0.1, 8  # for those who tune them
+    own.lr, own.batch_size = 0.1, 8  # for tuners
     return own
 
 
@@ -86,7 +86,7 @@ def names():
 
 
 class OwnData(models.Module):
-    """A module with a training and a validation loader of its own."""
+    """A module with a training and a validation loader."""
 
     def __init__(self, **options):
         super().__init__(models.mlp(), **options)
@@ -98,11 +98,11 @@ class OwnData(models.Module):
         return DataLoader(TensorDataset(*HELD_OUT), 16)
 
 
-# --- what cannot be right is refused ----------------------------------------------------------------------------------
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
 def bad_scheduler(**config):
-    """Makes a module with a per-step scheduler that cannot be right."""
+    """Makes a module with an invalid per-step scheduler."""
 
     def make(optimizer):
         kind = torch.optim.lr_scheduler.ReduceLROnPlateau if "monitor" in config else torch.optim.lr_scheduler.LinearLR
@@ -112,7 +112,7 @@ def bad_scheduler(**config):
 
 
 class Fetching(models.Module):
-    """Fetches its batches in its training step."""
+    """Fetches batches in the training step."""
 
     def training_step(self, dataloader_iter):
         batch, batch_idx, _ = next(dataloader_iter)
@@ -123,7 +123,7 @@ def fetching():
     return Fetching(models.mlp())
 
 
-REFUSED = {  # name: (arguments of the Trainer, options of the federation, makes the module, message)
+REFUSED = {  # name: (Trainer arguments, federation options, makes the module, message)
     "validation inside a round": (
         {"val_check_interval": 0.5}, {}, module, "Validation inside a round .* `val_check_interval` at 1.0, .*=0.5",
     ),
@@ -161,7 +161,7 @@ REFUSED = {  # name: (arguments of the Trainer, options of the federation, makes
     "scheduler with a frequency": ({}, {}, bad_scheduler(frequency=2), "use frequency=1 .* or interval='epoch'"),
     "plateaus of a client": ({}, {}, bad_scheduler(monitor="train_loss"), "use interval='epoch'"),
 }  # fmt: skip
-if RequirementCache("lightning>=2.6"):  # before, it takes no time
+if RequirementCache("lightning>=2.6"):  # earlier versions do not accept a time
     REFUSED["validation by time"] = ({"val_check_interval": "00:00:01:00"}, {}, module, "Validation inside a round")
 if AVERAGES_WEIGHTS:
     REFUSED["averages of models of changing shapes"] = (
@@ -174,7 +174,7 @@ if AVERAGES_WEIGHTS:
 @pytest.mark.parametrize("door", ["trainer", "callback"])
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
 def test_refused_in_setup(case, door, plain_trainer, federated_trainer):
-    """Before anything trains, and nothing is left behind."""
+    """Before training, and without side effects."""
     arguments, options, make, message = case
     own = make()
     before = state_of(own)
@@ -197,7 +197,7 @@ def assert_nothing_is_left(trainer, *owners):
 
 
 def test_the_rounds_loader_has_the_data_set_that_is_split(either_trainer):
-    """A module may count classes in `setup`, or look at the data set while it trains."""
+    """A module may count classes in `setup`, or read the data set during training."""
 
     class Counting(models.Module):
         def setup(self, stage):
@@ -328,7 +328,7 @@ def test_numbers_of_numpy():
 
 
 def test_what_is_ignored_meanwhile_is_shown_again(federated_trainer):
-    """The filters of warnings are the process's: after a fit they are as they were, with what the user has added."""
+    """Warning filters are global: after a fit the earlier filters and the user's additions remain."""
 
     class Adds(FederatedCallback):
         def on_client_start(self, trainer, module, client, broadcast):
@@ -344,7 +344,7 @@ def test_what_is_ignored_meanwhile_is_shown_again(federated_trainer):
 
 
 def test_methods_say_what_they_set():
-    """A user's own value is refused, unless it is the same or an empty one, which recipes pass on."""
+    """A user's value is refused unless equal or empty, as recipes pass empty values."""
     with pytest.raises(ValueError, match=r"`FedBN` without `batch_norm`, which it sets itself, but got 'average'"):
         Federation(FedBN(), batch_norm="average")
     with pytest.raises(ValueError, match=r"`FedPer` without `personal`, which it sets itself, but got \['a'\]"):
@@ -354,7 +354,8 @@ def test_methods_say_what_they_set():
     assert Federation(FedBN(), personal=["head.*"], local_epochs=2).options.personal == ("head.*",)
     federation = Federation(FedPer(["head.*", torch.nn.LSTM]), batch_norm="average")
     assert federation.options.personal == ("head.*", torch.nn.LSTM)
-    assert federation.replace(method="fedavg", seed=3).options.personal == ()  # what a method sets goes with it
+    # settings of a method are removed with the method
+    assert federation.replace(method="fedavg", seed=3).options.personal == ()
     assert federation.replace(seed=3).options.personal == ("head.*", torch.nn.LSTM)
     with pytest.raises(ValueError, match=r"settings of `FedAvg` to be of \('local_epochs', .*, but got 'seed'"):
         Federation(Method("fedavg", seed=1))
@@ -382,7 +383,7 @@ def sampled():
     return DataLoader(loader().dataset, 8, sampler=["north", "south"])
 
 
-BAD_DATA = {  # what FederatedTrainer.fit is given, options, error, message
+BAD_DATA = {  # data for FederatedTrainer.fit, options, error, message
     "no partition": (loader, {}, MisconfigurationException, "Expected a `partition` .*, but got neither"),
     "nothing": (lambda: None, {}, MisconfigurationException, "Expected a `partition` .*, but got neither"),
     "nothing to split": (lambda: None, {"partition": IID(2)}, MisconfigurationException, "data sets that are handed"),
@@ -421,7 +422,7 @@ BAD_DATA = {  # what FederatedTrainer.fit is given, options, error, message
 
 
 def test_a_bare_data_set_is_split(federated_trainer):
-    """As one in a loader with batches of 32."""
+    """As for a loader with batches of 32."""
     own, other = module(), module()
     dataset = loader().dataset
     federated_trainer(max_rounds=2, partition=IID(2), seed=1).fit(own, dataset)
@@ -455,7 +456,7 @@ def test_loaders_and_a_datamodule(data, federated_trainer):
 @pytest.mark.parametrize("kind", [module, OwnData])
 @pytest.mark.parametrize("data", [loader, lambda: loader().dataset, datasets])
 def test_data_handed_to_a_plain_trainer(kind, data, plain_trainer, federated_trainer):
-    """They are split or taken as clients as by the other door, also where the module has a loader of its own."""
+    """Split or used as clients as with the other entry point, even if the module has loaders."""
     partition, clients, own, other = None if data is datasets else IID(3, seed=5), datasets(), kind(), kind()
     names = [*clients] if data is datasets else range(3)
     validation = dict(zip(names, clients.values(), strict=True))
@@ -469,7 +470,7 @@ def test_data_handed_to_a_plain_trainer(kind, data, plain_trainer, federated_tra
 
 
 def test_two_federations(plain_trainer, federated_trainer):
-    with pytest.raises(RuntimeError, match="more than one stateful callback of type `Federation`"):  # Lightning's
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `Federation`"):  # Lightning's error
         plain_trainer(callbacks=[Federation(), Federation()])
     trainer = plain_trainer(max_epochs=1, callbacks=[Federation(partition=IID(2))])
     trainer.callbacks.append(Federation(partition=IID(2)))
@@ -479,11 +480,11 @@ def test_two_federations(plain_trainer, federated_trainer):
         federated_trainer(callbacks=[Federation()])
 
 
-# --- what the doors take ----------------------------------------------------------------------------------------------
+# --- Inputs -----------------------------------------------------------------------------------------------------------
 
 
 def test_clients_in_every_form_train_the_same(federated_trainer, plain_trainer):
-    """A mapping, a list, a lazy mapping, a datamodule in either place; names are what the seeds hang on."""
+    """A mapping, a list, a lazy mapping, a datamodule in either position; seeds depend on the names."""
     numbered = dict(enumerate(datasets().values()))
     lazy = LazyClients(range(3), numbered.__getitem__)
     module_of = FederatedDataModule(numbered)
@@ -513,12 +514,12 @@ def test_a_million_clients_are_built_when_they_are_asked_for(federated_trainer):
     trainer = federated_trainer(max_rounds=2, clients_per_round=3, callbacks=[recorder])
     trainer.fit(module(), LazyClients(range(1_000_000), build))
     assert len(recorder.visits) == 6
-    assert set(built) == {0, *(visit.client for visit in recorder.visits)}  # the first one shows what they are
+    assert set(built) == {0, *(visit.client for visit in recorder.visits)}  # the first client shows the kind of data
     assert [visit.num_samples for visit in recorder.visits] == [3 + visit.client % 5 for visit in recorder.visits]
 
 
 def test_loaders_that_share_a_data_set_weigh_their_own_part(federated_trainer):
-    """Every client a sampler over the same data set, in three ways to say so."""
+    """One sampler per client over the same data set, in three forms."""
     data = loader().dataset
     parts = {"a": range(40), "b": range(40, 104), "c": range(104, 137)}
     ways = {
@@ -537,7 +538,7 @@ def test_loaders_that_share_a_data_set_weigh_their_own_part(federated_trainer):
     again = DataLoader(TensorDataset(*HELD_OUT), 16, sampler=torch.utils.data.RandomSampler(range(40), True, 1000))
     recorder = Recorder()
     federated_trainer(max_rounds=1, callbacks=[recorder]).fit(module(), {"a": again})
-    assert recorder.visits[0].num_samples == 40  # drawn again and again, they are no more
+    assert recorder.visits[0].num_samples == 40  # repeated draws do not count again
 
 
 def test_a_modules_own_validation_data_are_used(federated_trainer):
@@ -567,7 +568,7 @@ def test_a_compiled_module(federated_trainer):
     assert own.w.any()
 
 
-# --- validate, test and predict ---------------------------------------------------------------------------------------
+# --- Validate, test and predict ---------------------------------------------------------------------------------------
 
 
 class Predicting(models.Module):
@@ -633,11 +634,11 @@ def test_clients_held_out_data_are_evaluated_as_a_whole(which, federated_trainer
     assert results[f"{which}_acc"] == pytest.approx(float(torch.cat(right).double().mean()))
 
 
-# --- what is left behind ----------------------------------------------------------------------------------------------
+# --- Cleanup ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_second_fit_of_the_same_objects_is_the_first_again(plain_trainer):
-    """The federation, the datamodule and the module outlive a Trainer."""
+    """Federation, datamodule and module can be reused with a new Trainer."""
     federation = Federation(
         partition=ByGroup(names()), personal=["net.2.*"], optimizer_state="keep", clients_per_round=2, seed=3
     )
@@ -655,7 +656,7 @@ def test_a_second_fit_of_the_same_objects_is_the_first_again(plain_trainer):
 
 
 def test_a_trainer_that_goes_on(federated_trainer):
-    """One round, then two more after raising `max_epochs`: as three at once, but for new optimizers."""
+    """One round, then two more with a higher `max_epochs`: equals three rounds, except for new optimizers."""
     options = {"personal": ["net.2.*"], "optimizer_state": "keep", "clients_per_round": 2, "seed": 3}
     own, recorder = module(optimizer=models.sgd), Recorder()
     trainer = federated_trainer(max_rounds=1, callbacks=[recorder], **options)
@@ -670,7 +671,7 @@ def test_a_trainer_that_goes_on(federated_trainer):
 
 
 class Kept(FederatedCallback):
-    """Notes what the clients and the server bring to every round."""
+    """Records client and server state at the start of every round."""
 
     def __init__(self):
         self.seen = []
@@ -685,7 +686,7 @@ def stored(trainer):
 
 
 def test_a_trainer_that_goes_on_from_an_earlier_round(federated_trainer, tmp_path):
-    """Whose checkpoint it has validated: with what the clients and the server had then, as the module has."""
+    """After validating an earlier checkpoint, client and server state belong to this checkpoint, as the module does."""
     own, kept = module(optimizer=models.sgd), Kept()
     save = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     trainer = federated_trainer(
@@ -700,7 +701,7 @@ def test_a_trainer_that_goes_on_from_an_earlier_round(federated_trainer, tmp_pat
 
 
 def test_a_fit_goes_on_after_an_error_in_validation(federated_trainer):
-    """As in a plain fit, the epoch is trained again; nothing of what is kept is lost."""
+    """As in a plain fit, the epoch is repeated; no state is lost."""
 
     def fail(trainer, module):
         if len(kept.seen) == 2:
@@ -719,7 +720,7 @@ def test_a_fit_goes_on_after_an_error_in_validation(federated_trainer):
 
 
 def test_a_plain_trainer_afterwards_is_plain(plain_trainer, federated_trainer):
-    """The same datamodule and module, once without a federation in between."""
+    """Uses the same datamodule and module, once with a federation in between."""
     results = []
     for is_federated in (True, False):
         own, data = module(), models.PooledData(CLIENTS, shuffle=False)
@@ -736,7 +737,7 @@ def test_a_plain_trainer_afterwards_is_plain(plain_trainer, federated_trainer):
 
 
 def test_a_plain_trainer_pools_the_clients_of_a_federated_datamodule(plain_trainer):
-    """The centralised baseline of the same data."""
+    """The centralised baseline on the same data."""
     clients = datasets()
     seen = []
 
@@ -758,7 +759,7 @@ def test_a_plain_trainer_pools_the_clients_of_a_federated_datamodule(plain_train
 
 @pytest.mark.parametrize("form", ["loader", "clients"])
 def test_worker_processes_end_with_the_fit(form, federated_trainer):
-    """Not when the garbage collector finds them, which then waits for each of them; a second fit starts new ones."""
+    """Without garbage collection, which would wait for each worker; a second fit starts new workers."""
 
     class Children(L.Callback):
         def on_train_batch_end(self, *args):
@@ -779,7 +780,7 @@ def test_worker_processes_end_with_the_fit(form, federated_trainer):
 
 
 class Interrupted(FederatedCallback):
-    """Stops the fit in the second visit of the second round."""
+    """Stops the fit in the second visit of round 1."""
 
     def __init__(self, error):
         self.error = error
@@ -823,7 +824,7 @@ def test_an_error_in_a_visit_names_the_client(federated_trainer):
 
 
 class Copying(L.Callback):
-    """What exponential moving averages and experiment trackers do."""
+    """Copies the module, as moving averages and experiment trackers do."""
 
     def __init__(self):
         self.copies = []
@@ -845,11 +846,11 @@ def test_a_module_can_be_copied_during_a_fit(federated_trainer):
     assert_same(state_of(copying.copies[0]), state_of(copying.copies[1]))
 
 
-# --- FederatedTrainer is a thin door ----------------------------------------------------------------------------------
+# --- FederatedTrainer forwards to Lightning ---------------------------------------------------------------------------
 
 
 def test_the_trainer_has_the_signature_of_both():
-    """Programs read it: of the class, and of its ``__init__``; the descriptions go with it."""
+    """Programs read the signatures of class and ``__init__``; descriptions are included."""
     ours = inspect.signature(FederatedTrainer).parameters
     assert list(inspect.signature(FederatedTrainer.__init__).parameters) == ["self", *ours]
     assert list(ours)[:3] == ["method", "max_rounds", "federation"]
@@ -945,18 +946,18 @@ def test_the_seed_is_lightnings_if_there_is_one():
 
 
 class Counting(models.Module):
-    """Counts its steps, also those of the evaluation client by client."""
+    """Counts steps, including client evaluation."""
 
     def __init__(self):
         super().__init__(models.mlp())
-        self.validated = SimpleNamespace(batches=0)  # a number of the module's own would be put aside
+        self.validated = SimpleNamespace(batches=0)  # a plain number in the module would be restored
 
     def validation_step(self, batch, batch_idx):
         self.validated.batches += 1
         super().validation_step(batch, batch_idx)
 
 
-LIMITS = {  # arguments: (visits, batches trained, batches validated, rounds)
+LIMITS = {  # arguments: (visits, trained batches, validated batches, rounds)
     "none": ({}, 6, 14, 2 * (4 + 4), 2),
     "fast_dev_run": ({"fast_dev_run": True}, 1, 1, 1 + 2, 1),
     "fast_dev_run, 3": ({"fast_dev_run": 3}, 2, 3, 3 + 4, 1),
@@ -972,7 +973,7 @@ LIMITS = {  # arguments: (visits, batches trained, batches validated, rounds)
 
 @pytest.mark.parametrize("case", LIMITS.values(), ids=LIMITS)
 def test_limits(case, federated_trainer):
-    """Three clients with 2, 3 and 2 batches, two clients to validate with 2 batches each."""
+    """Three clients with 2, 3 and 2 batches, two validation clients with 2 batches each."""
     arguments, visits, trained, validated, rounds = case
     recorder, own = Recorder(), Counting()
     if "limit_train_batches" not in arguments or arguments["limit_train_batches"]:
@@ -989,7 +990,7 @@ def test_limits(case, federated_trainer):
 
 
 def test_max_steps_inside_a_round(federated_trainer, caplog):
-    """The fit ends there; the round counts with one client of three, and two batches of another."""
+    """The fit ends inside the round, which counts one of three clients and two batches of another client."""
     recorder, own = Recorder(), module(optimizer=models.adam)
     clients = {name: DataLoader(data, 10) for name, data in datasets().items()}  # 4, 7 and 4 batches
     trainer = federated_trainer(max_rounds=5, max_steps=15 + 6, callbacks=[recorder])
@@ -1003,7 +1004,7 @@ def test_max_steps_inside_a_round(federated_trainer, caplog):
 
 
 def test_barebones(tmp_path):
-    """Without logs, bars and checkpoints, as for measuring the Trainer; nothing warns."""
+    """Without loggers, progress bars and checkpoints; without warnings."""
     trainer = FederatedTrainer(max_rounds=2, barebones=True, accelerator="cpu", default_root_dir=tmp_path)
     own = models.Quadratic()
     trainer.fit(own, {"a": TensorDataset(torch.ones(3, 2)), "b": TensorDataset(torch.zeros(1, 2))})
@@ -1011,7 +1012,7 @@ def test_barebones(tmp_path):
 
 
 class CountedData(models.ValidatedData):
-    """Counts how often it is asked for loaders; every training loader has other examples."""
+    """Counts requests for loaders; every training loader has other examples."""
 
     def __init__(self):
         super().__init__(CLIENTS, HELD_OUT)
@@ -1031,7 +1032,7 @@ class CountedData(models.ValidatedData):
 
 @pytest.mark.parametrize("interval", [0, 2])
 def test_loaders_are_asked_for_as_in_a_plain_fit(interval, plain_trainer):
-    """Validation data once, unless the Trainer is told otherwise; then training data come anew, too."""
+    """Validation data are requested once, unless the Trainer reloads; then training data are reloaded too."""
     asked, seen = [], []
     for federation in ([], [Federation(partition=IID(3))]):
         data, own = CountedData(), module()
@@ -1059,7 +1060,7 @@ def test_the_x_axis_of_a_logger_is_the_round(workers, federated_trainer):
 
 
 def test_the_sanity_check_changes_nothing(federated_trainer):
-    """Lightning validates two batches before the fit: no axis, no client and no metric of it is left."""
+    """Lightning validates two batches before the fit: no step, client or metric remains."""
     runs = []
     for steps in (0, 2):
         logger, own = MemoryLogger(), module(optimizer=models.momentum)
@@ -1095,11 +1096,11 @@ def test_the_bar_counts_rounds(kind, federated_trainer, capfd):
     assert re.search(r"loss[:=] ?\d", shown)
 
 
-# --- per-step schedules of a known length -----------------------------------------------------------------------------
+# --- Per-step schedules of known length -------------------------------------------------------------------------------
 
 
 class OneCycle(models.Module):
-    """A cycle over the whole fit, as long as it is told."""
+    """A one-cycle schedule over the whole fit."""
 
     def __init__(self, length, interval="step"):
         super().__init__(models.mlp())
@@ -1120,7 +1121,8 @@ UNEQUAL = {"a": 16, "b": 12, "c": 8}  # 4, 3 and 2 batches
 @pytest.mark.parametrize(
     ("options", "steps", "last"),
     [
-        ({}, 3 + 3 + 4, 9),  # on from the median visit of a round; the longest goes further in the last one
+        # continues from the median visit of a round; in the last round the longest visit goes further
+        ({}, 3 + 3 + 4, 9),
         ({"local_epochs": 2}, 6 + 6 + 8, 18),
         ({"local_steps": 5}, 5 * 3, 15),
         ({"clients_per_round": 1, "seed": 3}, None, None),
@@ -1128,7 +1130,7 @@ UNEQUAL = {"a": 16, "b": 12, "c": 8}  # 4, 3 and 2 batches
     ],
 )
 def test_a_scheduler_makes_the_steps_that_it_is_told(options, steps, last, either_trainer):
-    """All of them, and no more: `OneCycleLR` would raise."""
+    """`OneCycleLR` raises after more steps."""
     told, clients = [], models.as_datasets(models.vectors(UNEQUAL))
 
     def length(trainer):
@@ -1137,7 +1139,7 @@ def test_a_scheduler_makes_the_steps_that_it_is_told(options, steps, last, eithe
 
     module, data = OneCycle(length), FederatedDataModule(clients, clients["a"], batch_size=4)
     either_trainer(max_rounds=3, **options).fit(module, datamodule=data)
-    if steps is None:  # where a straggler is the largest, the others go further in their visits than what goes on
+    if steps is None:  # if the largest client straggles, other clients go further than the median
         assert module.rates[-1] <= told[0]
         assert "availability" in options or module.rates[-1] == told[0]
     else:
@@ -1174,12 +1176,12 @@ def test_without_a_federation_the_steps_are_lightnings(plain_trainer):
     assert told == [(6, 6)]
 
 
-# --- BatchNorm that cannot be treated as asked for --------------------------------------------------------------------
+# --- BatchNorm without the requested treatment ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("has_validation", [True, False])
 def test_statistics_that_cannot_be_measured_are_told_of(has_validation, federated_trainer, caplog):
-    """By hand optimized, and without a step that only looks: they are averaged, and a warning says why."""
+    """With manual optimization and without a validation step, statistics are averaged, with a warning."""
 
     class Unvalidated(models.ManualModule):
         validation_step = L.LightningModule.validation_step

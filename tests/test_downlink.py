@@ -1,4 +1,4 @@
-"""Models that are sent as codes of their changes: all train the same model, and the bytes are those of what is sent."""
+"""Compressed downlinks: all clients train the same model, and counted bytes equal sent bytes."""
 
 import copy
 
@@ -25,7 +25,7 @@ STEPS = {"8 bits": Quantized(8), "4 bits": Quantized(4), "top": TopK(0.1), "floa
 
 
 def train(server, cohorts, clients, start):
-    """Rounds of a server; its models, and the messages of every round by client."""
+    """Rounds on a server; returns models, and messages by round and client."""
     step = server.chain.steps[-1]
     states, messages = [start], []
     for number, cohort in enumerate(cohorts):
@@ -45,14 +45,14 @@ def train(server, cohorts, clients, start):
 
 
 def pulls(names, seed=0):
-    """Clients that go half the way to a point of their own."""
+    """Each client moves half way to a client-specific point."""
     generator = torch.Generator().manual_seed(seed)
     points = {name: torch.randn(SIZE, generator=generator, dtype=torch.float64) for name in names}
     return {name: lambda value, point=points[name]: value + 0.5 * (point.to(value) - value) for name in names}
 
 
 def test_the_model_is_what_the_paper_makes_of_it():
-    """So are the clients' codes: of as many rounds as a client has missed, while they are less than the model."""
+    """Messages contain the codes of all missed rounds while shorter than the model."""
     clients = pulls("abc")
     cohorts = ["ab", "bc", "ab", "a", "a", "a", "a", "ac", "b"]
     server = Server(Chain(FedAvg(), [Downlink(TopK(0.1))]))
@@ -66,7 +66,7 @@ def test_the_model_is_what_the_paper_makes_of_it():
         for client, broadcast in sent.items():
             is_short = missed[client] is not None and missed[client] * short < whole
             assert broadcast.nbytes == 8 + (missed[client] * short if is_short else whole), (client, missed)
-    assert behind[-1]["b"] == 6  # and one that has missed more than there is
+    assert behind[-1]["b"] == 6  # more missed rounds than codes
     assert max(missed for sent in behind for missed in sent.values() if missed) * short < whole
 
 
@@ -89,7 +89,7 @@ def test_a_client_restores_the_model_to_the_bit(name):
 
 @pytest.mark.parametrize(("step", "whole"), [(Quantized(8), {"b"}), (TopK(0.5), {"w", "b"})], ids=["short", "long"])
 def test_an_entry_that_something_else_has_changed_travels_as_it_is(step, whole):
-    """So does every entry where the step's form is no shorter than the model."""
+    """Every entry is sent uncompressed if the code is not shorter than the model."""
     server = Server(Chain(FedAvg(), [Downlink(step)]))
     start = {name: torch.linspace(-1, 1, SIZE) for name in ("w", "b")}
     states, _ = train(server, ["a"], pulls("a"), start)
@@ -101,7 +101,7 @@ def test_an_entry_that_something_else_has_changed_travels_as_it_is(step, whole):
 
 
 def test_a_round_that_comes_to_nothing_changes_nothing():
-    """What the step knows is then as before, so that the next round's messages are right."""
+    """The step's state is restored, so the next round's messages are correct."""
     chain = Chain(FedAvg(), [Downlink(Quantized(8))])
     server, clients = Server(chain), pulls("ab")
     states, _ = train(server, ["ab", "a"], clients, {"w": torch.linspace(-1, 1, SIZE)})
@@ -154,7 +154,7 @@ FITS = {
 
 
 class Replaces(FederatedCallback):
-    """Sends one client another model than the others, from the second round on."""
+    """Sends another model to one client from round 1."""
 
     def on_server_send(self, trainer, module, client, broadcast):
         if client == "bob" and trainer.current_epoch:
@@ -168,7 +168,7 @@ def down_bytes(trainer):
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 @pytest.mark.parametrize("name", quick(FITS, FITS.keys() - {"scaffold"}))
 def test_remote_clients_get_the_same_model_with_the_same_bytes(name, federated_trainer, tmp_path):
-    """Where a node has lost the model, it is sent all of it, in the same round."""
+    """A node that lost the model receives the whole model in the same round."""
     module, method = FITS[name]
 
     def federation(*down):

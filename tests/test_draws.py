@@ -1,4 +1,4 @@
-"""Draws belong to the schedule: nothing depends on what the global generators were before, nor moves them."""
+"""Random draws belong to the schedule: fits neither depend on the global generators nor change them."""
 
 import random
 from types import SimpleNamespace
@@ -39,21 +39,21 @@ pytestmark = [
 
 
 def states():
-    """The states of the three global generators, comparable."""
+    """Comparable states of the three global generators."""
     return random.getstate(), repr(np.random.get_state(legacy=False)), torch.get_rng_state().tolist()  # noqa: NPY002
 
 
 def draw(seed):
-    """Moves the global generators to a place of their own."""
+    """Moves the global generators to seed-specific states."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
     torch.manual_seed(seed)
 
 
-# --- fits -----------------------------------------------------------------------------------------------------------
+# --- Fits -------------------------------------------------------------------------------------------------------------
 
 
-# One of each kind of draw: noise, centres, groups, rounding, batches, rows, fates, statistics, two phases of a visit.
+# Each kind of draw: noise, centres, groups, rounding, batches, rows, availability, statistics, two phases of a visit.
 THAT_DRAW = [
     "fedatt with noise", "fesem", "bucketing", "secure sum", "fedss by batch", "stragglers", "recalibrated", "fedrep",
 ]  # fmt: skip
@@ -61,12 +61,12 @@ THAT_DRAW = [
 
 @pytest.mark.parametrize("job", quick(JOBS, [*THAT_DRAW, *({"private"} & JOBS.keys())]))
 def test_a_fit_does_not_depend_on_what_was_drawn_before_it(job, monkeypatch):
-    """Nor on whose loop trains: fused visits of every method draw, and do, what those in Lightning's loop do."""
+    """Independent of the training loop: fused visits of every method equal Lightning's loop."""
     draw(1)
     first = JOBS[job]({"devices": 1})
     draw(2)
     second = JOBS[job]({"devices": 1})
-    L.seed_everything(5, verbose=False)  # the federation has a seed of its own
+    L.seed_everything(5, verbose=False)  # the federation has a separate seed
 
     def in_lightnings_loop(federation, *rest, **options):
         return fit(federation.replace(visits="lightning"), *rest, **options)
@@ -81,7 +81,7 @@ def test_a_fit_does_not_depend_on_what_was_drawn_before_it(job, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_fit_does_not_depend_on_the_number_of_processes(size, tmp_path):
-    """Nor on what each has drawn, nor on the seed that Lightning's strategy sets: to rounding of the sums."""
+    """Independent of earlier draws in each process and of the strategy's seed, up to rounding of sums."""
     warm_process.run("tests.draws_script", tmp_path, size, *JOBS)
     for job in JOBS:
         one = JOBS[job]({"devices": 1})
@@ -95,9 +95,9 @@ def test_a_fit_does_not_depend_on_the_number_of_processes(size, tmp_path):
 
 
 def test_a_fit_leaves_the_global_generators_as_it_found_them():
-    """So that models that are made after fits with the same seed are not all the same."""
+    """Otherwise modules created after fits with equal seeds would all be equal."""
     draw(1)
-    Net()  # the fit's own, whose layers draw
+    Net()  # the fit creates a network, with random initialisation
     expected = states()
     draw(1)
     JOBS["noise of the server"]({"devices": 1})
@@ -120,7 +120,7 @@ def test_a_fit_that_raises_leaves_them_too():
     assert states() == before
 
 
-# --- objects --------------------------------------------------------------------------------------------------------
+# --- Objects ----------------------------------------------------------------------------------------------------------
 
 NEEDED = {
     "AdaptiveOptimizer": lambda cls: cls([nn.Parameter(torch.zeros(1))]),
@@ -152,7 +152,7 @@ NEEDED = {
     **{name: lambda cls: cls("nowhere") for name in ("CIFAR10", "FEMNIST", "MNIST", "CamVid")},
     **{name: lambda cls: cls("nowhere") for name in ("FashionMNIST", "Omniglot")},
 }  # fmt: skip
-NO_OBJECTS = {  # messages, tables, functions, what is abstract
+NO_OBJECTS = {  # messages, tables, functions, abstract classes
     "Aggregator",
     "AveragingAggregator",
     "ClientReport",

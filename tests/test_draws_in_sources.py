@@ -1,4 +1,4 @@
-"""The package's sources: nothing in them draws from a global generator, but for what is listed here with its reason."""
+"""The package's sources do not draw from a global generator, except for listed places with a reason."""
 
 import ast
 from functools import cache
@@ -31,7 +31,7 @@ LOADERS = {"DataLoader", "RandomSampler", "WeightedRandomSampler", "SubsetRandom
 PUT_BACK = {"seeded_generators", "torch.random.fork_rng"}
 
 ALLOWED = {
-    # What a user's model is made of draws as the layers of PyTorch do.
+    # Components of a user's model draw as PyTorch's layers do.
     "ConvFusion.__init__": "a layer; `FeatureFusion` makes it with a seed of its own",
     "SampledSoftmaxHead.__init__": "a layer",
     "SampledSoftmaxHead.reset_parameters": "a layer",
@@ -41,14 +41,14 @@ ALLOWED = {
     "lenet": "a network",
     "vgg9": "a network",
     "CharLSTM.__init__": "a network",
-    # Loaders as a user would write them: Lightning asks for them, in training the federation deals the batches.
+    # Loaders as written by users: Lightning requests loaders, but the federation serves training batches.
     "ArrayDataModule._loader": "a user's loader",
     "EvaluationData.evaluation_loader": "evaluation in order",
     "FederatedDataModule._loader": "a user's loader",
     "datamodule_of_handed": "a user's loader, of a data set that is to be split",
     "Shakespeare.evaluation_loader": "evaluation in order",
     "_loader_of": "a user's loader, of the examples of one client",
-    # What a visit seeds.
+    # Seeded by visits.
     "RoundLoader.__iter__": "the visit's seed",
     "Round.__init__": "the seed of the server's part of the round",
     "Round.close": "the seed of the server's part of the round",
@@ -60,7 +60,7 @@ ALLOWED = {
     "_TwoClients._alone": "a seed of the trial, which puts the states back",
     "_Rounds.__iter__": "centralised training, whose rounds are seeded as visits are",
     "_Rounds._passes": "centralised training, likewise",
-    # Programs of their own, which seed themselves.
+    # Separate programs with seeds.
     "cli/adapt.py: run": "the command line",
     "cli/merge.py: run": "the command line",
     "ClientRunner._carry_out": "the app of a client",
@@ -72,7 +72,7 @@ ALLOWED = {
 
 
 def name_of(node):
-    """A dotted name as it is written; empty for anything else."""
+    """A dotted name as written in the source; empty for other nodes."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -81,7 +81,7 @@ def name_of(node):
 
 
 class Finder(ast.NodeVisitor):
-    """Finds calls that draw from global generators, or seed them, outside of what puts them back."""
+    """Finds draws from and seeds for global generators, outside context managers that restore the states."""
 
     def __init__(self):
         self.found = []
@@ -154,12 +154,12 @@ def find(source):
 
 @cache
 def hits():
-    """Where the package draws: file, scope, call, line."""
+    """Draws in the package: file, scope, call, line."""
     return [(path.relative_to(ROOT), *hit) for path in sorted(ROOT.rglob("*.py")) for hit in find(path.read_text())]
 
 
 def exception_of(path, scope):
-    """The key in ALLOWED of a place: with its file where many files have a function of the name."""
+    """The key in ALLOWED for a place: includes the file if many files have a function of this name."""
     return f"{path.as_posix()}: {scope}" if scope == "run" else scope
 
 

@@ -1,4 +1,4 @@
-"""The examples as a new user meets them: they run, their federated versions differ by a few lines and do train."""
+"""The examples as run by a new user: they work, and the federated versions differ by a few lines and train."""
 
 import copy
 import difflib
@@ -53,7 +53,7 @@ def extend(monkeypatch):
 
 
 def read_curves(folder):
-    """Logged name to (epochs, None without one, values), of the only run in a folder."""
+    """Logged values by name: (epochs or `None`, values), from the only run in a folder."""
     events = EventAccumulator(str(folder / "lightning_logs" / "version_0")).Reload()
     epochs = {point.step: int(point.value) for point in events.Scalars("epoch")}
     curves = {}
@@ -136,7 +136,7 @@ def test_clipping_keeps_the_direction_and_bounds_the_length(clip, factor, extend
     start = {"a": torch.tensor([1.0]), "b": torch.tensor([2.0, 0.0]), "count": torch.tensor([0.0])}
     step = extend["ClipAndNoise"](clip)
     step.start(RoundInfo(0, trainable=frozenset("ab")), start)
-    answer = update("x", a=[4.0], b=[6.0, 12.0], count=[50.0])  # a change of (3, 4, 12): 13 long
+    answer = update("x", a=[4.0], b=[6.0, 12.0], count=[50.0])  # a change of (3, 4, 12) has length 13
     answer = step.on_client(answer, Broadcast(0, dict(start)), {})
     torch.testing.assert_close(answer.state["a"], torch.tensor([1 + factor * 3.0]))
     torch.testing.assert_close(answer.state["b"], torch.tensor([2 + factor * 4.0, factor * 12.0]))
@@ -148,7 +148,7 @@ def test_noise_has_the_deviation_asked_for(extend):
     start = {"weight": torch.nn.Linear(1000, 100, bias=False).weight.detach()}
     step = extend["ClipAndNoise"](clip=4.0, noise=0.5)
     step.start(RoundInfo(0), start)
-    answer = ClientUpdate("x", 1, {"weight": start["weight"].clone()})  # a client that did not move
+    answer = ClientUpdate("x", 1, {"weight": start["weight"].clone()})  # a client without movement
     noise = step.on_client(answer, Broadcast(0, dict(start)), {}).state["weight"] - start["weight"]
     assert float(noise.std()) == pytest.approx(2.0, rel=0.02)
     assert abs(float(noise.mean())) < 0.05
@@ -163,12 +163,12 @@ def test_poison_is_the_change_turned_round_and_that_of_the_others_as_it_was(exte
         assert answer.state["w"].tolist() == expected
 
 
-# --- the guide --------------------------------------------------------------------------------------------------------
+# --- Guide ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def guide(tmp_path_factory):
-    """The guide to extending as a module, so that what it defines can be pickled."""
+    """The guide to extensions as a module, so that its definitions can be pickled."""
     module = ModuleType("guide_extending")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("guide"))
@@ -180,13 +180,13 @@ def guide(tmp_path_factory):
 
 
 class Wire(UpdateStep):
-    """Notes the updates of the last round of a chain as they have travelled."""
+    """Records the sent updates of the last round."""
 
     def __init__(self):
         self.messages = []
 
     def __deepcopy__(self, memo):
-        return self  # with the list of the test
+        return self  # with the test's list
 
     def start(self, info, state):
         super().start(info, state)
@@ -201,7 +201,7 @@ class Wire(UpdateStep):
 
 
 def train_with(guide, steps, callbacks, federated_trainer):
-    """The rule of the guide in a fit of two rounds: the messages of the second, and the model in the end."""
+    """Fits the guide's rule for two rounds; returns the messages of the second round and the final model."""
     sizes = {"ann": 30, "bob": 7, "cam": 20, "dan": 12}
     generator = torch.Generator().manual_seed(0)
     clients = {
@@ -227,7 +227,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_ports_of_the_guide_work_in_two_parts_as_in_one(name, guide, federated_trainer):
-    """Each half of the clients of a fit in a chain of its own; what one has received travels to the other."""
+    """Splits the clients of a fit over two chains, and sends one chain's part to the other."""
     steps = STEPS[name](guide)
     wire, new = train_with(guide, steps, [guide.NoisyInputs()], federated_trainer)
     assert len(wire.messages) == 4
@@ -252,7 +252,7 @@ def test_each_port_of_the_guide_changes_the_model(guide, federated_trainer):
 
 
 def test_the_guides_feedback_sends_in_the_end_what_rounding_took_away(guide):
-    """A change of 1 + 2^-12 has no float16; after four of them the server has all but what is still remembered."""
+    """1 + 2^-12 is not a float16 number; after four updates only the stored error is missing."""
     start, memory, total = {"w": torch.zeros(1)}, {}, 0.0
     step = guide.Feedback()
     step.start(RoundInfo(0), start)

@@ -1,7 +1,7 @@
-"""Invariant 8: bad input gets a clear error and loses nothing.
+"""Invariant 8: bad input gives a clear error, and no state is lost.
 
-One table: whatever is wrong with a client, it is named, left out, counted and logged with the reason, and the round
-goes on with the others as if it had never been there.
+One table: a client with any fault is named, excluded, counted and logged with the reason, and the round continues as
+without this client.
 """
 
 import re
@@ -45,12 +45,12 @@ ROUNDS = 3
 BATCH = 4
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is needed
+# Modules, data and helpers
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class Net(L.LightningModule):
-    """BatchNorm, dropout, momentum, a scheduler per round and one per batch: whatever a failed visit could disturb."""
+    """BatchNorm, dropout, momentum, schedulers per round and per batch: state sensitive to failed visits."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ class Net(L.LightningModule):
 
 
 class Rows(Logger):
-    """Keeps what is logged, by round."""
+    """Stores logged values by round."""
 
     name = version = "rows"
 
@@ -102,7 +102,7 @@ def examples(count, seed=0, value=None):
 
 
 class Breaks(Dataset):
-    """A data set that cannot deliver one of its examples."""
+    """Raises for one example."""
 
     def __init__(self, at, count=3 * BATCH):
         self.at = at
@@ -131,7 +131,7 @@ class Endless(IterableDataset):
 
 
 class Loader:
-    """A user's own loader: an iterable with a data set and a length that may promise too much."""
+    """A user's loader: an iterable with a data set and a length that may be too large."""
 
     def __init__(self, count, length=None, breaks_at=None, raises=OSError):
         self.dataset = examples(max(count, length or 0) * BATCH)
@@ -154,7 +154,7 @@ class Loader:
 
 
 class Ends(Breaks):
-    """A data set that says by mistake that it has come to its end."""
+    """Raises `StopIteration` by mistake."""
 
     def __getitem__(self, index):
         if index == self.at:
@@ -163,7 +163,7 @@ class Ends(Breaks):
 
 
 class Hangs(Breaks):
-    """A data set that waits for an example that never comes: a network drive that is gone."""
+    """Waits forever, like a lost network drive."""
 
     def __getitem__(self, index):
         if index == self.at:
@@ -177,14 +177,14 @@ class HangsInItsLength(Breaks):
 
 
 def hang():
-    """Waits for good; in the process of the fit the alarm of the visit's clock comes at once, however slow it is."""
+    """Waits forever; in the process of the fit the visit's alarm is raised at once, for a fast test."""
     if torch.utils.data.get_worker_info() is None and callable(signal.getsignal(signal.SIGALRM)):
         signal.raise_signal(signal.SIGALRM)
     time.sleep(600)
 
 
 class Astronomical(Breaks):
-    """A data set whose length is wrong."""
+    """A data set with a wrong length."""
 
     def __len__(self):
         return 10**18
@@ -194,18 +194,18 @@ def raise_on_build(client):
     raise OSError("its disk is not mounted")
 
 
-# With a bad first client the schedulers are stepped before any optimizer is: Lightning steps them at every batch, also
-# at those that are `None`. Their steps are undone.
+# If the first client fails, schedulers step before any optimizer: Lightning steps schedulers at every batch, even for
+# `None`. These steps are undone.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The table
+# Table
 # ---------------------------------------------------------------------------------------------------------------------
 
 TRUNCATED = "its data raised OSError: (OSError: )?image 7 is truncated"
 
 DATA = {
-    # The client's data set, the reason that is logged, and options of the datamodule.
+    # The client's data set, the logged reason, and options of the datamodule.
     "no examples": (lambda: examples(0), "it has no examples"),
     "no full batch": (lambda: examples(BATCH - 1), "its 3 examples make no full batch and `drop_last` is set"),
     "a single example": (lambda: examples(1), "it has a single example, on which BatchNorm cannot train"),
@@ -246,7 +246,7 @@ LOADERS = {
 
 
 class EveryOther(Loader):
-    """A loader over a stream: a second pass is too much."""
+    """A stream: a second pass is not possible."""
 
     walks = 0
 
@@ -293,7 +293,7 @@ def fill(value, place=(0,)):
 
 
 MESSAGES = {
-    # What is done to the client's update, and the reason.
+    # The change to the client's update, and the reason.
     "NaN": (set_entry("head.weight", fill(float("nan"))), "entry 'head.weight' has NaN or infinite values"),
     "infinite": (set_entry("body.0.bias", fill(float("inf"), 2)), "entry 'body.0.bias' has NaN or infinite values"),
     "minus infinite": (
@@ -337,14 +337,14 @@ def good_clients():
 
 
 def with_bad(clients, place, bad):
-    """The clients with a bad one at a place, built when they are asked for."""
+    """The clients with a bad client at a position, built on request."""
     names = list(clients)
     names.insert(place, "bad")
     return LazyClients(names, Build(clients, bad))
 
 
 class Build:
-    """Makes a client's data; a class, because it goes to worker processes."""
+    """Makes a client's data; a class can be sent to worker processes."""
 
     def __init__(self, clients, bad):
         self.clients = clients
@@ -357,7 +357,7 @@ class Build:
 
 
 def train(clients, callbacks=(), data_options=None, module=None, door="trainer", **options):
-    """Module and rows of a federated fit of three rounds."""
+    """Module and logged rows of a federated fit with three rounds."""
     data = FederatedDataModule(
         clients,
         DataLoader(examples(6, 9), batch_size=3),
@@ -385,7 +385,7 @@ def train(clients, callbacks=(), data_options=None, module=None, door="trainer",
 
 
 def assert_left_out(caplog, reason, rounds=range(ROUNDS)):
-    """Named, with the reason, once per round; and nobody else."""
+    """Only the bad client is excluded, once per round, with the reason."""
     left_out = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
     assert len(left_out) == len(rounds)
     for round, message in zip(rounds, left_out, strict=True):
@@ -437,7 +437,7 @@ PLACES = (0, 1, 3)  # first, in the middle, last
 
 
 def at_places(table):
-    """Every fault at every place; the quick cases have each at one, in turn."""
+    """Every fault at every position; quick cases use one position per fault in turn."""
     chosen = [(fault, PLACES[number % len(PLACES)]) for number, fault in enumerate(table)]
     return quick([(fault, place) for fault in table for place in PLACES], chosen)
 
@@ -456,7 +456,7 @@ IN_WORKERS = [("batch in the middle raises", 0), ("first batch raises", 1), ("ca
 
 @pytest.mark.parametrize(("fault", "place"), quick(IN_WORKERS, IN_WORKERS[::2]))
 def test_data_in_workers(fault, place, without, caplog):
-    """The data set is read in worker processes, ahead of the training."""
+    """Worker processes prefetch the data."""
     bad, reason = DATA[fault]
     run = train(with_bad(good_clients(), place, bad), data_options={"num_workers": 2, "persistent_workers": True})
     assert_left_out(caplog, reason)
@@ -477,7 +477,7 @@ LATE = "its visit took longer than visit_timeout=500 seconds"
     ids=["first", "in the middle", "last", "its length"],
 )
 def test_data_that_hang(place, bad, without, caplog):
-    """With `visit_timeout` a visit is broken off."""
+    """`visit_timeout` interrupts the visit."""
     before = signal.getsignal(signal.SIGALRM)
     run = train(with_bad(good_clients(), place, bad), faults=Faults(visit_timeout=500))
     assert_left_out(caplog, LATE)
@@ -485,10 +485,11 @@ def test_data_that_hang(place, bad, without, caplog):
     assert signal.getsignal(signal.SIGALRM) is before
 
 
-@pytest.mark.slow  # it waits for half a minute a round, which no good client's visit takes on any machine
+@pytest.mark.slow  # waits half a minute per round, longer than any valid client's visit
 @pytest.mark.timeout(600)
 def test_a_worker_that_hangs_is_replaced(without, caplog, monkeypatch):
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # a worker is asked to end, then told
+    # a worker is asked to end, then terminated
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
     hangs = with_bad(good_clients(), 1, lambda: Hangs(0))
     run = train(hangs, data_options={"num_workers": 1}, faults=Faults(visit_timeout=30))
     assert_left_out(caplog, LATE.replace("500", "30"))
@@ -525,7 +526,7 @@ def test_an_alarm_of_somebody_else_is_put_back():
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with VisitClock(30.0).visit():
             pass
-        while not rung:  # fails by the time limit of the suite
+        while not rung:  # fails by the suite's time limit
             time.sleep(0.01)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -542,7 +543,7 @@ def test_a_clock_rings_only_where_it_may():
             pytest.fail("it was not interrupted")
     finally:
         clock.stop()
-    with clock.interrupting():  # the next visit's
+    with clock.interrupting():  # the next visit's alarm
         pass
 
 
@@ -563,7 +564,7 @@ def test_messages(fault, place, without, caplog):
     bytes_ = {name: [row[f"comm/{name}_bytes"] for row in run[1].values()] for name in ("up", "down")}
     size = sum(value.numel() * value.element_size() for value in run[0].state_dict().values())
     assert bytes_["down"] == [4 * size] * ROUNDS
-    assert all(sent > 3 * size for sent in bytes_["up"])  # a bad message travels as well
+    assert all(sent > 3 * size for sent in bytes_["up"])  # invalid messages are sent too
 
 
 @pytest.mark.parametrize(
@@ -579,7 +580,7 @@ def test_messages(fault, place, without, caplog):
     ids=lambda value: None if isinstance(value, dict) else value,
 )
 def test_a_plain_trainer_with_the_callback(table, fault, place, without, caplog):
-    """A few rows of each table through the other door."""
+    """Some rows of each table through the other entry point."""
     what, reason = table[fault]
     clients = with_loaders(good_clients()) if table is LOADERS else good_clients()
     callbacks = [Sabotages("bad", what)] if table is MESSAGES else []
@@ -590,7 +591,7 @@ def test_a_plain_trainer_with_the_callback(table, fault, place, without, caplog)
 
 
 class Transferring(Net):
-    """Hooks on batches that know batches alone."""
+    """Batch hooks that only accept batches."""
 
     def on_before_batch_transfer(self, batch, dataloader_idx):
         return [batch[0], batch[1]]
@@ -605,21 +606,21 @@ class Transferring(Net):
 @pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule`")
 @pytest.mark.parametrize("place", [0, 3], ids=["first", "last"])
 def test_hooks_on_batches_see_no_failed_visit(place, without, caplog):
-    """They are called where Lightning would call them with `None`, which most cannot take."""
+    """Lightning would call the hooks with `None`, which most hooks cannot handle."""
     run = train(with_bad(good_clients(), place, lambda: Breaks(BATCH)), module=Transferring())
     assert_left_out(caplog, TRUNCATED)
     assert_as_if_it_were_not_there(run, without("data sets"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rounds with too few good clients
+# Rounds with too few valid clients
 # ---------------------------------------------------------------------------------------------------------------------
 
 NAN = set_entry("head.weight", fill(float("nan")))
 
 
 def assert_nothing_changed(module, rows, expected_module=None):
-    """The global model is bit-equal to the one before the fit, in every round, and every round was validated."""
+    """The global model is bit-equal to the initial model in every round, and every round was validated."""
     start = Net().state_dict()
     assert_same(module.state_dict(), start)
     assert len(module.validated) == ROUNDS
@@ -671,7 +672,7 @@ def test_all_clients_fail(kind, door, caplog):
 
 @pytest.mark.parametrize("kind", ["data", "length", "loaders", "a worker"])
 def test_a_fault_of_the_data_set_does_not_look_like_bad_clients(kind, caplog):
-    """Where the fit goes on: where the first client's data raised is shown once, that all did in every round."""
+    """The log shows the first traceback once, and the common error of all clients in every round."""
     bad = {
         "data": lambda: Breaks(BATCH),
         "length": HasNoLength,
@@ -698,12 +699,12 @@ def test_one_good_client_is_not_all(caplog):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Fits in which nothing trains
+# Fits without any training
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class Misfit(FederatedCallback):
-    """Leaves all clients out, from a round on."""
+    """Excludes all clients from a round on."""
 
     def __init__(self, first_round=0):
         self.first_round = first_round
@@ -728,7 +729,7 @@ class Misfit(FederatedCallback):
     ids=["data", "length", "loaders", "streams", "loaders without a length", "nested"],
 )
 def test_an_error_of_all_clients_ends_the_fit(bad, error, text, door):
-    """At once, with where the first client's data raised; the module is what it was."""
+    """At once, with the first client's traceback; the module does not change."""
     module = Net()
     with pytest.raises(error) as caught:
         train(LazyClients(range(3), AllBad(bad)), module=module, door=door)
@@ -744,7 +745,7 @@ def test_a_fault_of_all_clients_ends_the_fit_with_where_it_was_raised():
 
 
 def test_the_only_client_of_a_round_among_others_may_fail():
-    """One of several clients is left out at first, however few a round has; the only one there is ends the fit."""
+    """One of several clients is excluded, even as a whole cohort; the only client of a federation ends the fit."""
     mixed = {"bad": Breaks(0), "good": examples(2 * BATCH)}
     _, rows = train(mixed, clients_per_round=1, seed=1)
     assert {row["fed/failed"] for row in rows.values()} == {0, 1}
@@ -754,7 +755,7 @@ def test_the_only_client_of_a_round_among_others_may_fail():
 
 @pytest.mark.parametrize(("limit", "rounds"), [(1, 1), (2, 2), (3, 3), (9, 3)])
 def test_failed_rounds_in_a_row_end_the_fit(limit, rounds, caplog):
-    """Clients without data have raised nothing; a fit in which no round succeeds fails in the end in any case."""
+    """Clients without data raise no error, but a fit without any successful round still fails."""
     with pytest.raises(RuntimeError, match=f"up to round {rounds}, in which 3 of 3 clients failed: .*no examples"):
         train(LazyClients(range(3), AllBad(lambda: examples(0))), faults=Faults(max_failed_rounds=limit))
     assert sum("0 good updates" in message for message in caplog.messages) == rounds
@@ -773,7 +774,7 @@ def test_a_round_that_succeeds_begins_the_count_anew():
 
 
 def test_too_few_good_clients_and_too_few_at_all():
-    """A round below `min_clients` counts if it had been enough without the failures."""
+    """A round below `min_clients` counts as failed if it would have had enough clients without failures."""
     clients = with_bad(good_clients(), 1, lambda: examples(2 * BATCH))
     with pytest.raises(RuntimeError, match="up to round 2, in which 1 of 4 clients failed: client 'bad'"):
         train(clients, [Sabotages("bad", NAN)], faults=Faults(min_clients=4, max_failed_rounds=2))
@@ -788,7 +789,7 @@ def test_an_aggregate_that_is_never_finite_ends_the_fit():
 
 
 class SaveSecond(L.Callback):
-    """Saves a checkpoint after the second round."""
+    """Saves a checkpoint after round 1."""
 
     def __init__(self, path):
         self.path = path
@@ -800,7 +801,7 @@ class SaveSecond(L.Callback):
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 def test_failed_rounds_are_counted_on_after_resuming(tmp_path, federated_trainer):
-    """As if the fit had never been broken off."""
+    """The count continues as in an uninterrupted fit."""
     path, clients = tmp_path / "second.ckpt", good_clients()
     for resumed in (None, path):
         callbacks = [SaveSecond(path), *(Sabotages(client, NAN_BODY) for client in clients)]
@@ -827,7 +828,7 @@ def test_all_clients_drop_out(caplog):
 
 
 def test_learning_rates_after_rounds_without_visits():
-    """They decay once per round, as ever; the batches that are not there do not count."""
+    """The epoch scheduler steps once per round; missing batches do not count."""
     rates = {}
     for dropout in (0.0, 0.999999):
         trainer_rates = []
@@ -845,7 +846,7 @@ def test_learning_rates_after_rounds_without_visits():
 
 
 class Exploding(AveragingAggregator):
-    """A rule that divides by nothing."""
+    """Divides by zero."""
 
     def weight(self, update):
         return 1.0
@@ -864,7 +865,7 @@ def test_an_aggregate_that_is_not_finite(caplog):
 
 
 def test_a_client_that_failed_comes_back(without):
-    """A fault is of one round; and what the client keeps is from the rounds before."""
+    """The fault only affects one round, and the client state is from the previous visits."""
     seen = []
 
     class Watch(FederatedCallback):
@@ -883,15 +884,15 @@ def test_a_client_that_failed_comes_back(without):
     _, rows = train(good_clients(), [Watch()], personal=["head.*"], optimizer_state="keep")
     assert [row["fed/failed"] for row in rows.values()] == [0, 1, 0]
     assert [row["fed/clients"] for row in rows.values()] == [3, 2, 3]
-    assert torch.equal(seen[2], seen[1])  # the head that it left
-    assert torch.equal(seen[4], seen[1])  # and not that of the round in which it failed
+    assert torch.equal(seen[2], seen[1])  # the head from the client's last good visit
+    assert torch.equal(seen[4], seen[1])  # not the head from the failed round
 
 
 NAN_BODY = set_entry("body.0.weight", fill(float("nan")))
 
 
 class Spoils(Net):
-    """One client spoils an entry in its last step of the second round; another entry is infinite by design."""
+    """One client damages an entry in the last step of round 1; another entry is infinite by design."""
 
     def __init__(self, change):
         super().__init__()
@@ -912,20 +913,20 @@ class Spoils(Net):
     ],
 )
 def test_personal_entries_that_cannot_be_kept(change, reason, caplog):
-    """The client comes back with those from before."""
+    """The client resumes from the earlier personal entries."""
     _, rows = train(good_clients(), module=Spoils(change), personal=["head.*", "bank"], local_epochs=1)
     assert [row["fed/failed"] for row in rows.values()] == [0, 1, 0]
     assert re.search(f"Round 2: client 'good' is left out: of its personal entries, entry {reason}", caplog.text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is not a fault
+# Not a fault
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", [0, 3], ids=["first", "last"])
 def test_a_loader_shorter_than_its_length(place, caplog):
-    """The client trains on what there is, as Lightning does."""
+    """The client trains on the available batches, as in Lightning."""
     clients = with_loaders(good_clients())
     short = train(with_bad(clients, place, lambda: Loader(2, length=3)), local_epochs=1)
     exact = train(with_bad(clients, place, Exact), local_epochs=1)
@@ -935,7 +936,7 @@ def test_a_loader_shorter_than_its_length(place, caplog):
 
 
 class Exact(Loader):
-    """Two batches, with the data set of three behind them."""
+    """Two batches, on a data set for three."""
 
     def __init__(self):
         super().__init__(3)
@@ -950,7 +951,7 @@ def test_a_loader_longer_than_its_length():
 
 
 class Streamed(IterableDataset):
-    """A stream that knows how many examples it has."""
+    """A stream with a known number of examples."""
 
     def __len__(self):
         return 2 * BATCH
@@ -960,14 +961,14 @@ class Streamed(IterableDataset):
 
 
 class Unmeasured(Loader):
-    """A loader without a length over data with one."""
+    """A loader without a length on data with a length."""
 
     def __len__(self):
         raise TypeError("object has no len()")
 
 
 def test_a_loader_without_a_length(caplog):
-    """It is a fault where a visit is counted in epochs, and none where it is counted in batches."""
+    """A fault for visits counted in epochs, but not for visits counted in batches."""
     clients = {"good": DataLoader(examples(2 * BATCH), batch_size=BATCH), "bad": Unmeasured(2)}
     _, rows = train(clients)
     assert [row["fed/failed"] for row in rows.values()] == [1] * ROUNDS
@@ -980,7 +981,7 @@ def test_a_loader_without_a_length(caplog):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Faults of the program, which end the fit
+# Program errors that end the fit
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -989,7 +990,7 @@ def test_an_error_in_a_visit_names_the_client():
         changes_update = True
 
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if trainer.current_epoch == 1 and batch_idx == 9:  # after the 8 of "best"
+            if trainer.current_epoch == 1 and batch_idx == 9:  # after the 8 batches of "best"
                 raise ZeroDivisionError("a bug")
 
     with pytest.raises(ZeroDivisionError, match="a bug") as caught:
@@ -1012,7 +1013,7 @@ def test_ctrl_c_in_a_data_set_is_not_a_fault_of_the_client():
 
 
 class BreaksDown(torch.autograd.Function):
-    """A backward pass that fails."""
+    """Raises in the backward pass."""
 
     @staticmethod
     def forward(context, loss):
@@ -1046,7 +1047,7 @@ class NeverTrains(Net):
 
 
 class Classes(Net):
-    """A label that is out of range."""
+    """A label out of range."""
 
     def loss(self, batch):
         labels = torch.zeros(len(batch[0]), dtype=torch.long)
@@ -1097,7 +1098,7 @@ def test_steps_without_a_loss_of_all_clients_end_the_fit(monkeypatch):
 
 
 def test_a_gpu_that_is_lost_ends_the_fit():
-    """Nothing that runs in this process afterwards can be trusted to run."""
+    """Later GPU operations in this process cannot succeed."""
 
     class Lost(Net):
         def training_step(self, batch, batch_idx):
@@ -1118,7 +1119,7 @@ def test_a_single_example_from_a_users_loader(caplog):
 
 
 class ByHand(Net):
-    """The same, optimized by hand."""
+    """The same with manual optimization."""
 
     def __init__(self):
         super().__init__()
@@ -1132,7 +1133,7 @@ class ByHand(Net):
 
 
 class ByTwo(ByHand):
-    """By hand, with two optimizers, of which each switches the other's parameters off while it trains."""
+    """Manual optimization with two optimizers; each toggles the other's parameters off."""
 
     def training_step(self, batch, batch_idx):
         for optimizer in self.optimizers():
@@ -1151,7 +1152,7 @@ class ByTwo(ByHand):
     quick(product([ByHand, ByTwo], [0, 1, 3]), [(ByHand, 0), (ByTwo, 1), (ByHand, 3), (ByTwo, 3)]),  # 3: the last
 )
 def test_a_step_by_hand_that_breaks_off(make_module, place, caplog):
-    """Whatever it has left undone: the others train as if the client had not been there."""
+    """For any unfinished toggling, the others train as without this client."""
     expected = train(good_clients(), module=make_module())
     run = train(with_bad(good_clients(), place, lambda: examples(1)), module=make_module())
     assert_left_out(caplog, "it has a single example, on which BatchNorm cannot train")
@@ -1159,7 +1160,7 @@ def test_a_step_by_hand_that_breaks_off(make_module, place, caplog):
 
 
 class Watching(Net):
-    """Steps without an index, and a hook that wants to see what they return."""
+    """A step without index, and a hook that reads outputs."""
 
     def __init__(self):
         super().__init__()
@@ -1179,7 +1180,7 @@ def test_the_modules_hook_sees_no_batch_that_failed(name):
     assert [(row["fed/clients"], row["fed/failed"]) for row in rows.values()] == [(1, 1)] * ROUNDS
 
 
-@pytest.mark.filterwarnings("ignore:.*in eval mode")  # Lightning's, of some versions
+@pytest.mark.filterwarnings("ignore:.*in eval mode")  # warning of some Lightning versions
 def test_a_single_example_without_batch_norm_in_training():
     module = Net()
     module.body[1].eval()
@@ -1189,20 +1190,20 @@ def test_a_single_example_without_batch_norm_in_training():
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_no_single_example_where_we_cut_the_batches(drop_last):
-    """Of any size from two on: also in the recalibration, and in both epochs."""
+    """For any size from two: also in recalibration, and in both epochs."""
     clients = {f"client-{count}": examples(count) for count in range(2, 4 * BATCH)}
     _, rows = train(clients, data_options={"drop_last": drop_last, "shuffle": True}, batch_norm="recalibrate")
-    failed = 2 if drop_last else 0  # those with less than a batch
+    failed = 2 if drop_last else 0  # clients with less than one batch
     assert [row["fed/failed"] for row in rows.values()] == [failed] * ROUNDS
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The server alone
+# Server without a fit
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_server_by_itself(caplog):
-    """Every row of the table of messages, and what one process cannot do: updates that never come, or twice."""
+    """Every row in the table of messages, and remote faults: missing and repeated updates."""
     state = {name: value for name, value in Net().state_dict().items()}
     server = Server(Chain(FedAvg()))
     server.start_round(RoundInfo(4), state)
@@ -1237,7 +1238,7 @@ def test_the_server_by_itself(caplog):
 
 
 def test_two_fits_in_threads_are_refused():
-    """They would draw from the same global generators; fits one after another in threads are as ever."""
+    """Parallel fits would share the global generators; consecutive fits in threads are allowed."""
     refused = []
 
     class Starts(L.Callback):

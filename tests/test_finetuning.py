@@ -22,7 +22,7 @@ from tests.recorders import Recorder, assert_same, state_of
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:Found .* module"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),  # 5.23 warns of its own attributes
+    pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),  # 5.23 warns about its own attributes
 ]
 
 COUNTS = {"ann": 40, "bob": 24, "cid": 33}
@@ -67,7 +67,7 @@ def clients(example, folder):
 
 
 def adapter_bytes(module):
-    """Size of the adapters, and of the classifier that is trained with them, as peft saves them."""
+    """Bytes of the adapters and the trained classifier, as saved by peft."""
     return sum(value.numel() * value.element_size() for value in get_peft_model_state_dict(module.model).values())
 
 
@@ -86,7 +86,7 @@ def check_bytes(recorder, module, count):
 
 
 def test_adapters_alone_travel(make_module, clients, folder, federated_trainer):
-    """And the model around them stays that of the folder."""
+    """The base model equals the model in the folder."""
     recorder, _ = fit(federated_trainer, module := make_module(), clients)
     check_bytes(recorder, module, len(clients))
     loaded = AutoModelForSequenceClassification.from_pretrained(folder, local_files_only=True)
@@ -106,7 +106,7 @@ def test_adapters_alone_travel(make_module, clients, folder, federated_trainer):
 
 
 def test_what_was_trained_is_an_adapter_of_peft(make_module, clients, folder, federated_trainer, tmp_path):
-    """Saved, loaded on top of the folder's model, and merged into it, it gives the same outputs."""
+    """Saved, loaded on the folder's model and merged, the adapter gives equal outputs."""
     fit(federated_trainer, module := make_module(), clients, rounds=1)
     module.eval().model.save_pretrained(tmp_path / "adapter")
     base = AutoModelForSequenceClassification.from_pretrained(folder, local_files_only=True)
@@ -131,7 +131,7 @@ def test_resuming(make_module, clients, federated_trainer, tmp_path):
     ("personal", "shared"), [(["*lora_*"], ["classifier"]), (["*lora_B*"], ["lora_A", "classifier"])]
 )
 def test_adapters_of_the_clients_own(personal, shared, make_module, clients, federated_trainer):
-    """All of them, or the B of FedSA-LoRA."""
+    """All adapters, or the B matrices as in FedSA-LoRA."""
     federation = Federation(personal=personal)
     recorder, _ = fit(federated_trainer, module := make_module(), clients, federation=federation)
     parts = get_peft_model_state_dict(module.model)
@@ -170,7 +170,7 @@ def test_on_flower(make_module, clients, federated_trainer, tmp_path):
 
 
 def test_merging_adapters(make_module, clients, federated_trainer, tmp_path):
-    """The mean of factors is not that of their products: refused, and right once they are merged into their models."""
+    """The product of means is not the mean of products: refused, but correct for merged adapters."""
     modules = {}
     for name in ("ann", "bob"):
         _, trainer = fit(federated_trainer, make_module(), {name: clients[name]}, rounds=1)
@@ -190,7 +190,7 @@ def test_merging_adapters(make_module, clients, federated_trainer, tmp_path):
 
 
 class Segmenter(models.Module):
-    """A U-Net whose encoder's weights come from a local file and stay; with LoRA in its convolutions if asked for."""
+    """A U-Net with a frozen encoder from a local file; optionally with LoRA in the convolutions."""
 
     def __init__(self, path, rank=0):
         torch.manual_seed(1)

@@ -1,6 +1,6 @@
-"""Federated training on a GPU: the results of the CPU, every precision, compiled networks, processes, checkpoints.
+"""Federated training on a GPU: CPU results, all precisions, compiled networks, processes, checkpoints.
 
-`make test-gpu` runs these; without a GPU they are skipped.
+`make test-gpu` runs these tests; without a GPU all are skipped.
 """
 
 import copy
@@ -43,14 +43,14 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[1]
-# Their noise comes from the device's own generator.
+# The device's generator draws the noise.
 DRAWN_ON_THE_DEVICE = {"noise of the server"}
 SEED = 4
 
 
 @pytest.fixture(autouse=True)
 def exact_arithmetic():
-    """Float32 is float32, and the same computation gives the same bits."""
+    """Disables TF32, and makes cuDNN deterministic."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
     yield
@@ -62,14 +62,14 @@ def trainer_on(accelerator, **options):
 
 
 def fit(accelerator, module, data, val=None, **options):
-    """The module's state after a fit, on the CPU, and the Trainer."""
+    """The module's state on the CPU after a fit, and the Trainer."""
     trainer = trainer_on(accelerator, **{"max_rounds": 2, **options})
     trainer.fit(module, FederatedDataModule(models.as_datasets(data), val, batch_size=16))
     return state_of(module), trainer
 
 
 def assert_close(left, right, tolerance):
-    """States that differ by rounding, relative to the norm of each entry."""
+    """Equal up to rounding, relative to the norm of each entry."""
     assert left.keys() == right.keys()
     for name, value in left.items():
         assert value.dtype == right[name].dtype
@@ -78,12 +78,12 @@ def assert_close(left, right, tolerance):
         assert difference <= tolerance * value.double().norm().cpu() + 1e-12, (name, float(difference))
 
 
-# --- the results of the CPU -------------------------------------------------------------------------------------------
+# --- CPU results ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("job", sorted(draws_script.JOBS.keys() - DRAWN_ON_THE_DEVICE))
 def test_every_method_gives_what_it_gives_on_the_cpu(job, monkeypatch):
-    """In double precision, without dropout: to rounding that 2 to 4 rounds of training have let grow."""
+    """In double precision without dropout: up to rounding, amplified by 2 to 4 rounds of training."""
     monkeypatch.setattr(draws_script, "DROPOUT", 0.0)
     results = []
     for accelerator in ("cpu", "cuda"):
@@ -91,7 +91,7 @@ def test_every_method_gives_what_it_gives_on_the_cpu(job, monkeypatch):
         options = {"accelerator": accelerator, "devices": 1, "precision": "64-true"}
         results.append(draws_script.JOBS[job](options))
         results[-1].pop("drawn")
-    assert torch.cuda.max_memory_allocated() > 0  # that of the second fit
+    assert torch.cuda.max_memory_allocated() > 0  # from the second fit
     assert_close(*results, tolerance=1e-9)
 
 
@@ -145,17 +145,18 @@ def test_treatments_of_batch_norm(batch_norm):
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-5, abs=1e-6)
 
 
-# --- a visit is a plain fit -------------------------------------------------------------------------------------------
+# --- A visit equals a plain fit ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
 @pytest.mark.parametrize("net", [models.norm_mlp, models.dropout_mlp])
 def test_a_visit_is_a_plain_fit_bit_for_bit(net, precision):
-    """With dropout, and with a loss scale that begins so high that the first steps overflow."""
+    """With dropout, and with an initial loss scale that overflows in the first steps."""
     recorder, module = Recorder(), models.Module(net(), models.momentum)
     fit("cuda", module, models.vectors(), precision=precision, callbacks=[recorder], batch_norm="average")
     assert len(recorder.visits) == 10
-    for visit in recorder.visits[:2] if precision == "16-mixed" else recorder.visits:  # the scale goes on from there
+    # later visits continue with another scale
+    for visit in recorder.visits[:2] if precision == "16-mixed" else recorder.visits:
         plain = models.Module(net(), models.momentum)
         if precision == "bf16-true":
             plain = plain.bfloat16()
@@ -169,7 +170,7 @@ def test_a_visit_is_a_plain_fit_bit_for_bit(net, precision):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold", "fednova", "feddyn", "moon", "ditto", "fedadam"])
 def test_methods_train_in_mixed_precision(method, precision):
-    """Near what they give in float32: steps that a loss scale leaves out are few."""
+    """Close to float32: the loss scale skips few steps."""
     results = []
     for given in ("32-true", precision):
         state, trainer = fit(
@@ -186,7 +187,7 @@ def test_methods_train_in_mixed_precision(method, precision):
 
 
 def test_a_loss_scale_that_overflows_costs_steps_and_nothing_else():
-    """The scale begins at 65,536; with gradients that are too large for it, every client's first steps are left out."""
+    """The scale starts at 65,536; large gradients overflow, so every client's first steps are skipped."""
     module = models.Module(
         models.mlp(), models.sgd, loss=lambda outputs, targets: 1e4 * F.cross_entropy(outputs, targets)
     )
@@ -213,17 +214,17 @@ def test_fused_visits_are_ordinary_ones_bit_for_bit(precision, options):
     assert_same(results[0][0], results[1][0])
 
 
-# --- networks as users make them fast ---------------------------------------------------------------------------------
+# --- Fast networks ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_networks(mode):
-    """CUDA graphs (`reduce-overhead`) read the parameters where they were captured: a visit writes into them."""
+    """CUDA graphs (`reduce-overhead`) read parameters at the captured addresses, so a visit writes in place."""
     plain, _ = fit("cuda", models.Module(models.mlp(), models.momentum), models.vectors(), max_rounds=3)
     net = models.mlp()
     module = models.Module(net, models.momentum)
-    with torch._inductor.config.patch(compile_threads=1):  # noqa: SLF001 - monkeypatch would leave it without a value
+    with torch._inductor.config.patch(compile_threads=1):  # noqa: SLF001 - monkeypatch would unset the value
         module.net = torch.compile(net, mode=mode, dynamic=False)
         state, _ = fit("cuda", module, models.vectors(), max_rounds=3)
     state = {name.replace("_orig_mod.", ""): value for name, value in state.items()}
@@ -241,7 +242,7 @@ def test_channels_last_networks_stay_so():
     assert_close(*results, tolerance=1e-8)
 
 
-# --- several clients at once ------------------------------------------------------------------------------------------
+# --- Vectorized clients -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("net", [models.mlp, models.dropout_mlp, models.norm_mlp])
@@ -271,7 +272,7 @@ def test_a_single_process_with_nccl():
 
 @pytest.mark.parametrize("kind", ["several devices", "one device"])
 def test_processes_give_what_one_gives(kind, tmp_path):
-    """NCCL joins processes that have a GPU each, gloo those that share one."""
+    """NCCL connects processes with one GPU each, gloo connects processes on a shared GPU."""
     if kind == "several devices" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -289,11 +290,11 @@ def test_processes_give_what_one_gives(kind, tmp_path):
             assert_close(alone, torch.load(tmp_path / f"{job}-{rank}.pt", weights_only=True), tolerance=1e-5)
 
 
-# --- across devices ---------------------------------------------------------------------------------------------------
+# --- Across devices ---------------------------------------------------------------------------------------------------
 
 
 class Stop(FederatedCallback):
-    """Ends the fit as a user's Ctrl-C or a lost machine would, after a round."""
+    """Ends the fit after a round, as Ctrl-C or a lost machine would."""
 
     def __init__(self, after):
         self.after = after
@@ -313,7 +314,7 @@ class Stop(FederatedCallback):
 )  # fmt: skip
 @pytest.mark.parametrize(("first", "second"), [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")])
 def test_a_fit_goes_on_on_another_device(method, first, second, tmp_path):
-    """With personal layers and kept optimizer states in a folder; on the same device bit for bit."""
+    """With personal layers and stored optimizer states in a folder; bit for bit on the same device."""
     clients, options = models.vectors(), {"method": method, "max_rounds": 4}
     if method == "fedavg":
         options |= {"personal": ["net.head.*"], "optimizer_state": "keep"}
@@ -350,11 +351,11 @@ def test_a_checkpoint_of_a_gpu_is_read_without_one(tmp_path):
     assert files
 
 
-# --- matching, sampled softmax ----------------------------------------------------------------------------------------
+# --- Matching, sampled softmax ----------------------------------------------------------------------------------------
 
 
 def test_matching_on_the_device():
-    """Networks are aligned and merged as on the CPU."""
+    """Aligns and merges networks as on the CPU."""
 
     def networks():
         made = []
@@ -373,7 +374,7 @@ def test_matching_on_the_device():
 
 
 def test_a_client_holds_its_rows_only_on_the_device():
-    """A head of many classes: what is allocated for a visit is rows of the table, not tables."""
+    """For a head with many classes a visit only allocates rows, never whole tables."""
 
     class Large(models.Module):
         def __init__(self):
@@ -394,15 +395,15 @@ def test_a_client_holds_its_rows_only_on_the_device():
     peak = Peak()
     state, _ = fit("cuda", Large(), clients, method="fedss:num_negatives=50", callbacks=[peak])
     assert len(peak.peaks) == 10
-    assert max(peak.peaks[1:]) < 0.2 * table  # in the first visit libraries allocate what they keep
+    assert max(peak.peaks[1:]) < 0.2 * table  # in the first visit libraries allocate caches
     assert state["net.2.weight"].shape == (200_000, 64)
 
 
-# --- cost -------------------------------------------------------------------------------------------------------------
+# --- Cost -------------------------------------------------------------------------------------------------------------
 
 
 class Synchronisations(FederatedCallback):
-    """Counts where the host waits for the device while a client's update is made, checked and added."""
+    """Counts synchronisations with the device while updates are created, checked and added."""
 
     def __init__(self):
         self.counts = []
@@ -436,11 +437,11 @@ def test_the_host_waits_for_an_update_three_times_at_most_however_many_entries()
 
 
 def test_memory_does_not_grow_with_the_clients():
-    """It is that of 12 copies of the model in float32: the module and its gradients, the model sent, an update, and in
-    float64 the sums, what is added to them, and the mean.
+    """At most 12 float32 copies of the model: module, gradients, broadcast, update, and float64 sums, addend and
+    mean.
     """
     peaks = []
-    for count in (2, 2, 12):  # the first allocates what the libraries keep
+    for count in (2, 2, 12):  # the first fit includes the libraries' caches
         gc.collect()
         torch.cuda.reset_peak_memory_stats()
         start = torch.cuda.memory_allocated()

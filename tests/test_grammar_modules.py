@@ -1,4 +1,4 @@
-"""Any legal module: a federation equals averaging by hand, or an error gives a remedy. Never other numbers."""
+"""Any legal module: a federation equals manual averaging, or raises an error with a remedy."""
 
 import warnings
 from functools import partial
@@ -15,7 +15,7 @@ SETTINGS = {"deadline": None, "database": None, "print_blob": True, "suppress_he
 
 
 def outcome(trainer, case):
-    """The error of a federated fit, or the largest distance from averaging by hand."""
+    """The error of a federated fit, or the largest difference from manual averaging."""
     clients = grammar_modules.data(case["batches"], case["seed"])
 
     def build():
@@ -24,7 +24,7 @@ def outcome(trainer, case):
     loaders = {name: DataLoader(TensorDataset(*values), batch_size=6) for name, values in clients.items()}
     module = build()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Lightning's about the layers
+        warnings.simplefilter("ignore")  # Lightning warns about the layers
         try:
             trainer(max_rounds=case["rounds"], batch_norm="average", seed=0).fit(module, loaders)
         except Exception as error:
@@ -62,7 +62,7 @@ def test_a_layer_that_a_hook_adds(late, federated_trainer):
 
 @pytest.mark.parametrize("late", LATE)
 def test_a_layer_that_a_hook_adds_where_clients_train_at_once(late, federated_trainer):
-    """Hooks after the plan of a round add layers too late."""
+    """Hooks after the planning of a round are too late to add layers."""
     found = outcome(partial(federated_trainer, visits=Vectorized(2)), one("linear", late))
     if late in ("on_train_start", "on_train_epoch_start"):
         assert "when a round is planned" in str(found)

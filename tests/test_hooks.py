@@ -1,4 +1,4 @@
-"""What callbacks of the user see: every batch of a visit, whose it is, and the data when they ask for them."""
+"""User callbacks see every batch of a visit, the client, and the data on request."""
 
 import lightning as L
 import pytest
@@ -31,7 +31,7 @@ def module():
 
 
 class Counter(FederatedCallback):
-    """Counts a visit's batches, and whose they are."""
+    """Counts a visit's batches, and records the client."""
 
     def __init__(self):
         self.count, self.at_start, self.at_end, self.clients, self.per_visit = 0, [], [], [], {}
@@ -124,7 +124,7 @@ def test_a_callback_that_changes_weights_after_a_batch_changes_the_update_and_no
 
 
 class HalfDown(FederatedCallback):
-    """Sends the model in half precision, and unpacks it on receipt."""
+    """Sends the model in half precision, and converts back on receipt."""
 
     def __init__(self):
         self.received = []
@@ -197,14 +197,14 @@ def test_client_scores_are_those_of_the_round_that_is_saved(tmp_path):
 def test_a_federated_trainer_takes_one_device(monkeypatch):
     assert FederatedTrainer(max_rounds=1, **QUIET).num_devices == 1
     monkeypatch.setattr("lightning.pytorch.accelerators.CPUAccelerator.auto_device_count", staticmethod(lambda: 4))
-    assert L.Trainer(max_epochs=1, **QUIET).num_devices == 4  # what it would be
+    assert L.Trainer(max_epochs=1, **QUIET).num_devices == 4  # the default
     assert FederatedTrainer(max_rounds=1, **QUIET).num_devices == 1
 
 
 class Accumulating(Module):
-    """Optimizes by hand: a step of the optimizer for every two batches and the rest, one of the scheduler per epoch.
+    """Manual optimization: an optimizer step for every two batches and for the rest, a scheduler step per epoch.
 
-    Notes what it is told of every batch.
+    Records the arguments for every batch.
     """
 
     def __init__(self):
@@ -229,7 +229,7 @@ class Accumulating(Module):
 
 
 def test_a_module_counts_the_batches_of_a_visit_as_in_a_fit_of_its_own(federated_trainer, plain_trainer):
-    """The index, and the last batch of a local epoch: accumulation by hand does not straddle clients."""
+    """Batch index and last batch of a local epoch are per client, so manual accumulation never spans clients."""
     datasets = as_datasets(vectors({"a": 12, "b": 8}))
     loaders = {name: DataLoader(dataset, batch_size=4) for name, dataset in datasets.items()}  # 3 and 2 batches
     expected, states = [], []
@@ -252,7 +252,7 @@ def test_a_module_counts_the_batches_of_a_visit_as_in_a_fit_of_its_own(federated
 
 
 def test_gradients_that_no_step_has_used_stay_in_their_visit(federated_trainer):
-    """And a visit that is cut inside an epoch tells of its last batch."""
+    """A visit cut inside an epoch reports its last batch."""
 
     class Leaves(Accumulating):
         def training_step(self, batch, batch_idx):

@@ -1,4 +1,4 @@
-"""What one client sends changes no number that is not its own, and poisons nothing for good."""
+"""A single client's messages change no other client's values, and cause no permanent damage."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SIZES = {"ann": 20, "bob": 12, "cid": 16}
 
 
 class Says(FederatedCallback):
-    """One client sends numbers for the log."""
+    """One client sends values for the log."""
 
     def __init__(self, metrics):
         self.metrics = metrics
@@ -50,7 +50,7 @@ def test_a_client_sends_so_many_numbers_and_no_more(federated_trainer, caplog):
 
 
 class Invents(FederatedCallback):
-    """One client sends numbers under new names in every round, and the others what they always send."""
+    """One client sends values under new names in every round."""
 
     def on_client_end(self, trainer, module, client, update):
         names = ["honest"] if client != "bob" else [f"a{trainer.current_epoch}-{number}" for number in range(60)]
@@ -70,7 +70,7 @@ def test_a_client_invents_no_names_without_end(federated_trainer, caplog):
 
 
 class ReadsWrongly(FederatedCallback):
-    """A server's half that stumbles over one client's message."""
+    """A server callback that raises for one client's message."""
 
     def __init__(self, clients):
         self.clients = clients
@@ -88,7 +88,7 @@ def test_a_message_that_the_server_cannot_read_is_one_clients_fault(federated_tr
         federated_trainer(max_rounds=2, callbacks=[ReadsWrongly(SIZES)]).fit(Module(mlp()), as_datasets(vectors(SIZES)))
 
 
-# --- BatchNorm's statistics -------------------------------------------------------------------------------------------
+# --- BatchNorm statistics ---------------------------------------------------------------------------------------------
 
 
 def statistics(mean=0.0, variance=1.0, count=8.0):
@@ -120,7 +120,7 @@ def test_statistics_from_which_nothing_finite_can_come(bad, is_bad):
 
 
 def test_no_pool_of_good_statistics_is_infinite():
-    """The largest that are let in, of both signs."""
+    """The largest accepted values with both signs."""
     edge = (torch.finfo(torch.float32).max / 100) ** 0.5 * (1 - 1e-6)
     reports = [statistics(sign * edge, edge**2, 1.0) for sign in (1, -1)]
     assert all(find_bad_statistics(report, {"0.running_mean": torch.zeros(2)}) is None for report in reports)
@@ -135,7 +135,7 @@ def test_no_pool_of_good_statistics_is_infinite():
     ids=["none", "most", "uniform"],
 )
 def test_what_counts_counts_in_pooled_statistics_too(steps, counts, federated_trainer, monkeypatch):
-    """Of the three clients that are pooled for every layer."""
+    """For the three clients pooled in every layer."""
 
     def noting(reports, layer, *tolerated, pool=batch_norm.pool_statistics):
         pooled.append([float(report[f"batch_norm:{layer}:count"]) for report in reports])
@@ -150,7 +150,7 @@ def test_what_counts_counts_in_pooled_statistics_too(steps, counts, federated_tr
 
 
 def test_a_round_with_statistics_that_cannot_be_is_taken_back(federated_trainer, monkeypatch, caplog):
-    """Whatever pooled them: the model before it is whole, and the next round trains."""
+    """The earlier model is restored, and the next round trains."""
 
     def poisoned(reports, layer, *tolerated, pool=batch_norm.pool_statistics):
         mean, variance = pool(reports, layer, *tolerated)

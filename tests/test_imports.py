@@ -1,4 +1,4 @@
-"""What the package loads: with its Trainer no more than Lightning does, and for its own lists and help no torch."""
+"""Imports of the package: with a Trainer no more than Lightning's imports; lists and help texts need no torch."""
 
 import json
 import os
@@ -15,8 +15,8 @@ FIRST = [
     "from lightning_fed.cli import methods; methods.run(['fedavg'])",
 ]
 
-# Each of `FIRST` has a process of its own, which has imported Lightning alone.
-# Lightning's own metrics may load some of these before: so it counts who asks, not what is loaded in the end.
+# Each name in `FIRST` has a separate process with only Lightning imported. Lightning's metrics may load some modules
+# before, so the script records requested imports, not loaded modules.
 SCRIPT = """
 import builtins, json, os, sys
 import lightning, torchmetrics
@@ -55,7 +55,7 @@ def imports():
 
 def test_the_package_asks_for_nothing_slow(imports):
     asked, *_ = imports
-    assert "torch" in asked  # the requests are seen
+    assert "torch" in asked  # requests are recorded
     assert not set(asked) & set(SLOW)
 
 
@@ -104,5 +104,5 @@ def test_commands_that_train_nothing_do_without_torch(arguments, status, says):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that are forked")
 @pytest.mark.parametrize("first", FIRST)
 def test_whatever_is_imported_first(imports, first):
-    """Rooms re-export each other's names; the methods' names come from files that are loaded with the first of them."""
+    """Packages re-export each other's names, and methods' names load with the first method."""
     assert first not in imports[3]

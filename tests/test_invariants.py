@@ -1,4 +1,4 @@
-"""What must always hold (DESIGN, section 6): visits are Lightning fits, FedAvg is FedAvg, identities, only messages."""
+"""Invariants (DESIGN, section 6): visits are Lightning fits, FedAvg is FedAvg, identities, only messages."""
 
 import copy
 import gc
@@ -30,14 +30,14 @@ from tests.chains import chain_of, one_round, receive
 from tests.recorders import Recorder, assert_same, bytes_of, fit_fixed, state_of
 from tests.references import average_reference, epoch_reference, fedavg_reference, visit_seed_reference
 
-# Most fits here only train, with modules that could validate.
+# Most fits only train, but the modules define a validation step.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 SEED = 7
 
 
 def epochs_of(tensors, visit_seed, epochs, batch_size=32):
-    """A visit's batches, epoch by epoch, in the order that the design states."""
+    """A visit's batches by epoch, in the documented order."""
     return [
         [
             [tensor[places] for tensor in tensors]
@@ -47,12 +47,12 @@ def epochs_of(tensors, visit_seed, epochs, batch_size=32):
     ]
 
 
-# --- 1. a visit is a Lightning fit ------------------------------------------------------------------------------------
+# --- 1. A visit is a Lightning fit ------------------------------------------------------------------------------------
 
 
 @dataclass
 class Case:
-    """A module, its clients, and what both Trainers are told."""
+    """A module, clients, and options for both Trainers."""
 
     module: object
     clients: object = models.vectors
@@ -77,7 +77,7 @@ def decay(optimizer):
 
 
 class Clipped(models.Module):
-    """Keeps its weights small after every batch, and an average of them along the way, in Lightning's hook for that."""
+    """Clips weights after every batch, and averages weights, in Lightning's hook."""
 
     def __init__(self):
         super().__init__(models.mlp(), models.momentum)
@@ -119,14 +119,15 @@ VISITS = {
 }
 
 
-OTHER_VISITS = ("sgd", "adam", "adagrad", "batch norm", "warm-up", "manual")  # kinds that others and the battery have
+# kinds covered by other cases and by the battery
+OTHER_VISITS = ("sgd", "adam", "adagrad", "batch norm", "warm-up", "manual")
 
 
 @pytest.mark.parametrize("name", quick(VISITS, VISITS.keys() - OTHER_VISITS))
 def test_a_visit_is_a_lightning_fit(name, plain_trainer, federated_trainer):
-    """Every visit of every round, from the state it was sent, against a fresh module and a fresh plain Trainer."""
+    """Compares every visit with a new module in a new plain Trainer, from the received state."""
     case = VISITS[name]
-    clients = case.clients({"ann": 65, "dan": 7, "eve": 33})  # three full batches of 32 and three that are not
+    clients = case.clients({"ann": 65, "dan": 7, "eve": 33})  # three full and three partial batches of 32
     recorder = Recorder()
     trainer = federated_trainer(max_rounds=case.rounds, local_epochs=2, seed=SEED, callbacks=[recorder], **case.trainer)
     trainer.fit(case.module(), models.as_datasets(clients))
@@ -144,7 +145,7 @@ def test_a_visit_is_a_lightning_fit(name, plain_trainer, federated_trainer):
 
 
 def tied(module):
-    """Every entry that is tied to an earlier one, with the earlier one's name."""
+    """The first name for every tied entry."""
     first = {}
     state = module.state_dict()
     return {name: first.setdefault(value.data_ptr(), name) for name, value in state.items()}
@@ -152,7 +153,7 @@ def tied(module):
 
 @pytest.mark.parametrize("net", [models.mlp, models.dropout_mlp])
 def test_a_visit_of_a_users_own_loader(net, plain_trainer, federated_trainer):
-    """A client that brings its own shuffling loader sees what `L.seed_everything(visit_seed)` and a plain fit see."""
+    """A shuffling loader gives the batches of `L.seed_everything(visit_seed)` with a plain fit."""
     clients = models.vectors({"a": 41, "b": 24})
 
     def loaders():
@@ -181,7 +182,7 @@ def cross_entropy_reference(net, batch):
 
 
 class ModuleWithData(models.Module):
-    """A module that brings its own training loader."""
+    """A module with a training loader."""
 
     def train_dataloader(self):
         return models.pooled(models.vectors())[0]
@@ -244,7 +245,7 @@ DOORS = [
 
 @pytest.mark.parametrize("door", DOORS)
 def test_fedavg_is_fedavg(door, tmp_path):
-    """BatchNorm, dropout, momentum, clipping, unequal clients, three of five in a round: every round bit for bit."""
+    """BatchNorm, dropout, momentum, clipping, unequal clients, three of five per round: every round bit for bit."""
     clients = models.vectors()
     expected = fedavg_reference(
         models.norm_mlp(), clients, cross_entropy_reference, models.momentum,
@@ -279,11 +280,11 @@ def test_both_rules_on_images(aggregator, steps, federated_trainer):
     trainer.fit(module, models.as_datasets(clients))
     assert_same(expected[-1], module.net.state_dict())
     if aggregator == "fedavg":
-        assert module.net[1].num_batches_tracked == 2 * (steps or 3)  # those of `cid`, the largest, 97 examples
+        assert module.net[1].num_batches_tracked == 2 * (steps or 3)  # from `cid`, the largest client with 97 examples
 
 
 def test_one_step_of_gradient_descent_on_quadratics(federated_trainer):
-    """A known optimum: with one full batch and rate 1 every client goes to its own mean, so FedAvg to that of all."""
+    """With one full batch and rate 1 every client reaches its mean, and FedAvg the mean of all examples."""
     clients = {"a": (torch.tensor([[1.0, 2.0]]),), "b": (torch.tensor([[3.0, 0.0], [5.0, 2.0], [4.0, 1.0]]),)}
     results = {}
     for aggregator in ("fedavg", "fairavg"):
@@ -304,11 +305,12 @@ def prefixed(state, prefix="net."):
     return {prefix + name: value for name, value in state.items()}
 
 
-# --- 6. identities ----------------------------------------------------------------------------------------------------
+# --- 6. Identities ----------------------------------------------------------------------------------------------------
 
 RULES = ["fedavg", "fairavg", "fedprox", "feddane", "fesem", "fedmargin", "scaffold"]
-STEPS = ["fedatt", "fedavgm", "fedadagrad", "fedadam", "fedyogi", "feddyn", "qffl"]  # that go beyond, or stay behind
-OWN_MODELS = [Ditto(0.1), "moon", "fedala"]  # of clients
+# overshoot or stop short of the mean
+STEPS = ["fedatt", "fedavgm", "fedadagrad", "fedadam", "fedyogi", "feddyn", "qffl"]
+OWN_MODELS = [Ditto(0.1), "moon", "fedala"]  # personal models
 ROBUST = ["median", "trimmed_mean", "krum", "multikrum", "bulyan", "geometric_median"]
 
 
@@ -336,7 +338,7 @@ def cosine_per_step(optimizer):
 def test_one_client_is_centralised_training(
     optimizer, scheduler, optimizer_state, local_epochs, plain_trainer, either_trainer
 ):
-    """Four rounds of one client are one plain fit over the same batches."""
+    """Four rounds with one client equal one plain fit over the same batches."""
     tensors = models.vectors({"only": 70})["only"]
     federated = models.Module(models.BaseAndHead(), optimizer, scheduler)
     trainer = either_trainer(
@@ -363,7 +365,7 @@ def test_one_client_is_centralised_training(
 
 
 def test_optimizer_state_is_reset_for_every_visit(plain_trainer, federated_trainer):
-    """The other side of the test before: with momentum, `reset` is not one long fit."""
+    """Counterpart of the previous test: with momentum, `reset` differs from one long fit."""
     tensors = models.vectors({"only": 70})["only"]
     results = {}
     for mode in ("reset", "keep"):
@@ -373,7 +375,7 @@ def test_optimizer_state_is_reset_for_every_visit(plain_trainer, federated_train
     assert not torch.equal(results["reset"], results["keep"])
 
 
-# Of most rules messages alone say it: here, and in tests/algorithms/robust/test_rules.py.
+# For most rules messages suffice: here, and in tests/algorithms/robust/test_rules.py.
 IDENTICAL = [*RULES, *ROBUST, *OWN_MODELS, FedAtt(step_size=1.0), FedAvgM(momentum=0.0), "qffl:q=0"]
 
 
@@ -397,7 +399,7 @@ def test_identical_clients_are_one_of_them(aggregator, either_trainer):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_copies_average_to_themselves(method, dtype):
-    """Any number of copies with any numbers of examples, exactly, in every dtype a model may have."""
+    """For any number of copies and examples, exactly, in every dtype."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(1000, generator=generator) * 10 ** torch.randint(-4, 4, (1000,), generator=generator)
     state = {"w": values.to(dtype), "steps": torch.tensor(5)}
@@ -433,7 +435,7 @@ def test_the_order_of_the_clients_does_not_matter(aggregator, cohort, either_tra
 
 
 def test_the_order_in_which_clients_are_visited_does_not_matter(federated_trainer):
-    """A lazy mapping keeps the order that it has."""
+    """A lazy mapping preserves the order."""
     clients = models.as_datasets(models.vectors())
     states = []
     for names in (list(clients), list(clients)[::-1], sorted(clients, key=lambda name: name[-1])):
@@ -475,7 +477,7 @@ def test_parts_received_apart_and_merged_are_the_whole(method):
     receive(whole, start, updates)
     for place, update in enumerate(updates):
         receive(parts[place % 2], start, [update])
-    parts[2].merge(parts[0].part)  # one that received nothing
+    parts[2].merge(parts[0].part)  # a rule without updates
     parts[2].merge(parts[1].part)
     sizes = [1 if method == "fairavg" else update.num_samples for update in updates]
     expected = average_reference([update.state for update in updates], sizes)
@@ -483,12 +485,12 @@ def test_parts_received_apart_and_merged_are_the_whole(method):
     assert_same(expected, parts[2].aggregate())
 
 
-# --- 7. nothing but messages ------------------------------------------------------------------------------------------
+# --- 7. Only messages -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("aggregator", ["fedavg", "fairavg"])
 def test_only_shared_entries_travel_and_every_byte_is_counted(aggregator, federated_trainer):
-    """A tied language model whose mixing layer stays with its client and whose bias is frozen."""
+    """A tied language model with a personal mixing layer and a frozen bias."""
     recorder = Recorder()
     trainer = federated_trainer(
         max_rounds=3, clients_per_round=3, method=aggregator, personal=["net.mix.*"], frozen=["net.output.bias"],
@@ -497,7 +499,7 @@ def test_only_shared_entries_travel_and_every_byte_is_counted(aggregator, federa
     module = models.Module(models.Tied(), models.momentum)
     trainer.fit(module, models.as_datasets(models.sentences()))
     for visit in recorder.visits:
-        assert list(visit.broadcast) == list(visit.update) == ["net.embedding.weight"]  # once, though it has two names
+        assert list(visit.broadcast) == list(visit.update) == ["net.embedding.weight"]  # once, despite two names
     assert recorder.up_bytes == recorder.down_bytes == [3 * 7 * 5 * 4] * 3
     for number, logged in enumerate(recorder.logged):
         assert logged["comm/up_bytes"] == recorder.up_bytes[number]
@@ -508,7 +510,7 @@ def test_only_shared_entries_travel_and_every_byte_is_counted(aggregator, federa
 
 
 def test_what_a_callback_adds_is_counted(federated_trainer):
-    """Extras, and a message that a callback makes smaller."""
+    """Extras, and a message reduced by a callback."""
 
     class Method(Recorder):
         changes_update = True
@@ -534,7 +536,7 @@ def test_what_a_callback_adds_is_counted(federated_trainer):
 
 
 def held_bytes(start):
-    """Bytes of all tensors that an object holds, however deep."""
+    """Bytes in all tensors reachable from an object."""
     seen, storages, todo = {id(start)}, {}, [start]
     while todo:
         value = todo.pop()
@@ -563,7 +565,7 @@ def test_an_average_holds_one_state_however_many_clients(method):
 
 
 def test_the_memory_of_a_round_does_not_grow_with_its_cohort(federated_trainer):
-    """Live tensors at the end of every visit, in rounds of two and of twelve clients."""
+    """Live tensors at the end of every visit, for cohorts of two and twelve clients."""
 
     class Meter(FederatedCallback):
         def on_client_end(self, trainer, module, client, update):
@@ -581,7 +583,7 @@ def test_the_memory_of_a_round_does_not_grow_with_its_cohort(federated_trainer):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 4000), nn.ReLU(), nn.Linear(4000, models.CLASSES))  # 37 000 parameters
     gc.collect()
-    gc.freeze()  # so that what is old is neither searched nor counted
+    gc.freeze()  # existing objects are neither searched nor counted
     try:
         for size in (2, 12):
             peaks.append(0)
@@ -591,10 +593,10 @@ def test_the_memory_of_a_round_does_not_grow_with_its_cohort(federated_trainer):
     finally:
         gc.unfreeze()
     assert counts == [4, 24]
-    assert peaks[1] <= peaks[0] + 10_000  # a state is 150 000 bytes
+    assert peaks[1] <= peaks[0] + 10_000  # a state has 150 000 bytes
 
 
-# --- one Trainer, one optimizer, one process --------------------------------------------------------------------------
+# --- One Trainer, one optimizer, one process --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("door", ["trainer", "callback"])

@@ -1,4 +1,4 @@
-"""The layout: imports go one way, from defining files, in no circle; a package's ``__init__.py`` only re-exports."""
+"""The layout: imports go one way without cycles, from defining files; ``__init__.py`` files only re-export."""
 
 import ast
 import io
@@ -19,7 +19,7 @@ from tests import warm_process
 PACKAGE = Path(__file__).parents[1] / "lightning_fed"
 ARCHITECTURE = PACKAGE.parent / "docs" / "dev" / "architecture.md"
 
-# A file imports from rooms of earlier lines and from its own room. Rooms of one line do not know each other.
+# A file imports from packages in earlier lines and from its own package. Packages in one line are independent.
 ORDER = [
     ["aliases", "errors", "argument_checks", "console", "atomic_files", "messages", "lazy_names"],
     ["numerics"],
@@ -49,15 +49,15 @@ ORDER = [
     ["__main__"],
 ]
 
-# A maintainer must know these folders and files. Everything else could be deleted folder by folder.
+# Maintainers must know these folders and files. Everything else can be deleted folder by folder.
 KERNEL = {
     "messages", "rule", "steps", "federated_callback", "method", "server", "client", "lightning", "fit", "rounds",
     "data", "model", "numerics", "process_group", "errors", "argument_checks", "atomic_files", "aliases", "console",
     "lazy_names", "trainer", "callbacks.federation", "callbacks.unseen_data", "callbacks.progress_bar",
 }  # fmt: skip
 
-# The file that reads recipes loads the public rooms (`import lightning_fed.callbacks`), so that classes can be named in
-# a recipe without their module.
+# The recipe reader loads the public packages (`import lightning_fed.callbacks`), so that recipes can name classes
+# without modules.
 READS_RECIPES = "recipe"
 
 
@@ -78,10 +78,10 @@ def tree_of(path):
 
 
 def imports_of(path):
-    """Names, dotted as above, of what a file imports of the package: ``import x`` and ``from x import y`` apart.
+    """Dotted names of the package's modules imported by a file, separately for ``import x`` and ``from x import y``.
 
-    Wherever the statement stands: also in functions, and where only a type checker sees it. That
-    ``from lightning_fed.data import arrays`` means a file does not make it one: it goes through the door.
+    Includes imports in functions and for type checkers. In ``from lightning_fed.data import arrays`` the module counts
+    as imported through the package.
     """
     loaded, taken = set(), set()
     for node in ast.walk(tree_of(path)):
@@ -89,7 +89,7 @@ def imports_of(path):
             loaded |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports do not say which room they mean"
-            if {alias.name for alias in node.names} != {"__version__"}:  # that is defined in the package's door
+            if {alias.name for alias in node.names} != {"__version__"}:  # defined in the top package
                 taken.add(node.module)
     return [
         {
@@ -109,7 +109,7 @@ def imports():
 
 @cache
 def edges():
-    """Pairs of a file and a module that it imports, both dotted."""
+    """Pairs of a file and an imported module, both dotted."""
     return {(name, module) for name, both in imports().items() for modules in both for module in modules if module}
 
 
@@ -122,9 +122,9 @@ def is_against_the_order(name, module):
 
 
 def loaded_with(path):
-    """Names of the modules of the package that are loaded together with a file, or whose types it knows.
+    """Names of the package's modules loaded with a file, including modules for types.
 
-    A rule may make the callback that it needs when it is asked for it, which loads no file.
+    Callbacks created by a rule on request load no file.
     """
     body = tree_of(path).body
     statements = [*body, *(part for statement in body if isinstance(statement, ast.If) for part in statement.body)]
@@ -156,7 +156,7 @@ def test_files_know_each_other_in_no_circle():
 
 
 def writers_of_a_fit():
-    """Other files that assign to an attribute of a ``FederatedFit``."""
+    """Other files with assignments to attributes of a ``FederatedFit``."""
     for name, path in FILES.items():
         targets = [
             target
@@ -183,7 +183,7 @@ def test_files_import_from_the_files_that_define():
 
 @pytest.mark.parametrize("room", ["messages", "numerics", "model", "rule", "steps", "server", "client"])
 def test_the_halves_import_no_lightning(room):
-    """Directly: what a half does can be tried without a Trainer."""
+    """No direct import, so that both sides can be tested without a Trainer."""
     for name in FILES:
         if name.partition(".")[0] == room:
             statements = list(ast.walk(tree_of(FILES[name])))
@@ -192,7 +192,7 @@ def test_the_halves_import_no_lightning(room):
             assert "lightning" not in {module.partition(".")[0] for module in modules}, name
 
 
-# --- the kernel line --------------------------------------------------------------------------------------------------
+# --- Kernel line ------------------------------------------------------------------------------------------------------
 
 
 def is_in_kernel(name):
@@ -206,10 +206,13 @@ def test_the_kernel_imports_nothing_from_below_the_line():
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that are forked")
 def test_the_kernel_fits_without_each_feature_below_the_line(tmp_path):
-    """Through both doors, with a custom rule. A name of the deleted feature gives an error with the feature's name."""
+    """Through both entry points, with a custom rule.
+
+    A name from the deleted feature gives an error with the feature's name.
+    """
     rooms = {name.partition(".")[0] for name in [*FILES, *DOORS] if name}
     features = [*sorted(rooms - KERNEL - {"__main__"}), "callbacks/evaluation"]
-    assert len(features) == 15  # 14 rooms, and the callbacks of `callbacks` itself
+    assert len(features) == 15  # 14 packages, and the callbacks in `callbacks`
     command = [
         sys.executable,
         "-W",
@@ -272,11 +275,11 @@ def test_no_lazy_name_is_a_submodule():
 def test_tests_mirror_the_package():
     tests = Path(__file__).parent
     folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
-    folders.remove(Path("projects"))  # those of users
+    folders.remove(Path("projects"))  # user projects
     assert [folder for folder in folders if not (PACKAGE / folder).is_dir()] == []
 
 
-# --- budgets ----------------------------------------------------------------------------------------------------------
+# --- Budgets ----------------------------------------------------------------------------------------------------------
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 SCOPES = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -307,7 +310,7 @@ def imports_in(path):
 
 @cache
 def tokens_of(path):
-    """First and last line of each token: no comments, line ends, indents or docstrings."""
+    """First and last line of each token, without comments, line ends, indents and docstrings."""
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
     return [
         (token.start[0], token.end[0])
@@ -353,7 +356,7 @@ def is_read_for_a_visit(file):
 
 @pytest.fixture(scope="module")
 def measured():
-    """Counts each row in the table.
+    """Counts for each row in the table.
 
     Classes and files in a fit: everything with a method or function that runs in a one-round FedAvg fit with two
     clients and without validation. An inherited method counts for the object's class.
@@ -361,7 +364,7 @@ def measured():
     Lines for a visit: all lines of the files in `rounds/`, `client/` and `fit/`, and of `data/round_loader.py`, with a
     function that runs or waits between the request and the answer.
 
-    Kernel lines: lines of code in all folders above the line and in both doors.
+    Kernel lines: lines of code in all folders above the line and in both entry points.
     """
     fit = json.loads(warm_process.run("tests.census_script")[0])
     kernel = [path for path in SOURCES if is_in_kernel(name_of(path))]
@@ -386,7 +389,7 @@ def limits():
 
 
 def test_no_number_of_the_package_is_above_its_limit(measured):
-    """`-s` prints the table. After a decrease by one part in twenty the limit follows."""
+    """`-s` prints the table. After a decrease by one part in twenty the limit must follow."""
     table = limits()
     assert table.keys() == measured.keys()
     for name, (limit, budget) in table.items():

@@ -1,4 +1,4 @@
-"""The way of a message through the package stays short enough to be read: few files ever hold it."""
+"""A message's path through the package stays short enough to read: few files handle messages."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ MOST_FILES = 8
 
 @pytest.fixture(scope="module")
 def files_that_hold(tmp_path_factory):
-    """Files whose functions take, hold or return a message of a kind while a federation trains."""
+    """Files with functions using each kind of message during training."""
     files = {Broadcast: set(), ClientUpdate: set()}
 
     def note(frame, event, result):

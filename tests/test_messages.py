@@ -1,4 +1,4 @@
-"""The messages: what they hold and how many bytes that is."""
+"""Messages: contents and sizes in bytes."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_messages_count_state_and_extras():
     assert Broadcast(0, state).nbytes == 16
     assert Broadcast(0, state, extras).nbytes == 64
     update = ClientUpdate("a", 3, state, extras, {"loss": 1.0})
-    assert update.nbytes == 64  # plain numbers are for the log
+    assert update.nbytes == 64  # plain numbers are only logged
     del update.extras["prototypes"]
     assert update.nbytes == 16
 
@@ -49,7 +49,7 @@ def test_rows_of_several_entries_are_asked_for_once():
     assert Request("a", {"weight": rows, "words": rows + 1}).nbytes == 48
     assert Request("a").nbytes == 0
     extras = {"has": torch.tensor([1, 2]), "is": torch.tensor([1, 2])}
-    assert Request("a", {"weight": rows}, extras).nbytes == 24 + 32  # of extras each has its meaning
+    assert Request("a", {"weight": rows}, extras).nbytes == 24 + 32  # extras of any name count
 
 
 def test_extras_are_not_shared():

@@ -1,4 +1,4 @@
-"""One notion of a method: what a name, a class and an object mean, and what is wrong with them."""
+"""Methods by name, class and object are equivalent; invalid methods give errors."""
 
 import inspect
 import re
@@ -50,11 +50,11 @@ from tests.recorders import Recorder, assert_same, bytes_of, state_of
 
 ROOT = Path(__file__).parents[1]
 
-# The fits here only train, with modules that could validate.
+# The fits only train, but the modules define a validation step.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- Table ------------------------------------------------------------------------------------------------------------
 
 
 def test_every_method_of_the_room_is_in_the_table():
@@ -84,11 +84,12 @@ def test_a_rule_comes_with_its_callbacks():
     assert [type(callback) for callback in method.callbacks] == [GradientCorrection, ProximalTerm]
     assert method.callbacks[1].mu == 0.3
     assert [type(callback) for callback in FedBN(aggregator=rule).callbacks] == [GradientCorrection, ProximalTerm]
-    assert [type(callback) for callback in build_method("pfnm").callbacks] == [LayerwiseTraining]  # of FedMA, its base
+    # from FedMA, the base
+    assert [type(callback) for callback in build_method("pfnm").callbacks] == [LayerwiseTraining]
 
 
 def test_a_method_begins_from_another():
-    """It has all that the other one has: the rule, its callbacks, and its steps inside of those of its own."""
+    """Inherits rule and callbacks, and puts the base's steps inside the additional steps."""
     prox = FedProx(mu=0.3)
     method = FedBN(aggregator=FedAvgM(aggregator=Method(prox, steps=[UniformWeights()], local_epochs=2)))
     assert (method.name, method.aggregator) == ("FedBN", prox.aggregator)
@@ -113,7 +114,7 @@ def test_a_method_is_registered_once(monkeypatch):
         register(type("FedAvg", (FedAvg,), {}))
 
 
-# --- options ----------------------------------------------------------------------------------------------------------
+# --- Options ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", ["fedss:num_negatives=4:server_momentum=0.5", "fedss"])
@@ -155,11 +156,11 @@ def test_what_is_no_method(make, error, message):
         make()
 
 
-# --- the doors --------------------------------------------------------------------------------------------------------
+# --- Entry points -----------------------------------------------------------------------------------------------------
 
 
 def test_what_means_the_same_trains_the_same(either_trainer):
-    """A name, a text with options, a rule, and a method around it, through both doors."""
+    """A name, a text with options, a rule, and a method around a rule, through both entry points."""
     given = ["fedavgm", FedAvgM(), "fedavgm:momentum=0.9", Method(FedAvgM()), Method("fedavgm")]
     states = []
     for method in given:
@@ -181,7 +182,7 @@ def test_the_first_argument_of_both_doors():
         FederatedTrainer("fairavg", federation=Federation(), logger=False)
 
 
-# --- a method of one's own --------------------------------------------------------------------------------------------
+# --- Custom methods ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -219,14 +220,14 @@ def test_the_example_runs(tmp_path):
 
 
 def test_the_tutorial_shows_the_example():
-    """The classes of the file, word for word."""
+    """The classes in the file appear verbatim."""
     example = (ROOT / "examples" / "my_method.py").read_text()
     page = (ROOT / "docs" / "tutorials" / "method.md").read_text()
     shown = example[example.index("class ReportLoss") : example.index("def train")].rstrip()
     assert shown in page
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- Command ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_list_of_methods(capsys):
@@ -251,7 +252,7 @@ def test_the_list_of_methods(capsys):
 
 
 class Passes(models.Module):
-    """Counts the batches of `training_step` in the visits and beside them."""
+    """Counts the batches of `training_step` inside and outside visits."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -264,14 +265,14 @@ class Passes(models.Module):
 
 
 class Counts:
-    """Not a container, which a pass beside the training would put aside."""
+    """Not a container, which an isolated pass would restore."""
 
     def __init__(self):
         self.batches = Counter()
 
 
 class Reset(FederatedCallback):
-    """Counts one round only."""
+    """Counts a single round."""
 
     def on_train_epoch_start(self, trainer, module):
         module.counts.batches.clear()
@@ -286,7 +287,7 @@ NUMBERS = [name for name, costs in COSTS.items() if re.match(r"\d+ models? down,
 
 
 def number_in(pattern, text):
-    """The number in front of some words; 0 where they are not there."""
+    """The number before these words; 0 if missing."""
     found = re.search(rf"(\d+) {pattern}", text)
     return int(found[1]) if found else 0
 
@@ -298,7 +299,7 @@ def test_every_method_says_what_it_costs():
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_what_a_method_says_of_its_costs_is_what_is_measured(name, federated_trainer):
-    """In the third round: bytes of the messages and of what is kept, batches of the passes; but for small parts."""
+    """In round 2: bytes of messages and client state, batches of additional passes; except for small parts."""
     costs, recorder, module = COSTS[name], Recorder(), Passes()
     clients = models.vectors({"ann": 32, "bob": 32, "cid": 32})
     trainer = federated_trainer(max_rounds=3, method=name, callbacks=[recorder, Reset()])
@@ -316,13 +317,13 @@ def test_what_a_method_says_of_its_costs_is_what_is_measured(name, federated_tra
     expected = number_in("models? on the server", costs["Keeps"])
     expected = federation.server.rule.num_centers if name == "fesem" else expected
     assert on_server == pytest.approx(expected, abs=0.05)
-    # Each client has one batch; FedALA's passes are of a share of it.
+    # Each client has one batch; FedALA's passes cover a share of the batch.
     assert module.counts.batches["beside"] == 3 * number_in("pass(?:es)? over", costs["Costs"])
     assert module.counts.batches["trained"] == 3 * (2 if name == "ditto" else 1)
 
 
 def tensors_in(value):
-    """The tensors in nested dictionaries and lists."""
+    """Tensors in nested dictionaries and lists."""
     if isinstance(value, torch.Tensor):
         return [value]
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -335,4 +336,4 @@ def test_a_list_of_what_there_is_not(capsys):
     assert stopped.value.code == 2
     said = capsys.readouterr().err
     assert "but got 'fedsgd'. Did you mean 'fed" in said
-    assert "'krum'" not in said  # not all names where a near one helps
+    assert "'krum'" not in said  # with a close match, not all names

@@ -64,7 +64,7 @@ def test_one_object_in_two_fits(federated_trainer, kind):
 
 
 def test_results_are_with_the_federation(federated_trainer):
-    """The given objects stay unchanged; a Trainer's own callback is not copied."""
+    """The given objects do not change; callbacks of the Trainer are not copied."""
     rule, step, brought, own = FedMargin(), ServerOptimizer("SGD", lr=1.0, momentum=0.9), Rising(), Recorder()
     federation = Federation(Method(rule, [brought]), steps=[step], seed=1)
     trainer = federated_trainer(max_rounds=2, federation=federation, callbacks=[own])
@@ -79,7 +79,7 @@ def test_results_are_with_the_federation(federated_trainer):
 
 
 def test_a_federation_that_served_another_trainer_is_refused(federated_trainer):
-    """The server has forgotten the rounds of the first Trainer."""
+    """The server no longer has the rounds of the first Trainer."""
     federation, clients = Federation("scaffold", seed=1), clients_of(0)
     first, second = (federated_trainer(max_rounds=1, federation=federation) for _ in range(2))
     module = models.Module(models.mlp())

@@ -1,4 +1,4 @@
-"""What pages say is so: links, logged names, recipes, diffs, errors. Their code runs. Tests of `make docs`."""
+"""Pages are correct: links, logged names, recipes, diffs, errors; code blocks run. Tests for `make docs`."""
 
 import ast
 import difflib
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.prose
 
 
 def test_no_page_names_a_value_that_is_not_logged():
-    # The last are what robust rules and bounds log.
+    # The last names are logged by robust rules and bounds.
     known = logged_names(inspect.getdoc(CommunicationReport))
     known |= logged_names(inspect.getdoc(RoundLog)) | {"fed/excluded", "fed/shortened"}
     assert {page: named for page in PAGES if (named := logged_names(page.read_text()) - known)} == {}
 
 
-# --- code blocks ------------------------------------------------------------------------------------------------------
+# --- Code blocks ------------------------------------------------------------------------------------------------------
 
 
 def test_python_blocks_compile():
@@ -36,7 +36,7 @@ def test_python_blocks_compile():
             compile(block, page_id(page), "exec")
 
 
-TINY = {  # what takes long in the pages, and what the tests make of it
+TINY = {  # long-running values in pages, and their short replacements
     "max_rounds=6": "max_rounds=1",
     "max_rounds=10": "max_rounds=2",
     "max_epochs=10": "max_epochs=2",
@@ -51,11 +51,11 @@ RUNNING = [README, *(page for page in PAGES if page.parent in (DOCS, DOCS / "gui
 
 @pytest.mark.parametrize("page", [page for page in RUNNING if blocks(page, "python")], ids=page_id)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
-    """In the order of the page, in one namespace, offline and in an empty folder."""
+    """In page order, in one namespace, offline and in an empty folder."""
     if page.stem == "nvflare":
         pytest.importorskip("nvflare", reason="nvflare is not installed")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lightning_fed.method.METHODS", dict(METHODS))  # a page may register its own
+    monkeypatch.setattr("lightning_fed.method.METHODS", dict(METHODS))  # a page may register a method
     namespace = {"__name__": "docs"}
     for block in blocks(page, "python"):
         if page in (README, DOCS / "quickstart.md", DOCS / "guides" / "segmentation.md"):
@@ -98,7 +98,7 @@ def test_recipes_that_are_named_exist():
 
 
 def messages():
-    """The package's strings; the parts of an f-string are joined by dots."""
+    """The package's strings; parts of an f-string are joined by dots."""
     for path in (ROOT / "lightning_fed").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -122,7 +122,7 @@ def test_errors_that_are_explained_are_raised():
     assert [text for text in texts if text not in known and text != of_torch] == []
 
 
-# --- links ------------------------------------------------------------------------------------------------------------
+# --- Links ------------------------------------------------------------------------------------------------------------
 
 
 def test_links_lead_somewhere():
@@ -151,7 +151,7 @@ def test_every_page_is_in_the_navigation():
     listed = re.findall(r"(?<= )[\w/]+\.md$", nav, re.MULTILINE)
     assert len(listed) == len(set(listed))
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
-    assert set(listed) == {page for page in pages if not page.startswith("dev/")}  # for who changes the package
+    assert set(listed) == {page for page in pages if not page.startswith("dev/")}  # for contributors
 
 
 def test_links_to_files_on_github_lead_somewhere():
@@ -160,11 +160,11 @@ def test_links_to_files_on_github_lead_somewhere():
             assert (ROOT / target).exists(), (page_id(page), target)
 
 
-# --- the site ---------------------------------------------------------------------------------------------------------
+# --- Site -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_site_builds(tmp_path):
-    """With dead links, dead anchors and references to nothing as errors."""
+    """Dead links, dead anchors and missing references are errors."""
     pytest.importorskip("zensical")
     pytest.importorskip("mkdocstrings")
     for name in ("docs", "lightning_fed"):

@@ -103,7 +103,7 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shares", [((0, 1, 2, 3, 4), (), ()), ((3, 1), (), (4, 0, 2)), ((), (2,), (0, 1, 3, 4))])
 def test_parts_that_are_sent_and_merged_are_one(rule, shares):
-    """As the processes of a fit do it: every one starts the round anew, and joins all parts in the same order."""
+    """As in a fit with processes: each starts the round, and merges all parts in the same order."""
     one, many = chain_of(RULES[rule]()), [chain_of(RULES[rule]()) for _ in shares]
     state, states = STATE, [STATE] * len(shares)
     for round in range(2):
@@ -149,7 +149,7 @@ def test_paces_remember_the_last_visit():
 
 
 class Some(ProcessGroup):
-    """One of several processes, whose answers are those of all of them, asked one after another."""
+    """One of several simulated processes, computing the others' answers in turn."""
 
     def __init__(self, rank, size, answers):
         self.rank, self.size, self.answers = rank, size, answers
@@ -166,7 +166,7 @@ def test_all_processes_serve_as_many_batches_as_lightning_takes(size, limit):
     population = DatasetClients(ClientSource(data), 4, True, False, {})
     cohort = Schedule(0).cohort(0, population.clients)
     answers = [None] * size
-    for rank in range(size):  # who looks up whom, before anyone asks the others
+    for rank in range(size):  # each plans visits for one rank, before asking the others
         planner = RoundLoader(population, cohort, limit)
         answers[rank] = [planner._plan_visit(visit) for visit in cohort.visits[rank::size]]  # noqa: SLF001
     loaders = [RoundLoader(population, cohort, limit, Some(rank, size, copy.deepcopy(answers))) for rank in range(size)]

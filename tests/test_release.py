@@ -1,4 +1,4 @@
-"""A release: one version everywhere, what the wheel and the sdist hold, and workflows that run what there is."""
+"""A release: one version everywhere, contents of wheel and sdist, and workflows without missing targets."""
 
 import re
 import subprocess
@@ -52,7 +52,7 @@ def test_workflows_test_every_python_that_is_claimed():
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Names in the wheel and in the sdist, and the page on the package index."""
+    """Names in the wheel and in the sdist, and the page for the package index."""
     if not (find_spec("hatchling") and find_spec("hatch_fancy_pypi_readme")):
         pytest.skip("hatchling and hatch-fancy-pypi-readme, which build the package, are not installed")
     folder = tmp_path_factory.mktemp("dist")
@@ -91,7 +91,7 @@ def test_links_of_the_package_index_lead_out_of_it(built):
     assert [target for target in targets if not target.startswith(("https://", "#"))] == []
 
 
-# --- hooks of a commit ------------------------------------------------------------------------------------------------
+# --- Commit hooks -----------------------------------------------------------------------------------------------------
 
 
 def test_the_hook_runs_the_ruff_of_the_tests():

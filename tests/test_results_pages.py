@@ -1,4 +1,4 @@
-"""Numbers in the sentences of the results stand in a table that a script has written."""
+"""Numbers in the text of results pages appear in a generated table."""
 
 import re
 from importlib import import_module
@@ -14,11 +14,11 @@ PAGES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index"
 
 SECTION = re.compile(r"<!-- (?P<name>[^/].*?) -->.*?<!-- /(?P=name) -->", re.S)
 SCORE = re.compile(r"(?<![\w.,])\d+\.\d+(?![\w.]*\d)")
-# what is computed from two numbers of a table, and what is another's
+# differences and ratios computed from table values, and values from other sources
 DERIVED = re.compile(r"\s*(?:±\s*[\d.]+\s*)?(?:(?:and|to)\s+-?[\d.]+\s*)?(?:%|points?\b|times\b|seconds\b)")
 OF_OTHERS = re.compile(r"(?:published|paper)[^()]*\)", re.S)
 
-# Pages elsewhere whose sentences have scores; what is a setting, a version or about code that is gone in them.
+# Other pages with scores in the text; excludes settings, versions and values for removed code.
 ELSEWHERE = {
     "README.md": ("3.11",),
     "benchmarks/results/performance.md": (),
@@ -43,32 +43,32 @@ ELSEWHERE = {
 }
 PAIR = re.compile(r"(\d+\.\d+) ± (\d+\.\d+)")
 LINK = re.compile(r"\]\(([\w./-]+\.md)")
-ON_GITHUB = re.compile(r"blob/main/([\w./-]+\.md)")  # pages beside the site
+ON_GITHUB = re.compile(r"blob/main/([\w./-]+\.md)")  # pages outside the site
 CODE = re.compile(r"```.*?```|`[^`]*`", re.S)
 
 
 def written(text):
-    """The numbers in the tables of the sections that scripts write, as numbers."""
+    """Numbers in the tables of generated sections."""
     sections = [match.group() for match in SECTION.finditer(text)]
     rows = [line for section in sections for line in section.splitlines() if line.startswith("|")]
     return [float(number) for row in rows for number in re.findall(r"\d+\.\d+", row)]
 
 
 def tables_of(path):
-    """The numbers of a page's tables, with those of the files of results that it links."""
+    """Numbers in a page's tables and in linked result files."""
     linked = re.findall(r"benchmarks/results/(\w+\.md)", path.read_text()) if path.parent == FOLDER else []
     pages = [path, *(ROOT / "benchmarks" / "results" / name for name in dict.fromkeys(linked))]
     return [number for page in pages for number in written(page.read_text())]
 
 
 def is_among(number, numbers):
-    """Whether a number is one of others, rounded as it is."""
+    """Whether a number equals another number after rounding to the same digits."""
     digits = len(number.partition(".")[2])
     return any(abs(round(other, digits) - float(number)) < 1e-9 for other in numbers)
 
 
 def scores(text):
-    """The decimals of a text that are no difference, ratio or share, and nobody else's."""
+    """Decimals in a text, except differences, ratios, shares and external values."""
     text = OF_OTHERS.sub("", text)
     return [match.group() for match in SCORE.finditer(text) if not DERIVED.match(text[match.end() :])]
 
@@ -90,7 +90,7 @@ def test_scores_in_sentences_are_in_a_table_of_the_page(page):
 
 
 def test_scores_of_the_first_page_are_in_tables_of_the_pages_it_names():
-    """In the third column of its two tables; a row without a page is of the page above."""
+    """For the third column of both tables; a row without a page belongs to the page above."""
     count, names = 0, list[str]()
     for line in (FOLDER / "index.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -106,7 +106,7 @@ def test_scores_of_the_first_page_are_in_tables_of_the_pages_it_names():
 
 
 def test_verdicts_are_those_of_the_rule():
-    """What stands in the last column begins with, or says after a colon, one of the words that the page explains."""
+    """The last column starts with an explained verdict, or contains a verdict after a colon."""
     text = (FOLDER / "index.md").read_text()
     words = re.findall(r"\*\*([a-z ]+)\*\*", text.partition("## Which method")[0])
     claims = text.partition("## Published claims")[2].partition("\n## ")[0].splitlines()
@@ -123,7 +123,7 @@ def test_verdicts_are_those_of_the_rule():
         ([], ""),
         ([0.5], "0.500"),
         ([1.0, 2.0, 3.0], "2.000 (-0.484 to 4.484)"),
-        ([3.0, 3.1, 2.9, 3.0], "3.000 (2.870 to 3.130)"),  # four seeds call nothing shown
+        ([3.0, 3.1, 2.9, 3.0], "3.000 (2.870 to 3.130)"),  # four seeds give no significant result
         ([3.0, 3.1, 2.9, 3.0, 3.0], "**3.000 (2.912 to 3.088)**"),
         ([3.0, -3.1, 2.9, 3.0, 3.0], "1.760 (-1.614 to 5.134)"),
     ],
@@ -148,7 +148,7 @@ def test_scores_elsewhere_are_in_tables_of_the_pages_that_are_linked(page):
 
 
 def test_every_page_with_a_table_of_a_script_is_held_to_it():
-    """A page that links to results, or has a table of its own, and tells scores, is among those looked at here."""
+    """Every page with results tables or links, and scores in the text, is covered by these tests."""
     for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         text = path.read_text()
         about = written(text) or [link for link in LINK.findall(text) if "results/" in link or "performance" in link]

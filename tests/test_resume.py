@@ -1,6 +1,6 @@
-"""Invariant 3: a run that is broken off at any moment and resumed ends as one that never was.
+"""Invariant 3: a run interrupted at any point and resumed equals an uninterrupted run.
 
-The runs are those of `resume_script.py`.
+`resume_script.py` defines the runs.
 """
 
 import json
@@ -28,7 +28,7 @@ from tests.resume_script import RUNS, At, Interruption, fit, last_checkpoint, pr
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Final weights, rows of the log and the clients' own entries of the runs that nothing breaks off, by name."""
+    """Final weights, logged rows and client states of uninterrupted runs, by name."""
     done = {}
 
     def get(run):
@@ -54,7 +54,7 @@ def assert_same(state, expected):
 
 
 def assert_ends_alike(trainer, expected, folder, *versions, since=0):
-    """Weights, what the clients keep, and what the parts of the run logged together equal the uninterrupted run's."""
+    """Weights, client states and the combined logs equal the uninterrupted run."""
     weights, logged, of_clients = expected
     assert_same(trainer.lightning_module.state_dict(), weights)
     for client, state in kept(trainer).items():
@@ -66,7 +66,7 @@ def assert_ends_alike(trainer, expected, folder, *versions, since=0):
 
 
 def together(folder, *versions):
-    """What the parts of a run logged, by round."""
+    """Rows logged by the run's parts, by round."""
     parts = {}
     for version in versions:
         for round, values in rows(folder, version).items():
@@ -79,7 +79,7 @@ def interrupt(trainer, module):
 
 
 def break_off(run, folder, version, *callbacks, **options):
-    """Trains until a callback raises; returns the trainer."""
+    """Trains until a callback raises; returns the Trainer."""
     trainer, module, data = prepare(run, folder, version, callbacks, **options)
     with pytest.raises(Interruption):
         trainer.fit(module, datamodule=data)
@@ -112,7 +112,7 @@ KILLS = {
 
 @pytest.fixture(scope="module")
 def killed(request, tmp_path_factory):
-    """The folders of runs that were killed: of those that the session looks at."""
+    """Folders of the killed runs needed in this session."""
     root = tmp_path_factory.mktemp("killed")
     tests = [item for item in request.session.items if "killed" in item.fixturenames and hasattr(item, "callspec")]
     folders = {item.callspec.params["run"]: root / item.callspec.params["run"] for item in tests}
@@ -128,14 +128,14 @@ def killed(request, tmp_path_factory):
 def test_killed_with_sigkill_and_resumed_in_another_process(run, killed, whole):
     folder = killed[run]
     hook, round, _ = KILLS[run]
-    has_aggregated = hook == "on_validation_batch_end"  # then the round's own row is written
+    has_aggregated = hook == "on_validation_batch_end"  # then the round's row has been written
     assert (folder / "killed").exists()
     assert set(rows(folder, "killed")) == set(range(round + has_aggregated)), "it was not killed where it should be"
     trainer = fit(run, folder, "resumed", ckpt_path=last_checkpoint(folder))
     assert_ends_alike(trainer, whole(run), folder, "killed", "resumed")
 
 
-# Others keep the same in the same place, or the tests below break them off in many places.
+# Other runs store the same state in the same place, or are interrupted in the tests below.
 OF_A_KIND = (
     "personal-in-memory", "personal-batch-norm-in-folder", "batch-norm-average", "margins-in-folder",
     "corrected-gradients", "server-moments", "server-momentum", "compressed", "personal-in-folder", "schedulers",
@@ -162,7 +162,7 @@ def test_resumes_after_a_break_between_rounds(run, hook, whole, tmp_path):
     break_off(run, tmp_path, "a", At(hook, 2, "last", interrupt))
     trainer = fit(run, tmp_path, "b", ckpt_path=last_checkpoint(tmp_path))
     if (run, hook) == ("saved-after-validation", "on_train_epoch_end"):
-        # The checkpoint of round 2 is written, its row is not yet: Lightning writes rows at the epoch's end.
+        # The checkpoint of round 2 is written, the row is not: Lightning writes rows at the end of the epoch.
         assert_same(trainer.lightning_module.state_dict(), whole(run)[0])
         assert rows(tmp_path, "b")[3] == whole(run)[1][3]
     else:
@@ -178,7 +178,7 @@ def test_goes_on_after_the_end(run, whole, tmp_path):
 
 @pytest.mark.parametrize("run", quick(["personal-in-memory", "personal-in-folder"], ["personal-in-folder"]))
 def test_resumes_from_the_checkpoint_before_the_last(run, whole, tmp_path):
-    """As one must if the process is killed while it writes the newest one."""
+    """Required if the process is killed while writing the newest checkpoint."""
 
     def put_aside(trainer, module):
         shutil.copy(last_checkpoint(tmp_path), tmp_path / "before.ckpt")
@@ -219,7 +219,7 @@ def test_broken_off_again_and_again(run, whole, tmp_path):
 
 
 class Saves(L.Callback):
-    """Saves a checkpoint in every hook of every batch of a round, with the folder of the clients as it is then."""
+    """Saves a checkpoint in every hook for every batch in a round, and copies the client folder."""
 
     HOOKS = (
         "on_train_batch_start",
@@ -274,10 +274,10 @@ def copied(module):
 
 @pytest.mark.parametrize("run", quick(RUNS, INSIDE_A_ROUND))
 def test_a_checkpoint_inside_a_round(run, whole, tmp_path):
-    """It holds the last complete global model, and the run that is resumed from it ends like the whole one."""
+    """Contains the last complete global model; the resumed run equals the uninterrupted run."""
     saves = Saves(tmp_path, 1)
     trainer = fit(run, tmp_path, "a", [saves])
-    assert_same(trainer.lightning_module.state_dict(), whole(run)[0])  # saving leaves no trace
+    assert_same(trainer.lightning_module.state_dict(), whole(run)[0])  # saving does not change the run
     count = saves.saved[0][2]
     chosen = {
         ("on_train_batch_end", count - 2),
@@ -287,7 +287,7 @@ def test_a_checkpoint_inside_a_round(run, whole, tmp_path):
     chosen |= {("on_before_optimizer_step", batch) for batch in (0, count - 1)}
     assert len(saves.saved) >= count * 3
     for hook, batch, _, path, _ in saves.saved:
-        is_complete = hook == "on_validation_batch_end"  # the round ends after the callbacks' last hook
+        is_complete = hook == "on_validation_batch_end"  # the round ends after the last callback hook
         for name in ("full.ckpt", "weights.ckpt"):
             checkpoint = torch.load(path / name, weights_only=True)
             assert_same(checkpoint["state_dict"], saves.after if is_complete else saves.before)
@@ -298,12 +298,12 @@ def test_a_checkpoint_inside_a_round(run, whole, tmp_path):
             shutil.copytree(path / "clients", tmp_path / "clients")
         resumed = fit(run, tmp_path, path.name, ckpt_path=path / "full.ckpt")
         assert resumed.global_step == trainer.global_step
-        # Lightning does not validate an epoch again whose last batch is done.
+        # Lightning does not repeat the validation of an epoch with a finished last batch.
         assert_ends_alike(resumed, whole(run), tmp_path, path.name, since=2 if is_complete else 1)
 
 
 def test_the_loss_scale_of_a_checkpoint_inside_a_round(whole, tmp_path):
-    """It is the round's, and not that of the client that trained when it was saved."""
+    """The round's scale, not the current client's scale."""
 
     def plugins():
         # As `precision="16-mixed"` on an accelerator; the scale doubles with every batch.
@@ -348,7 +348,7 @@ def test_the_loss_scale_of_a_checkpoint_inside_a_round(whole, tmp_path):
 
 
 class Globals(L.Callback):
-    """The global models after every round, and the models that were validated."""
+    """Records the global models after every round, and the validated models."""
 
     def __init__(self):
         self.after = []
@@ -365,7 +365,7 @@ class Globals(L.Callback):
 
 @pytest.fixture(scope="module")
 def rounds(tmp_path_factory):
-    """The global models after every round and the steps until then, by run."""
+    """Global models after every round and step counts, by run."""
     done = {}
 
     def get(run):
@@ -406,12 +406,12 @@ RAISED = {
 
 
 def assert_given_back(module, data):
-    """Nothing of the user's is replaced any more."""
+    """The user's methods are restored."""
     for owner, name in ((module, "on_save_checkpoint"), (module, "on_train_batch_end"), (data, "train_dataloader")):
         assert name not in vars(owner)
 
 
-@pytest.mark.filterwarnings("ignore:`?.fit.ckpt_path=")  # Lightning's, wherever there is an `OnExceptionCheckpoint`
+@pytest.mark.filterwarnings("ignore:`?.fit.ckpt_path=")  # Lightning's warning for every `OnExceptionCheckpoint`
 @pytest.mark.parametrize("run", quick(["personal-in-folder", "schedulers"], ["personal-in-folder"]))
 @pytest.mark.parametrize(
     ("how", "where"),
@@ -427,7 +427,7 @@ def assert_given_back(module, data):
     ),
 )
 def test_an_exception_leaves_the_last_global_model(run, how, where, whole, rounds, tmp_path):
-    """In the module and in the checkpoints that are saved on it, from which the run can be resumed exactly."""
+    """In the module and in checkpoints saved on the exception; the resumed run is exact."""
     action, expected = RAISED[how]
     hook = "on_before_optimizer_step" if (how, where) == ("callback", "last") else "on_train_batch_start"
     callbacks = [At(hook, 1, where, action), OnExceptionCheckpoint(tmp_path / "after")]
@@ -435,7 +435,7 @@ def test_an_exception_leaves_the_last_global_model(run, how, where, whole, round
     trainer.callbacks.insert(0, SavesOnException(tmp_path / "before" / "on_exception.ckpt"))
     with pytest.raises(expected):
         trainer.fit(module, datamodule=data)
-    # A signal is heeded after the batch; at the last one that is after the round, in the middle of its validation.
+    # Lightning handles a signal after the batch: for the last batch after the round, during validation.
     is_complete = (how, where) == ("sigterm", "last")
     assert_same(module.state_dict(), rounds(run).after[1 if is_complete else 0])
     assert_given_back(module, data)
@@ -445,7 +445,7 @@ def test_an_exception_leaves_the_last_global_model(run, how, where, whole, round
     name = "before" if where == "first" else "after"
     resumed = fit(run, tmp_path, "b", ckpt_path=paths[name])
     assert resumed.global_step == rounds(run).steps[-1]
-    # What Lightning goes on with inside a validation it does not log.
+    # Lightning does not log the rest of an interrupted validation.
     assert_ends_alike(resumed, whole(run), tmp_path, "a", "b", since=2 if is_complete else 0)
 
 
@@ -494,7 +494,7 @@ ENDS = {
     ),
 )
 def test_a_fit_that_ends_inside_a_round(run, how, rounds, tmp_path, caplog):
-    """The module, the checkpoints and what is validated are the global model of what was trained so far."""
+    """Module, checkpoints and validation use the global model of the trained part."""
     action, options = ENDS[how]
     if "max_steps" in options:
         options = {"max_steps": rounds(run).steps[1] + options["max_steps"]}
@@ -516,10 +516,10 @@ def test_a_fit_that_ends_inside_a_round(run, how, rounds, tmp_path, caplog):
 
 @pytest.mark.parametrize("run", quick(["personal-in-memory", "personal-in-folder"], ["personal-in-folder"]))
 def test_a_visit_that_the_module_ends_counts(run, rounds, tmp_path):
-    """The module may end an epoch (-1 from `on_train_batch_start`): of one client, which sends what it has trained."""
+    """`on_train_batch_start` may return -1 to end the visit of one client, which sends the trained part."""
 
     def cut(module):
-        batches = Counter()  # of each round: `index` counts those of a visit
+        batches = Counter()  # by round: `index` counts within a visit
 
         def on_train_batch_start(batch, index):
             batches[module.current_epoch] += 1

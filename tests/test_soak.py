@@ -1,4 +1,4 @@
-"""A long fit holds no more in its last third than in its second: memory, descriptors, threads and files."""
+"""A long fit uses no more in the last third than in the second: memory, descriptors, threads and files."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 ROUNDS = 300
 MODEL = 4 * (8 * 256 + 256 * 1024)  # bytes of the large layers
-MOST = MODEL // 20  # a round, which a copy of one model in every twentieth round would exceed
+MOST = MODEL // 20  # per round; a copy of one model in every twentieth round would exceed the limit
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The tutorials run as they stand: what they print and draw is on the page, and the notebooks are the pages."""
+"""The tutorials run unchanged: printed and drawn results are on the page, and the notebooks equal the pages."""
 
 import ast
 import importlib.util
@@ -19,15 +19,15 @@ NEEDS = {"lora": "peft", "privacy": "dp_accounting"}
 
 pytestmark = [
     pytest.mark.prose,
-    # Lightning 2.6 calls a function that jsonargparse 4.53 wants to rename.
+    # Lightning 2.6 calls a function deprecated in jsonargparse 4.53.
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
-    # peft 0.21 asks transformers 5.23 by a name that it wants to change.
+    # peft 0.21 uses a deprecated name in transformers 5.23.
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
 ]
 
 
 def words(text):
-    """What another machine prints as well: no numbers, nor what stands around them."""
+    """Output equal on all machines: without numbers and surrounding signs."""
     return re.sub(r"\([^)]*\)|[\d.]+|nan|[-±]", " ", text).split()
 
 

@@ -1,6 +1,6 @@
-"""Scripts in processes of their own that have Lightning imported: its import takes as long as a dozen small fits.
+"""Scripts in separate processes with Lightning already imported: the import takes as long as a dozen small fits.
 
-Each is forked from a process that has done nothing but import, so that it shares nothing with the tests but the files.
+Each script is forked from a process used only for imports, and shares only files with the tests.
 """
 
 import multiprocessing
@@ -22,11 +22,11 @@ if CAN_FORK:
 
 @dataclass
 class Script:
-    """A script that runs.
+    """A running script.
 
     Args:
-        process: Its process.
-        folder: The folder of what it writes to its outputs.
+        process: The process.
+        folder: Folder with the captured outputs.
     """
 
     process: multiprocessing.Process
@@ -43,7 +43,7 @@ class Script:
 
 @contextmanager
 def started(script, *arguments, cwd=ROOT, **environment):
-    """Starts a module, or a file, with arguments and further variables; at the end it is killed with its children."""
+    """Starts a module or a file with arguments and environment variables; kills the process group on exit."""
     with tempfile.TemporaryDirectory() as folder:
         for descriptor in (1, 2):
             (Path(folder) / f"{descriptor}").touch()
@@ -58,7 +58,7 @@ def started(script, *arguments, cwd=ROOT, **environment):
 
 
 def run(script, *arguments, seconds=280, code=0, **options):
-    """Runs a module, or a file, to its end, a success unless `code` says otherwise; its output and its errors."""
+    """Runs a module or a file, checks the exit code against `code`, and returns output and errors."""
     with started(script, *arguments, **options) as running:
         running.process.join(seconds)
         output, errors = running.output, running.errors
@@ -67,16 +67,16 @@ def run(script, *arguments, seconds=280, code=0, **options):
 
 
 def start(function, *arguments, environment=None):
-    """Starts a process that calls a function of a module, as the leader of a group of processes."""
+    """Starts a process for a function in a module, as leader of a process group."""
     process = PROCESSES.Process(target=_call, args=(function, arguments, dict(environment or os.environ)))
     process.start()
     return process
 
 
 def end(process):
-    """Kills a process and its children, unless it has ended."""
+    """Kills a process and its children, unless already ended."""
     if process.is_alive() and hasattr(os, "killpg"):
-        with suppress(ProcessLookupError):  # it is not a leader yet
+        with suppress(ProcessLookupError):  # not a group leader yet
             os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()
@@ -86,7 +86,7 @@ def _call(function, arguments, environment):
     if hasattr(os, "setsid"):
         os.setsid()
     assert not CAN_FORK or "lightning.pytorch" in sys.modules, "the imports failed before the fork"
-    multiprocessing.set_start_method(None, force=True)  # what a user's script has
+    multiprocessing.set_start_method(None, force=True)  # as in a user's script
     os.environ.clear()
     os.environ.update(environment)
     function(*arguments)
