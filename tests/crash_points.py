@@ -65,13 +65,13 @@ RUNS = {
     "clients in memory": {"federation": {**OPTIONS, "store": None, "personal": ["head.*"], "optimizer_state": "keep"}},
     "two clients at once": {"federation": {**OPTIONS, "visits": Vectorized(2)}},
 }
-"""Options of the fits, as in `resume_script.RUNS`: every method, and other ways to keep and to train clients."""
+"""Options of the fits, as in `resume_script.RUNS`: every method, and other client stores and forms of visits."""
 
 ON_FLOWER = {
     f"{case} on Flower": case
     for case in ("fedavg", "fedper", "scaffold", "fedmargin", "recalibrate", "kept optimizers")
 }
-"""Fits whose halves are Flower's apps, with a fake grid between them: both are killed at once, and started again."""
+"""Fits with Flower's apps and a fake grid in one process: server and clients are killed and restarted together."""
 
 PROCESSES = {
     "Flower's SuperLink": "superlink",
@@ -79,7 +79,7 @@ PROCESSES = {
     "the server's process on Flower": "server",
     "a worker": "worker1",
 }
-"""Processes of Flower's and ours, of which one is killed: `process_kills.py` of its tests has their points."""
+"""Processes to kill, Flower's and ours: `process_kills.py` next to Flower's tests defines the points."""
 
 AROUND, BEFORE = ("before", "after"), ("before",)
 
@@ -99,7 +99,7 @@ SEAMS = {
     "aggregate": ([(Round, "aggregate")], AROUND),
     "recalibrate": ([(Round, "measure_batch_norm")], AROUND),
 }
-"""Functions that are watched, by what they do, and the points of each."""
+"""Watched functions by effect, and the points of each function."""
 
 if find_spec("flwr"):
     from lightning_fed.backends.flower.transport import FlowerTransport
@@ -110,14 +110,14 @@ if find_spec("flwr"):
     SEAMS["message awaited"] = [(FlowerTransport, "pull")], AROUND
 
 LATE_ROW = "train_loss"
-"""What Lightning writes of an epoch after the epoch's checkpoint: a kill in between loses it, in any fit."""
+"""Row written by Lightning after the epoch's checkpoint: a kill in between loses the row, in any fit."""
 
 
 FAILING = {
     errno.ENOSPC: ("file written", "checkpoint moved", "log write"),
     errno.EROFS: ("file written", "file moved", "file deleted", "checkpoint moved", "checkpoint deleted", "log write"),
 }
-"""What fails on a disk that is full, or that takes no changes."""
+"""Effects that fail on a full disk and on a read-only disk."""
 
 
 class Points:

@@ -20,7 +20,7 @@ from tests import models
 
 TRAIN = {"ann": 33, "bob": 20, "cid": 48}
 HELD_OUT = {"ann": 21, "bob": 5, "cid": 40}
-"""Unequal, and cut into batches of 8 whose last ones are smaller."""
+"""Unequal sizes with partial last batches of 8."""
 
 
 class Classifier(models.Module):

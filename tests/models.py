@@ -233,7 +233,7 @@ def unet():
 # --- Data: a tuple of tensors by client; sizes differ, some with a final batch of one example -------------------------
 
 SIZES = {"ann": 65, "bob": 40, "cid": 97, "dan": 7, "eve": 33}
-"""Examples per client. In batches of 32, `ann` (65), `cid` (97) and `eve` (33) leave a single one over."""
+"""Examples per client. With batches of 32, `ann`, `cid` and `eve` have a single example left."""
 
 
 def vectors(sizes: Mapping[str, int] = SIZES):

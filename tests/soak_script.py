@@ -23,7 +23,7 @@ from lightning_fed import FederatedDataModule, FederatedTrainer
 from lightning_fed.algorithms import FedMA
 
 WIDTH = 256
-"""Width of the model: a megabyte in float32, most of it the second layer's."""
+"""Width of the model, for one megabyte in float32, mostly in the second layer."""
 
 
 class Net(L.LightningModule):

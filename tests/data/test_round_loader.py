@@ -19,7 +19,7 @@ from tests.breadth import quick
 
 SIZES = {"ann": 9, "bob": 3, "cid": 6}
 BATCHES = {"ann": 2, "bob": 1, "cid": 2}
-"""In batches of 4; ann's ninth example joins the batch before it."""
+"""In batches of 4; ann's ninth example joins the previous batch."""
 
 
 class Numbers(Dataset):

@@ -13,7 +13,7 @@ from lightning_fed.metrics import MeanAveragePrecisionAtR
 from tests.datasets.test_datasets import DATA, real, write_omniglot
 
 SMALL = {"Greek": 2, "N_Ko": 1}, {"Oriya": 2}
-"""Characters of the alphabets, background and evaluation, that folders are written with."""
+"""Numbers of characters by alphabet, for background and evaluation."""
 
 
 def drawers(dataset):

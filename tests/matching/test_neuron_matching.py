@@ -75,7 +75,7 @@ def compared(clients, score, gamma, variance, prior_variance, prior_mean, passes
 # --- Plain loops ------------------------------------------------------------------------------------------------------
 
 SIZES = [(6, 6, 6), (5, 8, 3, 8), (4, 4), (3,), (4,) * 13]
-"""Neurons per client. With 13 clients popularity goes beyond 10."""
+"""Neurons per client. With 13 clients popularity exceeds 10."""
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

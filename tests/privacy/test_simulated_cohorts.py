@@ -1,4 +1,4 @@
-"""The study's subclass of `CentralDP` simulates larger cohorts, and shows possible overrides."""
+"""The study's `CentralDP` subclass simulates larger cohorts, and shows possible overrides."""
 
 import importlib.util
 import math
@@ -31,7 +31,7 @@ class Simulated(simulated_privacy.SimulatedDP):
 
 
 def chain_of(trained, adaptive, is_silent=False):
-    """A chain with `trained` clients out of 100."""
+    """A chain with `trained` of 100 clients."""
     dp = Simulated(1.0, 1e-3, 1.0, cohort=100, population=1000, key=KEY, adaptive=adaptive)
     dp.begin(dp.plan(50, trained, None) if trained < 100 else dp.plan(1000, trained, None), KEY)
     chain = Chain(FedAvg(), [dp])
@@ -48,7 +48,7 @@ def test_the_noise_of_a_larger_cohort(adaptive):
     few, many, silent = chain_of(10, adaptive), chain_of(100, adaptive), chain_of(10, adaptive, is_silent=True)
     assert many.steps[0].noise_std == pytest.approx(10 * few.steps[0].noise_std)
     simulated, real, plain = (moved(aggregated(chain, updates)) for chain in (few, many, silent))
-    for name in SHAPES:  # 8 updates over 100 hardly move the model, so both results show the same noise
+    for name in SHAPES:  # 8 updates over 100 hardly move the model, so both results contain equal noise
         expected = plain[name] + real[name] - plain[name] / 10
         np.testing.assert_allclose(simulated[name], expected, atol=1e-6)
     metrics = few.metrics({})

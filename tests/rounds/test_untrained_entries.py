@@ -238,8 +238,8 @@ def test_a_client_that_fails_has_not_got_it(fit):
 
 @pytest.mark.parametrize("outside", [[], [SecureSum()]], ids=["central", "secure"])
 def test_differential_privacy_adds_no_noise_to_what_does_not_train(outside, fit):
+    """Values written into such entries by the module do not leave the client either."""
     pytest.importorskip("dp_accounting", reason="dp-accounting is not installed")
-    """Nor does what a module writes into such entries leave a client."""
     privacy = CentralDP(clip=0.5, delta=1e-3, noise_multiplier=1.0, sampling="fixed")
     module = Following()
     recorder, trainer = fit(module, steps=[privacy, *outside], clients_per_round=3, batch_norm="frozen")

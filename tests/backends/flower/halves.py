@@ -281,5 +281,4 @@ ALL_CASES = {
         lambda: Federation(local_epochs=2, seed=3), data=lambda _: models.vectors({"site-1": 33, "site-2": 20})
     ),
 }
-"""The same, with evaluation at the clients, and one that differs from one process: a client's answers are too large for
-Flower's server."""
+"""Also evaluation at the clients, and a case different from one process: a client's answers exceed the size limit."""

@@ -35,7 +35,7 @@ from tests.crash_points import Points, differences
 CASE, ROUNDS, ROUND, LOST = CASES["kept heads"], 3, 1, "bob"
 APP, TEMPLATE = Path(__file__).parent / "app", "lightning_fed/backends/flower/template/client.py.txt"
 STATED_SECONDS = 300
-"""In which the server's process ends whose SuperLink was killed, and nodes that a new SuperLink does not know."""
+"""Time limit for the end of a server process without SuperLink, and of nodes unknown to a new SuperLink."""
 
 POINTS = {
     "message out, before": ("server", 5),
@@ -46,7 +46,7 @@ POINTS = {
     "aggregate, after": ("server", 2),
     "checkpoint moved, before": ("server", 2),
 }
-"""Points of round 1 that concern the client of node 1: the half that reaches them, and which of its calls it is."""
+"""Points in round 1 about the client of node 1: the process that reaches the point, and the number of its call."""
 
 IN_VISIT = ("message out, before", "visit start, before", "store write, after", "visit end, before")
 
