@@ -1,4 +1,4 @@
-"""Pictures of the confusion among a client's own classes."""
+"""Pictures showing the confusion among a client's classes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ _MAX_LABELS = 50
 
 
 class Confusion(NamedTuple):
-    """Confusion matrix of a client's own classes.
+    """Confusion matrix over a client's own classes.
 
     Attributes:
         classes: The client's own classes, increasing, shape ``(k,)``, int64.
-        counts: Examples by class (rows) and by that of them with the largest logit (columns), shape ``(k, k)``, int64.
+        counts: Examples by true class (rows) and by the class with the largest logit (columns), shape ``(k, k)``,
+            int64.
 
     """
 
@@ -51,46 +52,45 @@ class Confusion(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """Share of the examples whose own class has the largest logit among the client's classes."""
+        """Share of examples with the largest logit at the true class, among the client's classes."""
         return float(self.counts.diagonal().sum() / self.counts.sum())
 
 
 class OwnClassConfusion(L.Callback):
-    r"""Draws the confusion of the global model among a client's own classes to TensorBoard.
+    """Draws the global model's confusion among a client's own classes to TensorBoard.
 
-    A client that holds few classes of very many can train them to be right against all others and yet not tell them
-    from one another: FedSS' paper shows that they collapse if the loss has no other positives (``"negonly"``). Here the
-    model sees the data of some clients after the round, and the largest logit is looked for among the classes
-    :math:`P_k` in a client's own data. Rows are the true classes, columns the predicted ones, the colours of viridis
-    the shares of a row, from 0 (dark blue) to 1 (yellow). With matplotlib (the extra ``demo``) the axes are labelled,
-    without it the picture is the bare matrix.
+    A client with few out of very many classes can learn to separate these classes from all other classes, and still
+    confuse these classes with each other. The FedSS paper shows this collapse for a loss without other positives
+    (``"negonly"``). After a round, the global model runs on some clients' data, and the largest logit is searched among
+    the classes :math:`P_k` in the client's data. Rows are true classes, columns predicted classes. The viridis colours
+    show shares per row, from 0 (dark blue) to 1 (yellow). With matplotlib (extra ``demo``) the axes are labelled;
+    without matplotlib the picture is the bare matrix.
 
-    Works with any classifier: the module is called with the inputs of a batch, ``pl_module(x)``, in evaluation mode,
-    and returns logits of shape ``(N, num_classes)``. A client with personal entries is looked at with its own. The data
-    are passed over twice, aside from training, and an augmentation in the data set cannot be switched off from here,
-    but draws the same every time. Neither weights, random numbers nor logs notice. A client whose data fail is left
-    out, with a line in the log.
+    Any classifier works: the module is called with a batch's inputs, ``pl_module(x)``, in evaluation mode, and returns
+    logits, shape ``(N, num_classes)``. A client with personal entries gets the client's own entries. The data are read
+    twice, separate from training. Augmentation inside the data set stays on, but draws the same numbers every time.
+    Weights, random numbers and logs do not change. A client with failing data is skipped, with a log line.
 
-    A picture of every client is drawn after the first round, and then whenever ``every_n_epochs`` rounds have passed
-    since the last one; the step on TensorBoard's axis is the round. Other loggers get none.
+    Every client is drawn after the first round, and again after ``every_n_epochs`` rounds. TensorBoard's step is the
+    round. Other loggers get no pictures.
 
-    State: ``last_epoch``, the round of the last pictures (an int, or None).
+    State: ``last_epoch``, the round with the last pictures (an int, or None).
 
     Args:
-        clients: The clients, or their number: the first of the population.
-        every_n_epochs: Rounds from one picture to the next.
-        class_names: Names of the classes, from class 0 on; the others are shown by their index.
-        target: Labels of a batch: an index or key, or a function of the batch; by default the second
-            element, or ``batch["target"]``, ``["label"]``, ``["y"]`` or their plurals. Negative labels are none.
-        inputs: Inputs of a batch, likewise; by default the first element, or ``batch["image"]``, ``["x"]``,
-            ``["input"]`` or their plurals.
+        clients: The clients, or a number: the first clients in the population.
+        every_n_epochs: Rounds between two pictures.
+        class_names: Class names from class 0 on; further classes are shown by index.
+        target: Labels in a batch: an index, a key, or a function of the batch; by default the second element, or
+            ``batch["target"]``, ``["label"]``, ``["y"]`` or the plurals. Negative labels are ignored.
+        inputs: Inputs in a batch: an index, a key, or a function of the batch; by default the first element, or
+            ``batch["image"]``, ``["x"]``, ``["input"]`` or the plurals.
 
     Attributes:
-        latest: The matrix of every client after the last round that was looked at, also where nothing was drawn.
+        latest: Matrix by client after the last evaluated round, also without a logger.
 
     Raises:
-        ValueError: If ``every_n_epochs`` is below 1 or there is no client to look at; in ``fit``, if one is none of the
-            federation's, or the module does not return logits.
+        ValueError: If ``every_n_epochs`` is below 1 or ``clients`` is empty; in ``fit``, if a client is unknown, or the
+            module does not return logits.
         MisconfigurationException: In ``fit``, if the Trainer has no federation.
 
     Example:
@@ -105,7 +105,7 @@ class OwnClassConfusion(L.Callback):
     """
 
     tag = "confusion"
-    """Name of the images in TensorBoard; a client's is added to it."""
+    """Prefix for the image names in TensorBoard, before the client's name."""
     needs_local_clients = "its pictures are of the clients' data"
 
     def __init__(
@@ -128,16 +128,16 @@ class OwnClassConfusion(L.Callback):
         self._last_epoch: int | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets an earlier run, and names loggers that get no pictures."""
+        """Resets the state for a new fit, and names loggers without pictures."""
         if stage != "fit":
             return
         find_federation(trainer)
-        if trainer.current_epoch == 0:  # else the same Trainer goes on
+        if trainer.current_epoch == 0:  # otherwise the fit is resumed
             self._last_epoch, self.latest = None, {}
         report_other_loggers("OwnClassConfusion", trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Makes sure that the federation has the clients, which are known by now."""
+        """Checks that the federation has the chosen clients."""
         unknown = [
             client for client in self._chosen(trainer) if client not in find_federation(trainer).population.clients
         ]
@@ -145,7 +145,7 @@ class OwnClassConfusion(L.Callback):
             raise OptionError(f"Expected `clients` to be some of the federation's, but got {unknown}.")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Looks at the round's global model."""
+        """Evaluates the round's global model, and logs the pictures."""
         round = trainer.current_epoch
         if self._last_epoch is not None and round - self._last_epoch < self.every_n_epochs:
             return
@@ -168,11 +168,11 @@ class OwnClassConfusion(L.Callback):
             log_picture(trainer, f"{self.tag}/{client}", confusion_picture(confusion, self.class_names, title))
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class's note."""
+        """Returns the round with the last pictures."""
         return {"last_epoch": self._last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on counting from the last pictures."""
+        """Restores the round with the last pictures."""
         self._last_epoch = state_dict["last_epoch"]
 
     def _chosen(self, trainer: L.Trainer) -> list[Client]:
@@ -183,7 +183,7 @@ class OwnClassConfusion(L.Callback):
     def _evaluate_client(
         self, trainer: L.Trainer, module: L.LightningModule, federation: Federation, client: Client
     ) -> Confusion | None:
-        """The matrix of one client; ``None`` where its data fail or have no labels."""
+        """Computes one client's matrix; ``None`` if the data fail or have no labels."""
         faults: list[Exception] = []
         seed = derive_seed(federation.schedule.seed, client_key(client))  # the same batches in every picture
         visit = Visit(client, 0, seed, steps=federation.schedule.local_steps)
@@ -212,19 +212,19 @@ class OwnClassConfusion(L.Callback):
 
 
 def confusion_counts(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:
-    """Confusion matrix of some classes, where predictions are restricted to these.
+    """Computes a confusion matrix with predictions restricted to some classes.
 
     Args:
         logits: Shape ``(N, num_classes)``.
-        labels: Shape ``(N,)``; negative ones are left out.
-        classes: The classes that are looked at, all labels among them, increasing, shape ``(k,)``.
+        labels: Shape ``(N,)``; negative labels are skipped.
+        classes: The allowed classes, increasing, with all labels, shape ``(k,)``.
 
     Returns:
-        Shape ``(k, k)``, int64, on the CPU: labels as rows, and as columns the class among ``classes`` with the largest
-        logit.
+        Shape ``(k, k)``, int64, on the CPU: labels as rows, and as columns the class with the largest logit in
+        ``classes``.
 
     Raises:
-        ValueError: If the logits are not of these shapes.
+        ValueError: If the logits have another shape.
 
     Example:
         >>> logits = torch.tensor([[0.0, 1.0, 9.0, 2.0], [0.0, 3.0, 9.0, 2.0]])
@@ -248,12 +248,12 @@ def confusion_counts(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:
 
 
 def confusion_picture(confusion: Confusion, class_names: Sequence[str] = (), title: str = "") -> Tensor:
-    """A matrix of shares as a picture, shape ``(3, H, W)``, uint8; with axes if matplotlib is there.
+    """Draws a matrix as shares per row, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed.
 
     Args:
         confusion: The matrix.
-        class_names: Names of all classes, from class 0 on; the others are shown by their index.
-        title: Stands above it, with the accuracy.
+        class_names: Class names from class 0 on; further classes are shown by index.
+        title: Title, followed by the accuracy.
 
     """
     shares = confusion.counts.double() / confusion.counts.sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Segmentation client by client: scores of every class over the rounds, and each client's worst and median image."""
+"""Segmentation by client: scores per class over the rounds, and each client's worst and median image."""
 
 from __future__ import annotations
 
@@ -44,48 +44,47 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _COLUMNS = ("rounds", "clients", "classes", "iou", "dice")
-_CELL = 14  # pixels of a class and round in the heat map without axes
+_CELL = 14  # pixels per cell in the heat map without axes
 
 
 class ClientSegmentations(L.Callback):
-    """Scores every client's segmentations class by class, and draws its worst and its median image.
+    """Scores every client's segmentations by class, and draws the worst and the median image.
 
-    Whenever ``every_n_epochs`` rounds have passed (and in ``trainer.validate``) each client's validation data run
-    through the client's own model: the global one, with the client's personal entries, as in the evaluation client by
-    client. Into ``folder``, and to TensorBoard where there is a logger of it, go
+    After every ``every_n_epochs`` rounds (and in ``trainer.validate``) each client's validation data run through the
+    client's own model: the global model with the client's personal entries, as in the evaluation by client. The
+    callback writes these files to ``folder``, and the pictures to TensorBoard if the Trainer has such a logger:
 
-    - ``scores.csv``: round, client, class, IoU and Dice of every class that the client has in truth or prediction;
-    - ``scores.md``: the last of them as a table, which the log shows at the end of a fit as well;
-    - ``iou.png``: IoU of every client and class over the rounds, as a heat map (``segmentation/client_iou``);
-    - ``clients/<client>.png``: the images with the lowest and the median IoU (mean over the image's classes) side by
-      side with truth, prediction and the entropy of the prediction (``segmentation/clients/<client>``); with titles,
-      scores and a legend of the colours if matplotlib is there.
+    - ``scores.csv``: round, client, class, IoU and Dice for every class in the client's truth or prediction;
+    - ``scores.md``: the last scores as a table, also logged at the end of a fit;
+    - ``iou.png``: heat map with the IoU by client and class over the rounds (``segmentation/client_iou``);
+    - ``clients/<client>.png``: the images with the lowest and the median IoU (mean over the image's classes), next to
+      truth, prediction and prediction entropy (``segmentation/clients/<client>``). With matplotlib there are titles,
+      scores and a legend.
 
-    The module is called with images of shape ``(N, C, H, W)`` and returns logits ``(N, num_classes, H, W)``, or
-    ``(N, 1, H, W)`` of a binary task: then the scores are those of class 1, not of the background. Masks are class
-    indices ``(N, H, W)`` or ``(N, 1, H, W)``, or a mask of 0 and 1 for each class, ``(N, num_classes, H, W)``; such
-    images are scored and not drawn. As many batches are read as the Trainer's ``limit_val_batches`` says. Neither
-    weights nor metrics nor random states change.
+    The module is called with images, shape ``(N, C, H, W)``, and returns logits ``(N, num_classes, H, W)``, or ``(N, 1,
+    H, W)`` for a binary task; binary scores are for class 1 only. Masks are class indices ``(N, H, W)`` or ``(N, 1, H,
+    W)``, or one mask with 0 and 1 per class, ``(N, num_classes, H, W)``; such images get scores and no picture. The
+    Trainer's ``limit_val_batches`` limits the batches. Weights, metrics and random states do not change.
 
-    State: ``rounds`` (ints), and ``clients``, ``classes`` (strings), ``iou`` and ``dice`` (floats), a row for each of
-    ``scores.csv``.
+    State: ``rounds`` (ints), ``clients``, ``classes`` (strings), ``iou`` and ``dice`` (floats), with one entry per row
+    in ``scores.csv``.
 
     Args:
-        every_n_epochs: Rounds from one evaluation to the next.
-        folder: Where the files go; ``None`` for ``segmentation`` beside the Trainer's logs.
-        class_names: Names of the classes; classes beyond are shown by their number. Of a binary task the name of its
-            one class, or the background's and its. By default in a fit ``class_names`` or ``classes`` from the module
-            or the datamodule, if the number of names fits.
-        class_colors: Colour (red, green, blue; 0 to 255) of each class. None: a palette with black for class 0.
-        mean: Mean that the data pipeline subtracted from the channels (one number per channel, or one for all).
-        std: Standard deviation that it divided them by.
-        ignore_index: Class index for pixels without a label, or None. ``"auto"``: in a fit the label ignored by the
+        every_n_epochs: Rounds between two evaluations.
+        folder: Folder for the files; ``None`` for ``segmentation`` next to the Trainer's logs.
+        class_names: Class names; further classes are shown by number. For a binary task the name of class 1, or both
+            names. By default in a fit ``class_names`` or ``classes`` from the module or the datamodule, if the number
+            fits.
+        class_colors: Colour (red, green, blue; 0 to 255) per class. ``None``: a palette with black for class 0.
+        mean: Mean subtracted by the data pipeline (one number per channel, or one for all).
+        std: Standard deviation used as divisor by the data pipeline.
+        ignore_index: Class index for pixels without a label, or ``None``. ``"auto"``: in a fit the label ignored by the
             loss, or else 255 unless 255 is a class.
-        inputs: Images of a batch: an index, key or function; None for the usual ones.
-        target: Masks of a batch, likewise.
+        inputs: Images in a batch: an index, key or function; ``None`` for the usual places.
+        target: Masks in a batch: an index, key or function; ``None`` for the usual places.
 
     Raises:
-        ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` holds no colours.
+        ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` has an invalid colour.
         MisconfigurationException: In ``fit`` and ``validate``, if the Trainer has no federation, or a mask has an
             unknown label.
 
@@ -96,7 +95,7 @@ class ClientSegmentations(L.Callback):
 
     needs_local_clients = "its pictures are of the clients' data"
     tag = "segmentation"
-    """Name before those of the images in TensorBoard."""
+    """Prefix for the image names in TensorBoard."""
 
     def __init__(
         self,
@@ -122,10 +121,10 @@ class ClientSegmentations(L.Callback):
         self._void, self._class_names = self.ignore_index, self.class_names
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets an earlier run."""
+        """Resets the scores for a new fit."""
         if stage in ("fit", "validate"):
             find_federation(trainer)
-        if stage == "fit" and trainer.current_epoch == 0:  # else the same Trainer goes on
+        if stage == "fit" and trainer.current_epoch == 0:  # otherwise the fit is resumed
             self.rows = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -135,14 +134,14 @@ class ClientSegmentations(L.Callback):
         self._class_names = self.class_names or names
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluates the clients if it is time."""
+        """Evaluates the clients if an evaluation is due."""
         if trainer.sanity_checking or (trainer.state.fn == "fit" and not self._is_time(trainer)):
             return
         loaders = self._loaders(trainer)
         if not trainer.is_global_zero or not loaders:
             return
         folder, round = self._folder(trainer), self._round(trainer)
-        self.rows = [row for row in self.rows if row[0] != round]  # of an earlier validation of the same model
+        self.rows = [row for row in self.rows if row[0] != round]  # from an earlier validation with the same model
         folder.mkdir(parents=True, exist_ok=True)
         with torch.inference_mode(False), find_federation(trainer).own_models(trainer, pl_module) as load:
             for client, loader in loaders.items():
@@ -153,19 +152,19 @@ class ClientSegmentations(L.Callback):
                 except ClientFault as fault:
                     _log.warning("The segmentation of client %r is left out: %s.", client, fault)
         self._write(folder)
-        if not self.rows:  # no class is anywhere
+        if not self.rows:  # no image has a class
             return
         picture = heat_map(self.rows)
         _save(picture, folder / "iou.png")
         log_picture(trainer, f"{self.tag}/client_iou", picture, round)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Shows the table."""
+        """Logs the table."""
         if self.rows and trainer.is_global_zero:
             _log.info("Segmentation of the clients after round %d:\n\n%s", round_number(self.rows[-1][0]), self.table())
 
     def table(self) -> str:
-        """The last scores in Markdown: a row for each client, with mean IoU, mean Dice and the IoU of each class."""
+        """Formats the last scores in Markdown: mean IoU, mean Dice, and the IoU per class, with a row per client."""
         last = [row for row in self.rows if row[0] == self.rows[-1][0]] if self.rows else []
         clients = list(dict.fromkeys(row[1] for row in last))
         classes = list(dict.fromkeys(row[2] for row in sorted(last, key=self._place)))
@@ -178,11 +177,11 @@ class ClientSegmentations(L.Callback):
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class's note."""
+        """Returns the scores by column."""
         return {name: [row[place] for row in self.rows] for place, name in enumerate(_COLUMNS)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with the scores of before."""
+        """Restores the scores."""
         self.rows = list(zip(*(state_dict[name] for name in _COLUMNS), strict=True))
 
     def _is_time(self, trainer: L.Trainer) -> bool:
@@ -278,7 +277,6 @@ class ClientSegmentations(L.Callback):
         log_picture(trainer, f"{self.tag}/clients/{client}", picture)
 
     def _run(self, trainer: L.Trainer, module: L.LightningModule, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits, images and masks of a batch."""
         prepared = prepare_batch(trainer, module, batch)
         images, mask = find_inputs(prepared, self.inputs), find_target(prepared, self.target, MASK_KEYS)
         with trainer.precision_plugin.forward_context():
@@ -300,7 +298,6 @@ class ClientSegmentations(L.Callback):
         return logits, images, labels
 
     def _quality(self, logits: Tensor, mask: Tensor) -> float:
-        """Mean IoU of one image over its classes; NaN where it has none."""
         metric = scores_for(logits, mask, self._void_of(logits))
         metric.update(logits, mask)
         return float(metric.compute().get("miou", math.nan))
@@ -322,7 +319,6 @@ class ClientSegmentations(L.Callback):
         return [*names[:num_logits], *map(str, range(len(names), num_logits))]
 
     def _round(self, trainer: L.Trainer) -> int:
-        """The round whose model is looked at: after a fit, its last."""
         return trainer.current_epoch - (trainer.state.fn != "fit")
 
     def _place(self, row: tuple[int, str, str, float, float]) -> int:
@@ -332,7 +328,7 @@ class ClientSegmentations(L.Callback):
 def scores_for(
     logits: Tensor, mask: Tensor, ignore_index: int | None, class_names: Sequence[str] | None = None
 ) -> SegmentationScores:
-    """The metric for logits of a task of one class or of several, on their device.
+    """Builds the metric for logits with one class or several, on the logits' device.
 
     Example:
         >>> scores_for(torch.zeros(2, 1, 4, 4), torch.zeros(2, 4, 4), 255).mode
@@ -347,13 +343,13 @@ def scores_for(
 
 
 def heat_map(rows: Sequence[tuple[int, str, str, float, float]]) -> Tensor:
-    """IoU of every client and class over the rounds, in the colours of viridis; grey where a client lacks the class.
+    """Draws the IoU by client and class over the rounds, in viridis colours; a missing class is grey.
 
     Args:
         rows: Round, client, class, IoU and Dice.
 
     Returns:
-        Picture, shape ``(3, H, W)``, uint8; with axes if matplotlib is there.
+        Picture, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed.
 
     Example:
         >>> heat_map([(0, "a", "road", 0.5, 0.6), (5, "a", "road", 0.7, 0.8)]).shape[0]

@@ -1,4 +1,4 @@
-"""Traffic between the server and its clients by part of the model, compared with federated averaging."""
+"""Traffic between server and clients by model part, compared with federated averaging."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _EXTRAS, _REQUEST, _REST, _ALL = "(extras)", "(request)", "(rest)", "(all)"
 
 
 class Traffic(NamedTuple):
-    """Traffic of one client in one round for one part of the model.
+    """One client's traffic in one round for one model part.
 
     Attributes:
-        round: Index of the round, from 0.
-        client: The client's key; ``"(all)"`` for the sum over the clients of a round that is long over.
-        part: Part of the model, or ``"(extras)"`` of the method, or the ``"(request)"`` for rows of an entry.
-        down_numel: Numbers that went down (parameters and buffers).
-        down_bytes: Their bytes.
-        up_numel: Numbers that came up.
-        up_bytes: Their bytes.
+        round: Round index, from 0.
+        client: The client's key; ``"(all)"`` for the sum over all clients in an early round.
+        part: Model part, ``"(extras)"`` for a method's extras, or ``"(request)"`` for a request for rows.
+        down_numel: Numbers sent to the client (parameters and buffers).
+        down_bytes: Bytes sent to the client.
+        up_numel: Numbers sent by the client.
+        up_bytes: Bytes sent by the client.
 
     """
 
@@ -46,16 +46,16 @@ class Traffic(NamedTuple):
 
 
 class PartTraffic(NamedTuple):
-    """Traffic of a part of the model, on average over clients and rounds.
+    """Traffic for a model part, averaged over clients and rounds.
 
     Attributes:
-        part: Part of the model, as in :class:`Traffic`, or ``"(all)"``.
-        full_numel: Numbers in it, which federated averaging of the whole model sends in each direction.
+        part: Model part, as in :class:`Traffic`, or ``"(all)"``.
+        full_numel: Size of the part, as sent in each direction by federated averaging.
         down_numel: Numbers sent to a client.
-        up_numel: Numbers in a client's answer, and in its request.
+        up_numel: Numbers in a client's answer and request.
         down_bytes: Bytes sent to a client.
-        up_bytes: Bytes in a client's answer, and in its request.
-        share: Bytes in both directions over those of federated averaging; ``None`` for parts that it does not send.
+        up_bytes: Bytes in a client's answer and request.
+        share: Bytes in both directions relative to federated averaging; ``None`` if federated averaging sends nothing.
 
     """
 
@@ -69,31 +69,29 @@ class PartTraffic(NamedTuple):
 
 
 class CommunicationReport(FederatedCallback):
-    r"""Counts the traffic by part of the model, and compares it with federated averaging of the whole model.
+    r"""Counts the traffic by model part, and compares with federated averaging for the whole model.
 
-    Counted are the tensors of the messages themselves: a client's broadcast as it arrives (of clients on other machines
-    as it leaves), its answer, the rows that it asks for. For FedSS with :math:`\varphi` as all but the head and
-    :math:`d` numbers per class that is :math:`|\varphi| + d |S_k|` in each direction. Each time federated averaging
-    would send all entries of the model, also those that are personal or frozen, or do not travel because they do not
-    train. Messages without a visit (BatchNorm's recalibration) and extras of requests are in ``comm/down_bytes`` and
-    ``comm/up_bytes`` alone, which :class:`Federation` logs.
+    The callback counts the tensors in the messages: a client's broadcast on arrival (for remote clients on departure),
+    the answer, and the requested rows. For FedSS with :math:`\varphi` as the model without the head and :math:`d`
+    numbers per class, the traffic is :math:`|\varphi| + d |S_k|` in each direction. Federated averaging would send all
+    entries each time, with personal, frozen and untrained entries. Messages without a visit (BatchNorm recalibration)
+    and a request's extras appear only in ``comm/down_bytes`` and ``comm/up_bytes``, as logged by :class:`Federation`.
 
-    Logged is, for every round, ``comm/down_share`` and ``comm/up_share``: the bytes over those of federated averaging.
-    After the fit (or in it) :meth:`table` has the means over clients and rounds for every part, :attr:`rows` and
-    :meth:`to_csv` have the single rounds. A round that was broken off counts until it is trained again.
+    ``comm/down_share`` and ``comm/up_share`` are logged every round: the bytes relative to federated averaging. During
+    and after the fit, :meth:`table` shows means over clients and rounds per part, while :attr:`rows` and :meth:`to_csv`
+    show single rounds. An interrupted round counts until training repeats the round.
 
-    State: ``rows``, the fields of a :class:`Traffic` for every round, client and part, and ``visits``, the number of
-    visits and of answers of the rounds that are long over.
+    State: ``rows``, the fields in :class:`Traffic` per round, client and part; ``visits``, the numbers of visits and
+    answers in early rounds.
 
     Args:
-        parts: Prefixes of the entries' names whose entries are one part each (``["model.head"]``; of several that fit,
-            the longest); the others are the ``"(rest)"``. By default the parts are the modules in which the names
-            first differ.
-        client_rounds: Number of rounds, the last ones, of which every client's numbers are kept; of earlier ones the
-            sums over the clients, so that long fits have small checkpoints.
+        parts: Prefixes of entry names, one per part (``["model.head"]``; the longest match counts). All other entries
+            form the ``"(rest)"``. By default the parts are the modules at the first level with different names.
+        client_rounds: Number of latest rounds with separate numbers per client. Earlier rounds store sums over clients,
+            so long fits have small checkpoints.
 
     Raises:
-        ValueError: If ``client_rounds`` is below 0; in ``fit``, if no entry has one of the prefixes.
+        ValueError: If ``client_rounds`` is below 0; in ``fit``, if no entry matches a prefix.
         MisconfigurationException: In ``setup``, if the Trainer has no federation.
 
     Example:
@@ -114,21 +112,21 @@ class CommunicationReport(FederatedCallback):
         self.parts = tuple(parts)
         self.client_rounds = check_count("client_rounds", client_rounds, lowest=0)
         self._prefixes: Sequence[str] = ()
-        self._sent: dict[Client, Broadcast] = {}  # and not yet received
+        self._sent: dict[Client, Broadcast] = {}  # not yet received
         self._full: dict[str, tuple[int, int]] = {}
         self._visits: dict[tuple[int, Client], dict[str, Traffic]] = {}
-        self._sums: dict[int, dict[str, Traffic]] = {}  # of rounds that are long over
-        self._counts: dict[int, tuple[int, int]] = {}  # their numbers of visits and answers
+        self._sums: dict[int, dict[str, Traffic]] = {}  # early rounds
+        self._counts: dict[int, tuple[int, int]] = {}  # numbers of visits and answers in early rounds
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Makes sure that there is a federation."""
+        """Checks for a federation."""
         if stage == "fit":
             find_federation(trainer)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the parts, and moves this callback before those that unpack messages."""
+        """Finds the parts, and moves this callback before callbacks that unpack messages."""
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks.remove(self)  # Lightning's loop over them goes on behind this position, and skips none
+        callbacks.remove(self)  # Lightning's loop continues after this position, so no callback is skipped
         callbacks.insert(callbacks.index(find_federation(trainer)) + 1, self)
         entries = live_entries(pl_module)
         self._prefixes = self.parts or top_level_parts(list(entries))
@@ -140,7 +138,7 @@ class CommunicationReport(FederatedCallback):
             raise OptionError(f"Expected `parts` to be prefixes of the entries' names, but none begins with {missing}.")
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Forgets the traffic of this round and later ones, which was broken off, or of another fit."""
+        """Removes the traffic from an interrupted run of this round, and sums up early rounds."""
         now, self._sent = trainer.current_epoch, {}
         self._visits = {key: traffic for key, traffic in self._visits.items() if key[0] < now}
         self._sums = {round: traffic for round, traffic in self._sums.items() if round < now}
@@ -151,28 +149,28 @@ class CommunicationReport(FederatedCallback):
     def on_server_send(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Notes the broadcast, which other callbacks have yet to fill in."""
+        """Stores the broadcast, because other callbacks still add tensors."""
         self._sent[client] = broadcast
 
     def on_client_receive(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Counts the broadcast and the rows that the client has asked for."""
+        """Counts the broadcast and the requested rows."""
         self._sent.pop(client, None)
         self._add_broadcast(trainer, client, broadcast)
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Counts the client's answer, and before it what a client on another machine was sent."""
+        """Counts the client's answer, and the broadcast to a remote client."""
         self._receive_elsewhere(trainer, update.client)
         for part, tensors in {**self._by_part(update.sent), _EXTRAS: update.extras}.items():
             self._add(trainer, update.client, part, tensors, "up")
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
-        """The round's traffic in this process."""
+        """Returns the round's traffic in this process."""
         return {key: traffic for key, traffic in self._visits.items() if key[0] == trainer.current_epoch}
 
     def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
-        """Joins the traffic of all processes, in the order of one process."""
+        """Merges the traffic from all processes, in the order for a single process."""
         joint = {key: traffic for share in shares for key, traffic in share.items()}
         for visit in find_federation(trainer).cohort.visits:
             key = trainer.current_epoch, visit.client
@@ -195,14 +193,14 @@ class CommunicationReport(FederatedCallback):
             find_federation(trainer).round_log.put(trainer, round, values)
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class's note."""
+        """Returns all traffic, and the counts for early rounds."""
         return {
             "rows": [list(row) for row in self.rows],
             "visits": {round: list(counts) for round, counts in self._counts.items()},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with the rounds so far."""
+        """Restores the traffic."""
         self._visits, self._sums = {}, {}
         self._counts = {round: (visits, answers) for round, (visits, answers) in state_dict["visits"].items()}
         for row in (Traffic(*fields) for fields in state_dict["rows"]):
@@ -213,15 +211,14 @@ class CommunicationReport(FederatedCallback):
 
     @property
     def rows(self) -> list[Traffic]:
-        """All traffic, in its order."""
+        """All traffic, in order."""
         return [row for traffic in self._traffic() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
-        """Means over clients and rounds, for every part and for all of them.
+        """Averages over clients and rounds, by part and over all parts.
 
         Returns:
-            One entry for each part of the model, then requests and extras if there were any, then the sum. An
-            empty list before the first visit.
+            One entry per model part, then requests and extras if any, then the sum. Empty before the first visit.
 
         """
         if not self._traffic():
@@ -231,7 +228,7 @@ class CommunicationReport(FederatedCallback):
         return [*summaries, self._summarize(list(seen), _ALL)]
 
     def table(self) -> str:
-        """The means over clients and rounds (:meth:`summary`) as a Markdown table."""
+        """Formats :meth:`summary` as a Markdown table."""
         header = ["part", "numbers", "down", "up", "bytes down", "bytes up", "share of FedAvg"]
         lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
         for row in self.summary():
@@ -241,10 +238,10 @@ class CommunicationReport(FederatedCallback):
         return "\n".join(lines)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes all traffic, with the fields of :class:`Traffic` as columns; rounds count from 1.
+        """Writes all traffic, with the fields in :class:`Traffic` as columns. Rounds count from 1.
 
         Args:
-            path: The file; it is written anew.
+            path: The file, overwritten if present.
 
         """
         with Path(path).open("w", newline="") as file:
@@ -256,7 +253,7 @@ class CommunicationReport(FederatedCallback):
         return [*self._sums.values(), *self._visits.values()]
 
     def _sum_up(self, round: int) -> None:
-        """Replaces the traffic of a round's clients by its sums."""
+        """Replaces the traffic per client in a round by sums."""
         visits = [self._visits.pop(key) for key in list(self._visits) if key[0] == round]
         self._counts[round] = len(visits), _num_answers(visits)
         sums = self._sums[round] = {}
@@ -314,7 +311,7 @@ class CommunicationReport(FederatedCallback):
 
 
 def top_level_parts(names: Sequence[str]) -> list[str]:
-    """Prefixes up to the level at which names of entries first differ: the parts of a model.
+    """Finds the prefixes up to the first level with different names: the model's parts.
 
     Example:
         >>> top_level_parts(["model.encoder.conv.weight", "model.encoder.conv.bias", "model.head.weight"])
@@ -329,7 +326,6 @@ def top_level_parts(names: Sequence[str]) -> list[str]:
 
 
 def _num_answers(visits: Iterable[Mapping[str, Traffic]]) -> int:
-    """The number of visits with an answer."""
     return sum(any(row.up_bytes for part, row in traffic.items() if part != _REQUEST) for traffic in visits)
 
 

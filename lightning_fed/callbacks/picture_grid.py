@@ -1,4 +1,4 @@
-"""Segmentations as one picture: a row per image; input, truth, prediction and maps side by side."""
+"""Segmentations in one picture: a row per image, with input, truth, prediction and maps next to each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 from lightning_fed.callbacks.pictures import GREY, Color, paint_numbers
 
 _WHITE = 255
-# Class 0 is most often the background. None of them is the grey of ignored pixels or the white of the border.
+# Class 0 is usually the background. Ignored pixels are grey and borders white, so the palette has neither.
 _COLORS: tuple[Color, ...] = (
     *((0, 0, 0), (230, 25, 75), (60, 180, 75), (255, 225, 25), (0, 130, 200), (245, 130, 48), (145, 30, 180)),
     *((70, 240, 240), (240, 50, 230), (210, 245, 60), (250, 190, 212), (0, 128, 128), (170, 110, 40), (128, 0, 0)),
@@ -31,35 +31,37 @@ def segmentation_grid(
     padding: int = 2,
     maps: Sequence[Tensor | Sequence[Tensor]] = (),
 ) -> Tensor:
-    """Draws segmentations as one picture: a row per image; input, truth, prediction and maps side by side.
+    """Draws segmentations in one picture: a row per image, with input, truth, prediction and maps.
 
     Args:
-        images: Images of shape ``(N, C, H, W)``, or N images of shape ``(C, H, W)`` of any sizes. One or two channels
-            are drawn in grey (the first), more in colour (the first three). Integers count as 0 to 255.
-        truth: Class indices of shape ``(N, H, W)`` or ``(N, 1, H, W)``. Pixels of ``ignore_index`` are grey.
-        prediction: Class indices of the same shape. They are drawn everywhere, also where the truth is ignored.
-        class_colors: Colour (red, green, blue; 0 to 255) of each class. None: a palette with black for class 0.
-        mean: Mean that the data pipeline subtracted from the channels (one number per channel, or one for all).
-        std: Standard deviation that it divided them by. With neither, an image outside 0 to 1 is stretched to it.
-        ignore_index: Class index of pixels without a label; None if there are none.
+        images: Images, shape ``(N, C, H, W)``, or N images with shape ``(C, H, W)`` and any sizes. With one or two
+            channels the first is drawn in grey, with more the first three in colour. Integers range from 0 to 255.
+        truth: Class indices, shape ``(N, H, W)`` or ``(N, 1, H, W)``. Pixels with ``ignore_index`` are grey.
+        prediction: Class indices, same shape, drawn everywhere, also at ignored pixels.
+        class_colors: Colour (red, green, blue; 0 to 255) per class. ``None``: a palette with black for class 0.
+        mean: Mean subtracted by the data pipeline (one number per channel, or one for all).
+        std: Standard deviation used as divisor by the data pipeline. Without mean and std, an image outside 0 to 1 is
+            stretched.
+        ignore_index: Class index for pixels without a label; ``None`` without such pixels.
         padding: White border around each tile, in pixels.
-        maps: M more columns: each holds numbers from 0 to 1 (entropies, say), shape ``(N, H, W)``, drawn in the colours
-            of viridis: 0 is dark blue, 1 yellow, NaN grey.
+        maps: M further columns with numbers from 0 to 1 (for example entropies), shape ``(N, H, W)``, in viridis
+            colours: 0 is dark blue, 1 yellow, NaN grey.
 
     Returns:
-        Picture of shape ``(3, N (H + padding) + padding, (3 + M) (W + padding) + padding)``, uint8. Smaller images sit
-        in the upper left corner of their tile.
+        Picture, shape ``(3, N (H + padding) + padding, (3 + M) (W + padding) + padding)``, uint8. Smaller images are
+        placed in the upper left corner.
 
     Raises:
-        ValueError: If the numbers of images differ, there are none, or a class has no colour.
+        ValueError: If the numbers of images differ, there are no images, or a class has no colour.
 
     Example:
         >>> image, truth = torch.zeros(1, 3, 4, 4), torch.tensor([[[0, 1], [1, 255]]]).repeat(1, 2, 2)
         >>> grid = segmentation_grid(image, truth, prediction=torch.ones(1, 4, 4, dtype=torch.long))
         >>> grid.shape
         torch.Size([3, 8, 20])
+
     """
-    from torchvision.utils import make_grid  # slow to import: only for those who draw
+    from torchvision.utils import make_grid  # slow to import, and needed only for drawing
 
     if not len(images) == len(truth) == len(prediction) >= 1:
         raise ValueError(
@@ -90,7 +92,7 @@ def segmentation_grid(
 
 
 def default_colors(num_classes: int) -> list[Color]:
-    """Returns a palette: black for class 0, 19 colours that are easy to tell apart, then hues by the golden ratio."""
+    """Builds a palette: black for class 0, 19 clearly different colours, then hues by the golden ratio."""
     more = (colorsys.hsv_to_rgb(0.618033988749895 * i % 1, 0.6, 0.8) for i in range(num_classes - len(_COLORS)))
     extra: list[Color] = [(round(255 * r), round(255 * g), round(255 * b)) for r, g, b in more]
     return [*_COLORS[:num_classes], *extra]
@@ -135,10 +137,10 @@ def _to_rgb(image: Tensor, mean: float | Sequence[float] | None, std: float | Se
 
 
 def checked_colors(class_colors: Sequence[Sequence[int]] | None) -> list[Color] | None:
-    """The colours as tuples.
+    """Converts colours to tuples.
 
     Raises:
-        ValueError: If they are no colours, or there are none.
+        ValueError: If a colour is invalid, or the list is empty.
 
     """
     if class_colors is None:

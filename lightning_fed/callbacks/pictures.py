@@ -1,4 +1,4 @@
-"""Helpers of callbacks that draw: the loggers that get pictures, and numbers and figures as pixels."""
+"""Helpers for callbacks with pictures: loggers, and numbers and figures as pixels."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ if TYPE_CHECKING:
 Color = tuple[int, int, int]
 
 GREY: Color = (128, 128, 128)
-"""Colour of pixels without a value."""
+"""Colour for pixels without a value."""
 
 VIRIDIS: tuple[Color, ...] = (
     *((68, 1, 84), (72, 26, 108), (71, 47, 125), (65, 68, 135), (57, 86, 140), (49, 104, 142), (42, 120, 142)),
     *((35, 136, 142), (31, 152, 139), (34, 168, 132), (53, 183, 121), (84, 197, 104), (122, 209, 81), (165, 219, 54)),
     *((210, 226, 27), (253, 231, 37)),
 )
-"""Every 17th of the 256 colours of viridis (van der Walt and Smith, 2015): equal steps look equally large."""
+"""Every 17th viridis colour (van der Walt and Smith, 2015): equal steps look equally large."""
 
 
 def tensorboards(trainer: L.Trainer) -> list[TensorBoardLogger]:
-    """The Trainer's loggers that take pictures."""
+    """Returns the Trainer's loggers with support for pictures."""
     loggers: list[Logger] = trainer.loggers
     return [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
 
 
 def log_picture(trainer: L.Trainer, tag: str, picture: Tensor, step: int | None = None) -> None:
-    """Hands a picture to the loggers that take pictures, as one of this epoch or of another step."""
+    """Sends a picture to all loggers with support for pictures, by default with the epoch as step."""
     for logger in tensorboards(trainer):
         logger.experiment.add_image(tag, picture, global_step=trainer.current_epoch if step is None else step)
 
 
 def report_other_loggers(name: str, trainer: L.Trainer) -> None:
-    """Names the loggers that get no pictures of the callback ``name``."""
+    """Names the loggers without pictures from the callback ``name``."""
     skipped = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
     if skipped:
         rank_zero_info(f"{name} logs to TensorBoard only: no images for {', '.join(skipped)}.")
 
 
 def paint_numbers(values: Tensor) -> Tensor:
-    """Draws numbers in the colours of viridis: 0 dark blue, 1 yellow; NaN is grey.
+    """Draws numbers in viridis colours: 0 dark blue, 1 yellow; NaN is grey.
 
     Args:
-        values: Numbers from 0 to 1, shape ``(H, W)``; others are drawn as the nearer end.
+        values: Numbers, shape ``(H, W)``, clamped to 0 to 1.
 
     Returns:
         Colours, shape ``(3, H, W)``, uint8.
@@ -73,18 +73,18 @@ def paint_numbers(values: Tensor) -> Tensor:
 
 
 def has_matplotlib() -> bool:
-    """Returns whether figures with axes can be drawn."""
+    """Returns whether matplotlib is installed, for figures with axes."""
     return find_spec("matplotlib") is not None
 
 
 def draw_matrix(values: Tensor, cell: int, size: tuple[float, float], label: Callable[[Axes], None]) -> Tensor:
-    """Numbers from 0 to 1 in the colours of viridis, shape ``(3, H, W)``, uint8; with axes if matplotlib is there.
+    """Draws numbers from 0 to 1 in viridis colours, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed.
 
     Args:
         values: The numbers, shape ``(H, W)``.
-        cell: Pixels of a number without axes.
-        size: Width and height of the figure, in inches.
-        label: Labels the axes.
+        cell: Pixels per number without axes.
+        size: Figure width and height, in inches.
+        label: Function that labels the axes.
 
     """
     painted = paint_numbers(values)
@@ -105,14 +105,14 @@ def draw_matrix(values: Tensor, cell: int, size: tuple[float, float], label: Cal
 def label_grid(
     grid: Tensor, title: str, columns: Sequence[str], rows: Sequence[str], legend: Mapping[str, Color]
 ) -> Tensor:
-    """A picture of equal tiles with names around it, shape ``(3, H, W)``, uint8; as it is if matplotlib is not there.
+    """Adds names around equal tiles, shape ``(3, H, W)``, uint8; unchanged without matplotlib.
 
     Args:
         grid: The picture, shape ``(3, H, W)``, uint8.
-        title: Above it.
-        columns: Name of each column of tiles.
-        rows: Name of each row.
-        legend: Colours below it, by name.
+        title: Title above the picture.
+        columns: Name per column.
+        rows: Name per row.
+        legend: Colours below the picture, by name.
 
     """
     if not has_matplotlib():
@@ -136,7 +136,7 @@ def label_grid(
 
 
 def figure_pixels(figure: Figure) -> Tensor:
-    """The pixels of a figure of matplotlib, shape ``(3, H, W)``, uint8."""
+    """Renders a matplotlib figure to pixels, shape ``(3, H, W)``, uint8."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # the extra `demo`
 
     canvas: Any = FigureCanvasAgg(figure)

@@ -1,4 +1,4 @@
-"""A progress bar that counts rounds and names the client."""
+"""Progress bar with round numbers and client names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_fed.console import round_number
 
 
 class _ByRound(ProgressBar):
-    """A bar of either kind, which draws by time and shows the client and its loss."""
+    """Progress bar with a minimum time between updates, which shows the client and the loss."""
 
     supports_vectorize = True
 
@@ -29,16 +29,16 @@ class _ByRound(ProgressBar):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Moves the bar on, where the last time is long enough ago or this is the round's last batch."""
+        """Updates the bar after the interval, or at the round's last batch."""
         now = monotonic()
         if now - self._drawn < self.interval and batch_idx + 1 < self.total_train_batches:
             return
         self._drawn = now
-        self._outputs = outputs  # read, which waits for the device, only when the bar is drawn
+        self._outputs = outputs  # reading waits for the device, so read only while drawing
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, int | str | float | Any]:
-        """The user's values, the client that trains now and the loss of its last batch."""
+        """Adds the current client and the last batch's loss to the user's values."""
         metrics = super().get_metrics(trainer, pl_module)
         if isinstance(self._outputs, Mapping) and "loss" in self._outputs:
             metrics.setdefault("loss", f"{float(self._outputs['loss']):.3f}")
@@ -53,11 +53,11 @@ class _ByRound(ProgressBar):
 
 
 class FederatedProgressBar(_ByRound, TQDMProgressBar):
-    """Lightning's progress bar, which says ``Round 3/50``, the client that trains and its loss.
+    """Lightning's progress bar with ``Round 3/50``, the training client and the loss.
 
     Args:
-        interval: Seconds between updates of the bar, which keeps its cost out of the batch loop.
-        options: Further arguments of ``TQDMProgressBar``.
+        interval: Seconds between updates, to keep the batch loop fast.
+        options: Further arguments for ``TQDMProgressBar``.
 
     Example:
         >>> trainer = L.Trainer(callbacks=[Federation(), FederatedProgressBar()], logger=False)
@@ -65,7 +65,7 @@ class FederatedProgressBar(_ByRound, TQDMProgressBar):
     """
 
     def on_train_epoch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Begins the bar anew and names the round; Lightning's own would show its number of the epoch first."""
+        """Resets the bar with the round's name. Lightning's own method would first show the epoch number."""
         if self._leave:
             self.train_progress_bar = self.init_train_tqdm()
         bar, total = self.train_progress_bar, self.total_train_batches
@@ -75,11 +75,11 @@ class FederatedProgressBar(_ByRound, TQDMProgressBar):
 
 
 class FederatedRichProgressBar(_ByRound, RichProgressBar):
-    """:class:`FederatedProgressBar` as ``rich`` draws it.
+    """:class:`FederatedProgressBar` drawn with ``rich``.
 
     Args:
-        interval: Seconds between updates of the bar.
-        options: Further arguments of ``RichProgressBar``.
+        interval: Seconds between updates.
+        options: Further arguments for ``RichProgressBar``.
 
     Raises:
         ModuleNotFoundError: If ``rich`` is not installed.
@@ -87,12 +87,14 @@ class FederatedRichProgressBar(_ByRound, RichProgressBar):
     """
 
     def __init__(self, interval: float = 0.25, **options: Any) -> None:
-        super().__init__(interval, **{"refresh_rate": 10, **options})  # in a second; Lightning's 100 cost CPU time
+        super().__init__(
+            interval, **{"refresh_rate": 10, **options}
+        )  # per second; Lightning's default 100 costs CPU time
 
     def _get_train_description(self, current_epoch: int) -> str:
         return f"{self._description(current_epoch):{len(self.validation_description)}}"
 
 
 def default_progress_bar() -> ProgressBar:
-    """The bar of the kind that a plain Trainer has: that of ``rich`` where it is installed."""
+    """Builds a bar like a plain Trainer: with ``rich`` if installed."""
     return FederatedRichProgressBar() if find_spec("rich") else FederatedProgressBar()

@@ -1,4 +1,4 @@
-"""Pictures of segmentations: input, truth, prediction and entropy maps side by side, every few rounds."""
+"""Segmentation pictures every few rounds: input, truth, prediction and entropy maps next to each other."""
 
 from __future__ import annotations
 
@@ -28,58 +28,61 @@ EntropyMap = Literal["softmax_entropy", "feature_entropy"]
 
 
 class SegmentationImages(L.Callback):
-    """Logs one grid of segmentations to TensorBoard: a row per image; input, truth and prediction side by side.
+    """Logs a grid with segmentations to TensorBoard: a row per image, with input, truth and prediction.
 
-    ``maps`` adds columns: the model's uncertainty about the class of every pixel
-    (:func:`~lightning_fed.metrics.functional.softmax_entropy`), and the number of its active features there
-    (:func:`~lightning_fed.metrics.functional.feature_entropy`, resized to the input). Both are divided by their
-    largest possible value, the logarithm of the number of classes or channels, and drawn in the colours of viridis:
-    dark blue is 0, yellow 1.
+    ``maps`` adds columns: the model's uncertainty about each pixel's class
+    (:func:`~lightning_fed.metrics.functional.softmax_entropy`), and the number of active features
+    (:func:`~lightning_fed.metrics.functional.feature_entropy`, resized to the input). Both are divided by the largest
+    possible value, the logarithm of the number of classes or channels, and drawn in viridis colours: dark blue is 0,
+    yellow 1.
 
-    Works on a plain `lightning.Trainer` and on a federated one, where it shows the global model. The grid is logged at
-    the end of the first validation, and then whenever ``every_n_epochs`` epochs (rounds) have passed since the last
-    one; in ``trainer.validate`` always. The step on TensorBoard's axis is the epoch. The images are the first of the
-    (first) validation loader, or those that ``images`` names, taken once per fit and kept on the CPU, so every grid
-    shows the same. Only the batches up to the last of them are read, and neither the weights, nor the random
-    state, nor the metrics, nor the train/eval modes.
+    The callback works with a plain Trainer and a federation; in a federation the pictures show the global model. The
+    grid is logged at the end of the first validation, again after every ``every_n_epochs`` epochs (rounds), and always
+    in ``trainer.validate``. TensorBoard's step is the epoch. The images are the first in the (first) validation loader,
+    or the images at the positions ``images``. The callback stores the images on the CPU once per fit, so every grid
+    shows the same images. Only the necessary batches are read. Weights, random state, metrics and train/eval modes do
+    not change.
 
-    The module is called with one image at a time, ``pl_module(x)`` with x of shape ``(1, C, H, W)``, and returns logits
-    of shape ``(1, num_classes, H, W)`` (or ``(1, 1, H, W)`` for a binary task: positive is class 1). Loggers other than
-    TensorBoard are passed over.
+    The module is called with one image at a time, ``pl_module(x)`` with shape ``(1, C, H, W)``, and returns logits,
+    shape ``(1, num_classes, H, W)`` (or ``(1, 1, H, W)`` for a binary task: positive is class 1). Other loggers get no
+    pictures.
 
-    State: ``last_epoch``, the epoch of the last grid (an int, or None).
+    State: ``last_epoch``, the epoch with the last grid (an int, or None).
 
     Args:
-        every_n_epochs: Epochs (rounds) from one grid to the next.
+        every_n_epochs: Epochs (rounds) between two grids.
         num_images: Number of rows.
-        class_colors: Colour (red, green, blue; 0 to 255) of each class. None: a palette with black for class 0.
-        mean: Mean that the data pipeline subtracted from the channels (one number per channel, or one for all).
-        std: Standard deviation that it divided them by. With neither, images outside 0 to 1 are stretched to it.
-        ignore_index: Class index for pixels without a label, grey in the truth, or None. ``"auto"``: in a fit the label
-            ignored by the loss, or else 255 unless 255 is a class.
-        maps: Columns beside the prediction: ``"softmax_entropy"``, ``"feature_entropy"`` or both, in this order.
-        layer: Name of the layer whose output is the features of ``"feature_entropy"``; ``"auto"`` takes the
-            layer of :func:`~lightning_fed.modules.find_feature_layer`, and names it in the log.
-        activation: Function that makes those features non-negative, where the layer does not end in a ReLU.
-        inputs: Images of a batch: an index or key, or a function of the batch; by default the first element,
-            or ``batch["image"]``, ``["x"]``, ``["input"]`` or their plurals.
-        target: Masks of a batch, likewise; by default the second element, or ``batch["mask"]``, ``["target"]``,
-            ``["label"]``, ``["y"]`` or their plurals.
-        images: Positions of the images to draw, in this order, in place of the first ``num_images``: from 0, in the
-            order in which the validation loader gives them (that of its data set, unless it is shuffled; with several
-            processes in the part of each).
+        class_colors: Colour (red, green, blue; 0 to 255) per class. ``None``: a palette with black for class 0.
+        mean: Mean subtracted by the data pipeline (one number per channel, or one for all).
+        std: Standard deviation used as divisor by the data pipeline. Without mean and std, images outside 0 to 1 are
+            stretched.
+        ignore_index: Class index for pixels without a label, grey in the truth, or ``None``. ``"auto"``: in a fit the
+            label ignored by the loss, or else 255 unless 255 is a class.
+        maps: Further columns: ``"softmax_entropy"``, ``"feature_entropy"`` or both, in this order.
+        layer: Name of the layer with the features for ``"feature_entropy"``; ``"auto"`` for the result of
+            :func:`~lightning_fed.modules.find_feature_layer`, with a log line.
+        activation: Function for non-negative features, if the layer does not end with a ReLU.
+        inputs: Images in a batch: an index, a key, or a function of the batch; by default the first element, or
+            ``batch["image"]``, ``["x"]``, ``["input"]`` or the plurals.
+        target: Masks in a batch: an index, a key, or a function of the batch; by default the second element, or
+            ``batch["mask"]``, ``["target"]``, ``["label"]``, ``["y"]`` or the plurals.
+        images: Positions of the images, in this order, instead of the first ``num_images``. Positions count from 0 in
+            the order of the validation loader (the data set's order, unless shuffled; with several processes in each
+            process's part).
 
     Raises:
-        ValueError: If ``every_n_epochs`` or ``num_images`` is below 1, ``class_colors`` holds no colours, ``images`` no
-            positions, or an option is unknown; in ``fit`` and ``validate``, if there is no such layer or image.
+        ValueError: If ``every_n_epochs`` or ``num_images`` is below 1, ``class_colors`` has an invalid colour,
+            ``images`` is empty, or an option is unknown; in ``fit`` and ``validate``, if the layer or an image is
+            missing.
 
     Example:
         >>> callback = SegmentationImages(every_n_epochs=10, num_images=2, mean=(0.485, 0.456, 0.406),
         ...                               std=(0.229, 0.224, 0.225))
+
     """
 
     tag = "segmentation/input_truth_prediction"
-    """Name of the image in TensorBoard; those of ``maps`` are added to it."""
+    """Image name in TensorBoard; the names in ``maps`` are appended."""
 
     def __init__(
         self,
@@ -127,7 +130,7 @@ class SegmentationImages(L.Callback):
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets an earlier run, and names loggers that get no images."""
+        """Resets the state for a new run, and names loggers without images."""
         if stage not in ("fit", "validate"):
             return
         self._kept, self._layer = {}, None
@@ -136,7 +139,7 @@ class SegmentationImages(L.Callback):
         report_other_loggers("SegmentationImages", trainer)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the layer of the features, before anything trains."""
+        """Finds the layer for the features, before training."""
         self._find_layer(trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -158,20 +161,20 @@ class SegmentationImages(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keeps the images that are to be drawn, as the model gets them."""
+        """Stores the chosen images as the model receives them."""
         if not self._is_choosing or dataloader_idx > 0:
             return
         images, masks = find_inputs(batch, self._inputs), find_target(batch, self._target, MASK_KEYS)
         for position in set(self._wanted) & set(range(self._num_seen, self._num_seen + len(images))):
             pair = images[position - self._num_seen], masks[position - self._num_seen]
-            # copies: a slice would keep the whole batch in memory, and the step may write into it
+            # copies: a slice would keep the whole batch in memory, and the step may overwrite the batch
             image, mask = (tensor.detach().cpu().clone() for tensor in pair)
             self._kept[position] = image, mask
         self._num_seen += len(images)
         self._is_choosing = self._num_seen <= max(self._wanted)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Predicts the kept images and logs the grid."""
+        """Predicts the stored images, and logs the grid."""
         if not self._is_due:
             return
         missing = [position for position in self._wanted if position not in self._kept]
@@ -185,7 +188,7 @@ class SegmentationImages(L.Callback):
         self._is_due = False
         images, masks = zip(*(self._kept[position] for position in self._wanted if position in self._kept), strict=True)
         self._last_epoch = trainer.current_epoch
-        # on every rank: a sharded model's forward needs them all
+        # on every rank, because a sharded model's forward needs all ranks
         predicted = _predict(pl_module, images, self._maps, self._layer, self._activation)
         if not trainer.is_global_zero:
             return
@@ -202,11 +205,11 @@ class SegmentationImages(L.Callback):
         log_picture(trainer, self.tag, grid)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the epoch of the last grid."""
+        """Returns the epoch with the last grid."""
         return {"last_epoch": self._last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on counting from the epoch of the last grid."""
+        """Restores the epoch with the last grid."""
         self._last_epoch = state_dict["last_epoch"]
 
     def _find_layer(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -226,7 +229,7 @@ class SegmentationImages(L.Callback):
 
 
 class _Predictions(NamedTuple):
-    """For each image its class indices of shape ``(H, W)`` and the number of classes; and a column per kind of map."""
+    """Class indices with shape ``(H, W)`` and number of classes for each image, and a column per map."""
 
     predictions: list[Tensor]
     num_classes: list[int]
@@ -240,7 +243,7 @@ def _predict(
     layer: FeatureLayer | None,
     activation: Activation,
 ) -> _Predictions:
-    """Runs the module on each image, and restores its modes and random state."""
+    """Runs the module on each image, and restores modes and random state."""
     predicted = _Predictions([], [], [[] for _ in maps])
     with ExitStack() as stack:
         stack.enter_context(seeded_generators())
@@ -269,17 +272,17 @@ def _predict(
 
 
 def class_logits(module: L.LightningModule, images: Tensor) -> Tensor:
-    """Logits of shape ``(N, num_classes, H, W)``; of a binary task 0 for class 0."""
+    """Returns logits, shape ``(N, num_classes, H, W)``; a binary task gets logit 0 for class 0."""
     return with_background(segmentation_logits(module, images))
 
 
 def with_background(logits: Tensor) -> Tensor:
-    """Logits of two classes of a binary task's, of which class 0 has logit 0; those of other tasks as they are."""
+    """Adds logit 0 for class 0 to a binary task's logits; other logits stay unchanged."""
     return torch.cat([torch.zeros_like(logits), logits], 1) if logits.shape[1] == 1 else logits
 
 
 def segmentation_logits(module: L.LightningModule, images: Tensor) -> Tensor:
-    """Logits of shape ``(N, num_classes, H, W)``, or ``(N, 1, H, W)`` of a binary task."""
+    """Returns logits, shape ``(N, num_classes, H, W)``, or ``(N, 1, H, W)`` for a binary task."""
     logits = module(images)
     if isinstance(logits, Mapping) and "out" in logits:  # torchvision's models
         logits = logits["out"]
