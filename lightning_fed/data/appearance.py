@@ -1,6 +1,6 @@
-"""Partitions whose clients have images that look different: in contrast, colour, blur, noise or polarity.
+"""Partitions with a different image appearance per client: contrast, colour, blur, noise or polarity.
 
-The same images, split as another partition does, look as if every client had a camera or a laboratory of its own.
+The split comes from another partition. The images look as if every client had a different camera or laboratory.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ _TOLERANCE = 1e-3
 
 @final
 class Look(PartitionOfPartition):
-    r"""The clients of another partition, each with images that look different.
+    """Adds a different image appearance for each client to another partition.
 
-    Every client has a look of its own (:class:`ImageLook`), drawn from the seed and the client's key alone, for all
-    its samples: for training, and with :class:`~lightning_fed.data.PartitionedData` for validation and test as well.
-    Targets do not change.
+    Every client has a separate :class:`ImageLook`, drawn from the seed and the client's key. The look applies to all
+    training samples, and with :class:`~lightning_fed.data.PartitionedData` to validation and test samples. Targets do
+    not change.
 
     Args:
-        partition: Splits the data set.
-        contrast: Contrasts are drawn from :math:`1 / (1 + s)` to :math:`1 + s`, uniformly in the logarithm; about the
-            middle grey.
-        colour: Gains of red, green and blue likewise (of grey images, their brightness).
-        blur: Largest standard deviation of a Gaussian blur in pixels; drawn from 0 to it.
-        noise: Largest standard deviation of Gaussian noise on the scale from 0 to 1; drawn from 0 to it.
-        polarity: Share of the clients whose images are negatives, in [0, 1]. With clients 0, 1, ... they are spread
-            evenly (0.5: every second one); of others each is drawn.
-        mean: Mean that the data set has subtracted from the channels (a number, or one per channel).
-        std: Standard deviation that it has divided them by. Without both, images are from 0 to 1, or 8-bit integers.
-        seed: Seed of the looks; ``None`` for the federation's.
+        partition: Partition for the data set.
+        contrast: Strength :math:`s`. Contrasts are drawn from :math:`1 / (1 + s)` to :math:`1 + s`, uniformly in the
+            logarithm, around middle grey.
+        colour: Strength :math:`s` for the gains of red, green and blue, drawn like the contrast (for grey images,
+            brightness).
+        blur: Largest standard deviation of a Gaussian blur in pixels; drawn from 0 to this value.
+        noise: Largest standard deviation of Gaussian noise on the scale from 0 to 1; drawn from 0 to this value.
+        polarity: Share of clients with negative images, in [0, 1]. With clients 0, 1, ... the negatives are evenly
+            spread (0.5: every second client); other clients are drawn one by one.
+        mean: Mean subtracted by the data set (one number, or one per channel).
+        std: Standard deviation used as divisor by the data set. Without mean and std, images range from 0 to 1, or are
+            8-bit integers.
+        seed: Seed for the looks; ``None`` for the federation's seed.
 
     Raises:
-        ValueError: If a strength is negative or not finite, or a share is outside [0, 1]; when a sample is read, if its
-            image is not from 0 to 1.
+        ValueError: If a strength is negative or not finite, or a share is outside [0, 1]; while reading, if an image is
+            outside 0 to 1.
 
     Example:
         >>> from lightning_fed.data import IID
@@ -84,7 +86,9 @@ class Look(PartitionOfPartition):
         """The client's look."""
         seed = self.seed_of(seed)
         rng = generator_for("look", seed, client_key(client))
-        contrast = rng.uniform(-1, 1, 4).tolist()[0]  # four are drawn, as for the tables of results; one is used
+        contrast = rng.uniform(-1, 1, 4).tolist()[
+            0
+        ]  # four draws, as in the published tables, and only the first is used
         blur, noise, polarity = rng.uniform(0, 1, 3).tolist()
         gains = rng.uniform(-1, 1, 3).tolist()
         if isinstance(client, int):
@@ -106,22 +110,22 @@ class Look(PartitionOfPartition):
 @final
 @dataclass(frozen=True)
 class ImageLook:
-    """Changes how a sample's image looks: gains, contrast, polarity, blur and noise, in this order.
+    """Changes a sample's image: gains, contrast, polarity, blur and noise, in this order.
 
-    The image is the first element of a tuple or list, the entry ``"image"`` of a mapping (or its first), or the sample
-    itself: a tensor of shape ``(C, H, W)`` or ``(H, W)``, floating-point from 0 to 1 (after ``std`` and ``mean``), or
-    uint8, which it stays. After every step values are cut off at 0 and 1. Noise is a function of the image and the
-    seed: the same image has the same noise in every epoch and process.
+    The image is the first element in a tuple or list, the entry ``"image"`` in a mapping (or the first entry), or the
+    sample itself: a tensor with shape ``(C, H, W)`` or ``(H, W)``. Values are floats from 0 to 1 (after undoing ``std``
+    and ``mean``), or uint8; the type does not change. Values are clamped to 0 and 1 after every step. Noise depends on
+    the image and the seed only: an image has the same noise in every epoch and process.
 
     Args:
-        contrast: Factor of the distance from 0.5.
-        gains: Factors of the channels; of more channels than gains, again from the first.
+        contrast: Factor for the distance from 0.5.
+        gains: Factors for the channels, repeated for further channels.
         blur: Standard deviation of the blur in pixels.
         noise: Standard deviation of the noise.
-        is_negative: Whether the image is turned into its negative.
-        mean: Mean that was subtracted from the channels.
-        std: Standard deviation that they were divided by.
-        seed: Seed of the noise.
+        is_negative: Whether to invert the image.
+        mean: Mean subtracted from the channels.
+        std: Standard deviation used as divisor for the channels.
+        seed: Seed for the noise.
 
     Example:
         >>> look = ImageLook(contrast=0.5, is_negative=True)
@@ -140,11 +144,11 @@ class ImageLook:
     seed: int = 0
 
     def __call__(self, sample: Any) -> Any:
-        """The sample with its image changed.
+        """Changes the image in a sample.
 
         Raises:
-            TypeError: If the image is no tensor.
-            ValueError: If it is not from 0 to 1.
+            TypeError: If the image is not a tensor.
+            ValueError: If the image is outside 0 to 1.
 
         """
         return change_input(sample, self._changed)
@@ -180,7 +184,7 @@ class ImageLook:
 
 
 def _blurred(image: Tensor, sigma: float) -> Tensor:
-    """Blurs by a Gaussian up to three standard deviations; the edge's pixels go on beyond it."""
+    """Applies a Gaussian blur up to three standard deviations, with replicated edges."""
     radius = math.ceil(3 * sigma)
     kernel = torch.exp(-0.5 * (torch.arange(-radius, radius + 1) / sigma).square())
     kernel = (kernel / kernel.sum()).reshape(1, 1, -1, 1)
@@ -195,7 +199,6 @@ def _as_tuple(value: float | Sequence[float]) -> tuple[float, ...]:
 
 
 def _per_channel(values: tuple[float, ...], image: Tensor) -> Tensor:
-    """One number per channel, which broadcasts over the image; again from the first where there are too few."""
     channels = len(image) if image.ndim == 3 else 1
     numbers = torch.tensor([values[channel % len(values)] for channel in range(channels)])
     return numbers[:, None, None] if image.ndim == 3 else numbers

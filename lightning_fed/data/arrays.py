@@ -1,4 +1,4 @@
-"""A data set in memory that returns a whole batch with one indexing operation."""
+"""Data set in memory with whole batches from one indexing operation."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ Augment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Samples in two tensors; images stay uint8 in memory and become normalised float32 when fetched.
+    """Samples in two tensors. Images stay uint8 in memory, and become normalised float32 when fetched.
 
-    A fetched uint8 input is `(input / 255 - mean) / std` in float32, the same bits as torchvision's `ToTensor` and
-    `Normalize`. Floating inputs are normalised only, other integer inputs (token ids) are returned unchanged.
+    A uint8 input becomes `(input / 255 - mean) / std` in float32, bit for bit like torchvision's `ToTensor` and
+    `Normalize`. Floating-point inputs are only normalised. Other integer inputs (token ids) are returned unchanged.
 
-    There are three ways to fetch, with the same bits: `dataset[i]` for one sample, `__getitems__` for the list of
-    samples that a `DataLoader` collates, and `get_batch` for the collated batch itself, which is the fastest.
+    All ways to fetch give the same bits: `dataset[i]` for one sample, `__getitems__` for a list of samples, and
+    `get_batch` for the collated batch, which is the fastest.
 
     Args:
         inputs: All inputs, shape (N, C, H, W) or (N, ...).
-        targets: All targets: classes (N,), masks (N, H, W), or values of any shape (N, ...). Integer targets are
-            returned as int64. Masks may be uint8 to save memory.
-        groups: The natural client of each sample (writer, video, ...), shape (N,), of any type that can be compared.
-        mean: Per-channel mean that is subtracted, on the scale [0, 1] for uint8 inputs: one number, or C numbers.
-        std: Per-channel standard deviation that is divided by: one number, or C numbers.
-        augment: Called as `augment(input, target)` on each fetched sample, on the floating input before it is
-            normalised, and returns the two changed: any transform of `torchvision.transforms.v2`, by which masks (a
-            `torchvision.tv_tensors.Mask`) follow their image. Random draws should come from torch's global generator.
+        targets: All targets: classes (N,), masks (N, H, W), or values (N, ...). Integer targets are returned as int64.
+            Masks may be uint8 to save memory.
+        groups: Natural client of each sample (writer, video, ...), shape (N,), with any comparable type.
+        mean: Mean per channel, subtracted, on the scale [0, 1] for uint8 inputs: one number, or C numbers.
+        std: Standard deviation per channel, used as divisor: one number, or C numbers.
+        augment: Function `augment(input, target)` from a sample to a changed sample, applied to the floating-point
+            input before normalisation. Any transform in `torchvision.transforms.v2` works; masks
+            (`torchvision.tv_tensors.Mask`) follow the image. Random draws should come from torch's global generator.
 
     Attributes:
         inputs: The inputs, unchanged.
-        targets: The targets, from which partitions take the labels: classes as int64, masks in their original type.
+        targets: The targets, used as labels by partitions: classes as int64, masks in the original type.
         groups: The natural clients, or None.
         augment: The augmentation, or None.
 
     Raises:
-        ValueError: If lengths differ, `mean` or `std` does not fit the channels or the type, or `std` has a zero.
+        ValueError: If lengths differ, `mean` or `std` does not fit the channels or the type, or `std` contains zero.
 
     Example:
         >>> import torch
@@ -51,6 +51,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         >>> inputs, targets = dataset.get_batch([1, 0])
         >>> inputs.shape, targets
         (torch.Size([2, 1, 1, 2]), tensor([7, 3]))
+
     """
 
     def __init__(
@@ -80,32 +81,34 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         return len(self.inputs)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """One sample: its input and its target."""
+        """Returns one sample: input and target."""
         image, target = self._to_float(self.inputs[index]), self._to_target(self.targets[index])
         image, target = self._changed(image, target)
         return self._normalise(image), target
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """The samples of one batch, which a `DataLoader` collates.
+        """Returns the samples for one batch, before collation by a `DataLoader`.
 
         Args:
-            indices: Indices of the samples, each at least 0.
+            indices: Indices of the samples, not negative.
 
         Returns:
-            One (input, target) for each index.
+            One (input, target) per index.
+
         """
         return list(zip(*(tensor.unbind(0) for tensor in self.get_batch(indices)), strict=True))
 
     def get_batch(self, indices: Sequence[int] | np.ndarray | Tensor) -> list[Tensor]:
-        """The collated batch: `default_collate([dataset[i] for i in indices])`, bit for bit, in one operation.
+        """Returns a collated batch, bit for bit `default_collate([dataset[i] for i in indices])`, in one operation.
 
-        With `augment` the samples are changed one by one, in the order of the indices, as `dataset[i]` would.
+        With `augment` the samples are changed one by one, in the order of the indices, like `dataset[i]`.
 
         Args:
-            indices: Indices of the samples, each at least 0. May be empty without `augment`.
+            indices: Indices of the samples, not negative. May be empty without `augment`.
 
         Returns:
             The inputs (B, ...) and the targets (B, ...).
+
         """
         chosen = indices if isinstance(indices, Tensor) else torch.tensor(indices, dtype=torch.int64)
         images = self._to_float(self.inputs.index_select(0, chosen))
@@ -116,13 +119,14 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         return [self._normalise(images), targets]
 
     def subset(self, indices: Sequence[int] | np.ndarray | Tensor) -> ArrayDataset:
-        """A data set of some of the samples (copied), with the same normalisation and augmentation.
+        """Copies some samples to a smaller data set with the same normalisation and augmentation.
 
         Args:
-            indices: Indices of the samples, each at least 0, in the order of the result.
+            indices: Indices of the samples, not negative, in the order of the result.
 
         Returns:
             The smaller data set.
+
         """
         chosen = indices if isinstance(indices, Tensor) else torch.tensor(indices, dtype=torch.int64)
         return ArrayDataset(
@@ -135,7 +139,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         )
 
     def without_augmentation(self) -> ArrayDataset:
-        """The same samples (shared, not copied) without the augmentation, to evaluate on."""
+        """Returns the same samples (shared, not copied) without augmentation, for evaluation."""
         plain = copy.copy(self)
         plain.augment = None
         return plain
@@ -145,7 +149,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
             return image, target
         if target.ndim < 2:
             return self.augment(image, target)
-        from torchvision.tv_tensors import Mask  # slow to import: only for those who use it
+        from torchvision.tv_tensors import Mask  # slow to import, and needed only for masks
 
         image, mask = self.augment(image, Mask(target))
         return image, mask.as_subclass(Tensor)
@@ -169,7 +173,7 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def _per_channel(name: str, value: float | Sequence[float] | Tensor | None, inputs: Tensor) -> Tensor | None:
-    """Reshapes `value` so that it broadcasts over the channels of one input and of a batch of inputs."""
+    """Reshapes `value` for broadcasting over channels, for one input or a batch."""
     if value is None:
         return None
     if _is_integer(inputs) and inputs.dtype != torch.uint8:

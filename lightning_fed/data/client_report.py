@@ -1,4 +1,4 @@
-"""Report of the clients before anything trains: how much each has, of which classes, and how its images look."""
+"""Report on the clients before training: amounts of data, classes, and appearance of images."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _MOST_COLUMNS = 20
 
 @dataclass(frozen=True, eq=False)
 class ClientSummary:
-    """Summary of one client's data.
+    """Summary for one client's data.
 
     Args:
         client: The client's key.
-        num_examples: Its examples.
-        counts: Pixels per class, or examples per class where targets are labels; shape ``(classes,)``, int64. Empty
-            where there are no classes.
+        num_examples: Number of examples.
+        counts: Pixels per class, or examples per class for label targets; shape ``(classes,)``, int64. Empty without
+            classes.
         num_ignored: Pixels (or examples) without a class.
-        brightness: Mean of the images, over channels too; NaN where inputs are no images.
-        contrast: Mean over images and channels of the standard deviation of their pixels.
-        sharpness: Mean absolute difference of neighbouring pixels, over ``contrast``.
-        distance: Total variation distance of its classes from those of all clients together, from 0 to 1; NaN where
-            there are no classes.
-        images: Its first images, each of shape ``(C, H, W)``.
+        brightness: Mean over images and channels; NaN if inputs are not images.
+        contrast: Standard deviation over pixels, averaged over images and channels.
+        sharpness: Mean absolute difference between neighbouring pixels, divided by ``contrast``.
+        distance: Total variation distance between the client's classes and all clients' classes, from 0 to 1; NaN
+            without classes.
+        images: The first images, each with shape ``(C, H, W)``.
 
     """
 
@@ -56,17 +56,17 @@ class ClientSummary:
 
     @property
     def present(self) -> list[int]:
-        """The classes that it has."""
+        """Classes in the client's data."""
         return torch.nonzero(self.counts).flatten().tolist()
 
 
 @dataclass(frozen=True, eq=False)
 class ClientReport:
-    """Report of all clients, by :func:`report_clients`; as text it is a table in Markdown.
+    """Report on all clients, from :func:`report_clients`. The text form is a Markdown table.
 
     Args:
         clients: The clients' summaries.
-        class_names: Names of the classes; classes beyond are shown by their number.
+        class_names: Class names; further classes are shown by number.
 
     """
 
@@ -109,10 +109,10 @@ class ClientReport:
         return text
 
     def save_picture(self, path: str | os.PathLike[str]) -> None:
-        """Draws the clients' first images beside their shares of the classes, a row per client.
+        """Draws a row per client: the first images next to the shares per class.
 
         Args:
-            path: The file, of a kind that matplotlib writes (``.png``, ``.svg``, ...).
+            path: The file, in a format known to matplotlib (``.png``, ``.svg``, ...).
 
         Raises:
             ModuleNotFoundError: If matplotlib is not installed.
@@ -164,18 +164,18 @@ def report_partition(
     class_names: Sequence[str] = (),
     ignore_index: int | None = 255,
 ) -> ClientReport:
-    """Reports what every client of a partition would have: examples, pixels per class, distance to the whole, look.
+    """Reports every client's data in a partition: examples, pixels per class, distance to the whole, appearance.
 
     Args:
-        partition: Splits the data set.
-        dataset: A data set with ``__len__`` and ``__getitem__``, whose samples are an image and a mask or label.
+        partition: Partition for the data set.
+        dataset: A data set with ``__len__`` and ``__getitem__``; samples are pairs with an image and a mask or label.
         seed: The federation's seed.
-        num_classes: Number of classes; ``None`` for the largest label that is there, plus one.
-        class_names: Names of the classes.
+        num_classes: Number of classes; ``None`` for the largest label plus one.
+        class_names: Class names.
         ignore_index: Label without a class.
 
     Returns:
-        The report: ``print`` it, or draw it with :meth:`ClientReport.save_picture`.
+        The report, for ``print`` or :meth:`ClientReport.save_picture`.
 
     """
     indices = partition.split(dataset, seed)
@@ -190,17 +190,16 @@ def report_clients(
     class_names: Sequence[str] = (),
     ignore_index: int | None = 255,
 ) -> ClientReport:
-    """Reads every client's training data once, and sums up what each has.
+    """Reads every client's training data once, and summarises the data.
 
-    The data are those that training would see, with the clients' own transforms and random augmentation; the global
-    generators are left as they were. Targets are labels of shape ``(N,)``, masks ``(N, H, W)``, or a mask of 0 and 1
-    for each class, ``(N, classes, H, W)``.
+    The data are the training data, with client transforms and random augmentation. The global generators are restored.
+    Targets are labels, shape ``(N,)``, masks ``(N, H, W)``, or one mask with 0 and 1 per class, ``(N, classes, H, W)``.
 
     Args:
         population: The clients.
-        num_classes: Number of classes; ``None`` for the largest label that is there, plus one.
-        class_names: Names of the classes.
-        ignore_index: Label without a class; negative ones have none either.
+        num_classes: Number of classes; ``None`` for the largest label plus one.
+        class_names: Class names.
+        ignore_index: Label without a class. Negative labels have no class either.
 
     Raises:
         ValueError: If a batch has no inputs, a class is not below ``num_classes``, or a client's data have no length.
@@ -266,7 +265,7 @@ def _summarize(population: Population, client: Client, ignore_index: int | None)
 
 
 def _count(batch: Any, x: Tensor, ignore_index: int | None) -> tuple[Tensor, int]:
-    """Pixels or examples per class, and those without one; nothing where targets are no classes."""
+    """Counts pixels or examples per class and without a class; nothing if the targets are not classes."""
     try:
         labels = find_target(batch)
         has_mask_per_class = labels.ndim == x.ndim == 4 and labels.shape[1] > 1
@@ -304,7 +303,6 @@ def _distance(counts: Tensor, whole: Tensor) -> float:
 
 
 def _displayed(image: Tensor) -> Any:
-    """An image stretched to 0 to 1 where it goes beyond, as matplotlib takes it."""
     low, high = image.min(), image.max()
     if low < 0 or high > 1:
         image = (image - low) / (high - low).clamp_min(1e-12)

@@ -1,4 +1,4 @@
-"""Clients as parts of one data set, or with one data set each, served by one ``DataLoader``."""
+"""Clients with map-style data sets, served by one ``DataLoader``."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.server.schedule import Visit
 
 _MOST_EMPTY = 100
-"""Highest number of consecutive sampler passes without a batch for a client."""
+"""Maximum number of consecutive sampler passes without a batch for a client."""
 
 SampleTransform: TypeAlias = Callable[[Any], Any]
 
 
 class DatasetClients(Population):
-    """Clients as parts of one map-style data set, or with one map-style data set each.
+    """Clients with one map-style data set each, or with parts from one map-style data set.
 
     One ``DataLoader`` serves every round: the workers persist and fetch the next client's batches while the current
-    client trains. Batches never hold examples of two clients. A trailing batch of a single example joins the previous
-    batch, because BatchNorm cannot train on one example.
+    client trains. Batches never mix examples from two clients. A trailing batch with a single example joins the
+    previous batch, because BatchNorm cannot train on one example.
 
     Args:
         source: The clients' examples.
         batch_size: Examples per batch.
-        shuffle: Whether to draw a new order for every epoch of every visit, from the visit's seed.
+        shuffle: Whether to draw a new order for every epoch in every visit, from the visit's seed.
         drop_last: Whether to skip a short trailing batch.
-        loader_options: Further arguments of the ``DataLoader`` (``num_workers``, ``pin_memory``, ...).
+        loader_options: Further arguments for the ``DataLoader`` (``num_workers``, ``pin_memory``, ...).
         draws: Passes of a sampler, instead of passes over all examples.
 
     Raises:
@@ -186,11 +186,11 @@ class DatasetClients(Population):
 
 
 class ClientSource(Dataset[Any]):
-    """Data set of :class:`DatasetClients`, indexed by requests for a batch of one client.
+    """Data set for :class:`DatasetClients`, indexed by requests for one client's batch.
 
     Args:
-        datasets: Map-style data set by client; a lookup may build the client's data set. The last two data sets are
-            cached, so a visit builds a data set once.
+        datasets: Map-style data set by client; a lookup may build the data set. The last two data sets are cached, so a
+            visit builds a data set once.
         collate: Function from a list of samples to a batch.
         class_numbers: Known class numbers, shared with other data.
 
@@ -393,7 +393,7 @@ class _RoundSampler:
 
 
 def _direct_batch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
-    """Returns the batch of ``default_collate`` by indexing the data set's tensors; ``None`` for other data sets."""
+    """Builds ``default_collate``'s batch by indexing tensors; ``None`` for other data sets."""
     if type(dataset) is TensorDataset:
         rows = torch.from_numpy(indices)
         return [tensor.index_select(0, rows) for tensor in dataset.tensors]

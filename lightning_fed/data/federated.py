@@ -1,4 +1,4 @@
-"""Datamodule of clients with data of their own, and the split of a user's DataLoader into clients."""
+"""Datamodule for clients with separate data, and the split of a user's DataLoader into clients."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ ClientData: TypeAlias = Dataset[Any] | Iterable[Any]
 
 
 class EvaluationData(L.LightningDataModule):
-    """Validation and test data, for all clients together or client by client.
+    """Validation and test data, for all clients together or by client.
 
     Args:
-        val: Validation data of the global model: loaders as ``Trainer.fit`` takes them, or a data set. A mapping of
-            clients is validated as a whole, and client by client as well; a client may have a list of loaders.
-        test: Test data, likewise.
-        known_clients: Function that returns the clients. With it, a mapping without any client among its keys is taken
-            for several loaders by name; without it, every mapping is one of clients.
+        val: Validation data for the global model: loaders as in ``Trainer.fit``, or a data set. A mapping by client is
+            validated as a whole and by client; a client may have a list of loaders.
+        test: Test data, in the same forms.
+        known_clients: Function that returns the clients. A mapping without any known client then counts as several
+            named loaders. Without this function, every mapping is a mapping by client.
 
     """
 
@@ -80,30 +80,30 @@ class EvaluationData(L.LightningDataModule):
                 setattr(self, hook, getattr(super(), hook))
 
     def val_dataloader(self) -> Any:
-        """The validation data; of a mapping of clients, all of them one after another."""
+        """Returns the validation data; a mapping by client is chained."""
         return self._evaluation_loader(self.val)
 
     def test_dataloader(self) -> Any:
-        """The test data; of a mapping of clients, all of them one after another."""
+        """Returns the test data; a mapping by client is chained."""
         return self._evaluation_loader(self.test)
 
     def has_clients(self, stage: Literal["validation", "test"]) -> bool:
-        """True if validation or test data come client by client."""
+        """Returns whether validation or test data are separated by client."""
         hook, data = ("val_clients", self.val) if stage == "validation" else ("test_clients", self.test)
         if getattr(type(self), hook) is not getattr(EvaluationData, hook):
             return bool(getattr(self, hook)())
         return self._is_of_clients(data) and bool(data)  # a loader need not have a length
 
     def val_clients(self) -> Mapping[Client, Iterable[Any]]:
-        """Every client's validation loader, made at its look-up; empty where ``val`` is not a mapping of clients."""
+        """Returns each client's validation loader, made at lookup; empty unless ``val`` is a mapping by client."""
         return self._loaders(self.val) if self._is_of_clients(self.val) else {}
 
     def test_clients(self) -> Mapping[Client, Iterable[Any]]:
-        """Every client's test loader, made at its look-up; empty where ``test`` is not a mapping of clients."""
+        """Returns each client's test loader, made at lookup; empty unless ``test`` is a mapping by client."""
         return self._loaders(self.test) if self._is_of_clients(self.test) else {}
 
     def evaluation_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
-        """The loader of validation or test data that were passed as a data set."""
+        """Builds the loader for validation or test data given as a data set."""
         return DataLoader(dataset, batch_size=32)
 
     def _evaluation_loader(self, data: Any) -> Any:
@@ -150,12 +150,12 @@ class EvaluationData(L.LightningDataModule):
 
 
 class LoaderDataModule(EvaluationData):
-    """Datamodule of loaders.
+    """Datamodule for loaders.
 
     Args:
-        train: The training loader, which a partition splits.
-        val: Validation data: loaders as ``Trainer.fit`` takes them, or a mapping of clients.
-        known_clients: Function that returns the clients, for mappings of loaders by name; as in
+        train: The training loader, split by a partition.
+        val: Validation data: loaders as in ``Trainer.fit``, or a mapping by client.
+        known_clients: Function that returns the clients, for mappings with named loaders; see
             :class:`~lightning_fed.data.federated.EvaluationData`.
 
     Example:
@@ -181,29 +181,29 @@ class LoaderDataModule(EvaluationData):
 
 
 class FederatedDataModule(EvaluationData):
-    """The clients of a federation, each with its own data.
+    """Clients in a federation, each with separate data.
 
-    With :class:`~lightning_fed.callbacks.Federation` a round's clients are served one after another; on a plain
-    ``L.Trainer`` the data of all clients are pooled, which is the centralised baseline.
+    With :class:`~lightning_fed.callbacks.Federation` a round serves one client after another. On a plain ``L.Trainer``
+    the data are pooled over all clients, as a centralised baseline.
 
     Args:
-        clients: Client to its training data, or a sequence of them (clients 0, 1, ...). Values are map-style data sets,
-            or ``DataLoader`` s, which keep their own batch size and order. The order of a mapping does not matter.
-            :class:`~lightning_fed.data.LazyClients` builds them when they are looked up.
-        val: Validation data of the global model: loaders as ``Trainer.fit`` takes them, or a data set. A mapping of
-            clients is validated as a whole, and client by client with each client's personal entries as well.
-        test: Test data, likewise.
+        clients: Training data by client, or a sequence (clients 0, 1, ...). Values are map-style data sets, or
+            ``DataLoader`` s with their own batch size and order. The order of the mapping does not matter.
+            :class:`~lightning_fed.data.LazyClients` builds values at lookup.
+        val: Validation data for the global model: loaders as in ``Trainer.fit``, or a data set. A mapping by client is
+            validated as a whole, and by client with the personal entries.
+        test: Test data, in the same forms.
         batch_size: Examples per batch, for clients given as data sets.
-        shuffle: Whether every epoch of a visit has its own order.
-        drop_last: Whether a trailing batch that is not full is left out.
-        num_workers: Worker processes of the loaders.
-        pin_memory: Whether batches are put in page-locked memory.
-        persistent_workers: Whether the workers live on between rounds.
-        collate_fn: Function that makes a batch of a list of samples.
+        shuffle: Whether every epoch in a visit has a new order.
+        drop_last: Whether to skip a short trailing batch.
+        num_workers: Worker processes for the loaders.
+        pin_memory: Whether to put batches in page-locked memory.
+        persistent_workers: Whether workers survive between rounds.
+        collate_fn: Function from a list of samples to a batch.
 
     Raises:
         TypeError: If ``clients`` is neither a mapping nor a sequence, or mixes data sets and loaders.
-        ValueError: If there are no clients.
+        ValueError: If ``clients`` is empty.
 
     Example:
         >>> import torch
@@ -244,7 +244,7 @@ class FederatedDataModule(EvaluationData):
         }
 
     def population(self) -> Population:
-        """The clients, from which rounds take their batches."""
+        """Returns the clients as a source of batches for the rounds."""
         keys = client_keys(self.clients)
         if not isinstance(self._first_data(keys), Dataset):
             return LoaderClients(self.clients, class_numbers=self.class_numbers)
@@ -257,7 +257,7 @@ class FederatedDataModule(EvaluationData):
         )
 
     def train_dataloader(self) -> Iterable[Any]:
-        """The data of all clients pooled, as a plain ``L.Trainer`` sees them."""
+        """Pools the data over all clients, for a plain ``L.Trainer``."""
         keys = client_keys(self.clients)
         clients = [self.clients[key] for key in keys]
         if all(isinstance(client, Dataset) for client in clients):
@@ -265,11 +265,11 @@ class FederatedDataModule(EvaluationData):
         return ChainedLoaders(clients)
 
     def evaluation_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
-        """The loader of validation or test data that were passed as a data set."""
+        """Builds the loader for validation or test data given as a data set."""
         return self._loader(dataset)
 
     def _first_data(self, keys: Sequence[Client]) -> Any:
-        """The first client's data that can be built; clients with faulty data are named in their rounds."""
+        """Returns the first client's data without an error. Rounds name the clients with faulty data."""
         fault: Exception | None = None
         for key in keys:
             try:
@@ -292,17 +292,17 @@ class FederatedDataModule(EvaluationData):
 def datamodule_of_handed(
     train: Any, val: Any, partition: Partition | None, known_clients: Callable[[], Sequence[Client]]
 ) -> EvaluationData:
-    """The datamodule of data that were handed to ``fit``.
+    """Builds the datamodule for data given to ``fit``.
 
     Args:
-        train: One ``DataLoader`` or map-style data set, which is to be split; or a mapping or sequence of clients. With
-            a partition of one client, whatever a plain Trainer takes.
+        train: One ``DataLoader`` or map-style data set, for a split; or a mapping or sequence with clients. With a
+            one-client partition, anything accepted by a plain Trainer.
         val: Validation data, see :class:`EvaluationData`.
-        partition: Splits them; ``None`` where there is none.
+        partition: Partition for the training data; ``None`` without a partition.
         known_clients: Function that returns the clients.
 
     Raises:
-        OptionError: If there are clients and a partition.
+        OptionError: If both clients and a partition are given.
 
     """
     brings_clients = isinstance(train, Mapping | list | tuple) and not is_one_client(partition)
@@ -320,14 +320,14 @@ def datamodule_of_handed(
 
 
 class ChainedLoaders:
-    """Several loaders one after another, as one. After an exception a client's later batches are skipped.
+    """Chains several loaders into one. After an exception a client's later batches are skipped.
 
     Args:
         loaders: The loaders.
         clients: The loaders' clients, in the same order; empty without clients.
 
     Attributes:
-        client: Client of the newest batch; ``None`` outside an iteration, and without clients.
+        client: Client with the newest batch; ``None`` outside an iteration, and without clients.
 
     Example:
         >>> loader = ChainedLoaders([[1, 2], [3]])
@@ -387,7 +387,7 @@ def copy_loader(loader: Any) -> Any:
 
 
 def split_loaders(data: Any) -> Sequence[Any]:
-    """The loaders of a client's evaluation data, which are one loader or a list of them.
+    """Lists the loaders in a client's evaluation data: one loader, or a list.
 
     Example:
         >>> split_loaders([DataLoader([1]), DataLoader([2])])[1].dataset, len(split_loaders(DataLoader([1])))
@@ -398,14 +398,14 @@ def split_loaders(data: Any) -> Sequence[Any]:
 
 
 def _is_several(data: Any) -> bool:
-    """True for a list of loaders or data sets; one of batches is a loader itself."""
+    """Returns whether data are a list with loaders or data sets. A list with batches is a loader itself."""
     if not isinstance(data, list | tuple) or not data:
         return False
     return all(isinstance(part, DataLoader | Dataset) for part in data)
 
 
 def as_mapping(clients: Any, name: str) -> Mapping[Client, Any]:
-    """The mapping of clients; clients in a sequence are called 0, 1, ...
+    """Converts clients to a mapping; clients in a sequence are named 0, 1, ...
 
     Raises:
         TypeError: If the clients are neither a mapping nor a sequence.
@@ -421,7 +421,7 @@ def as_mapping(clients: Any, name: str) -> Mapping[Client, Any]:
 
 
 class _SequenceLookup:
-    """Function that indexes a sequence; a class, so that worker processes can unpickle it."""
+    """Function that indexes a sequence. A class, so worker processes can unpickle the function."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = values
@@ -444,20 +444,20 @@ def _check_kinds(clients: Any, numbers: ClassNumbers) -> None:
 
 
 def split_training_data(data: Any, partition: Partition, seed: int) -> Population:
-    """Splits what a ``train_dataloader`` returns into clients.
+    """Splits a ``train_dataloader``'s result into clients.
 
     Args:
-        data: A loader, see :func:`split_loader`; or several, for steps that take a batch of each (as ``CombinedLoader``
-            takes them): the data set of each is split, and a client has its part of every one. One client takes
-            whatever a plain Trainer takes.
-        partition: The partition of the data sets.
-        seed: Seed of the split, unless the partition has its own.
+        data: A loader, see :func:`split_loader`; or several loaders with one batch each per step (as in
+            ``CombinedLoader``), split loader by loader. A one-client partition takes anything accepted by a plain
+            Trainer.
+        partition: Partition for the data sets.
+        seed: Seed for the split, unless the partition has a seed.
 
     Raises:
-        TypeError: If it is neither a ``DataLoader`` over a map-style data set nor several, and there is more than one
-            client.
-        OptionError: If a loader's class changes how batches are made, its sampler cannot be divided, or several
-            loaders are split into different clients.
+        TypeError: If the data are neither a ``DataLoader`` over a map-style data set nor several loaders, and there are
+            several clients.
+        OptionError: If a loader's class changes how batches are made, a sampler cannot be divided, or several loaders
+            are split into different clients.
 
     """
     is_ordinary = type(data) is DataLoader and not changed_methods(data)
@@ -475,17 +475,17 @@ def split_training_data(data: Any, partition: Partition, seed: int) -> Populatio
 
 
 def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients:
-    """Splits the data set of a user's ``DataLoader`` into clients, with its batch size, collation and workers.
+    """Splits the data set in a user's ``DataLoader`` into clients, with the same batch size, collation and workers.
 
     Args:
-        loader: The loader; ``shuffle=True`` becomes shuffling within each client. The passes of any other sampler are
-            divided by :class:`~lightning_fed.data.sampler_stream.SamplerStream`.
-        partition: The partition of the data set.
-        seed: Seed of the split, unless the partition has its own.
+        loader: The loader. ``shuffle=True`` means shuffling within each client. Any other sampler's passes are divided
+            by :class:`~lightning_fed.data.sampler_stream.SamplerStream`.
+        partition: Partition for the data set.
+        seed: Seed for the split, unless the partition has a seed.
 
     Raises:
         TypeError: If ``loader`` is not a ``DataLoader`` over a map-style data set.
-        OptionError: If its class changes how batches are made, or its sampler cannot be divided.
+        OptionError: If the loader's class changes how batches are made, or the sampler cannot be divided.
 
     """
     _check_splittable(loader)
@@ -519,7 +519,7 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
 
 
 def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClients:
-    """Splits the data sets of several loaders, of which a step takes a batch each, or of one that draws batches."""
+    """Splits several loaders with one batch each per step, or one loader without a batch size."""
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
     for loader in combined.flattened:
         _check_splittable(loader)
@@ -546,14 +546,14 @@ def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClien
 
 
 def _part_of_loaders(combined: CombinedLoader, parts: Sequence[tuple[Any, Any]], client: Client) -> CombinedLoader:
-    """A client's part of several loaders; a function of its own, so that a Trainer that holds it can be pickled."""
+    """Builds a client's part of several loaders. A top-level function, so the Trainer can be pickled."""
     combined_part = copy.copy(combined)
     combined_part.flattened = [_loader_of(loader, indices[client]) for loader, indices in parts]
     return combined_part
 
 
 def is_one_client(partition: Partition | None) -> bool:
-    """True for a partition of one client."""
+    """Returns whether a partition has only one client."""
     return isinstance(partition, NumberedPartition) and partition.num_clients == 1
 
 
@@ -569,7 +569,6 @@ def _check_splittable(loader: Any) -> None:
 
 
 def _is_whole(loader: DataLoader[Any]) -> bool:
-    """True for a map-style loader with all examples and a known batch size."""
     if isinstance(loader.dataset, IterableDataset):
         return False
     sampler, batch_size, _ = batches_of(loader)
@@ -577,7 +576,7 @@ def _is_whole(loader: DataLoader[Any]) -> bool:
 
 
 def _loader_of(loader: DataLoader[Any], indices: np.ndarray) -> DataLoader[Any]:
-    """A loader of some of the examples, in batches like the whole one's."""
+    """Builds a loader for some examples, with the same batches as the whole loader."""
     part = Subset(loader.dataset, indices.tolist())
     whole, batch_size, drop_last = batches_of(loader)
     is_shuffled = isinstance(whole, RandomSampler) and len(part)
@@ -590,7 +589,7 @@ def _loader_of(loader: DataLoader[Any], indices: np.ndarray) -> DataLoader[Any]:
 
 
 class _Batches(BatchSampler):
-    """Batches of which a trailing one of a single example joins the one before it."""
+    """Batch sampler that merges a trailing single example into the previous batch."""
 
     def __len__(self) -> int:
         return count_batches(len(self.sampler), self.batch_size, self.drop_last)  # type: ignore[arg-type]

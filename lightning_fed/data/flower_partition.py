@@ -1,4 +1,4 @@
-"""Partitioners of Flower's data sets package as partitions."""
+"""Partitioners from Flower's data set package as partitions."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ _LABELS = ("label", "labels")
 
 @final
 class FlowerPartition(Partition):
-    """The clients of a partitioner of ``flwr-datasets``, for any map-style data set.
+    """Clients from a ``flwr-datasets`` partitioner, for any map-style data set.
 
-    The partitioner sees a table with the columns that it looks at and nothing else, and says which rows are whose.
-    Clients are its partitions 0, 1, ..., or have the names by which it groups. It draws with its own seed, not with the
-    federation's. The package is needed where the data are split (``pip install flwr-datasets``).
+    The partitioner receives a table with the necessary columns only, and assigns rows to clients. Clients are numbered
+    0, 1, ..., or have the names of the partitioner's groups. Randomness comes from the partitioner's seed, not from the
+    federation's seed. The package is needed for splitting (``pip install flwr-datasets``).
 
     Args:
-        partitioner: The partitioner, to which no data set has been assigned.
-        columns: The columns that the partitioner looks at (its ``partition_by``): their names, which are those of
-            attributes or columns of the data set (``"label"`` is found as other partitions find labels), or a mapping
-            of names to one value for each sample.
+        partitioner: The partitioner, without an assigned data set.
+        columns: Columns for the partitioner (``partition_by``): names of attributes or columns in the data set
+            (``"label"`` is found like labels in other partitions), or a mapping from names to one value per sample.
 
     Raises:
-        TypeError: If ``partitioner`` is none.
+        TypeError: If ``partitioner`` is not a partitioner.
 
     Example:
         >>> from flwr_datasets.partitioner import DirichletPartitioner  # doctest: +SKIP
@@ -56,15 +55,15 @@ class FlowerPartition(Partition):
         self.columns = columns
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set as the partitioner does.
+        """Splits a data set with the partitioner.
 
         Args:
             dataset: A data set with ``__len__`` and ``__getitem__``.
             seed: Not used.
 
         Raises:
-            ImportError: If the package ``datasets``, which ``flwr-datasets`` brings, is not installed.
-            OptionError: If the partitioner has a data set already.
+            ImportError: If the package ``datasets``, a dependency of ``flwr-datasets``, is not installed.
+            OptionError: If the partitioner already has a data set.
 
         """
         if self.partitioner.is_dataset_assigned():
@@ -72,7 +71,7 @@ class FlowerPartition(Partition):
                 "Expected a partitioner without a data set, because it splits that of the training loader, but"
                 f" {type(self.partitioner).__name__} has one: make a new one."
             )
-        partitioner = copy.deepcopy(self.partitioner)  # which takes one data set in its life
+        partitioner = copy.deepcopy(self.partitioner)  # a partitioner accepts only one data set
         partitioner.dataset = self._table(dataset)
         parts = {
             number: np.sort(np.asarray(list(partitioner.load_partition(number)[_INDEX]), dtype=np.int64))

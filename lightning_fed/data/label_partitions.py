@@ -1,4 +1,4 @@
-"""Partitions with label skew: clients differ in their shares of the classes."""
+"""Partitions with label skew: clients differ in the shares of the classes."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ LabelFn = Callable[[Any], int | str]
 
 
 class LabelPartition(NumberedPartition):
-    """A partition by labels (abstract: subclasses implement :meth:`assign_by_label`).
+    """Partition by labels (abstract: subclasses implement :meth:`assign_by_label`).
 
-    The labels are found with :func:`~lightning_fed.data.label_lookup.labels_of`; for segmentation the label of an image
-    is its dominant foreground class.
+    Labels come from :func:`~lightning_fed.data.label_lookup.labels_of`. In segmentation, an image's label is the
+    dominant foreground class.
 
     Args:
         num_clients: Number of clients, at least 1.
-        label_fn: Function of a sample that gives its label, in place of the data set's targets.
-        ignore_index: Value of void pixels in masks; ``None`` for none.
-        background: Class of masks that is not foreground; ``None`` where every class counts.
-        seed: Seed of the split; ``None`` for the federation's.
+        label_fn: Function from a sample to a label, instead of the data set's targets.
+        ignore_index: Value of void pixels in masks; ``None`` without void pixels.
+        background: Background class in masks; ``None`` if every class counts.
+        seed: Seed for the split; ``None`` for the federation's seed.
 
     """
 
@@ -58,10 +58,10 @@ class LabelPartition(NumberedPartition):
 
     @abc.abstractmethod
     def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """The samples of every client, by the label of each sample."""
+        """Assigns samples to clients, from each sample's label."""
 
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
-        """The samples of every client."""
+        """Assigns samples to clients."""
         try:
             labels = labels_of(dataset, self.label_fn, ignore_index=self.ignore_index, background=self.background)
         except NoLabels as error:
@@ -72,43 +72,43 @@ class LabelPartition(NumberedPartition):
 
 @final
 class Dirichlet(LabelPartition):
-    r"""Label skew drawn from a Dirichlet distribution, by either of its two published definitions.
+    r"""Label skew from a Dirichlet distribution, in both published definitions.
 
-    ``definition="per_class"`` ("label-dir") splits every class over the clients, so that sizes vary too:
+    ``definition="per_class"`` ("label-dir") splits every class over the clients, so client sizes vary:
 
     .. math:: p_c \sim \mathrm{Dir}(\alpha 1_K), \qquad
         \text{client } k \text{ gets samples } \lfloor N_c \textstyle\sum_{j<k} p_{cj} \rfloor \text{ to }
         \lfloor N_c \sum_{j \le k} p_{cj} \rfloor \text{ of the shuffled class } c
 
-    ``definition="per_client"`` gives every client equally many samples, by class probabilities of its own:
+    ``definition="per_client"`` gives every client the same number of samples, from separate class probabilities:
 
     .. math:: q_k \sim \mathrm{Dir}(\alpha \pi), \qquad
         \lfloor N / K \rfloor \text{ times: class} \sim q_k \text{, an unused sample of that class}
 
-    with a prior :math:`\pi` over the classes that sums to 1: the concentrations sum to ``alpha``, as in the paper, so
-    the same ``alpha`` is a stronger skew. A class that has run out gets mass 0 and the others are scaled up; if they
-    have no mass, :math:`q_k` is drawn again over the classes that are left. Clients are served in order, so the
-    last ones take the remaining samples. The last :math:`N \bmod K` samples are not assigned.
+    The prior :math:`\pi` over the classes sums to 1, and the concentrations sum to ``alpha``, as in the paper, so the
+    same ``alpha`` is a stronger skew. An exhausted class gets mass 0, and the other classes are scaled up. Without
+    remaining mass, :math:`q_k` is drawn again over the remaining classes. Clients are served in order, so the last
+    clients take the remaining samples. The last :math:`N \bmod K` samples are not assigned.
 
     Args:
         num_clients: Number of clients, at least 1.
-        alpha: Concentration: small for much skew, ``inf`` for none. Greater than 0; per client 0 is allowed, and gives
-            every client one class, drawn among those that still have enough samples for a whole client (a client has
-            more only if there is none).
+        alpha: Concentration: small for a strong skew, ``inf`` for none. Greater than 0. Per client 0 is allowed, and
+            gives every client one class, drawn among the classes with enough samples for a whole client (or among all
+            remaining classes, if no class has enough).
         definition: ``"per_class"`` or ``"per_client"``.
-        min_size: Per class: smallest number of samples of a client; the split is drawn again until it is reached.
-            ``None`` for the first of 10, 5, 2 and 1 that is.
-        balance: Per class: whether a client that holds :math:`N / K` samples or more gets none of the next classes (the
-            proportions of the others are scaled up), as always in NIID-Bench's code.
-        label_fn: Function of a sample that gives its label, in place of the data set's targets.
-        ignore_index: Value of void pixels in masks; ``None`` for none.
-        background: Class of masks that is not foreground; ``None`` where every class counts.
-        seed: Seed of the split; ``None`` for the federation's.
-        prior: Per client: :math:`\pi`, the classes' shares of the data (``"empirical"``) or the same for every class
+        min_size: Per class: smallest number of samples per client; the split is drawn again for smaller clients.
+            ``None`` for the first reachable size among 10, 5, 2 and 1.
+        balance: Per class: whether a client with :math:`N / K` samples or more gets no samples from further classes
+            (other proportions are scaled up), as always in NIID-Bench's code.
+        label_fn: Function from a sample to a label, instead of the data set's targets.
+        ignore_index: Value of void pixels in masks; ``None`` without void pixels.
+        background: Background class in masks; ``None`` if every class counts.
+        seed: Seed for the split; ``None`` for the federation's seed.
+        prior: Per client: :math:`\pi`, the classes' shares in the data (``"empirical"``) or equal shares
             (``"uniform"``).
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is outside the allowed range.
 
     Example:
         >>> import torch
@@ -161,7 +161,7 @@ class Dirichlet(LabelPartition):
         self.prior = prior
 
     def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """The samples of every client, by the label of each sample."""
+        """Assigns samples to clients, from each sample's label."""
         return self._per_class(labels, seed) if self.definition == "per_class" else self._per_client(labels, seed)
 
     def _per_class(self, labels: IndexArray, seed: int) -> list[IndexArray]:
@@ -181,7 +181,7 @@ class Dirichlet(LabelPartition):
         is_empirical = self.prior == "empirical"
         pi = class_sizes / classes.size if is_empirical else np.full(class_sizes.size, 1 / class_sizes.size)
         size = classes.size // self.num_clients
-        if self.alpha == np.inf and is_empirical:  # drawn one by one, the last clients would get very different shares
+        if self.alpha == np.inf and is_empirical:  # with single draws, the last clients would get very different shares
             assigned = rng.permutation(classes.size)[: size * self.num_clients]
             owner = np.full(classes.size, -1, dtype=np.int64)
             owner[assigned[np.argsort(classes[assigned], kind="stable")]] = np.arange(assigned.size) % self.num_clients
@@ -196,22 +196,23 @@ class Dirichlet(LabelPartition):
 
 @final
 class Shards(LabelPartition):
-    r"""Pathological label skew: samples sorted by label are divided into equal shards, which clients get at random.
+    r"""Pathological label skew: samples sorted by label are cut into equal shards, and clients get random shards.
 
-    With :math:`K` clients and :math:`z` shards each there are :math:`K z` shards of :math:`\lfloor N / (K z) \rfloor`
-    samples; the fewer than :math:`K z` last samples in the order are not assigned. A shard may straddle two labels, so
-    a client has at most :math:`2 z` of them where every label fills a shard, and mostly :math:`z` or fewer.
+    With :math:`K` clients and :math:`z` shards each there are :math:`K z` shards with :math:`\lfloor N / (K z) \rfloor`
+    samples; fewer than :math:`K z` samples at the end are not assigned. A shard may contain two labels. A client has at
+    most :math:`2 z` labels if every label fills a shard, and usually :math:`z` or fewer.
 
     Args:
         num_clients: Number of clients, at least 1.
-        shards_per_client: Shards for each client, at least 1; MNIST in the paper: 100 clients, 2 shards of 300.
-        label_fn: Function of a sample that gives its label, in place of the data set's targets.
-        ignore_index: Value of void pixels in masks; ``None`` for none.
-        background: Class of masks that is not foreground; ``None`` where every class counts.
-        seed: Seed of the split; ``None`` for the federation's.
+        shards_per_client: Shards per client, at least 1. For MNIST the paper has 100 clients with 2 shards of 300
+            samples.
+        label_fn: Function from a sample to a label, instead of the data set's targets.
+        ignore_index: Value of void pixels in masks; ``None`` without void pixels.
+        background: Background class in masks; ``None`` if every class counts.
+        seed: Seed for the split; ``None`` for the federation's seed.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is outside the allowed range.
 
     Example:
         >>> import torch
@@ -240,7 +241,7 @@ class Shards(LabelPartition):
         self.shards_per_client = check_count("shards_per_client", shards_per_client)
 
     def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """The samples of every client, by the label of each sample."""
+        """Assigns samples to clients, from each sample's label."""
         classes, _ = number_classes(labels)
         num_shards = self.num_clients * self.shards_per_client
         if num_shards > classes.size:
@@ -259,32 +260,32 @@ class Shards(LabelPartition):
 
 @final
 class LabelsPerClient(LabelPartition):
-    r"""Equally many labels for every client; the clients with a label share its samples, equally or by a power law.
+    r"""Equal number of labels for every client. Clients with a label share the samples, equally or by a power law.
 
-    Equal shares differ by at most one sample; where a label has more owners than samples, the last owners get none.
-    With ``sigma`` an owner of a label gets ``min_per_label`` samples, and of the rest a share
+    Equal shares differ by at most one sample; if a label has more owners than samples, the last owners get none. With
+    ``sigma`` a label's owner gets ``min_per_label`` samples, and a share of the rest
 
     .. math:: p_k \propto s_k,\ \log s_k \sim \mathcal N(0, \sigma^2)
 
-    drawn for each of its labels. A label without an owner is not assigned.
+    with a separate draw for each label. Labels without an owner are not assigned.
 
     Args:
         num_clients: Number of clients, at least 1.
-        labels_per_client: Number of different labels of each client, at least 1 and at most as many as there are.
-        assignment: Choice of each client's labels. ``"random"``, as in NIID-Bench: client k has label k mod C and
-            others at random; with fewer clients than labels, some labels may have no owner. ``"even"`` draws them so
-            that all labels have equally many owners, to within one: a single owner each if there are ``num_clients *
-            labels_per_client`` labels. Labels have no owner only where there are more than that. ``"consecutive"``, as
-            in FedProx's program: client k has the labels k, k + 1, ... mod C.
-        label_fn: Function of a sample that gives its label, in place of the data set's targets.
-        ignore_index: Value of void pixels in masks; ``None`` for none.
-        background: Class of masks that is not foreground; ``None`` where every class counts.
-        seed: Seed of the split; ``None`` for the federation's.
+        labels_per_client: Number of different labels per client, from 1 to the number of labels.
+        assignment: Choice of labels per client. ``"random"``, as in NIID-Bench: client k has label k mod C and random
+            further labels; with fewer clients than labels, some labels may have no owner. ``"even"`` balances the
+            number of owners per label to within one: a single owner per label with ``num_clients * labels_per_client``
+            labels, and labels without an owner only with more labels. ``"consecutive"``, as in
+            FedProx's program: client k has the labels k, k + 1, ... mod C.
+        label_fn: Function from a sample to a label, instead of the data set's targets.
+        ignore_index: Value of void pixels in masks; ``None`` without void pixels.
+        background: Background class in masks; ``None`` if every class counts.
+        seed: Seed for the split; ``None`` for the federation's seed.
         sigma: Standard deviation of the logarithm of the owners' shares; 0 for equal shares.
-        min_per_label: Smallest number of samples that a client has of each of its labels.
+        min_per_label: Smallest number of samples for a client and a label.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is outside the allowed range.
 
     Example:
         >>> import torch
@@ -296,9 +297,9 @@ class LabelsPerClient(LabelPartition):
 
     References:
         Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022, section IV
-        (quantity-based label imbalance, "#C = k"). Evenly assigned, with many labels, as in "Efficient image
-        representation learning with federated sampled softmax" (FedSS): 20 of 11,318 to each of 596 clients. Li et al.,
-        "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020: MNIST over 1,000 clients with two
+        (quantity-based label imbalance, "#C = k"). Even assignment with many labels: "Efficient image representation
+        learning with federated sampled softmax" (FedSS), with 20 out of 11,318 labels for each of 596 clients. Li et
+        al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020: MNIST over 1,000 clients with two
         consecutive digits each, ``sigma=2`` and ``min_per_label=5``.
 
     """
@@ -324,7 +325,7 @@ class LabelsPerClient(LabelPartition):
         self.min_per_label = check_count("min_per_label", min_per_label, 0)
 
     def assign_by_label(self, labels: IndexArray, seed: int) -> list[IndexArray]:
-        """The samples of every client, by the label of each sample."""
+        """Assigns samples to clients, from each sample's label."""
         classes, class_sizes = number_classes(labels)
         if not 1 <= self.labels_per_client <= class_sizes.size:
             raise PartitionError(
@@ -356,7 +357,7 @@ class LabelsPerClient(LabelPartition):
         return assign_by_class(rng, classes, owned * (class_sizes // num_owners + is_among_the_first))
 
     def _skewed(self, rng: np.random.Generator, owned: IndexArray, class_sizes: IndexArray) -> IndexArray:
-        """Number of samples of every label for every client, shape (clients, labels), by a power law."""
+        """Number of samples by client and label, shape (clients, labels), from a power law."""
         logarithms = rng.normal(0.0, self.sigma, owned.shape)
         counts = self.min_per_label * owned
         for label in np.flatnonzero(owned.sum(axis=0)):
@@ -370,7 +371,7 @@ class LabelsPerClient(LabelPartition):
 def _counts_per_class(
     rng: np.random.Generator, class_sizes: IndexArray, num_clients: int, alpha: float, balance: bool
 ) -> IndexArray:
-    """One draw of the number of samples of every class for every client, shape (clients, classes)."""
+    """Draws the number of samples by client and class, shape (clients, classes)."""
     mean = np.full(num_clients, 1 / num_clients)
     shares = draw_dirichlet(rng, mean, alpha * num_clients, class_sizes.size)
     if not balance:
@@ -378,9 +379,9 @@ def _counts_per_class(
     counts = np.zeros((num_clients, class_sizes.size), dtype=np.int64)
     held = np.zeros(num_clients, dtype=np.int64)
     for label, total in enumerate(class_sizes):
-        has_room = held * num_clients < class_sizes.sum()  # never empty: then all samples would be assigned
+        has_room = held * num_clients < class_sizes.sum()  # never empty: otherwise all samples would be assigned
         share = shares[label] * has_room
-        if share.sum() == 0:  # all of the mass was on full clients, as happens with a tiny alpha
+        if share.sum() == 0:  # all mass on full clients, as with a tiny alpha
             room = has_room.sum()
             share[has_room] = draw_dirichlet(rng, np.full(room, 1 / room), alpha * room, 1)[0]
         counts[:, label] = cut_shares((share / share.sum())[None], total[None])[0]
@@ -391,10 +392,11 @@ def _counts_per_class(
 def _draw_client(
     rng: np.random.Generator, pi: npt.NDArray[np.float64], alpha: float, size: int, unused: IndexArray
 ) -> IndexArray:
-    """Number of samples of every class for one client, of ``unused`` samples per class.
+    """Draws the number of samples per class for one client, out of ``unused`` samples per class.
 
-    Drawing ``size`` classes at once and drawing again for those that had run out is the same, in distribution, as
-    drawing them one by one and dropping a class as soon as its last sample is taken.
+    Drawing ``size`` classes at once, and again for exhausted classes, has the same distribution as drawing one by one
+    and dropping a class after the last sample.
+
     """
     count = np.zeros_like(unused)
     if alpha == 0:
@@ -421,7 +423,7 @@ def _evenly_owned(rng: np.random.Generator, num_clients: int, num_labels: int, p
         else:
             client_labels[remaining] = 1
             shuffled = rng.permutation(num_labels)
-            shuffled = shuffled[np.argsort(client_labels[shuffled], kind="stable")]  # labels that the client has: last
+            shuffled = shuffled[np.argsort(client_labels[shuffled], kind="stable")]  # the client's labels come last
             chosen, remaining = shuffled[: per_client - remaining.size], shuffled[per_client - remaining.size :]
         client_labels[chosen] = 1
     return owned

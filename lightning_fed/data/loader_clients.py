@@ -45,12 +45,12 @@ class LoaderClients(Population):
         super().__init__(client_keys(loaders))
         self.loaders, self.is_plain = loaders, is_plain
         self._class_numbers = ClassNumbers() if class_numbers is None else class_numbers
-        self._counted: dict[Client, int] = {}  # in one pass over a client's batches
+        self._counted: dict[Client, int] = {}  # examples in one pass over a client's batches
         self._opened: dict[int, Any] = {}  # loaders with persistent workers, by ``id``
         self._in_order: dict[Client, Any] = {}  # loaders with shuffling removed
 
     def num_samples(self, client: Client) -> int:
-        """Length of the loader's data set or sampler, or else the examples in one pass over the batches.
+        """Counts the data set's or sampler's length, or else the examples in one pass over the batches.
 
         For a custom sampler, the sampler's length counts instead of the data set's: a geographic sampler draws many
         windows from few files. With several loaders, the loader with the decisive number of batches counts. A stream
@@ -133,7 +133,7 @@ class LoaderClients(Population):
         return sized_len(loader) is None or not isinstance(getattr(leading, "dataset", None), Sized)
 
     def gives_all(self, client: Client) -> bool:
-        """True if a pass over the loader gives every example: false for a loader with dropped or drawn examples."""
+        """Returns whether a pass over the loader gives every example, without dropped or randomly drawn examples."""
         return self._gives_all(self._loader(client))
 
     def _gives_all(self, loader: Any) -> bool:
@@ -196,13 +196,11 @@ class LoaderClients(Population):
 
 
 def _looking_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """Yields batches, each with a flag for the last batch."""
     for before, batch in itertools.pairwise(itertools.chain(batches, [_END])):
         yield before, batch is _END
 
 
 def _told_samplers(loader: Any, is_plain: bool) -> list[Any]:
-    """Samplers for ``set_epoch``; a plain fit excludes batch samplers."""
     parts = loader.streams if isinstance(loader, _Streams) else [loader]
     if not is_plain:
         return [sampler for part in parts for sampler in samplers_of(part)]
@@ -212,13 +210,11 @@ def _told_samplers(loader: Any, is_plain: bool) -> list[Any]:
 
 
 def _owners(loader: Any) -> list[Any]:
-    """Loaders and samplers with random generators."""
     parts = loader.streams if isinstance(loader, _Streams) else [loader]
     return [owner for part in parts for owner in (part, *samplers_of(part))]
 
 
 def _end_workers(loader: Any) -> None:
-    """Ends a loader's workers, otherwise alive until the next iteration."""
     iterator = getattr(loader, "_iterator", None)  # torch has no public name for the iterator
     if iterator is not None and hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()  # noqa: SLF001
@@ -226,7 +222,6 @@ def _end_workers(loader: Any) -> None:
 
 
 def _samplers(loader: Any) -> tuple[Any, Any]:
-    """Returns the sampler of a loader's batches, and the sampler of examples; ``None`` for a missing sampler."""
     sampler = getattr(loader, "sampler", None)
     batches = sampler if isinstance(sampler, BatchSampler) else getattr(loader, "batch_sampler", None)
     return batches, getattr(batches, "sampler", sampler)
@@ -250,7 +245,7 @@ def _checked_length(batch: Any) -> int:
 
 
 def _drawn_samples(loader: Any, most: int) -> int:
-    """Examples drawn by a loader in a pass; with torch's samplers at most the data set's length."""
+    """Counts the examples drawn by a loader in a pass; with torch's samplers at most the data set's length."""
     batches, sampler = _samplers(loader)
     batch_size = getattr(batches, "batch_size", None)
     if isinstance(batches, Sized) and isinstance(batch_size, int) and not hasattr(batches, "sampler"):
@@ -302,7 +297,7 @@ def inside(container: Any) -> Iterable[Any]:
 
 
 def has_loader(loaders: Any) -> bool:
-    """True if there is a loader in nested mappings and sequences."""
+    """Returns whether nested mappings and sequences contain a loader."""
     return isinstance(loaders, DataLoader | CombinedLoader) or any(map(has_loader, inside(loaders)))
 
 

@@ -1,4 +1,4 @@
-"""Partitions whose clients have annotated some classes only, as hospitals that each outline their own organs."""
+"""Partitions with partially annotated clients, for example hospitals with outlines for different organs."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from lightning_fed.numerics.seeds import client_key
 
 @final
 class PartialLabels(PartitionOfPartition):
-    """The clients of another partition, each with masks of some classes only; all other pixels are void.
+    """Restricts each client's masks to some classes; all other pixels become void.
 
-    Client k has class k modulo the number of classes, and others at random, all from the seed and the client's key:
-    with at least as many clients 0, 1, ... as classes, every class is annotated by some client. What a client does not
-    annotate is ``ignore_index`` in its training data, and with :class:`~lightning_fed.data.PartitionedData` in its
-    validation and test data too, where scores then are of the annotated classes alone.
+    Client k annotates class k modulo the number of classes, and random further classes, from the seed and the client's
+    key. With at least as many clients 0, 1, ... as classes, every class has an annotating client. Other classes become
+    ``ignore_index`` in the training data. With :class:`~lightning_fed.data.PartitionedData` the validation and test
+    data change too, and scores cover the annotated classes only.
 
-    Masks are class indices of any shape; with ``mode="multilabel"`` there is a mask of 0 and 1 for each class, shape
-    ``(num_classes, H, W)``, and those of the other classes are void as a whole.
+    Masks are class indices with any shape. With ``mode="multilabel"`` there is one mask with 0 and 1 per class, shape
+    ``(num_classes, H, W)``, and whole masks become void.
 
     Args:
-        partition: Splits the data set.
-        num_classes: Number of classes of the masks.
-        classes_per_client: Number of classes that each client annotates, beside those of ``always``.
-        always: Classes that every client annotates (a background, say).
-        ignore_index: Label of pixels that are not annotated.
-        seed: Seed of the choice; ``None`` for the federation's.
-        mode: Masks of one of several classes, or of any of several.
+        partition: Partition for the data set.
+        num_classes: Number of classes in the masks.
+        classes_per_client: Number of annotated classes per client, in addition to ``always``.
+        always: Classes annotated by every client (for example a background).
+        ignore_index: Label for pixels without annotation.
+        seed: Seed for the choice; ``None`` for the federation's seed.
+        mode: ``"multiclass"`` for one class per pixel, ``"multilabel"`` for any number.
 
     Raises:
-        ValueError: If an argument is out of its range; when a sample is read, if it has no mask of whole numbers, or
-            one of the other mode.
+        ValueError: If an argument is outside the allowed range; while reading, if a sample has no integer mask, or a
+            mask for the other mode.
 
     Example:
         >>> from lightning_fed.data import IID
@@ -49,8 +49,8 @@ class PartialLabels(PartitionOfPartition):
         [[[0, 255, 255]], [[255, 1, 255]], [[255, 255, 2]]]
 
     References:
-        Miao et al., "FedSeg: Class-Heterogeneous Federated Learning for Semantic Segmentation", CVPR 2023 (clients that
-        have annotated different classes).
+        Miao et al., "FedSeg: Class-Heterogeneous Federated Learning for Semantic Segmentation", CVPR 2023 (clients with
+        different annotated classes).
 
     """
 
@@ -82,7 +82,7 @@ class PartialLabels(PartitionOfPartition):
         self.ignore_index = ignore_index
 
     def annotated(self, client: Client, seed: int) -> tuple[int, ...]:
-        """The classes that a client annotates, in increasing order."""
+        """Lists a client's annotated classes, in increasing order."""
         seed = self.seed_of(seed)
         others = [label for label in range(self.num_classes) if label not in self.always]
         key = client_key(client)
@@ -93,23 +93,23 @@ class PartialLabels(PartitionOfPartition):
         return tuple(sorted({*self.always, others[first], *drawn}))
 
     def change(self, client: Client, seed: int) -> AnnotatedClasses:
-        """Makes the other classes' pixels void."""
+        """Builds the transform for a client's samples."""
         return AnnotatedClasses(self.annotated(client, seed), self.ignore_index, self.num_classes, self.mode)
 
 
 @final
 @dataclass(frozen=True)
 class AnnotatedClasses:
-    """Makes the pixels of all but some classes void in a sample's mask, or all but some of its masks.
+    """Makes pixels void in a sample's mask, except for some classes.
 
-    The mask is the second element of a tuple or list, or the entry ``"mask"`` of a mapping (``"target"``, ``"label"``,
-    ``"y"`` and their plurals).
+    The mask is the second element in a tuple or list, or the entry ``"mask"`` in a mapping (``"target"``, ``"label"``,
+    ``"y"`` and the plurals).
 
     Args:
-        classes: The classes that stay.
-        ignore_index: Label of all other pixels.
-        num_classes: Number of classes of the masks; ``None`` where it is not known.
-        mode: Masks of one of several classes, or of any of several: a mask of 0 and 1 for each class, shape
+        classes: The remaining classes.
+        ignore_index: Label for all other pixels.
+        num_classes: Number of classes in the masks; ``None`` if unknown.
+        mode: ``"multiclass"`` for one class per pixel, ``"multilabel"`` for one mask with 0 and 1 per class, shape
             ``(num_classes, H, W)``.
 
     Example:
@@ -124,10 +124,10 @@ class AnnotatedClasses:
     mode: Literal["multiclass", "multilabel"] = "multiclass"
 
     def __call__(self, sample: Any) -> Any:
-        """The sample with another mask.
+        """Changes the mask in a sample.
 
         Raises:
-            ValueError: If it has none, or one of the other mode.
+            ValueError: If the sample has no mask, or a mask for the other mode.
 
         """
         if isinstance(sample, Mapping):

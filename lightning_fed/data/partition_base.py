@@ -1,4 +1,4 @@
-"""Base classes of the partitions: ways to split a data set over clients."""
+"""Base classes for partitions: ways to split a data set over clients."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _log = logging.getLogger(__name__)
 
 
 class Partition(abc.ABC):
-    """A way to split a data set over clients: a pure function of the data set and a seed.
+    """Splits a data set over clients, as a pure function of the data set and a seed.
 
-    A partition of your own overrides :meth:`split`.
+    Custom partitions override :meth:`split`.
 
     Attributes:
-        seed: The partition's own seed; ``None`` for the federation's.
+        seed: The partition's seed; ``None`` for the federation's seed.
 
     """
 
@@ -40,25 +40,25 @@ class Partition(abc.ABC):
             seed: The federation's seed, not negative.
 
         Returns:
-            Client to the indices of its samples; no index occurs twice.
+            Sample indices by client, without repeated indices.
 
         """
 
     def transform(self, client: Client, seed: int) -> Callable[[Any], Any] | None:
-        """The transform of a client's training samples, which also fits its validation and test samples.
+        """Returns a transform for a client's training samples, also suitable for validation and test samples.
 
         Args:
-            client: The client, a key of the result of :meth:`split`.
-            seed: The seed that :meth:`split` was called with.
+            client: The client, a key from :meth:`split`.
+            seed: The seed given to :meth:`split`.
 
         Returns:
-            A picklable function of one sample, or ``None`` for nothing.
+            A picklable function from a sample to a sample, or ``None``.
 
         """
         return None
 
     def seed_of(self, federation_seed: int) -> int:
-        """The partition's own seed if it has one, else the federation's."""
+        """Returns the partition's seed, or else the federation's seed."""
         return check_count("seed", federation_seed if self.seed is None else self.seed, 0)
 
     def __repr__(self) -> str:
@@ -69,14 +69,14 @@ class Partition(abc.ABC):
 
 
 class PartitionOfPartition(Partition):
-    """The clients of another partition, with changed samples (abstract: subclasses implement :meth:`change`).
+    """Changes samples in another partition's clients (abstract: subclasses implement :meth:`change`).
 
     Args:
-        partition: Splits the data set; its own transform comes first.
-        seed: Seed of the changes; ``None`` for the federation's.
+        partition: Partition for the data set; its transform is applied first.
+        seed: Seed for the changes; ``None`` for the federation's seed.
 
     Raises:
-        TypeError: If ``partition`` is no partition.
+        TypeError: If ``partition`` is not a partition.
         ValueError: If ``seed`` is negative.
 
     """
@@ -89,21 +89,21 @@ class PartitionOfPartition(Partition):
 
     @abc.abstractmethod
     def change(self, client: Client, seed: int) -> Callable[[Any], Any]:
-        """A picklable function that changes a client's sample."""
+        """Returns a picklable function for a client's samples."""
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set as the other partition does."""
+        """Splits a data set with the other partition."""
         return self.partition.split(dataset, seed)
 
     def transform(self, client: Client, seed: int) -> Callable[[Any], Any]:
-        """The other partition's transform, and then this one's change."""
+        """Chains the other partition's transform with this partition's change."""
         inner, change = self.partition.transform(client, seed), self.change(client, seed)
         return change if inner is None else _Chain((inner, change))
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """Functions of a sample one after another."""
+    """Chain of functions from a sample to a sample."""
 
     functions: tuple[Callable[[Any], Any], ...]
 
@@ -114,14 +114,14 @@ class _Chain:
 
 
 def change_input(sample: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A sample with another input: its first element, the entry ``"image"`` of a mapping (or its first), or itself.
+    """Changes a sample's input: the first element, the entry ``"image"`` (or the first entry), or the sample itself.
 
     Args:
-        sample: The sample, which does not change itself.
-        change: Function of the input.
+        sample: The sample, left unchanged.
+        change: Function from an input to an input.
 
     Raises:
-        TypeError: If the input is no tensor.
+        TypeError: If the input is not a tensor.
 
     Example:
         >>> import torch
@@ -148,14 +148,14 @@ def change_input(sample: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class NumberedPartition(Partition):
-    """A partition into clients ``0`` to ``num_clients - 1`` (abstract: :meth:`assign` is left to its subclasses).
+    """Partition into clients ``0`` to ``num_clients - 1`` (abstract: subclasses implement :meth:`assign`).
 
     Args:
         num_clients: Number of clients, at least 1.
-        seed: Seed of the split; ``None`` for the federation's.
+        seed: Seed for the split; ``None`` for the federation's seed.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is outside the allowed range.
 
     """
 
@@ -165,13 +165,13 @@ class NumberedPartition(Partition):
 
     @abc.abstractmethod
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
-        """The samples of every client; ``seed`` is the partition's own one, or else the federation's."""
+        """Assigns samples to clients, with the partition's or the federation's seed."""
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
         """Splits a data set into clients ``0`` to ``num_clients - 1``.
 
         Raises:
-            ValueError: If the data set has too few samples, or labels that cannot be split in this way.
+            ValueError: If the data set has too few samples, or labels unsuitable for this split.
 
         """
         num_samples = length_of(dataset)

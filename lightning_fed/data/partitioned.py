@@ -24,31 +24,32 @@ FORWARDED = (*TRANSFER_HOOKS, "predict_dataloader")
 
 
 class PartitionedData(FederatedDataModule):
-    """Clients split from another datamodule's training data, each with validation data of its own.
+    """Splits another datamodule's training data into clients, with validation data for each client.
 
-    It splits as a `partition` of the Trainer does, and holds out a share of every client's examples, so that clients
-    are evaluated one by one: the only fair way for methods with a model per client. The held-out examples are drawn at
-    random; shares are rounded down, but at least one example, as long as one is left to train on. They are not
-    augmented where the training data set is an :class:`~lightning_fed.data.ArrayDataset`, as those of this package are;
-    an augmentation inside another data set changes them too.
+    The split equals a Trainer's `partition`. In addition, a share of every client's examples is held out for evaluation
+    by client, which is the only fair evaluation for methods with one model per client. Held-out examples are drawn at
+    random. Shares are rounded down, but to at least one example while one example remains for training. Held-out
+    examples have no augmentation if the training data set is an :class:`~lightning_fed.data.ArrayDataset`, as in this
+    package; augmentation inside other data sets remains.
 
-    The source datamodule works as without the split: it has the Trainer (`self.trainer`), its hooks are called, also
-    those that transfer batches, and its state is in the checkpoint.
+    The source datamodule works as without the split: `self.trainer` is set, all hooks are called, also for batch
+    transfer, and checkpoints contain its state.
 
     Args:
-        source: Any datamodule with one training loader, whose batch size, collation and workers are used. Its own
-            validation data are not used.
-        partition: Partition of its training data.
-        val_fraction: Share of every client's examples that validates, in (0, 1).
-        test_fraction: Share of every client's examples that is for the test, in [0, 1); with 0 the test data are
-            those of `source`.
-        seed: Seed of the split; None for that of `lightning.seed_everything`, or else 0, as in a federation. It is
-            read in the first `setup`, and stays.
+        source: Any datamodule with one training loader. Batch size, collation and workers are reused, and the
+            validation data are ignored.
+        partition: Partition for the training data.
+        val_fraction: Share of every client's examples for validation, in (0, 1).
+        test_fraction: Share of every client's examples for the test, in [0, 1). With 0 the test data come from
+            `source`.
+        seed: Seed for the split. None takes the seed from `lightning.seed_everything`, or else 0, as in a federation.
+            The seed is read once, in the first `setup`.
 
     Raises:
-        ValueError: If a share is out of its range, or nothing is left to train on; in `setup`, if the loader has a
-            sampler of its own.
-        TypeError: If `source` is no datamodule; in `setup`, if it has no training loader over a map-style data set.
+        ValueError: If a share is outside the allowed range, or no example remains for training; in `setup`, if the
+            loader has a custom sampler.
+        TypeError: If `source` is not a datamodule; in `setup`, if `source` has no training loader over a map-style data
+            set.
 
     Example:
         >>> from lightning_fed.data import LabelsPerClient
@@ -58,6 +59,7 @@ class PartitionedData(FederatedDataModule):
         >>> data.setup("fit")
         >>> data.population().clients, sorted(data.val_clients())
         ([0, 1, 2, 3], [0, 1, 2, 3])
+
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class PartitionedData(FederatedDataModule):
             )
         self.source = source
         self.prepare_data_per_node = source.prepare_data_per_node
-        for hook in FORWARDED:  # one that the source does not override is Lightning's here too
+        for hook in FORWARDED:  # without an override in the source, the hook is Lightning's
             setattr(self, hook, getattr(source, hook))
         self.partition = partition
         self.val_fraction = val_fraction
@@ -101,7 +103,8 @@ class PartitionedData(FederatedDataModule):
         """Reads the data, and splits the training data.
 
         Args:
-            stage: As Lightning names it.
+            stage: Lightning's stage.
+
         """
         self.source.trainer = self.trainer
         self.source.setup(self._stage_of_source(stage))
@@ -112,7 +115,8 @@ class PartitionedData(FederatedDataModule):
         """Tears down the source datamodule.
 
         Args:
-            stage: As Lightning names it.
+            stage: Lightning's stage.
+
         """
         self.source.teardown(self._stage_of_source(stage))
 
@@ -129,29 +133,30 @@ class PartitionedData(FederatedDataModule):
         self.source.load_state_dict(state_dict)
 
     def population(self) -> Population:
-        """The clients, from which rounds take their batches.
+        """Returns the clients as a source of batches for the rounds.
 
         Raises:
             RuntimeError: Before `setup`.
+
         """
         if self._population is None:
             raise RuntimeError("The clients are known after `setup`.")
         return self._population
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """The training data of all clients pooled, without the held-out ones, as a plain `L.Trainer` sees them."""
+        """Pools the training data over all clients, without held-out examples, for a plain `L.Trainer`."""
         return self._loader(self._pooled, shuffle=self.shuffle)
 
     def test_dataloader(self) -> Any:
-        """The test data of the clients one after another, or else those of the source datamodule."""
+        """Chains the clients' test data, or returns the source's test data."""
         return super().test_dataloader() if self.test_fraction else self.source.test_dataloader()
 
     def _stage_of_source(self, stage: str) -> str:
-        """The stage of the source datamodule: held-out data come from its training data."""
+        """Maps a stage to the source's stage: held-out data come from the training data."""
         return "fit" if stage == "validate" or (stage == "test" and self.test_fraction) else stage
 
     def _split(self) -> DatasetClients:
-        if self.seed is None:  # a split that changed between two stages would validate on what was trained on
+        if self.seed is None:  # a new split between two stages would mix training and validation examples
             self.seed = default_seed()
         seed = self.seed
         population = split_loader(self.source.train_dataloader(), self.partition, seed)

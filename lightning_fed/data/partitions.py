@@ -1,7 +1,7 @@
-"""Partitions: assignments of the samples of one data set to clients.
+"""Partitions: assignments of samples in one data set to clients.
 
-A client's samples are in ascending order, which is the data set's own; no sample belongs to two clients, and every
-sample belongs to one unless the class says otherwise. The same arguments give the same split in every process.
+A client's samples have ascending indices. No sample belongs to two clients, and every sample belongs to a client unless
+the class documents an exception. Equal arguments give equal splits in every process.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from lightning_fed.numerics.seeds import client_key
 
 @final
 class IID(NumberedPartition):
-    """Every client gets a random share of the data; sizes differ by at most one sample.
+    """Random shares of the data; client sizes differ by at most one sample.
 
     Args:
         num_clients: Number of clients, at least 1.
-        seed: Seed of the split; ``None`` for the federation's.
+        seed: Seed for the split; ``None`` for the federation's seed.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is outside the allowed range.
 
     Example:
         >>> import torch
@@ -63,13 +63,13 @@ class IID(NumberedPartition):
     """
 
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
-        """The samples of every client."""
+        """Assigns samples to clients."""
         return assign_evenly(length_of(dataset), self.num_clients, seed)
 
 
 @final
 class QuantitySkew(NumberedPartition):
-    r"""Clients of unequal sizes, each with a random share of the data.
+    r"""Random shares of the data with unequal sizes.
 
     .. math:: p \sim \mathrm{Dir}(\beta 1_K) \quad \text{or} \quad
         p_k \propto s_k,\ \log s_k \sim \mathcal N(0, \sigma^2); \qquad
@@ -79,16 +79,16 @@ class QuantitySkew(NumberedPartition):
 
     Args:
         num_clients: Number of clients, at least 1.
-        beta: Concentration of ``"dirichlet"``: small for very unequal sizes, ``inf`` for equal ones. Greater than 0.
+        beta: Concentration for ``"dirichlet"``: small for very unequal sizes, ``inf`` for equal sizes. Greater than 0.
         distribution: Distribution of the sizes: ``"dirichlet"`` (NIID-Bench's "iid-diff-quantity") or ``"lognormal"``
             (as in the FedProx data).
-        sigma: Standard deviation of the logarithm of the sizes of ``"lognormal"``, at least 0.
-        min_size: Smallest number of samples of a client; the sizes are drawn again until it is reached. ``None`` for
-            the first of 10, 5, 2 and 1 that is.
-        seed: Seed of the split; ``None`` for the federation's.
+        sigma: Standard deviation of the logarithm of the sizes for ``"lognormal"``, at least 0.
+        min_size: Smallest number of samples per client; the sizes are drawn again for smaller clients. ``None`` for the
+            first reachable size among 10, 5, 2 and 1.
+        seed: Seed for the split; ``None`` for the federation's seed.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is outside the allowed range.
 
     Example:
         >>> import torch
@@ -123,7 +123,7 @@ class QuantitySkew(NumberedPartition):
         self.min_size = None if min_size is None else check_count("min_size", min_size, 0)
 
     def assign(self, dataset: MapDataset, seed: int) -> list[IndexArray]:
-        """The samples of every client."""
+        """Assigns samples to clients."""
         num_samples = length_of(dataset)
         rng = generator_for("quantity_skew", seed)
 
@@ -148,18 +148,18 @@ class QuantitySkew(NumberedPartition):
 
 @final
 class PermutedPixels(PartitionOfPartition):
-    """User-specific skew of the inputs: every client of another partition has its own permutation of the pixels.
+    """User-specific input skew: a separate pixel permutation for every client in another partition.
 
-    Training data are permuted. Validation data of a datamodule are not, and measure nothing for clients with permuted
-    images: :class:`~lightning_fed.data.PartitionedData` holds out permuted examples of every client.
+    Only training data are permuted. A datamodule's validation data are not, and measure nothing for clients with
+    permuted images. :class:`~lightning_fed.data.PartitionedData` holds out permuted examples for every client.
     :meth:`transform` gives a client's permutation.
 
     Args:
-        partition: Splits the data set: `IID` as in the paper, `LabelsPerClient` as in its program.
-        seed: Seed of the permutations; ``None`` for the federation's.
+        partition: Partition for the data set: `IID` as in the paper, `LabelsPerClient` as in the paper's program.
+        seed: Seed for the permutations; ``None`` for the federation's seed.
 
     Raises:
-        TypeError: If ``partition`` is no partition.
+        TypeError: If ``partition`` is not a partition.
         ValueError: If ``seed`` is negative.
 
     Example:
@@ -176,19 +176,19 @@ class PermutedPixels(PartitionOfPartition):
     """
 
     def change(self, client: Client, seed: int) -> PixelPermutation:
-        """The client's permutation of the pixels of a sample's input."""
+        """Builds the client's permutation for a sample's input."""
         number = client if isinstance(client, int) else client_key(client)
         return PixelPermutation(number, self.seed_of(seed))
 
 
 @final
 class ByGroup(Partition):
-    """Natural clients: every writer, speaker, video or hospital is a client with its own name.
+    """Natural clients: every writer, speaker, video or hospital is a named client.
 
     Args:
-        group: Name of an attribute of the data set that holds the group of each sample, or the groups themselves, or a
-            function of a sample that gives its group.
-        seed: Accepted as by other partitions, but the split is not random.
+        group: Name of a data set attribute with the group of each sample, the groups themselves, or a function from a
+            sample to a group.
+        seed: Accepted as in other partitions, but the split is not random.
 
     Raises:
         ValueError: If ``seed`` is negative.
@@ -214,7 +214,7 @@ class ByGroup(Partition):
         self.seed = None if seed is None else check_count("seed", seed, 0)
 
     def split(self, dataset: MapDataset, seed: int) -> dict[Client, IndexArray]:
-        """Splits a data set into its groups, without randomness.
+        """Splits a data set by group, without randomness.
 
         Raises:
             ValueError: If the data set has no samples, or no such groups.
@@ -229,14 +229,14 @@ class ByGroup(Partition):
 @final
 @dataclass(frozen=True)
 class PixelPermutation:
-    """Permutes the pixels of a sample's input: one permutation of the H x W positions for all channels.
+    """Permutes the pixels in a sample's input: one permutation over H x W positions for all channels.
 
-    The input is the first element of a tuple or list, the entry ``"image"`` of a mapping (or its first), or the sample
-    itself; it is a tensor of shape ``(..., H, W)``, or ``(P,)`` for flattened images. Targets and
-    the sample itself do not change.
+    The input is the first element in a tuple or list, the entry ``"image"`` in a mapping (or the first entry), or the
+    sample itself: a tensor with shape ``(..., H, W)``, or ``(P,)`` for flattened images. Targets and the given sample
+    do not change.
 
     Args:
-        client: Number of the client, from 0.
+        client: Client number, from 0.
         seed: Seed, not negative.
 
     Example:
@@ -256,10 +256,10 @@ class PixelPermutation:
         check_count("seed", self.seed, 0)
 
     def __call__(self, sample: Any) -> Any:
-        """The sample with its input permuted.
+        """Permutes the input in a sample.
 
         Raises:
-            TypeError: If the input is no tensor.
+            TypeError: If the input is not a tensor.
 
         """
         return change_input(sample, self._permuted)
@@ -270,6 +270,6 @@ class PixelPermutation:
         return pixels[..., order].reshape(image.shape)
 
 
-@lru_cache(maxsize=64)  # a transform is built for every batch; 64 clients' permutations of 224 x 224 take 26 MB
+@lru_cache(maxsize=64)  # a transform is built for every lookup; 64 permutations for 224 x 224 pixels take 26 MB
 def _cached_permutation(num_pixels: int, client: int, seed: int) -> Tensor:
     return torch.from_numpy(pixel_permutation(num_pixels, client, seed))

@@ -109,7 +109,7 @@ class Population(ABC):
             with separate data.
 
     Raises:
-        ValueError: If there are no clients, or a name is longer than :data:`LONGEST_NAME`.
+        ValueError: If ``clients`` is empty, or a name is longer than :data:`LONGEST_NAME`.
         TypeError: If a client's key is neither a str nor an int.
 
     """

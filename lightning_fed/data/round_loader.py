@@ -1,4 +1,4 @@
-"""The loader for a round, read by Lightning in one epoch."""
+"""Loader for one round, read by Lightning as one epoch."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _OF_LOADER = ("dataset", "batch_size", "num_workers", "sampler")
 
 
 class VisitGroups(NamedTuple):
-    """Rule for groups of a round's visits: the visits in a group train at once.
+    """Rule for groups with simultaneous visits.
 
     Args:
-        size: Largest number of visits in a group.
-        is_equal: Whether all visits of a group must have the same number of batches.
+        size: Largest number of visits per group.
+        is_equal: Whether all visits in a group must have the same number of batches.
         draws: Whether the visits also draw from Python's and NumPy's generators, not only from PyTorch's.
 
     """
@@ -58,36 +58,36 @@ class EpochPosition(NamedTuple):
 
 
 class RoundLoader:
-    """The batches of a round's visits, one client after another, with the current visit in :attr:`current`.
+    """Batches for a round's visits, one client after another, with the current visit in :attr:`current`.
 
     The loader is a plain iterable with a length: Lightning does not modify such loaders. Lightning calls ``iter`` twice
     in every epoch after the first: an iterator does nothing before the first ``next``. A failed visit is padded with
     ``None`` batches. Lightning skips ``None``, so the epoch retains the announced length.
 
-    With several processes, each process looks up the data of some clients, and serves a share of the visits. All
+    With several processes, each process looks up the data for some clients, and serves a share of the visits. All
     processes serve equally many batches: after the last visit a process gives ``None``.
 
     Args:
         population: The clients' data.
-        cohort: The clients of the round.
+        cohort: The round's clients.
         limit: Largest number of batches in the round (``limit_train_batches``); later batches and visits are skipped.
-        process_group: The processes of the round.
-        visit_costs: Expected durations of the visits; by default proportional to their batches.
+        process_group: The round's processes.
+        visit_costs: Expected durations per visit; by default proportional to the batches.
         visit_groups: Rule for simultaneous visits; by default visits train one by one.
         clock: Ends slow visits; by default visits have no time limit. Not for simultaneous visits.
 
     Attributes:
-        visits: The visits of this process, in order.
+        visits: The visits in this process, in order.
         failed: Clients without usable data, with the reason.
-        group: The visits of the last batch: one visit, or simultaneous visits with a list of
+        group: The visits behind the last batch: one visit, or simultaneous visits with a list of
             :class:`~lightning_fed.data.interleave.StackedBatch` as batch. Empty before the first visit and after the
             last one.
         numbers: Random generators for simultaneous visits.
-        batches_left: Number of remaining batches in the group; after the last visit, in the padding.
-        padding: Number of ``None`` batches after the last visit.
+        batches_left: Remaining batches in the group; after the last visit, in the padding.
+        padding: ``None`` batches after the last visit.
         on_start: Function called before the first batch is fetched.
         on_visit: Function called at the start of every visit, or visit group.
-        on_end: Function called with the last batch of a stream, before the loader serves the batch.
+        on_end: Function called with a stream's last batch, before the loader serves the batch.
 
     """
 

@@ -1,6 +1,6 @@
-"""Assignment of samples to clients: common steps of the partitions, on arrays of indices and of labels.
+"""Assignment of samples to clients: shared steps for partitions, on arrays with indices and labels.
 
-A split draws from a generator of its name and a seed; NumPy's global generator is neither read nor moved.
+A split draws from a generator seeded by the partition's name and a seed. NumPy's global generator is not used.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from lightning_fed.errors import OptionError
 IndexArray = npt.NDArray[np.int64]
 
 MAX_TRIES = 1000
-"""Number of draws of clients' sizes after which a partition gives up."""
+"""Maximum number of draws for the clients' sizes."""
 
-_SIZES = (10, 5, 2, 1)  # of a client, from the one that is wanted to the least
+_SIZES = (10, 5, 2, 1)  # per client, from the preferred size to the smallest
 
-# Beyond these numpy's sampler loses its precision (sums of gamma variates overflow, densities underflow), while the
-# distribution is its limit to within any sample count: the mean, or one category alone.
+# Beyond these bounds numpy's sampler loses precision (sums of gamma variates overflow, densities underflow), and the
+# distribution equals the limit for any sample count: the mean, or a single category.
 _ALPHA_OF_MEAN, _ALPHA_OF_ONE = 1e15, 1e-15
 
 
 class PartitionError(OptionError):
-    """An argument that no split of these data can fulfil; the command line shows it without a traceback."""
+    """An argument impossible for the given data. The command line shows the error without a traceback."""
 
 
 def generator_for(purpose: str, seed: int, *keys: int) -> np.random.Generator:
-    """An independent stream of random numbers per purpose, seed and keys."""
+    """Builds an independent random generator per purpose, seed and keys."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(zlib.crc32(purpose.encode()), *keys)))
 
 
 def draw_dirichlet(
     rng: np.random.Generator, mean: npt.NDArray[np.float64], alpha: float, size: int
 ) -> npt.NDArray[np.float64]:
-    """Draws from Dir(alpha * mean), with its limits for alpha at 0 and infinity; shape (size, categories)."""
+    """Draws from Dir(alpha * mean), with the limits at 0 and infinity for alpha; shape (size, categories)."""
     if alpha > _ALPHA_OF_MEAN:
         return np.tile(mean, (size, 1))
     if alpha < _ALPHA_OF_ONE:
@@ -48,7 +48,7 @@ def draw_dirichlet(
 
 
 def cut_shares(shares: npt.NDArray[np.float64], totals: IndexArray) -> IndexArray:
-    """Sizes of the parts of row r of ``totals``, divided at the running sums of row r of ``shares``, rounded down."""
+    """Cuts ``totals[r]`` at the running sums of ``shares[r]``, rounded down, and returns the sizes."""
     edges = np.floor(np.cumsum(shares, axis=1) * totals[:, None]).astype(np.int64)
     edges = np.minimum(edges, totals[:, None])
     edges[:, -1] = totals
@@ -56,10 +56,10 @@ def cut_shares(shares: npt.NDArray[np.float64], totals: IndexArray) -> IndexArra
 
 
 def assign_by_class(rng: np.random.Generator, classes: IndexArray, counts: IndexArray) -> list[IndexArray]:
-    """Assigns ``counts[k, c]`` random samples of class c to client k; other samples of a class are not assigned."""
+    """Assigns ``counts[k, c]`` random samples in class c to client k. Further samples are not assigned."""
     num_clients, num_classes = counts.shape
     order = rng.permutation(classes.size)
-    order = order[np.argsort(classes[order], kind="stable")]  # class by class, at random within a class
+    order = order[np.argsort(classes[order], kind="stable")]  # sorted by class, random within a class
     unused = np.bincount(classes, minlength=num_classes) - counts.sum(axis=0)
     part_sizes = np.concatenate([counts, unused[None]]).T.ravel()
     owners = np.append(np.arange(num_clients), -1)
@@ -69,29 +69,29 @@ def assign_by_class(rng: np.random.Generator, classes: IndexArray, counts: Index
 
 
 def assign_evenly(num_samples: int, num_clients: int, seed: int) -> list[IndexArray]:
-    """Assigns the samples at random to clients whose sizes differ by at most one."""
+    """Assigns samples at random; client sizes differ by at most one."""
     sizes = np.full(num_clients, num_samples // num_clients) + (np.arange(num_clients) < num_samples % num_clients)
     return assign_in_order(generator_for("iid", seed).permutation(num_samples), sizes)
 
 
 def assign_in_order(order: IndexArray, sizes: IndexArray) -> list[IndexArray]:
-    """Assigns the next ``sizes[k]`` samples of ``order`` to client k."""
+    """Assigns the next ``sizes[k]`` samples in ``order`` to client k."""
     owner = np.empty(order.size, dtype=np.int64)
     owner[order] = np.repeat(np.arange(sizes.size), sizes)
     return group_by_owner(owner, sizes.size)
 
 
 def group_by_owner(owner: IndexArray, num_clients: int) -> list[IndexArray]:
-    """The samples of every client in ascending order; owner -1 means none."""
+    """Lists every client's samples in ascending order; owner -1 means no client."""
     order = np.argsort(owner, kind="stable").astype(np.int64)
     edges = np.cumsum(np.bincount(owner + 1, minlength=num_clients + 1))
     return [
         part.copy() for part in np.split(order, edges[:-1])[1:]
-    ]  # copies, so that one part does not hold the memory of all
+    ]  # copies, so one part does not hold the memory for all parts
 
 
 def number_classes(labels: IndexArray) -> tuple[IndexArray, IndexArray]:
-    """Labels renumbered from 0 in their order, and the number of samples of each."""
+    """Renumbers labels from 0 in increasing order, and counts the samples per label."""
     _, classes, class_sizes = np.unique(labels, return_inverse=True, return_counts=True)
     return classes.astype(np.int64), class_sizes.astype(np.int64)
 
@@ -104,19 +104,18 @@ def draw_until_large(
     skew: str,
     remedy: str,
 ) -> IndexArray:
-    """Repeats a draw of the clients' numbers of samples until all have ``min_size`` or more.
+    """Repeats a draw for the clients' sample counts until every client has at least ``min_size`` samples.
 
     Args:
-        draw: Function that draws the numbers, shape ``(clients,)`` or ``(clients, classes)``.
+        draw: Function that draws the counts, shape ``(clients,)`` or ``(clients, classes)``.
         num_clients: Number of clients.
-        num_samples: Number of samples that are assigned.
-        min_size: Smallest number of samples that a client may have; ``None`` for the first of 10, 5, 2 and 1 that a
-            draw reaches.
-        skew: The requested skew, as the error shows it.
-        remedy: A change that would help, as the error shows it.
+        num_samples: Number of assigned samples.
+        min_size: Smallest number of samples per client; ``None`` for the first reachable size among 10, 5, 2 and 1.
+        skew: The requested skew, for the error.
+        remedy: A helpful change, for the error.
 
     Returns:
-        The first draw that is large enough.
+        The first large enough draw.
 
     Raises:
         PartitionError: If there are too few samples, or no draw is large enough.
@@ -144,10 +143,11 @@ def draw_until_large(
 
 
 def pixel_permutation(num_pixels: int, client: int, seed: int) -> IndexArray:
-    """A client's permutation of the pixels: pixel ``i`` of the permuted image is pixel ``permutation[i]`` of the image.
+    """Draws a client's pixel permutation: pixel ``i`` in the permuted image is pixel ``permutation[i]`` in the image.
 
-    It is uniform over all permutations and independent of the other clients'; client 0 is permuted too. It depends on
-    the arguments alone, so a client's training and test images are permuted in the same way, and its cost does not
-    depend on the number of clients.
+    The permutation is uniform over all permutations, and independent between clients; client 0 is permuted too. Only
+    the arguments matter, so training and test images are permuted in the same way, and the cost does not depend on the
+    number of clients.
+
     """
     return generator_for("pixel_permutation", seed, client).permutation(num_pixels).astype(np.int64)

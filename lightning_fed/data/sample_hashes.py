@@ -1,4 +1,4 @@
-"""Hashes of samples, to recognise samples by their content."""
+"""Hashes for samples, to recognise equal content."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SECOND = 0x94D049BB133111EB - 2**64
 
 @torch.no_grad()
 def sample_hashes(samples: Tensor) -> Tensor:
-    """A 64-bit hash of every sample, which depends on every bit of it.
+    """Computes a 64-bit hash per sample, which depends on every bit.
 
-    The bits are read as integers, mixed with their positions by the finaliser of SplitMix64, and summed, in integer
-    arithmetic on the samples' device, so that the order of summation does not matter. Two of n different samples have
-    the same hash with a probability of about n^2 / 2^65. It is no cryptographic hash: collisions can be constructed.
+    The bits are read as integers, mixed with the positions by SplitMix64's finaliser, and summed in integer arithmetic
+    on the samples' device, so the order of summation does not matter. Among n different samples, a collision has a
+    probability near n^2 / 2^65. The hash is not cryptographic: collisions can be constructed.
 
     Args:
-        samples: Samples of any shape and type, ``(N, ...)``.
+        samples: Samples with any shape and type, ``(N, ...)``.
 
     Returns:
         The hashes, int64, shape ``(N,)``.

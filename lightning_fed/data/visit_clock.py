@@ -1,4 +1,4 @@
-"""Clock that ends a visit whose time is up, wherever the client's data or the training step are waiting."""
+"""Clock for visits with a time limit, while the client's data or the training step are running."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lightning_fed.errors import VisitTimeout
 
 _log = logging.getLogger(__name__)
 
-_AGAIN = 1.0  # seconds after which code that has swallowed the exception gets it once more
+_AGAIN = 1.0  # seconds before the alarm repeats, for code with a swallowed exception
 
 
 class VisitClock:
-    """Raises :class:`~lightning_fed.errors.VisitTimeout` in the code of a client whose visit takes too long.
+    """Raises :class:`~lightning_fed.errors.VisitTimeout` in the code of a slow client's visit.
 
-    It is the alarm of Unix (``SIGALRM``), which interrupts what waits in Python, as for a file, a lock or a worker
-    process; not a loop in C. Only what runs in :meth:`interrupting` is interrupted, and nothing of this package's own.
-    An alarm that somebody else has set is put back afterwards.
+    The clock uses the Unix alarm (``SIGALRM``), which interrupts Python code waiting for a file, a lock or a worker
+    process, but not a loop in C. Only code inside :meth:`interrupting` is interrupted, never the package's own code. An
+    earlier alarm is restored afterwards.
 
     Args:
-        seconds: Time of a visit; ``None`` for any.
+        seconds: Time per visit; ``None`` for no limit.
 
     Raises:
         ValueError: If the time is not positive.
@@ -47,10 +47,10 @@ class VisitClock:
         self.is_up = False
         self._is_interrupting = False
         self._has_warned = False
-        self._others: tuple[Any, float, float] | None = None  # handler and seconds of an alarm that was set before
+        self._others: tuple[Any, float, float] | None = None  # handler and seconds of an earlier alarm
 
     def start(self) -> None:
-        """Starts a visit's time."""
+        """Starts the time for a visit."""
         self.stop()
         if self.seconds is None:
             return
@@ -64,7 +64,7 @@ class VisitClock:
         self._others = handler, seconds, time.monotonic()
 
     def stop(self) -> None:
-        """Ends a visit's time."""
+        """Ends the time for a visit."""
         self.is_up = False
         if self._others is None:
             return
@@ -75,10 +75,10 @@ class VisitClock:
             signal.setitimer(signal.ITIMER_REAL, max(seconds - (time.monotonic() - since), 1e-3))
 
     def interrupting(self) -> AbstractContextManager[None]:
-        """Context of code that may be interrupted; entered several times a batch, it costs nothing without a time.
+        """Returns a context for interruptible code, without cost unless visits have a time limit.
 
         Raises:
-            VisitTimeout: In the context, if the time is up, before or meanwhile.
+            VisitTimeout: In the context, if the time is up before or during the code.
 
         """
         return nullcontext() if self.seconds is None else self._interrupting()
@@ -95,7 +95,7 @@ class VisitClock:
 
     @contextmanager
     def visit(self) -> Iterator[None]:
-        """Context of a piece of work of a client that has the time of a visit."""
+        """Context for a client's work with a visit's time limit."""
         self.start()
         try:
             with self.interrupting():
@@ -104,7 +104,7 @@ class VisitClock:
             self.stop()
 
     def timeout(self) -> VisitTimeout:
-        """The exception."""
+        """Builds the exception."""
         return VisitTimeout(f"its visit took longer than visit_timeout={self.seconds:g} seconds")
 
     def _ring(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Assignment of a round's visits to processes, so that all finish at about the same time."""
+"""Assignment of a round's visits to processes with similar total durations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST = 100_000  # remembered clients
 
 
 class VisitCosts:
-    """Seconds per batch of each client's last visit, to estimate the duration of its next one.
+    """Seconds per batch in each client's last visit, for estimates of the next visit.
 
     Example:
         >>> from lightning_fed.server.schedule import Visit
@@ -29,15 +29,15 @@ class VisitCosts:
         self._seconds: dict[Client, float] = {}
 
     def note(self, seconds: Mapping[Client, float]) -> None:
-        """Records the seconds per batch of some clients."""
+        """Records seconds per batch for some clients."""
         for client, value in seconds.items():
-            self._seconds.pop(client, None)  # the last ones stay the longest
+            self._seconds.pop(client, None)  # recent clients stay the longest
             self._seconds[client] = value
         while len(self._seconds) > _MOST:
             del self._seconds[next(iter(self._seconds))]
 
     def expected(self, visits: Sequence[PlannedVisit]) -> list[float]:
-        """Expected durations of visits; a batch of an unknown client counts as the mean of the known ones."""
+        """Estimates the visits' durations; unknown clients count with the mean over known clients."""
         clients = [planned.visit.client for planned in visits]
         known = [self._seconds[client] for client in clients if client in self._seconds]
         usual = sum(known) / len(known) if known else 1.0
@@ -45,14 +45,14 @@ class VisitCosts:
 
 
 def balance_loads(work: Sequence[float], size: int) -> list[list[int]]:
-    """Distributes work greedily: the largest item first, each to the process with the smallest load so far.
+    """Distributes work greedily: the largest item first, always to the process with the smallest load.
 
     Args:
-        work: Expected duration of every item.
+        work: Expected duration per item.
         size: Number of processes.
 
     Returns:
-        For every process the positions of its items, increasing.
+        Positions of the items by process, increasing.
 
     Example:
         >>> balance_loads([2.0, 3.0, 1.0, 4.0], 2)

@@ -84,8 +84,8 @@ class ClientEvaluation(FederatedCallback):
         every_n_rounds: Rounds with validation between two evaluations. 0 means no evaluation, also in
             ``trainer.validate`` and ``trainer.test``.
         clients: ``"all"``, the clients in the ``"round"``, or a number or share drawn by (seed, round).
-        min_clients: Minimum number of clients for a score. With fewer clients the round has no score, and the log says
-            so.
+        min_clients: Minimum number of clients for a score. With fewer clients the round has no score, and the log
+            has a warning.
         min_examples: Minimum number of examples for a client's answer.
         lists: Patterns for the module's metrics (attribute paths). Matching states may leave a client as lists of
             predictions.
