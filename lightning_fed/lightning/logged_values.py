@@ -1,4 +1,4 @@
-"""Values that a module logs outside of the Trainer's log, summed up as Lightning does."""
+"""Values logged by a module outside the Trainer's log, reduced like Lightning's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REDUCTIONS: dict[Any, str] = {
 
 @dataclass
 class LogCall:
-    """One call of ``LightningModule.log``, with its arguments."""
+    """One call to ``LightningModule.log``, with all arguments."""
 
     name: str
     value: Any
@@ -43,22 +43,22 @@ class LogCall:
 
     @property
     def reduction(self) -> str | None:
-        """Name of the reduction of several batches' values; ``None`` for one that Lightning refuses."""
+        """Name of the reduction over batches; ``None`` for a reduction refused by Lightning."""
         reduce_fx = self.reduce_fx.lower() if isinstance(self.reduce_fx, str) else self.reduce_fx
         return _REDUCTIONS.get(reduce_fx)
 
     def weight(self, batch: Any) -> int:
-        """Weight of the value in a mean: the batch size that was given, or else the batch's; 1 without a batch."""
+        """Weight of the value in a mean: the given batch size, or else the batch's size; 1 without a batch."""
         if self.batch_size is None and self.reduction == "mean" and batch is not None:
             return batch_size_of(batch)
         return self.batch_size or 1
 
 
 def intercepted(take: Callable[[LogCall], None]) -> Callable[..., None]:
-    """A function to stand in for ``LightningModule.log``, and so for ``log_dict``.
+    """Builds a replacement for ``LightningModule.log``, also effective for ``log_dict``.
 
     Args:
-        take: Gets every call.
+        take: Receives every call.
 
     Example:
         >>> calls = []
@@ -72,12 +72,12 @@ def intercepted(take: Callable[[LogCall], None]) -> Callable[..., None]:
 
 @dataclass
 class LoggedValue:
-    """Values that were logged under one name.
+    """Values logged under one name.
 
     Args:
-        reduce_fx: Their reduction: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
-        total: Their sum (for a mean that of value times weight), or the largest or smallest; ``None`` without any.
-        weight: Sum of their weights.
+        reduce_fx: Reduction: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
+        total: Sum (for a mean the sum of value times weight), maximum or minimum; ``None`` without values.
+        weight: Sum of the weights.
 
     Example:
         >>> logged = LoggedValue()
@@ -98,7 +98,7 @@ class LoggedValue:
         self.join(LoggedValue(self.reduce_fx, value * weight if self.reduce_fx == "mean" else value, weight))
 
     def join(self, added: LoggedValue) -> None:
-        """Adds the values of another part of the data."""
+        """Adds the values for another part of the data."""
         if self.total is None or added.total is None:
             self.total = added.total if self.total is None else self.total
         elif self.reduce_fx in ("max", "min"):
@@ -108,37 +108,37 @@ class LoggedValue:
         self.weight += added.weight
 
     def limited(self, weight: float) -> LoggedValue:
-        """The same value, which counts no more than a weight in a mean."""
+        """Returns the same value with at most this weight in a mean."""
         if self.total is None or self.reduce_fx != "mean" or self.weight <= weight:
             return self
         return replace(self, total=self.total * (weight / self.weight), weight=weight)
 
     def on_cpu(self) -> LoggedValue:
-        """The same in float64, on a device that all processes have."""
+        """Converts to float64 on the CPU, a device available in all processes."""
         return replace(self, total=None if self.total is None else self.total.cpu().double())
 
     @property
     def is_finite(self) -> bool:
-        """True if there is a value, neither NaN nor infinite."""
+        """True if the value exists, and is neither NaN nor infinite."""
         return self.total is not None and math.isfinite(float(self.total))
 
     @property
     def value(self) -> float:
-        """Mean, sum, largest or smallest value; NaN without any."""
+        """Mean, sum, maximum or minimum; NaN without values."""
         total = math.nan if self.total is None else float(self.total)
         return total / self.weight if self.reduce_fx == "mean" else total
 
 
 @dataclass
 class LoggedValues:
-    """Values that an evaluation logs per epoch, by name; :func:`intercepted` calls :meth:`take`.
+    """Values logged per epoch in an evaluation, by name; :func:`intercepted` calls :meth:`take`.
 
     Attributes:
-        batch: The batch that is evaluated; ``None`` between batches.
-        suffix: End of the names, of one of several loaders.
-        sums: Name to what was logged since the last :meth:`results`.
-        metrics: Name to the metric that was logged since then.
-        directions: Name to whether high values are good, of all metrics that say so.
+        batch: The current batch; ``None`` between batches.
+        suffix: Suffix for names, with several loaders.
+        sums: Name to the values logged since the last :meth:`results`.
+        metrics: Name to the metric logged since the last :meth:`results`.
+        directions: Name to whether high values are good, for metrics with a declared direction.
 
     """
 
@@ -149,10 +149,10 @@ class LoggedValues:
     directions: dict[str, bool] = field(default_factory=dict)
 
     def take(self, call: LogCall) -> None:
-        """Adds a value, unless it is of its step only.
+        """Adds a value, unless the value is logged per step only.
 
         Raises:
-            MisconfigurationException: If its reduction is one that Lightning refuses.
+            MisconfigurationException: If Lightning refuses the reduction.
 
         """
         if call.on_epoch is False:
@@ -172,14 +172,14 @@ class LoggedValues:
         logged.add(torch.as_tensor(call.value).detach().reshape(()), call.weight(self.batch))
 
     def pool(self, parts: Iterable[Mapping[str, LoggedValue]]) -> None:
-        """Puts what several processes have summed up in the place of this one's sums."""
+        """Replaces the sums by the sums over several processes."""
         self.sums = {}
         for part in parts:
             for name, logged in part.items():
                 self.sums.setdefault(name, LoggedValue(logged.reduce_fx)).join(logged)
 
     def results(self) -> dict[str, float]:
-        """The value of every name since the last call."""
+        """Returns and clears all values since the last call."""
         values = {name: logged.value for name, logged in self.sums.items()}
         values |= {name: float(metric.compute()) for name, metric in self.metrics.items()}
         self.sums, self.metrics = {}, {}

@@ -1,4 +1,4 @@
-"""Heat map of FedMargin's attention by client and round."""
+"""Heat map with FedMargin's attention by client and round."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _MAX_LABELS = 50
 
 
 class AttentionMap(FederatedCallback):
-    """Draws FedMargin's attention by client and round as a heat map, and logs the image to TensorBoard.
+    """Draws FedMargin's attention by client and round as a heat map, and logs the picture to TensorBoard.
 
-    Rows are all clients so far, numbers before names; columns are rounds. Colors follow viridis, from 0 (dark blue) to
-    the largest attention so far (yellow). Gray marks clients outside the round. Axis labels require matplotlib (the
-    extra ``demo``).
+    Rows are all clients so far, numbers before names; columns are rounds. The viridis colours range from 0 (dark blue)
+    to the largest attention so far (yellow); grey marks clients outside the round. With matplotlib (extra ``demo``) the
+    axes are labelled; without matplotlib the picture is the bare map.
 
-    The first image appears in the first round, later images every ``every_n_epochs`` rounds. The TensorBoard step is
-    the round. Other loggers are skipped.
+    The first picture is drawn in the first round, and again after ``every_n_epochs`` rounds, always with all rounds so
+    far. TensorBoard's step is the round. Other loggers get no pictures.
 
-    State: ``last_epoch``, round of the last image (an int, or None), and ``attention``, for each round a dictionary
-    from client to attention: a key and a float per visit.
+    State: ``last_epoch``, the round with the last picture (an int, or None), and ``attention``, one dictionary per
+    round from clients to attention (float).
 
     Args:
-        every_n_epochs: Rounds between images.
+        every_n_epochs: Rounds between two pictures.
 
     Raises:
         ValueError: If ``every_n_epochs`` is below 1.
@@ -52,6 +52,7 @@ class AttentionMap(FederatedCallback):
         >>> from lightning_fed import Federation
         >>> callbacks = [Federation(FedMargin()), AttentionMap(every_n_epochs=10)]
         >>> trainer = L.Trainer(max_epochs=50, callbacks=callbacks, logger=False)
+
     """
 
     # TensorBoard image name.
@@ -64,7 +65,7 @@ class AttentionMap(FederatedCallback):
         self._attention: dict[int, dict[Client, float]] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Clears an earlier run, and logs unsupported loggers."""
+        """Resets the state for a new fit, and names loggers without pictures."""
         if stage != "fit":
             return
         if trainer.current_epoch == 0:  # otherwise the Trainer continues
@@ -74,7 +75,7 @@ class AttentionMap(FederatedCallback):
         report_other_loggers("AttentionMap", trainer)
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Records the attention in the aggregated round, and draws the map."""
+        """Stores the round's attention, and draws the map."""
         server = find_federation(trainer).server
         rule = server.rule
         assert isinstance(rule, FedMargin)
@@ -90,21 +91,23 @@ class AttentionMap(FederatedCallback):
                 logger.experiment.add_image(self.tag, picture, global_step=round)
 
     def state_dict(self) -> dict[str, Any]:
-        """Round of the last image, and attention by round."""
+        """Returns the round with the last picture, and the attention."""
         return {"last_epoch": self._last_epoch, "attention": {k: dict(v) for k, v in self._attention.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the attention in earlier rounds."""
         self._last_epoch = state_dict["last_epoch"]
         self._attention = {round: dict(clients) for round, clients in state_dict["attention"].items()}
 
 
 def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[list[Client], Tensor]:
-    """Clients, numbers before names, and attention over rounds; NaN for clients outside a round.
+    """Lists clients, numbers before names, and attention by round from the first round on; NaN outside a round.
 
     Example:
         >>> attention_table({0: {"b": 1.0}, 2: {"b": 0.25, "a": 0.75}})
         (['a', 'b'], tensor([[   nan,    nan, 0.7500],
                 [1.0000,    nan, 0.2500]]))
+
     """
     clients = sorted(
         {client for row in attention.values() for client in row}, key=lambda key: (isinstance(key, str), key)
@@ -116,7 +119,7 @@ def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[li
 
 
 def attention_picture(clients: Sequence[Client], values: Tensor) -> Tensor:
-    """Image of :func:`attention_table`'s result, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed."""
+    """Draws :func:`attention_table`'s result, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed."""
     rows, columns = values.shape
     largest = float(values[~values.isnan()].max())
     painted = paint_numbers(values / largest)

@@ -1,7 +1,7 @@
-"""Class prototypes in the extras of a client update.
+"""Class prototypes in an update's extras, for the client's classes.
 
-A client sends ``prototypes:classes``, ``prototypes:means`` and ``prototypes:counts`` for its classes, and its margin
-(LPM) under :func:`lpm_key`. The server validates all values.
+A client sends ``prototypes:classes``, ``prototypes:means`` and ``prototypes:counts``, and the margin (LPM) under
+:func:`lpm_key`. The server checks all values before use.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ _MAX_COUNT = 2**48  # maximum count per client: sums over thousands of clients f
 
 
 def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
-    """Creates extras with the prototypes of present classes.
+    """Packs the present classes' prototypes into extras.
 
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
         >>> {name: value.tolist() for name, value in packed.items()}
         {'prototypes:classes': [1], 'prototypes:means': [[3.0]], 'prototypes:counts': [2]}
+
     """
     classes = prototypes.present.nonzero()[:, 0]
     return {
@@ -43,14 +44,15 @@ def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
 
 
 def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototypes | None:
-    """Reads prototypes over ``num_classes`` classes from extras; ``None`` without prototypes.
+    """Unpacks prototypes over ``num_classes`` classes from extras; ``None`` without prototypes.
 
     Raises:
-        ValueError: If shapes do not match, or a class is outside its range.
+        ValueError: If the shapes are inconsistent, or a class is outside the allowed range.
 
     Example:
         >>> unpack_prototypes(pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2]))), 2).counts
         tensor([0, 2])
+
     """
     if "prototypes:classes" not in packed:
         return None
@@ -65,29 +67,31 @@ def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototy
 
 
 def lpm_key(margin: str, class_reduction: str) -> str:
-    """Extras key for a local prototype margin, with kind and reduction.
+    """Key for a local prototype margin in the extras, with the kind and the reduction.
 
     Example:
         >>> lpm_key("semantic", "mean")
         'prototypes:lpm:semantic:mean'
+
     """
     return f"{_LPM}{margin}:{class_reduction}"
 
 
 def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | None = None) -> str | None:
-    """Describes malformed prototypes in the extras of a client update.
+    """Finds malformed prototypes in an update's extras.
 
     Args:
-        packed: All extras of the update.
+        packed: The extras with prototypes, margins and any other tensors.
         num_classes: Number of classes; ``None`` if unknown.
 
     Returns:
-        Description, or ``None`` for valid or missing prototypes.
+        Description of the fault; ``None`` for valid or missing prototypes.
 
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
         >>> find_invalid_prototypes(packed), find_invalid_prototypes(packed, num_classes=1)
         (None, 'its prototypes are of class 1 instead of 0 to 0')
+
     """
     margins = [value for name, value in packed.items() if name.startswith(_LPM)]
     if any(value.numel() != 1 or not value.is_floating_point() for value in margins):
@@ -117,22 +121,23 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
 
 
 def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> dict[_Client, str]:
-    """Finds clients with implausibly large margins or prototypes.
+    """Finds clients with a margin or prototypes far larger than the median: claims instead of measurements.
 
-    Both are reported by clients. With at least three clients, values above 100 times the median are refused. Signed
-    margins ("hypothesis", "relative", "gain") can be near 0 for most clients, so the reference is the median of the
-    longest prototype norms if that is larger.
+    With three clients or more, a client with more than 100 times the median is excluded. Margins that compare classes
+    ("hypothesis", "relative", "gain") have both signs, and can be near 0 for most clients. These margins are compared
+    with the median length of the longest prototypes, if larger.
 
     Args:
-        packed: Extras of each client, validated by :func:`find_invalid_prototypes`.
+        packed: Extras by client, already accepted by :func:`find_invalid_prototypes`.
 
     Returns:
-        Description for each such client.
+        Description of the fault by client.
 
     Example:
         >>> margins = {"a": 1.0, "b": 1.5, "c": 1e30}
         >>> find_outlying_prototypes({k: {"prototypes:lpm:semantic:mean": torch.tensor(v)} for k, v in margins.items()})
         {'c': 'its prototype margin is 1e+30, and that of the median client 1.5'}
+
     """
     margins = {
         client: max(abs(float(value)) for name, value in extras.items() if name.startswith(_LPM))
@@ -162,23 +167,24 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
 def find_mismatched_prototypes(
     packed: Mapping[_Client, Mapping[str, Tensor]], known: int | None = None
 ) -> dict[_Client, str]:
-    """Finds clients with a different number of features than most clients.
+    """Finds clients with another number of features than most clients.
 
-    No single client determines the number, not even the first client. Ties are resolved in favour of the known number,
-    then the larger number.
+    No single client decides the number of features, not even the first client. In a tie the known number counts, or
+    else the larger number.
 
     Args:
-        packed: Extras of each client, validated by :func:`find_invalid_prototypes`.
+        packed: Extras by client, already accepted by :func:`find_invalid_prototypes`.
         known: Number of features in earlier prototypes, if any.
 
     Returns:
-        Description for each such client.
+        Description of the fault by client.
 
     Example:
         >>> means = {"a": torch.ones(2, 3), "b": torch.ones(2, 8), "c": torch.ones(1, 8)}
         >>> prototypes = {client: Prototypes(mean, torch.ones(len(mean)).int()) for client, mean in means.items()}
         >>> find_mismatched_prototypes({client: pack_prototypes(value) for client, value in prototypes.items()})
         {'a': 'its prototypes have 3 features instead of 8'}
+
     """
     widths = {
         client: extras["prototypes:means"].shape[1]

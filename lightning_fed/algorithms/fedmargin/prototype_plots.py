@@ -1,4 +1,4 @@
-"""Scatter plots of class prototypes, every few rounds."""
+"""Pictures with class prototypes as points in a plane, every few rounds."""
 
 from __future__ import annotations
 
@@ -36,38 +36,41 @@ _log = logging.getLogger(__name__)
 
 
 class PrototypePlots(FederatedCallback):
-    """Plots class prototypes in a plane, and logs the image to TensorBoard.
+    """Draws class prototypes as points in a plane, and logs the picture to TensorBoard.
 
-    In a federation with :class:`~lightning_fed.algorithms.FedMargin` the plot shows the aggregate prototypes over
-    clients and rounds; with other rules the prototypes of the round, averaged over clients by counts. With a plain
-    ``L.Trainer`` the plot shows the prototypes after the epoch. Prototypes are measured by
-    :class:`~lightning_fed.callbacks.ClassPrototypes`, which FedMargin adds automatically.
+    With :class:`~lightning_fed.algorithms.FedMargin` the points are the aggregate prototypes over clients and rounds.
+    With any other aggregator the points are averages over the round's clients, with each class weighted by counts. On a
+    plain ``L.Trainer`` the points are the prototypes at the end of the epoch.
+    :class:`~lightning_fed.callbacks.ClassPrototypes` measures the prototypes; FedMargin adds this callback, and other
+    methods need it explicitly.
 
-    The plane maximizes the variance of the prototypes (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`,
-    equal class weights). Each image has a new plane, rotated to match the previous axes. Both axes have equal scale.
-    The title shows the fraction of variance within the plane.
+    The plane is the plane with the largest spread among the prototypes
+    (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`; all classes have equal weight). Each picture has a
+    separate plane, rotated so the axes are close to the axes in the previous picture. Both axes have the same scale.
+    The title shows the share of the spread (sum of squared distances from the mean) within the plane.
 
-    The first image appears in the first epoch (round) with two classes, later images every ``every_n_epochs`` epochs.
-    The TensorBoard step is the epoch. Other loggers are skipped.
+    The first picture is drawn in the first epoch (round) with two classes, and again after ``every_n_epochs``.
+    TensorBoard's step is the epoch. Other loggers get no pictures.
 
-    State: ``last_epoch``, epoch of the last image (an int, or None), and ``view``, its plane: ``center`` (d numbers)
-    and ``axes`` (2 d numbers); or None.
+    State: ``last_epoch``, the epoch with the last picture (an int, or None), and ``view``, the plane: ``center`` (d
+    numbers) and ``axes`` (2 d numbers); or None.
 
     Args:
-        every_n_epochs: Epochs (rounds) between images.
-        class_names: Class names, from class 0; other classes show their index.
-        class_colors: Class colors (red, green, blue; 0 to 255), from class 0; other classes use a palette.
-        projector: Whether to also log all dimensions to TensorBoard's projector.
+        every_n_epochs: Epochs (rounds) between two pictures.
+        class_names: Class names from class 0 on; further classes are shown by index.
+        class_colors: Colours (red, green, blue; 0 to 255) from class 0 on; further classes use a palette.
+        projector: Whether to send the full prototypes to TensorBoard's projector.
 
     Raises:
-        ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` contains invalid colors.
+        ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` has an invalid colour.
         ModuleNotFoundError: In ``fit``, if matplotlib is not installed.
-        MisconfigurationException: In ``fit``, if no callback measures prototypes, or not before this callback.
+        MisconfigurationException: In ``fit``, if ``ClassPrototypes`` is missing, or comes after this callback.
 
     Example:
         >>> from lightning_fed.callbacks import ClassPrototypes
         >>> callbacks = [ClassPrototypes(), PrototypePlots(class_names=["road", "sky", "tree"])]
         >>> trainer = L.Trainer(max_epochs=5, callbacks=callbacks, logger=False)
+
     """
 
     # TensorBoard image name; the projector uses `prototypes`.
@@ -90,7 +93,7 @@ class PrototypePlots(FederatedCallback):
         self._sent: dict[Client, State] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Clears an earlier run, and logs unsupported loggers."""
+        """Resets the state for a new fit, and names loggers without pictures."""
         if stage != "fit":
             return
         if trainer.current_epoch == 0:  # otherwise the Trainer continues
@@ -100,7 +103,7 @@ class PrototypePlots(FederatedCallback):
             raise ModuleNotFoundError("PrototypePlots needs matplotlib: pip install 'lightning-fed[demo]'")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Checks for a callback that measures prototypes, once all callbacks exist."""
+        """Checks for ``ClassPrototypes`` among all callbacks."""
         callbacks = callbacks_of(trainer)
         positions = [index for index, callback in enumerate(callbacks) if isinstance(callback, ClassPrototypes)]
         if not positions:
@@ -114,19 +117,23 @@ class PrototypePlots(FederatedCallback):
     # A federation
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Clears the prototypes of a failed round."""
+        """Removes the prototypes from a failed round."""
         self._sent = {}
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
+        """Stores the client's prototypes."""
         self._sent[update.client] = {name: value for name, value in update.extras.items() if name in PROTOTYPE_KEYS}
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
+        """Returns the prototypes from this process's clients."""
         return self._sent
 
     def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
+        """Merges the prototypes from all processes."""
         self._sent = {client: packed for share in shares for client, packed in share.items()}
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
+        """Draws the prototypes after the round's aggregation."""
         server = find_federation(trainer).server
         rule = server.rule
         if isinstance(rule, FedMargin):
@@ -145,15 +152,16 @@ class PrototypePlots(FederatedCallback):
     # Both
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and plane of the last image."""
+        """Returns the epoch and the plane of the last picture."""
         return {"last_epoch": self._last_epoch, "view": None if self._view is None else self._view._asdict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the epoch and the plane of the last picture."""
         self._last_epoch, view = state_dict["last_epoch"], state_dict["view"]
         self._view = None if view is None else PrincipalAxes(**view)
 
     def _over_clients(self, trainer: L.Trainer, clients: Iterable[Client]) -> Prototypes | None:
-        """Averages prototypes over clients. Malformed prototypes are skipped with a warning."""
+        """Averages the clients' prototypes. Malformed prototypes are skipped, with the client in the log."""
         num_classes = _find_class_prototypes(trainer).classes_found
         assert num_classes is not None
         sent = {client: self._sent[client] for client in clients}
@@ -200,7 +208,7 @@ def _find_class_prototypes(trainer: L.Trainer) -> ClassPrototypes:
 
 
 def _figure(view: PrincipalAxes, means: Tensor, shown: Sequence[tuple[str, Color]], title: str) -> Figure:
-    """Scatter plot with class names and colors."""
+    """Draws prototypes in the plane, with class names and colours."""
     from matplotlib.figure import Figure  # the extra `demo`
 
     points = view.project(means)
