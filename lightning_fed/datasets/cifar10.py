@@ -1,4 +1,4 @@
-"""CIFAR-10 from an npz file of JPEG images, or from the batches that torchvision downloads."""
+"""CIFAR-10 from an npz file with JPEG images, or from torchvision's batches."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lightning_fed.datasets.torchvision_images import TorchvisionImages
 
 
 class CIFAR10(TorchvisionImages):
-    """CIFAR-10: 50,000 training and 10,000 test images, 32 x 32 RGB, 10 classes of equal size.
+    """CIFAR-10: 50,000 training and 10,000 test images, 32 x 32 RGB, 10 classes with equal sizes.
 
-    Takes the arguments of `TorchvisionImages`; `augment` mirrors images and shifts them by up to 4 pixels. Read from
-    the first of these that is found under `data_dir`:
+    The arguments are the arguments of `TorchvisionImages`; `augment` mirrors images and shifts by up to 4 pixels. The
+    first file or folder found under `data_dir` is read:
 
-    - `cifar10/cifar10_{train,test}_jpeg.npz`, or the same files in `data_dir` itself. Arrays: `data`, all JPEG files
-      end to end (uint8), file i being `data[offsets[i]:offsets[i + 1]]`; `offsets`; and `labels` (0..9).
-    - `cifar-10-batches-py/`, the pickled batches that torchvision downloads, which compares their checksums first.
+    - `cifar10/cifar10_{train,test}_jpeg.npz`, or the same files directly in `data_dir`. Arrays: `data`, all JPEG files
+      end to end (uint8), with file i as `data[offsets[i]:offsets[i + 1]]`; `offsets`; and `labels` (0..9).
+    - `cifar-10-batches-py/`, torchvision's pickled batches, with a comparison of checksums.
 
-    JPEG files are lossy: accuracies on them compare with one another, and with published ones only roughly. Only the
-    images that are kept are decoded (about 10,000 in a second).
+    JPEG compression is lossy: accuracies are comparable with each other, and only roughly with published values. Only
+    the chosen images are decoded (about 10,000 per second).
 
     Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
 
@@ -34,6 +34,7 @@ class CIFAR10(TorchvisionImages):
         >>> data = CIFAR10("data", train_size=10_000, augment=True)
         >>> data.num_classes, data.class_names[3]
         (10, 'cat')
+
     """
 
     _source = "CIFAR10"
@@ -41,7 +42,7 @@ class CIFAR10(TorchvisionImages):
     _mean, _std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
     def find_files(self, split: Split) -> list[Path]:
-        """The npz file of a split, or the folder of batches."""
+        """Finds a split's npz file, or the folder with the batches."""
         name = f"cifar10_{'test' if split == 'test' else 'train'}_jpeg.npz"
         instructions = (
             "Pass `download=True` to fetch the batches with torchvision, or `data_dir` as the folder that has one."
@@ -49,14 +50,14 @@ class CIFAR10(TorchvisionImages):
         return [find_file(self.data_dir, [f"cifar10/{name}", name, "cifar-10-batches-py"], instructions)]
 
     def read_files(self, split: Split) -> tuple[Tensor, Callable[[np.ndarray], Tensor]]:
-        """Classes of the images, and a function that decodes some."""
+        """Reads the classes, and returns a function that decodes chosen images."""
         (path,) = self.find_files(split)
         if path.suffix == ".npz":
             arrays = read_npz(path, ("data", "offsets", "labels"))
             return torch.from_numpy(arrays["labels"]), lambda chosen: decode_images(
                 split_bytes(arrays["data"], arrays["offsets"], chosen)
             )
-        from torchvision import datasets  # slow to import: only for those who use it
+        from torchvision import datasets  # slow to import, so only on use
 
         batches = datasets.CIFAR10(str(path.parent), train=split != "test")
         pixels = torch.from_numpy(batches.data).permute(0, 3, 1, 2)

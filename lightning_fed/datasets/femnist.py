@@ -21,37 +21,38 @@ _INSTRUCTIONS = (
 
 
 class FEMNIST(FileDataModule):
-    """FEMNIST of the LEAF benchmark: 28 x 28 characters of 62 classes, with the writer of each as natural client.
+    """FEMNIST from the LEAF benchmark: 28 x 28 characters in 62 classes, with writers as natural clients.
 
-    Read from `femnist/femnist_writers.npz` under `data_dir`, or the same file in `data_dir` itself. Arrays: `images`
-    (N, 28, 28) uint8, black on white; `label` (0..9 digits, 10..35 capital, 36..61 small letters); `writer`, an index
-    into `writer_names`; `split` (0 training, 1 test of the same writers, 2 test of writers never seen in training).
+    The file is `femnist/femnist_writers.npz` under `data_dir`, or the same file directly in `data_dir`. Arrays:
+    `images` (N, 28, 28) uint8, black on white; `label` (0..9 digits, 10..35 capital, 36..61 small letters); `writer`,
+    an index into `writer_names`; `split` (0 training, 1 test with the same writers, 2 test with new writers).
 
-    There is no validation split: the share `val_fraction` of every writer's training samples, drawn at random and
-    rounded down, is held out for it. The data sets' `groups` are the writers' names.
+    There is no validation split: a random share `val_fraction` of every writer's training samples, rounded down, is
+    held out for validation. The data sets' `groups` are the writers' names.
 
     Source: S. Caldas et al., "LEAF: A Benchmark for Federated Settings", arXiv:1812.01097; NIST Special Database 19.
 
     Args:
-        data_dir: Folder that holds the file, or the file.
-        invert: White on black, as in MNIST.
-        test_writers: Test on new samples of the writers in training (`"seen"`), or on other writers (`"unseen"`).
-        val_fraction: Share of each writer's training samples held out for validation, in [0, 1).
-        batch_size: Images in a training batch.
+        data_dir: Folder with the file, or the file.
+        invert: Whether to invert to white on black, as in MNIST.
+        test_writers: Test on new samples from training writers (`"seen"`), or from other writers (`"unseen"`).
+        val_fraction: Share of each writer's training samples for validation, in [0, 1).
+        batch_size: Images per training batch.
         **options: `normalize`, and `eval_batch_size`, `num_workers`, `train_size` (a random subset over all writers),
-            `val_size`, `test_size` and `seed` of `ArrayDataModule`.
+            `val_size`, `test_size` and `seed` for `ArrayDataModule`.
 
     Raises:
         FileNotFoundError: In `setup`, if the file is missing.
-        ValueError: If a number is out of its range, or an array is missing from the file.
+        ValueError: If a number is outside the allowed range, or an array is missing from the file.
 
     Example:
         >>> data = FEMNIST("data", invert=True, test_writers="unseen")
         >>> data.num_classes, data.class_names[10]
         (62, 'A')
+
     """
 
-    _std = 0.1655  # of the training images as stored, black on white, whose mean is 0.9612
+    _std = 0.1655  # for the stored training images, black on white, with mean 0.9612
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class FEMNIST(FileDataModule):
         )
 
     def _is_held_out(self, writers: np.ndarray) -> np.ndarray:
-        """Mask of the training samples held out for validation, drawn for each writer independently."""
+        """Marks the training samples held out for validation, drawn independently per writer."""
         is_held_out = np.zeros(len(writers), dtype=bool)
         for writer in np.unique(writers):
             samples = np.flatnonzero(writers == writer)

@@ -13,18 +13,19 @@ from torch import Tensor
 
 
 def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str) -> Path:
-    """The first existing one of several paths of a file.
+    """Finds the first existing candidate path.
 
     Args:
-        data_dir: Folder that the candidates are relative to, or one of the files itself.
+        data_dir: Folder for the candidates, or a candidate file.
         candidates: Paths relative to `data_dir`, best first.
         instructions: Instructions to get the file, for the error, as full sentences.
 
     Returns:
-        The path of the first candidate that exists.
+        The first existing path.
 
     Raises:
-        FileNotFoundError: If none exists.
+        FileNotFoundError: If no candidate exists.
+
     """
     root = Path(data_dir)
     if root.is_file() and root.name in {Path(candidate).name for candidate in candidates}:
@@ -37,17 +38,18 @@ def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str
 
 
 def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Reads some arrays of an npz file, without unpickling anything.
+    """Reads some arrays from an npz file, without unpickling.
 
     Args:
         path: The file.
-        names: Names of the arrays.
+        names: Array names.
 
     Returns:
         The arrays by name.
 
     Raises:
-        ValueError: If one is missing; the error lists the existing ones.
+        ValueError: If an array is missing; the error lists the existing arrays.
+
     """
     with np.load(path, allow_pickle=False) as archive:
         missing = sorted(set(names) - set(archive.files))

@@ -18,22 +18,22 @@ from lightning_fed.datasets.torchvision_images import TorchvisionImages
 
 
 class _IdxImages(TorchvisionImages):
-    """Four idx files in `<data_dir>/<name of the data set>/raw/`, gzipped or unpacked."""
+    """Images and labels in idx files in `<data_dir>/<name of the data set>/raw/`, gzipped or unpacked."""
 
     def find_files(self, split: Split) -> list[Path]:
-        """The files of a split: images and labels."""
+        """Finds a split's files: images and labels."""
         prefix = "t10k" if split == "test" else "train"
         names = [f"{self._source}/raw/{prefix}-{kind}-ubyte" for kind in ("images-idx3", "labels-idx1")]
         instructions = "Pass `download=True` to fetch it with torchvision, or `data_dir` as the folder that has it."
         return [find_file(self.data_dir, [name, f"{name}.gz"], instructions) for name in names]
 
     def read_files(self, split: Split) -> tuple[Tensor, Callable[[np.ndarray], Tensor]]:
-        """Classes of the images, and a function that gives some."""
+        """Reads the classes, and returns a function for chosen images."""
         images, labels = map(_read_idx, self.find_files(split))
         return labels, lambda chosen: images[torch.from_numpy(chosen)].unsqueeze(1)
 
     def _augmentation(self) -> Augment:
-        from torchvision.transforms import v2  # slow to import: only for those who use it
+        from torchvision.transforms import v2  # slow to import, so only on use
 
         change: Augment = v2.Compose([v2.RandomResizedCrop(28), v2.RandomHorizontalFlip()])
         return change
@@ -57,8 +57,8 @@ def _read_idx(path: Path) -> Tensor:
 class MNIST(_IdxImages):
     """Handwritten digits: 60,000 training and 10,000 test images, 28 x 28, white on black, 10 classes.
 
-    Takes the arguments of `TorchvisionImages`; `augment` cuts out a random part of an image and mirrors it at random,
-    as the program of FedFusion does, also of digits. The files are
+    The arguments are the arguments of `TorchvisionImages`; `augment` takes a random crop and mirrors at random, like
+    FedFusion's program, also for digits. The files are
     `<data_dir>/MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte`, gzipped or not.
 
     Source: Y. LeCun, C. Cortes and C. Burges, http://yann.lecun.com/exdb/mnist/.
@@ -67,6 +67,7 @@ class MNIST(_IdxImages):
         >>> data = MNIST("data", batch_size=20)
         >>> data.num_classes, data.class_names[:3]
         (10, ('0', '1', '2'))
+
     """
 
     _source = "MNIST"
@@ -75,11 +76,11 @@ class MNIST(_IdxImages):
 
 
 class FashionMNIST(_IdxImages):
-    """Zalando's articles: 60,000 training and 10,000 test images, 28 x 28, white on black, 10 classes of equal size.
+    """Zalando's articles: 60,000 training and 10,000 test images, 28 x 28, white on black, 10 classes with equal sizes.
 
-    Takes the arguments of `TorchvisionImages`; `augment` cuts out a random part of an image and mirrors it at random,
-    as the program of FedFusion does, also of digits. The files are
-    `<data_dir>/FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte`, gzipped or not.
+    The arguments are the arguments of `TorchvisionImages`; `augment` takes a random crop and mirrors at random, like
+    FedFusion's program. The files are `<data_dir>/FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte`,
+    gzipped or not.
 
     Source: H. Xiao, K. Rasul and R. Vollgraf, https://github.com/zalandoresearch/fashion-mnist (MIT licence).
 
@@ -87,6 +88,7 @@ class FashionMNIST(_IdxImages):
         >>> data = FashionMNIST("data", batch_size=20)
         >>> data.num_classes, data.class_names[-1]
         (10, 'Ankle boot')
+
     """
 
     _source = "FashionMNIST"

@@ -1,4 +1,4 @@
-"""Omniglot: characters of 50 alphabets, each drawn by 20 people, from one npz file or torchvision's folders."""
+"""Omniglot: characters from 50 alphabets, each drawn by 20 people, from one npz file or torchvision's folders."""
 
 from __future__ import annotations
 
@@ -42,52 +42,51 @@ _INSTRUCTIONS = (
 class Omniglot(FileDataModule):
     """Omniglot: 28 x 28 images of characters, white on black; many classes with few images each.
 
-    The background set has 964 characters of 30 alphabets: the classes. Everyone of the 20 people who drew an alphabet
-    drew each of its characters once; the images of some of them are for training, of others for validation and of
-    others for the test, so that every class is in all three. The evaluation set has 659 characters of 20 other
-    alphabets, classes 964 to 1622, which are not for training: :meth:`retrieval_dataloader` gives their images, to
-    search among their embeddings.
+    The background set has 964 characters from 30 alphabets: the classes. Each alphabet was drawn by 20 people, with one
+    image per person and character. The images are split into training, validation and test by person, so every class is
+    in all three splits. The evaluation set has 659 characters from 20 other alphabets, classes 964 to 1622, which are
+    not for training: :meth:`retrieval_dataloader` returns these images, for a search among embeddings.
 
-    Read from the first of these that is found under `data_dir`:
+    The first file or folder found under `data_dir` is read:
 
-    - `omniglot/omniglot28.npz`, or the same file in `data_dir` itself. Arrays: `images` (N, 28, 28) uint8, white on
-      black; `label` (0..1622, in the alphabetical order of alphabets and characters, first the background set);
-      `drawer` (1..20); `split` (0 background, 1 evaluation).
-    - `omniglot-py/`, the folders that torchvision downloads. Their images, 105 x 105, are averaged over the area and
-      inverted.
+    - `omniglot/omniglot28.npz`, or the same file directly in `data_dir`. Arrays: `images` (N, 28, 28) uint8, white on
+      black; `label` (0..1622, in alphabetical order by alphabet and character, background set first); `drawer` (1..20);
+      `split` (0 background, 1 evaluation).
+    - `omniglot-py/`, torchvision's folders. The images, 105 x 105, are averaged over areas and inverted.
 
-    A natural client (`groups`) is one person with one alphabet, 420 in the training split with the defaults, each with
-    14 to 55 images, one of each class that it has. Drawers of different alphabets with the same number are different
-    people. Clients with whole classes of their own, about 20 of the 964, are
-    ``LabelsPerClient(num_clients=49, labels_per_client=20, assignment="even")``.
+    A natural client (`groups`) is one person with one alphabet: 420 clients in the training split by default, with 14
+    to 55 images each, one per class. Drawers with equal numbers in different alphabets are different people.
+    ``LabelsPerClient(num_clients=49, labels_per_client=20, assignment="even")`` gives clients with whole classes, about
+    20 out of 964.
 
     Source: B. Lake, R. Salakhutdinov and J. Tenenbaum, "Human-level concept learning through probabilistic program
     induction", Science 2015; https://github.com/brendenlake/omniglot (MIT licence).
 
     Args:
-        data_dir: Folder that holds one of the above, or the npz file.
-        download: Fetch the folders into `data_dir` with torchvision if nothing is found (needs a network).
-        val_drawers: Number of drawers of every alphabet for validation: the last before those of the test.
-        test_drawers: Number of drawers of every alphabet for the test: the last of the 20.
+        data_dir: Folder with the file or the folder, or the npz file.
+        download: Whether to download missing folders into `data_dir` with torchvision (needs a network).
+        val_drawers: Number of validation drawers per alphabet: the last before the test drawers.
+        test_drawers: Number of test drawers per alphabet: the last among the 20.
         group_by: Natural clients: a person with an alphabet (`"drawer"`), or an alphabet (`"alphabet"`).
-        batch_size: Images in a training batch.
-        **options: `normalize`, and `eval_batch_size` (also of retrieval), `num_workers`, `train_size` (a small one
-            loses classes), `val_size`, `test_size` and `seed` of `ArrayDataModule`.
+        batch_size: Images per training batch.
+        **options: `normalize`, and `eval_batch_size` (also for retrieval), `num_workers`, `train_size` (a small subset
+            loses classes), `val_size`, `test_size` and `seed` for `ArrayDataModule`.
 
     Attributes:
-        retrieval_class_names: Name of each class of the evaluation set.
+        retrieval_class_names: Class names in the evaluation set.
 
     Raises:
-        FileNotFoundError: In `setup`, if nothing of the above is found, or a character's folder is missing.
-        ValueError: If a number is out of its range, or an array is missing from the file.
+        FileNotFoundError: In `setup`, if no file or folder is found, or a character's folder is missing.
+        ValueError: If a number is outside the allowed range, or an array is missing from the file.
 
     Example:
         >>> data = Omniglot("data", val_drawers=2, test_drawers=4)
         >>> data.num_classes, data.class_names[-1], len(data.retrieval_class_names)
         (964, 'Tifinagh/character55', 659)
+
     """
 
-    _mean, _std = 0.0781, 0.2576  # of the background set
+    _mean, _std = 0.0781, 0.2576  # background set
 
     def __init__(
         self,
@@ -124,18 +123,19 @@ class Omniglot(FileDataModule):
             try:
                 self._find(is_background)
             except FileNotFoundError:
-                from torchvision import datasets  # slow to import: only for those who use it
+                from torchvision import datasets  # slow to import, so only on use
 
                 datasets.Omniglot(str(self.data_dir), background=is_background, download=True)
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads the background images of the drawers of one split.
+        """Reads the background images from one split's drawers.
 
         Args:
             split: The split.
 
         Returns:
             Images (N, 1, 28, 28), classes (N,) from 0 to 963, and groups, such as `"Greek/07"` or `"Greek"`.
+
         """
         first_val, first_test = _DRAWERS - self.val_drawers - self.test_drawers + 1, _DRAWERS - self.test_drawers + 1
         drawings = self._read(is_background=True)
@@ -144,17 +144,18 @@ class Omniglot(FileDataModule):
 
     @property
     def retrieval_dataset(self) -> ArrayDataset:
-        """All images of the evaluation set; read when it is first used."""
+        """All images in the evaluation set, read on first use."""
         if self._retrieval is None:
             drawings = self._read(is_background=False)
             self._retrieval = self._dataset_of(drawings, np.arange(len(drawings.labels)))
         return self._retrieval
 
     def retrieval_dataloader(self) -> DataLoader[Any]:
-        """Batches of the evaluation set in order, for ``trainer.test(model, data.retrieval_dataloader())`` or predict.
+        """Builds a loader over the evaluation set in order, for ``trainer.test(model, data.retrieval_dataloader())``.
 
         Returns:
-            Batches of images (B, 1, 28, 28) and classes (B,) from 964 to 1622.
+            Batches with images (B, 1, 28, 28) and classes (B,) from 964 to 1622.
+
         """
         return self._loader(self.retrieval_dataset, self.eval_batch_size)
 
@@ -192,7 +193,7 @@ class Omniglot(FileDataModule):
 
 
 class _Drawings(NamedTuple):
-    """Classes and drawers of images, shape (N,), and a function that reads chosen ones, shape (n, 1, 28, 28), uint8."""
+    """Classes and drawers by image, shape (N,), and a function for chosen images, shape (n, 1, 28, 28), uint8."""
 
     labels: np.ndarray
     drawers: np.ndarray

@@ -1,4 +1,4 @@
-"""Shakespeare: prediction of the next character, with the speaking roles of the plays as clients."""
+"""Shakespeare: next-character prediction, with speaking roles as clients."""
 
 from __future__ import annotations
 
@@ -29,47 +29,45 @@ _GENERATED = 12  # roles
 
 
 class Shakespeare(FederatedDataModule):
-    """Shakespeare's plays by speaking role: windows of 80 characters, and the next character. A role is a client.
+    """Shakespeare's plays by speaking role: windows with 80 characters, and the next character. A role is a client.
 
-    Read from the first of these that is found under `data_dir`, or from `data_dir` if it is one of the files itself:
+    The data come from the first file found under `data_dir`, or from `data_dir` if this is a file:
 
-    - `shakespeare/shakespeare_roles.json.gz`, gzipped JSON: `roles`, a list of names such as `hamlet/HAMLET`, and
-      `speeches`, a list of `[index of the role, text]` in the order of the plays.
-    - `shakespeare/tinyshakespeare.txt`: blocks with an empty line between them, whose first lines are `ROLE:`.
+    - `shakespeare/shakespeare_roles.json.gz`, gzipped JSON: `roles`, a list with names such as `hamlet/HAMLET`, and
+      `speeches`, a list with `[index of the role, text]` in the order of the plays.
+    - `shakespeare/tinyshakespeare.txt`: blocks separated by empty lines, with `ROLE:` as first line.
 
-    Both may lie in `data_dir` itself. Without `data_dir` 12 roles with some thousands of characters each are generated
-    for trials: all roles share the probabilities of a word after another, and every role prefers some words.
+    Both files may also be directly in `data_dir`. Without `data_dir`, 12 roles with thousands of characters each are
+    generated for trials: all roles share transition probabilities between words, and every role prefers some words.
 
-    A role's text is the sequence of its speeches with line breaks between them, and every window of `seq_length`
-    characters with a next character is a sample. The first samples are for training and the last for validation, as in
-    the LEAF benchmark; samples between them, whose windows overlap with training, are dropped. LEAF has no other test
-    data.
+    A role's text is the sequence of speeches joined by line breaks. Every window with `seq_length` characters and a
+    next character is a sample. The first samples are for training and the last for validation, as in the LEAF
+    benchmark; samples in between, with windows overlapping training windows, are dropped. LEAF has no other test data.
 
-    FedMA's setting is ``Shakespeare(data_dir, min_samples=10_000, max_clients=66)``, of LEAF's edition.
+    FedMA's setting is ``Shakespeare(data_dir, min_samples=10_000, max_clients=66)``, with LEAF's edition.
 
     Source: S. Caldas et al., "LEAF: A Benchmark for Federated Settings", arXiv:1812.01097; H. Wang et al., "Federated
     Learning with Matched Averaging", ICLR 2020.
 
     Args:
-        data_dir: Folder that holds one of the files, or the file; None for generated text.
-        min_samples: Fewest samples of a client, as if `stride` were 1: roles with less text are left out.
-        max_clients: Most clients: the first in the order of the file. None for all.
-        seq_length: Characters of a window.
-        stride: Distance in characters between the beginnings of windows; a larger one gives fewer, more different
-            samples.
-        every_step: Whether the targets are the next characters of all characters in the window, or of the last one.
-        vocabulary: `"leaf"`, the 80 characters of LEAF, where others become spaces; or `"text"`, all characters in the
+        data_dir: Folder with the file, or the file; None for generated text.
+        min_samples: Minimum number of samples per client, counted with `stride` 1; shorter roles are skipped.
+        max_clients: Maximum number of clients: the first in the file. None for all.
+        seq_length: Characters per window.
+        stride: Distance in characters between window starts; a larger stride gives fewer, more different samples.
+        every_step: Whether the targets are the next characters for every character in the window, or for the last one.
+        vocabulary: `"leaf"`, LEAF's 80 characters, with spaces for other characters; or `"text"`, all characters in the
             file.
-        val_fraction: Share of a role's samples, at the end of its text, for validation; in (0, 1).
-        batch_size: Windows in a training batch.
-        eval_batch_size: Windows in a batch of validation; None means `batch_size`.
-        num_workers: Worker processes of each loader.
-        seed: Seed of generated text. It is not the seed of the training.
+        val_fraction: Share of a role's samples, at the end of the text, for validation; in (0, 1).
+        batch_size: Windows per training batch.
+        eval_batch_size: Windows per validation batch; None means `batch_size`.
+        num_workers: Worker processes per loader.
+        seed: Seed for generated text. Training has another seed.
 
     Raises:
-        FileNotFoundError: In `setup`, if there is no file.
-        ValueError: If a number is out of its range or, in `setup`, the file is of another kind or has no role with that
-            many samples.
+        FileNotFoundError: In `setup`, if no file is found.
+        ValueError: If a number is outside the allowed range or, in `setup`, the file has another format or no role with
+            enough samples.
 
     Example:
         >>> data = Shakespeare(max_clients=3, stride=4)
@@ -124,7 +122,7 @@ class Shakespeare(FederatedDataModule):
         """Reads the text, once.
 
         Args:
-            stage: As Lightning names it; all stages need the same.
+            stage: Lightning's stage; all stages need the same data.
 
         """
         if self.clients:
@@ -149,7 +147,7 @@ class Shakespeare(FederatedDataModule):
 
     @property
     def vocabulary(self) -> str:
-        """All characters, in the order of their codes; with `vocabulary="text"` the file is read for it."""
+        """All characters, in the order of the codes; with `vocabulary="text"` this reads the file."""
         if not self._vocabulary:
             self.setup()
         return self._vocabulary
@@ -164,25 +162,25 @@ class Shakespeare(FederatedDataModule):
         return encode_text(text, self.vocabulary)
 
     def decode(self, codes: Tensor) -> str:
-        """Decodes codes of shape ``(length,)`` to text."""
+        """Decodes codes with shape ``(length,)`` to text."""
         return decode_text(codes, self.vocabulary)
 
     def population(self) -> Population:
-        """The clients, from which rounds take their batches."""
+        """Returns the clients as a source of batches for the rounds."""
         self.setup()
         return super().population()
 
     def train_dataloader(self) -> Iterable[Any]:
-        """The windows of all roles pooled, as a plain `L.Trainer` sees them."""
+        """Pools the windows over all roles, for a plain `L.Trainer`."""
         self.setup()
         return super().train_dataloader()
 
     def evaluation_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
-        """The loader of one role's validation windows."""
+        """Builds the loader for one role's validation windows."""
         return DataLoader(dataset, self.eval_batch_size, num_workers=self.loader_options["num_workers"])
 
     def _split(self, codes: Tensor) -> tuple[ArrayDataset, ArrayDataset]:
-        """A role's training samples, and its validation samples, whose windows do not overlap with training."""
+        """Splits a role into training samples and non-overlapping validation samples."""
         count = len(codes) - self.seq_length
         train = int((1 - self.val_fraction) * count)
         parts = [(0, train), (train + self.seq_length - 1, count)]

@@ -1,4 +1,4 @@
-"""Generated scenes of simple shapes: a segmentation and classification data set that needs no file."""
+"""Generated scenes with simple shapes: a segmentation and classification data set without files."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ _MEAN, _STD = 0.47, 0.22
 
 
 class ShapesDataset(ArrayDataset):
-    """Scenes of two to four shapes of five classes in front of a dull background, rendered in the constructor.
+    """Scenes with two to four shapes from five classes on a dull background, rendered in the constructor.
 
-    A scene is a pure function of (seed, split, index) and the options: scene i is the same whatever the number of
-    scenes, and no global generator is touched. A shape's class shows in its outline and, nine times out of ten, in its
-    texture: discs are plain, squares have rows, triangles columns, rings chequers and crosses slanted stripes; the
-    tenth has any texture. Colours and areas are drawn without regard to the class, and shapes are turned by up to 20
-    degrees and hide one another. Behind them lie vivid strokes and specks (clutter, which counts as background), and
-    over everything a light that falls off across the scene, and noise. 1,000 scenes of 64 x 64 pixels take 1 to 2 s.
+    A scene is a pure function of (seed, split, index) and the options: scene i does not depend on the number of scenes,
+    and global generators are not used. A shape's class shows in the outline and, nine times out of ten, in the texture:
+    discs are plain, squares have rows, triangles columns, rings chequers and crosses slanted stripes; one time out of
+    ten the texture is random. Colours and areas do not depend on the class. Shapes are rotated by up to 20 degrees, and
+    may hide each other. Vivid strokes and specks behind the shapes count as background. Light falls off across the
+    scene, and noise is added. Rendering 1,000 scenes with 64 x 64 pixels takes 1 to 2 s.
 
-    Each scene has a dominant class: its first shape is of that class and is the largest, and every other shape is of
-    that class with probability `dominant`, else of a class drawn uniformly.
+    Each scene has a dominant class: the first and largest shape has this class. Every other shape has this class with
+    probability `dominant`, or else a uniformly drawn class.
 
-    Masks have the values 0 background, 1 disc, 2 square, 3 triangle, 4 ring, 5 cross. The label for classification is
-    the class of shape with the most visible pixels, from 0 disc to 4 cross, which is nearly always the dominant one.
+    Mask values are 0 background, 1 disc, 2 square, 3 triangle, 4 ring, 5 cross. The label for classification is the
+    shape class with the most visible pixels, from 0 disc to 4 cross, nearly always the dominant class.
 
     Args:
         num_samples: Number of scenes.
-        image_size: Height and width in pixels, at least 16. Apart from the noise, an index shows the same scene at
-            every size.
-        seed: Seed of the generator, at least 0.
-        split: Scenes of different splits are independent.
+        image_size: Height and width in pixels, at least 16. Apart from noise, an index shows the same scene at every
+            size.
+        seed: Seed for the generator, at least 0.
+        split: The split; scenes in different splits are independent.
         dominant: Skew towards the scene's dominant class, in [0, 1].
         task: Whether the targets are masks (`"segmentation"`) or labels (`"classification"`).
         augment: As for `ArrayDataset`.
 
     Raises:
-        ValueError: If an option is out of its range.
+        ValueError: If an option is outside the allowed range.
 
     Example:
         >>> scenes = ShapesDataset(4, image_size=32)
         >>> image, mask = scenes[0]
         >>> image.shape, mask.shape, mask.dtype
         (torch.Size([3, 32, 32]), torch.Size([32, 32]), torch.int64)
+
     """
 
     def __init__(
@@ -77,35 +78,36 @@ class ShapesDataset(ArrayDataset):
 
 
 class Shapes(ArrayDataModule):
-    """Generated scenes of discs, squares, triangles, rings and crosses (see `ShapesDataset`); needs no file.
+    """Generated scenes with discs, squares, triangles, rings and crosses (see `ShapesDataset`), without files.
 
-    The scenes are rendered in `setup`, 1,000 scenes of 64 x 64 pixels in 1 to 2 seconds, and stored as uint8. They can
-    be learned from scratch in minutes on a CPU: `smp.Unet("resnet18", encoder_weights=None)` reached a mean IoU of 0.76
-    after 300 steps of 16 scenes of 48 x 48 pixels.
+    The scenes are rendered in `setup`, 1,000 scenes with 64 x 64 pixels in 1 to 2 seconds, and stored as uint8. A CPU
+    learns the task from scratch in minutes: `smp.Unet("resnet18", encoder_weights=None)` reached a mean IoU of 0.76
+    after 300 steps with 16 scenes of 48 x 48 pixels.
 
     The classes are fixed: for segmentation 6, background and the five shapes; for classification 5, the shapes. With
-    `dominant` near 1 almost every scene shows one class of shape, so that a Dirichlet partition over the dominant
-    class gives clients of very different masks; with 0 the scenes are mixed.
+    `dominant` near 1 almost every scene shows one class of shape, so a Dirichlet partition over the dominant class
+    gives clients with very different masks; with 0 the scenes are mixed.
 
     Args:
         num_train: Number of training scenes.
-        num_val: Number of validation scenes; 0 validates on none.
+        num_val: Number of validation scenes; 0 means no validation.
         num_test: Number of test scenes.
         image_size: Height and width in pixels, at least 16.
         dominant: Skew of each scene towards one class of shape, in [0, 1].
         task: Whether the targets are masks (`"segmentation"`) or labels (`"classification"`).
-        augment: Mirror training scenes at random.
-        batch_size: Scenes in a training batch.
-        **options: `eval_batch_size`, `num_workers` and `seed` (of the scenes) of `ArrayDataModule`.
+        augment: Whether to mirror training scenes at random.
+        batch_size: Scenes per training batch.
+        **options: `eval_batch_size`, `num_workers` and `seed` (for the scenes) for `ArrayDataModule`.
 
     Raises:
-        ValueError: If an option is out of its range.
+        ValueError: If an option is outside the allowed range.
 
     Example:
         >>> data = Shapes(num_train=8, num_val=2, num_test=2, image_size=32)
         >>> data.setup("fit")
         >>> data.num_classes, data.class_names[0], len(data.train_dataset)
         (6, 'background', 8)
+
     """
 
     def __init__(
@@ -134,13 +136,14 @@ class Shapes(ArrayDataModule):
         self.augment = augment
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Renders the scenes of one split.
+        """Renders the scenes in one split.
 
         Args:
             split: The split.
 
         Returns:
             Scenes (N, 3, H, W), and masks (N, H, W) or labels (N,).
+
         """
         return ShapesDataset(
             self.num_scenes[split],
@@ -161,6 +164,5 @@ def _check_options(image_size: int, dominant: float, task: str) -> None:
 
 
 def _dominant_labels(masks: np.ndarray) -> np.ndarray:
-    """The shape with the most pixels in each mask (N, H, W), from 0."""
     counts = [np.bincount(mask.ravel(), minlength=len(SHAPES) + 1)[1:] for mask in masks]
     return np.array([count.argmax() for count in counts], dtype=np.int64)

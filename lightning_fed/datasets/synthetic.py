@@ -1,4 +1,4 @@
-"""Synthetic(alpha, beta): generated clients whose models and inputs differ by a known amount."""
+"""Synthetic(alpha, beta): generated clients with a known difference between models and inputs."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from lightning_fed.messages import Client
 
 
 class Synthetic(FederatedDataModule):
-    """The generated classification data of the FedProx paper: 60 features, 10 classes, clients of unlike sizes.
+    """Generated classification data from the FedProx paper: 60 features, 10 classes, clients with different sizes.
 
-    The clients are called 0, 1, ..., each with at least 50 examples and a linear model of its own behind its labels
-    (:func:`~lightning_fed.datasets.synthetic_clients`). The share `test_fraction` of every client's examples, the last
-    ones, is for the test, as in the paper; the share `val_fraction` of the others, again the last ones, is for
-    validation. Both are rounded down, but at least one. Examples are independent, so their order does not
-    matter. No file is read, and the data are a pure function of the arguments.
+    The clients are 0, 1, ..., each with at least 50 examples and a separate linear model behind the labels
+    (:func:`~lightning_fed.datasets.synthetic_clients`). The last share `test_fraction` of every client's examples is
+    for the test, as in the paper; the last share `val_fraction` of the remaining examples is for validation. Both are
+    rounded down, but to at least one. Examples are independent, so the order does not matter. No file is read, and the
+    data are a pure function of the arguments.
 
     Source: T. Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, section 5.1.
 
     Args:
         alpha: Difference between the clients' models, at least 0.
-        beta: Difference between their inputs, at least 0.
+        beta: Difference between the clients' inputs, at least 0.
         num_clients: Number of clients, at least 1.
         val_fraction: Share of a client's examples outside the test for validation, in (0, 1).
         test_fraction: Share of a client's examples for the test, in (0, 1).
-        batch_size: Examples in a batch.
-        seed: Seed of the data. It is not the seed of the training.
+        batch_size: Examples per batch.
+        seed: Seed for the data. Training has another seed.
 
     Attributes:
         num_features: Length of an input, 60.
         num_classes: Number of classes, 10.
 
     Raises:
-        ValueError: If a number is out of its range.
+        ValueError: If a number is outside the allowed range.
 
     Example:
         >>> data = Synthetic(alpha=1.0, beta=1.0, num_clients=3)
@@ -47,6 +47,7 @@ class Synthetic(FederatedDataModule):
         >>> inputs, label = data.clients[0][0]
         >>> inputs.shape, label.dtype
         (torch.Size([60]), torch.int64)
+
     """
 
     num_features = 60
@@ -81,7 +82,6 @@ class Synthetic(FederatedDataModule):
 
 
 def _last_share_start(count: int, fraction: float) -> int:
-    """Position of the first example of the last share, which has at least one."""
     return count - max(1, int(fraction * count))
 
 

@@ -34,9 +34,9 @@ def synthetic_clients(
         x \sim \mathcal N(v_k, \mathrm{diag}(j^{-1.2})), \quad y = \arg\max\,(x W_k + b_k), \quad
         n_k = \lfloor s_k \rfloor + 50, \ \log s_k \sim \mathcal N(4, 2^2)
 
-    ``alpha`` sets the difference between the models, ``beta`` that between the inputs. As in the authors' program they
-    are standard deviations; Synthetic(1, 1) is the same either way. Samples are independent, so the first 90 % of a
-    client's samples are its training set, as in the paper.
+    ``alpha`` sets the difference between the models, ``beta`` the difference between the inputs. As in the authors'
+    program both are standard deviations; Synthetic(1, 1) is equal under both readings. Samples are independent, so the
+    first 90 % of a client's samples are its training set, as in the paper.
 
     A client's data depend on the seed and the client alone, not on the number of clients.
 
@@ -52,7 +52,7 @@ def synthetic_clients(
         Inputs of shape ``(n_k, num_features)`` and labels of shape ``(n_k,)``, per client.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is outside the allowed range.
 
     Example:
         >>> inputs, labels = synthetic_clients(1.0, 1.0, num_clients=3)[0]

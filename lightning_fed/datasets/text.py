@@ -1,4 +1,4 @@
-"""Text by speaking role: reading, generation, and windows of characters with the next character."""
+"""Text by speaking role: reading, generation, and windows with the next character."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_fed.data.arrays import ArrayDataset
 
 LEAF_VOCABULARY = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
-"""The 80 characters of the LEAF benchmark, in its order."""
+"""The LEAF benchmark's 80 characters, in LEAF's order."""
 
 _WORDS = (
     "the and to of a my in you is that not with me it for be his your this but he have as thou so him will what thy all"
@@ -24,7 +24,7 @@ _MARKS = ",.;!?"
 
 
 def encode_text(text: str, vocabulary: str) -> Tensor:
-    """Encodes a text by the positions of its characters in a vocabulary; other characters become spaces.
+    """Encodes a text as character positions in a vocabulary; other characters become spaces.
 
     Args:
         text: The text.
@@ -34,7 +34,7 @@ def encode_text(text: str, vocabulary: str) -> Tensor:
         Codes, int64, shape ``(len(text),)``.
 
     Raises:
-        ValueError: If there is an unknown character, and no space for it.
+        ValueError: If a character is unknown, and the vocabulary has no space.
 
     Example:
         >>> encode_text("ab$a", " ab")
@@ -49,7 +49,7 @@ def encode_text(text: str, vocabulary: str) -> Tensor:
 
 
 def decode_text(codes: Tensor, vocabulary: str) -> str:
-    """Decodes codes of shape ``(length,)`` to text.
+    """Decodes codes with shape ``(length,)`` to text.
 
     Example:
         >>> decode_text(torch.tensor([1, 2, 0]), " ab")
@@ -60,15 +60,15 @@ def decode_text(codes: Tensor, vocabulary: str) -> str:
 
 
 def text_windows(codes: Tensor, length: int, first: int, end: int, stride: int, every_step: bool) -> ArrayDataset:
-    """The windows of a text, without copying it, each with its next characters.
+    """Cuts a text into windows with the next characters, without copying.
 
     Args:
         codes: The text, int64, shape ``(T,)``.
-        length: Characters of a window.
+        length: Characters per window.
         first: Position of the first window.
         end: End of the range of positions (exclusive), at most ``T - length``.
-        stride: Distance in characters between the beginnings of windows.
-        every_step: Whether the targets are the next characters of all characters in the window, or of the last one.
+        stride: Distance in characters between window starts.
+        every_step: Whether the targets are the next characters for every character in the window, or for the last one.
 
     Returns:
         Inputs, shape ``(N, length)``, and targets, shape ``(N,)`` or, with ``every_step``, ``(N, length)``; int64.
@@ -87,14 +87,14 @@ def text_windows(codes: Tensor, length: int, first: int, end: int, stride: int, 
 
 
 def read_roles(path: Path) -> dict[str, str]:
-    """Reads the text of every speaking role: its speeches, joined by line breaks.
+    """Reads every speaking role's text: the speeches, joined by line breaks.
 
     Args:
-        path: Gzipped JSON with ``roles``, a list of names, and ``speeches``, a list of a role's index and a text each;
-            or a text file of blocks with empty lines between them, whose first lines are ``ROLE:``.
+        path: Gzipped JSON with ``roles``, a list with names, and ``speeches``, a list with a role's index and a text
+            each; or a text file with blocks separated by empty lines, with ``ROLE:`` as first line.
 
     Raises:
-        ValueError: If the file is of neither kind.
+        ValueError: If the file has another format.
 
     """
     speeches: dict[str, list[str]] = {}
@@ -115,10 +115,10 @@ def read_roles(path: Path) -> dict[str, str]:
 
 
 def make_roles(count: int, seed: int) -> dict[str, str]:
-    """Generates the text of several roles, 1,500 to 4,500 characters each.
+    """Generates text for several roles, with 1,500 to 4,500 characters each.
 
-    All roles share the probabilities of a word after another; every role prefers some words. A role's text depends on
-    the seed and its number alone.
+    All roles share transition probabilities between words; every role prefers some words. A role's text depends only on
+    the seed and the role's number.
 
     Args:
         count: Number of roles.

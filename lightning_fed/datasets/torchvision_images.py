@@ -1,4 +1,4 @@
-"""Base of the image data sets that torchvision downloads, without a validation split."""
+"""Base class for torchvision's image data sets without a validation split."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from lightning_fed.datasets.array_module import FileDataModule, Split
 
 
 class TorchvisionImages(FileDataModule):
-    """Images of classes as torchvision stores them (abstract: see `MNIST`, `FashionMNIST` and `CIFAR10`).
+    """Images with classes in torchvision's format (abstract: see `MNIST`, `FashionMNIST` and `CIFAR10`).
 
-    The files are only read, so that their folder may be read-only. There is no validation split: `val_size` training
-    images, drawn at random, are held out for it, and the test images are only for the test.
+    Files are only read, so the folder may be read-only. There is no validation split: `val_size` random training images
+    are held out for validation, and test images are only for the test.
 
     Args:
-        data_dir: Folder that holds the data set's own folder.
-        download: Fetch missing files into `data_dir` with torchvision (needs a network).
-        val_size: Number of training images held out for validation; 0 trains on all and validates on none.
-        augment: Change training images at random. A partition's own changes, such as a permutation of the pixels, come
-            after it.
-        **options: `normalize`, and `batch_size`, `eval_batch_size`, `num_workers`, `train_size` (None keeps all that
-            are not held out), `test_size` and `seed` of `ArrayDataModule`.
+        data_dir: Folder that contains the data set's folder.
+        download: Whether to download missing files into `data_dir` with torchvision (needs a network).
+        val_size: Number of training images held out for validation; 0 trains on all images without validation.
+        augment: Whether to change training images at random, before a partition's own changes (for example a
+            permutation of the pixels).
+        **options: `normalize`, and `batch_size`, `eval_batch_size`, `num_workers`, `train_size` (None keeps all images
+            except held-out ones), `test_size` and `seed` for `ArrayDataModule`.
 
     Raises:
         FileNotFoundError: In `setup`, if a file is missing.
-        ValueError: If a number is out of its range, or a file is of another format.
-        RuntimeError: If torchvision finds CIFAR's batches changed.
+        ValueError: If a number is outside the allowed range, or a file has another format.
+        RuntimeError: If torchvision finds changed CIFAR batches.
+
     """
 
     _source: ClassVar[str]
@@ -54,15 +55,16 @@ class TorchvisionImages(FileDataModule):
 
     @abstractmethod
     def find_files(self, split: Split) -> list[Path]:
-        """The files of a split, or the folder that has them.
+        """Finds a split's files, or the folder with the files.
 
         Raises:
-            FileNotFoundError: If one is missing.
+            FileNotFoundError: If a file is missing.
+
         """
 
     @abstractmethod
     def read_files(self, split: Split) -> tuple[Tensor, Callable[[np.ndarray], Tensor]]:
-        """Classes (N,) of the images in the files, and a function that gives those at some positions (n, C, H, W)."""
+        """Reads the classes (N,), and returns a function from positions to images (n, C, H, W)."""
 
     def prepare_data(self) -> None:
         """Downloads missing files, if `download` is set."""
@@ -71,18 +73,19 @@ class TorchvisionImages(FileDataModule):
         try:
             self.find_files("train"), self.find_files("test")
         except FileNotFoundError:
-            from torchvision import datasets  # slow to import: only for those who use it
+            from torchvision import datasets  # slow to import, so only on use
 
             getattr(datasets, self._source)(str(self.data_dir), download=True)
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads the images and labels of one split.
+        """Reads the images and labels in one split.
 
         Args:
             split: The split.
 
         Returns:
             Images (N, C, H, W) and classes (N,).
+
         """
         labels, images_of = self.read_files(split)
         count = len(labels)

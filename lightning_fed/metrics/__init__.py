@@ -1,4 +1,4 @@
-"""Measures of the papers besides accuracy, as torchmetrics: in any LightningModule, federated or not."""
+"""Metrics for federated training, based on torchmetrics."""
 
 from lightning_fed.algorithms.fedmargin.aggregate_margin import AggregateMeanMargin as AggregateMeanMargin
 from lightning_fed.metrics.discrepancy import MaximumMeanDiscrepancy as MaximumMeanDiscrepancy

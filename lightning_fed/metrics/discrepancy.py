@@ -1,4 +1,4 @@
-"""Discrepancy between the features of two models."""
+"""Discrepancy between two models' features."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ from lightning_fed.metrics.pooled_samples import PooledSamples
 
 
 class MaximumMeanDiscrepancy(PooledSamples):
-    r"""Maximum mean discrepancy between the features of a model and those of a reference, as of central training.
+    r"""Maximum mean discrepancy between a model's features and reference features, for example from central training.
 
-    See :func:`~lightning_fed.metrics.functional.maximum_mean_discrepancy`. The kernel and its bandwidth are a
-    reconstruction.
-    All features are kept until :meth:`compute`, in the metric's type (float32 unless ``set_dtype`` says otherwise):
-    20,000 of length 512 are 41 MB per set. Processes gather them.
+    See :func:`~lightning_fed.metrics.functional.maximum_mean_discrepancy`. The kernel and the bandwidth are
+    reconstructions. All features are stored until :meth:`compute`, in the metric's type (float32 by default, see
+    ``set_dtype``): 20,000 vectors with length 512 take 41 MB per set. Features are gathered over processes.
 
-    ``forward`` computes the discrepancy of the batch as well; where only that of all data is wanted, :meth:`update`
-    is faster, and does not mind batches of one sample.
+    ``forward`` also computes the discrepancy for the batch. :meth:`update` is faster, and accepts batches with one
+    sample.
 
     Args:
-        num_classes: Number of classes, for the mean over the classes of the discrepancies within each (of those that
-            both sets have; :meth:`update` then needs labels); ``None`` for the discrepancy of all samples.
-        bandwidth: :math:`\sigma`; "median" for the median distance between two samples of the reference, "pooled" for
-            that between two of all samples, or a number.
-        estimator: With or without the samples' kernels with themselves.
-        scales: Factors of the bandwidth whose kernels are added up.
+        num_classes: Number of classes, for the mean over class-wise discrepancies (classes in both sets; :meth:`update`
+            then needs labels); ``None`` for the discrepancy over all samples.
+        bandwidth: :math:`\sigma`; "median" for the median distance between two reference samples, "pooled" for the
+            median over all samples, or a number.
+        estimator: With or without kernels between a sample and itself.
+        scales: Factors for the bandwidth, with a sum over kernels.
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
-        chunk_size: Number of samples of either set whose distances are computed at a time.
-        **kwargs: Arguments of ``torchmetrics.Metric``.
+        chunk_size: Number of samples per block in the distance computation.
+        **kwargs: Arguments for ``torchmetrics.Metric``.
 
     Raises:
-        ValueError: If an argument is unknown or out of its range.
+        ValueError: If an argument is unknown or outside the allowed range.
 
     Example:
         >>> import torch
@@ -93,13 +92,14 @@ class MaximumMeanDiscrepancy(PooledSamples):
         """Adds a batch.
 
         Args:
-            features: Features of the model, shape ``(m, d)``.
-            reference: Features of the reference, shape ``(n, d)``: mostly those of the same samples.
-            labels: Classes, shape ``(m,)``; needed if ``num_classes`` is given, else not looked at.
-            reference_labels: Classes of the reference's samples, shape ``(n,)``; by default ``labels``.
+            features: The model's features, shape ``(m, d)``.
+            reference: Reference features, shape ``(n, d)``, usually for the same samples.
+            labels: Classes, shape ``(m,)``; needed if ``num_classes`` is given, otherwise ignored.
+            reference_labels: Reference classes, shape ``(n,)``; by default ``labels``.
 
         Raises:
-            ValueError: If shapes do not fit, labels are missing, or the metric's type does not tell the classes apart.
+            ValueError: If shapes are inconsistent, labels are missing, or the metric's type cannot represent all
+                classes.
 
         """
         for name, values in (("features", features), ("reference", reference)):
@@ -117,7 +117,7 @@ class MaximumMeanDiscrepancy(PooledSamples):
         self.append(features=features, reference=reference)
 
     def compute(self) -> Tensor:
-        """The discrepancy; NaN if there was no sample, or no class that both sets have."""
+        """Returns the discrepancy; NaN without samples, or without a class in both sets."""
         width = int(self.num_features)
         if width == 0:
             return torch.tensor(torch.nan, dtype=self.dtype, device=self.device)
@@ -125,7 +125,7 @@ class MaximumMeanDiscrepancy(PooledSamples):
         if self.num_classes is None:
             value = maximum_mean_discrepancy(features, reference, **self._options)
             return value.to(self.dtype).to(self.device)
-        self._check_type(self.num_classes)  # again: it may have been set since
+        self._check_type(self.num_classes)  # again, because the type may have changed
         labels, reference_labels = self.gathered("labels"), self.gathered("reference_labels")
         values = classwise_maximum_mean_discrepancy(
             features, reference, labels, reference_labels, self.num_classes, **self._options
@@ -133,7 +133,6 @@ class MaximumMeanDiscrepancy(PooledSamples):
         return values.nanmean().to(self.dtype).to(self.device)
 
     def _check_type(self, num_classes: int) -> None:
-        """Makes sure that whole numbers up to the last class are exact in the metric's type."""
         if num_classes - 1 > 2 / torch.finfo(self.dtype).eps:
             raise ValueError(
                 f"Expected a type that tells {num_classes} classes (`num_classes`) apart, but got {self.dtype}: labels"

@@ -1,4 +1,4 @@
-"""Mean of the entropy maps of a model."""
+"""Mean over a model's entropy maps."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Level = Literal["softmax", "feature"]
 
 
 class MeanEntropy(Float64Mean):
-    r"""Mean entropy over all pixels: of the class probabilities, or of the features.
+    """Mean entropy over all pixels, for class probabilities or features.
 
-    See :func:`~lightning_fed.metrics.functional.softmax_entropy` (low where a model is confident) and
-    :func:`~lightning_fed.metrics.functional.feature_entropy` (high where many channels are active). Processes add their
-    sums and counts up.
+    See :func:`~lightning_fed.metrics.functional.softmax_entropy` (low for a confident model) and
+    :func:`~lightning_fed.metrics.functional.feature_entropy` (high with many active channels). Sums and counts are
+    added over processes.
 
     Args:
         level: Kind of the values: ``"softmax"`` for logits, ``"feature"`` for features.
-        activation: Function that makes features non-negative.
-        normalize: Whether to divide by the logarithm of the number of channels, so that the result is in 0 to 1.
-        ignore_index: Label of void pixels, which are left out where labels are given; ``None`` for none, ``"auto"`` for
+        activation: Function for non-negative features.
+        normalize: Whether to divide by the logarithm of the number of channels, for a result in 0 to 1.
+        ignore_index: Label of void pixels, skipped if labels are given; ``None`` without void pixels, ``"auto"`` for
             255 unless the logits have such a class.
-        **kwargs: Arguments of ``torchmetrics.Metric``.
+        **kwargs: Arguments for ``torchmetrics.Metric``.
 
     Raises:
         ValueError: If ``level`` or ``activation`` is unknown.
@@ -67,10 +67,10 @@ class MeanEntropy(Float64Mean):
 
         Args:
             values: Logits or features, shape ``(N, C, *size)``.
-            labels: Classes, shape ``(N, *label_size)``, resized to the values' size; only to leave out void pixels.
+            labels: Classes, shape ``(N, *label_size)``, resized to the values' size; only used to skip void pixels.
 
         Raises:
-            ValueError: If the shapes do not fit, or there are fewer than two channels.
+            ValueError: If the shapes are inconsistent, or there are fewer than two channels.
 
         """
         if self.level == "softmax":

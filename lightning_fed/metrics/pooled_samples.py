@@ -1,4 +1,4 @@
-"""Base of the metrics that keep all samples of an epoch."""
+"""Base class for metrics that store all samples in an epoch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torchmetrics.utilities import dim_zero_cat
 
 
 class PooledSamples(Metric):
-    """Metric over all vectors and labels that were added, in the metric's type; processes gather them.
+    """Metric over all added vectors and labels, in the metric's type, gathered over processes.
 
-    They are kept flat, and labels as floats: a process without data then has an empty state of the same type and
+    States are flat, and labels are floats. A process without data then has an empty state with the same type and
     dimensions.
 
     Args:
-        vectors: Names of the states that hold vectors of one length.
-        labels: Names of the states that hold labels.
-        **kwargs: Arguments of ``torchmetrics.Metric``.
+        vectors: State names for vectors with a common length.
+        labels: State names for labels.
+        **kwargs: Arguments for ``torchmetrics.Metric``.
 
     """
 
@@ -34,10 +34,10 @@ class PooledSamples(Metric):
         self.add_state("num_features", torch.zeros((), dtype=torch.int64), dist_reduce_fx="max")
 
     def check_vectors(self, name: str, values: Tensor, width: int) -> None:
-        """Makes sure that vectors are as long as those before them, or as ``width``.
+        """Checks the vectors' length against earlier vectors, or against ``width``.
 
         Raises:
-            ValueError: If they are not.
+            ValueError: If the lengths differ.
 
         """
         width = int(self.num_features) or width
@@ -45,12 +45,12 @@ class PooledSamples(Metric):
             raise ValueError(f"Expected `{name}` of shape (n, {width}), but got {tuple(values.shape)}.")
 
     def append(self, **values: Tensor) -> None:
-        """Adds vectors, shape ``(n, d)``, and labels, shape ``(n,)``, by the names of their states."""
+        """Adds vectors, shape ``(n, d)``, and labels, shape ``(n,)``, by state name."""
         for name, value in values.items():
             getattr(self, name).append(value.detach().to(self.dtype).flatten())
             if value.ndim == 2:
                 self.num_features = torch.full_like(self.num_features, value.shape[1])
 
     def gathered(self, name: str) -> Tensor:
-        """All values of a state, one after another."""
+        """Concatenates all values in a state."""
         return dim_zero_cat(getattr(self, name))

@@ -1,4 +1,4 @@
-"""Retrieval of images of the same class by the nearest neighbours of their embeddings."""
+"""Retrieval by nearest neighbours among embeddings."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from lightning_fed.metrics.pooled_samples import PooledSamples
 
 
 class MeanAveragePrecisionAtR(PooledSamples):
-    r"""MAP@R of the embeddings of labelled images, each of which is searched for among all the others.
+    r"""MAP@R for labelled images' embeddings, with a search for each image among all other images.
 
     .. math:: \mathrm{MAP@R} = \frac{1}{Q} \sum_q \frac{1}{R} \sum_{i=1}^{R} \mathrm{rel}_i
         \frac{\sum_{j \le i} \mathrm{rel}_j}{i}
 
-    See :func:`~lightning_fed.metrics.functional.mean_average_precision_at_r` (FedSS, equation 9). The classes may be
-    others than those of training. All embeddings are kept until :meth:`compute`, in the metric's type (float32 unless
-    ``set_dtype`` says otherwise): 60,000 of length 64 are 15 MB. Processes gather them.
+    See :func:`~lightning_fed.metrics.functional.mean_average_precision_at_r` (FedSS, equation 9). Test classes may
+    differ from training classes. All embeddings are stored until :meth:`compute`, in the metric's type (float32 by
+    default, see ``set_dtype``): 60,000 vectors with length 64 take 15 MB. Embeddings are gathered over processes.
 
-    ``forward`` searches the batch as well; where only the value of all data is wanted, :meth:`update` is faster.
+    ``forward`` also searches within the batch. :meth:`update` is faster.
 
     Args:
-        r: R, the same for all images; "relevant" for the number of other images of the same class.
-        metric: Neighbours by the angle between embeddings, or by their Euclidean distance.
-        chunk_size: Number of images, and of those they are compared with, whose distances are computed at a time.
-        **kwargs: Arguments of ``torchmetrics.Metric``.
+        r: R, equal for all images; "relevant" for the number of other images in the same class.
+        metric: Neighbours by angle, or by Euclidean distance.
+        chunk_size: Number of images per block in the distance computation.
+        **kwargs: Arguments for ``torchmetrics.Metric``.
 
     Raises:
-        ValueError: If an argument is unknown or out of its range.
+        ValueError: If an argument is unknown or outside the allowed range.
 
     Example:
         >>> import torch
@@ -66,10 +66,11 @@ class MeanAveragePrecisionAtR(PooledSamples):
 
         Args:
             embeddings: Embeddings, shape ``(n, d)``.
-            labels: Classes, shape ``(n,)``, integers that the metric's type holds exactly (float32: up to 16,777,216).
+            labels: Classes, shape ``(n,)``, integers with an exact form in the metric's type (float32: up to
+                16,777,216).
 
         Raises:
-            ValueError: If shapes do not fit, or a label is no such number.
+            ValueError: If shapes are inconsistent, or a label has no exact form.
 
         """
         self.check_vectors("embeddings", embeddings, embeddings.shape[-1])
@@ -81,7 +82,7 @@ class MeanAveragePrecisionAtR(PooledSamples):
         self.append(embeddings=embeddings, labels=kept)
 
     def compute(self) -> Tensor:
-        """MAP@R; NaN if there was no image, none counts, or an embedding is not finite."""
+        """Returns MAP@R; NaN without images, without a valid query, or with an embedding that is not finite."""
         width = int(self.num_features)
         if width == 0:
             return torch.tensor(torch.nan, dtype=self.dtype, device=self.device)

@@ -1,4 +1,4 @@
-"""Scores of segmentations, class by class, from the pixels of a whole epoch."""
+"""Segmentation scores by class, over all pixels in an epoch."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from lightning_fed.argument_checks import check_count, check_option
 
 
 class SegmentationScores(Metric):
-    r"""Intersection over union and Dice of each class, their means, and the share of pixels that are right.
+    r"""Intersection over union and Dice by class, the means, and the share of correct pixels.
 
     .. math:: \mathrm{IoU}_c = \frac{|P_c \cap T_c|}{|P_c \cup T_c|}, \qquad
               \mathrm{Dice}_c = \frac{2 |P_c \cap T_c|}{|P_c| + |T_c|}
 
-    over the pixels of all batches. A class that occurs neither in truth nor in prediction has no score: it is left out
-    of the means and of the result. Where that goes for all of them (images of the healthy, of which none is taken for
-    ill) there are no means either, and without a pixel that counts nothing at all. An ignored class that is one of the
-    classes has no score, as in torchmetrics; taking a pixel for it is wrong.
+    over the pixels in all batches. A class missing in truth and prediction has no score, and is excluded from the means
+    and the result. If all classes are missing (for example healthy images without a false positive), there are no
+    means. Without a valid pixel the result is empty. If the ignored label is a class, this class has no score, as in
+    torchmetrics, but a prediction with this class counts as wrong.
 
     Args:
-        num_classes: Number of classes (of labels, for ``"multilabel"``; 1 for ``"binary"``).
-        mode: Masks of one of several classes, of one class, or of any of several.
-        ignore_index: Label of pixels that count nowhere; ``None`` if there are none.
-        class_names: Names of the classes; ``None`` for their numbers.
-        per_class: Whether the result has the scores of each class.
-        **kwargs: Arguments of ``torchmetrics.Metric``.
+        num_classes: Number of classes (labels for ``"multilabel"``; 1 for ``"binary"``).
+        mode: ``"multiclass"`` for one class per pixel, ``"binary"`` for a single class, ``"multilabel"`` for any
+            number.
+        ignore_index: Label of ignored pixels; ``None`` without such pixels.
+        class_names: Class names; ``None`` for numbers.
+        per_class: Whether the result contains scores per class.
+        **kwargs: Arguments for ``torchmetrics.Metric``.
 
     Raises:
-        ValueError: If an option is unknown, a number is out of its range, or two classes have the same name.
+        ValueError: If an option is unknown, a number is outside the allowed range, or two classes have the same name.
 
     Example:
         >>> scores = SegmentationScores(3, class_names=["sky", "road", "car"])
@@ -47,7 +48,7 @@ class SegmentationScores(Metric):
 
     higher_is_better = True
     full_state_update = False
-    counts: Tensor  # of pixels, a row for each class: true and false positives, true and false negatives, class size
+    counts: Tensor  # pixels by class: true and false positives, true and false negatives, class size
 
     def __init__(
         self,
@@ -73,12 +74,12 @@ class SegmentationScores(Metric):
         """Adds a batch.
 
         Args:
-            logits: Shape ``(N, C, H, W)``; in the modes ``"binary"`` and ``"multilabel"`` above 0 is positive.
-            target: Class indices ``(N, H, W)``; 0 and 1 of the logits' shape, or ``(N, H, W)`` of one class, in the
-                other modes.
+            logits: Shape ``(N, C, H, W)``; in the modes ``"binary"`` and ``"multilabel"`` values above 0 are positive.
+            target: Class indices ``(N, H, W)``; in the other modes 0 and 1 with the logits' shape, or ``(N, H, W)`` for
+                one class.
 
         Raises:
-            ValueError: If, in the other modes, a target is neither 0 nor 1 nor ignored.
+            ValueError: If a binary or multilabel target is neither 0 nor 1 nor ignored.
 
         """
         options: dict[str, Any] = {"average": "none", "ignore_index": self.ignore_index, "validate_args": False}
@@ -96,7 +97,7 @@ class SegmentationScores(Metric):
         self.counts += counts.reshape(self.num_classes, 5)
 
     def compute(self) -> dict[str, Tensor]:
-        """Returns ``miou``, ``mdice`` and ``pixel_acc``, and ``iou/<name>`` and ``dice/<name>`` of the classes seen."""
+        """Returns ``miou``, ``mdice``, ``pixel_acc``, and ``iou/<name>`` and ``dice/<name>`` for present classes."""
         both, false_positives, true_negatives, false_negatives, _ = self.counts.T  # integers: exact on all devices
         wrong = false_positives + false_negatives
         has_score = both + wrong > 0

@@ -1,4 +1,4 @@
-"""Building blocks of models."""
+"""Building blocks for models."""
 
 from lightning_fed.algorithms.fedfusion.extractors import Extractor as Extractor
 from lightning_fed.algorithms.fedfusion.extractors import find_extractor as find_extractor

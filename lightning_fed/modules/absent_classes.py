@@ -1,7 +1,7 @@
-"""FedSeg's loss, for clients that label some classes only: a pixel without a label is of one of the other classes.
+"""FedSeg's loss, for clients with labels for some classes only: an unlabelled pixel belongs to any other class.
 
 Miao, Yang, Fan & Yang, "FedSeg: Class-Heterogeneous Federated Learning for Semantic Segmentation", CVPR 2023, the
-modified cross-entropy; https://github.com/lightas/FedSeg. The paper's contrastive loss is not here.
+modified cross-entropy; https://github.com/lightas/FedSeg. The paper's contrastive loss is not included.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ __all__ = ["absent_class_loss"]
 def absent_class_loss(
     logits: Tensor, target: Tensor, unlabelled: int = 255, classes: Collection[int] | None = None
 ) -> Tensor:
-    r"""Cross-entropy in which a pixel without a label counts as one of the classes that the client does not label.
+    r"""Cross-entropy with unlabelled pixels as any class without labels on the client.
 
     .. math:: \ell = - \frac{1}{|P|} \Bigl( \sum_{x \in P,\, y_x \in C} \log p_{y_x}(x)
         + \sum_{x \in P,\, y_x \notin C} \log \sum_{c \notin C} p_c(x) \Bigr)
 
-    :math:`C` are the classes that the client labels. Where clients label different classes, what is foreground for one
-    is background for another. With cross-entropy every client pulls the pixels without a label to its own idea of
-    background, or ignores them; here the client says no more than it knows: that they are none of its classes. Where
-    it labels all classes, pixels without a label are left out, and the loss is cross-entropy.
+    :math:`C` are the client's labelled classes. If clients label different classes, one client's foreground is another
+    client's background. With plain cross-entropy, every client either pulls unlabelled pixels to its own background or
+    ignores these pixels. This loss only states that the pixel belongs to none of the client's classes. If all classes
+    are labelled, unlabelled pixels are skipped, and the loss is the plain cross-entropy.
 
     Args:
         logits: Shape ``(N, num_classes, *size)``.
-        target: Classes from 0 on, or ``unlabelled``; integers of shape ``(N, *size)``.
-        unlabelled: Target of pixels without a label.
-        classes: :math:`C`; ``None`` for those in ``target``, as in the authors' program.
+        target: Classes from 0 on, or ``unlabelled``; integers, shape ``(N, *size)``.
+        unlabelled: Target for unlabelled pixels.
+        classes: :math:`C`; ``None`` for the classes in ``target``, as in the authors' program.
 
     Returns:
-        The mean over the pixels that count, shape ``()``, in float32 at least; 0 where none does.
+        The mean over valid pixels, shape ``()``, at least float32; 0 without valid pixels.
 
     Raises:
-        ValueError: If ``target`` has a class that is not in ``classes``, or not among the logits.
+        ValueError: If ``target`` has a class outside ``classes`` or the logits.
 
     Example:
         >>> logits = torch.zeros(1, 4, 1, 2)  # four classes with probability 1/4 each
@@ -59,7 +59,7 @@ def absent_class_loss(
         raise ValueError(f"Expected `target` to have classes of {sorted(known)} or {unlabelled}, but got {seen}.")
     labels = torch.tensor(sorted(seen if classes is None else known), dtype=torch.int64, device=logits.device)
     is_absent = torch.ones(num_classes, dtype=torch.bool, device=logits.device).index_fill_(0, labels, False)
-    log_shares = at_least_float32(logits).log_softmax(1)  # a sum over pixels is beyond float16
+    log_shares = at_least_float32(logits).log_softmax(1)  # a sum over pixels exceeds float16
     values = log_shares.gather(1, torch.where(is_labelled, target, 0).long().unsqueeze(1)).squeeze(1)
     counts = is_labelled
     if is_absent.any():

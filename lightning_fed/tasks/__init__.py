@@ -1,4 +1,4 @@
-"""Ready LightningModules: classification, segmentation and a language model of characters."""
+"""Ready tasks as ordinary LightningModules."""
 
 from lightning_fed.tasks.base import Task as Task
 from lightning_fed.tasks.char_language import CharLanguageTask as CharLanguageTask

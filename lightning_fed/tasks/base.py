@@ -1,4 +1,4 @@
-"""Base of the ready tasks: one network, one loss, torchmetrics, and an optimizer and schedule named in a recipe."""
+"""Base class for the ready tasks: one network, one loss, torchmetrics, and an optimizer and schedule by name."""
 
 from __future__ import annotations
 
@@ -25,32 +25,33 @@ T = TypeVar("T")
 
 
 class Task(L.LightningModule, ABC):
-    """An ordinary LightningModule around ``self.model``, with abstract methods for the parts in which tasks differ.
+    """Ordinary LightningModule around ``self.model``, with abstract methods for task-specific parts.
 
-    It logs ``train_loss`` (mean over an epoch's examples) and, for ``val`` and ``test``, the loss and every metric of
-    `configure_metrics` (``val_loss``, ``val_acc``, ...). With several validation loaders each has its own metrics, and
-    Lightning's suffix (``val_acc/dataloader_idx_1``). Training batches are measured by their loss alone: that loop is
-    hot. Metrics and class weights are not part of the state dict, which holds the network's entries only.
+    Logged values are ``train_loss`` (mean over an epoch's examples) and, for ``val`` and ``test``, the loss and every
+    metric in `configure_metrics` (``val_loss``, ``val_acc``, ...). With several validation loaders each loader has
+    separate metrics, with Lightning's suffix (``val_acc/dataloader_idx_1``). Training batches only log the loss, to
+    keep the loop fast. Metrics and class weights are not in the state dict, which contains only the network's entries.
 
     Args:
-        optimizer: Name of a class in `torch.optim`.
+        optimizer: Class name in `torch.optim`.
         lr: Learning rate.
-        momentum: Momentum, for an optimizer that has it. None: the optimizer's own default.
-        weight_decay: Weight decay. None: the optimizer's own default (0 for SGD, 0.01 for AdamW).
-        optimizer_kwargs: Any other arguments of the optimizer.
-        scheduler: Name of a class in `torch.optim.lr_scheduler`, which counts epochs (rounds, in federated training);
-            a ``ReduceLROnPlateau`` watches ``val_loss``. None for a constant rate.
-        scheduler_kwargs: Arguments of the scheduler.
+        momentum: Momentum, for optimizers with momentum. None: the optimizer's default.
+        weight_decay: Weight decay. None: the optimizer's default (0 for SGD, 0.01 for AdamW).
+        optimizer_kwargs: Further arguments for the optimizer.
+        scheduler: Class name in `torch.optim.lr_scheduler`, stepped per epoch (per round in federated training). A
+            ``ReduceLROnPlateau`` monitors ``val_loss``. None for a constant rate.
+        scheduler_kwargs: Arguments for the scheduler.
 
     Raises:
-        ValueError: If the optimizer or the scheduler is unknown, or refuses its arguments.
+        ValueError: If the optimizer or the scheduler is unknown, or refuses an argument.
+
     """
 
     input_key: ClassVar[str] = "image"
-    """Key of the inputs in a batch that is a dict."""
+    """Key for the inputs in a dict batch."""
 
     target_key: ClassVar[str]
-    """Key of the target in a batch that is a dict."""
+    """Key for the target in a dict batch."""
 
     def __init__(
         self,
@@ -69,13 +70,13 @@ class Task(L.LightningModule, ABC):
                 f"Expected `scheduler` to be given with `scheduler_kwargs` {scheduler_kwargs}, but got None."
             )
         given = {"momentum": momentum, "weight_decay": weight_decay}
-        self.lr = lr  # public and read late: where Lightning's learning-rate finder writes
+        self.lr = lr  # public and read late, because Lightning's learning-rate finder writes this attribute
         self._optimizer_class = _class_named("optimizer", optimizer, torch.optim, Optimizer)
         self._optimizer_kwargs: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         self._optimizer_kwargs.update(optimizer_kwargs or {})
         self._scheduler_class = _class_named("scheduler", scheduler, lr_scheduler, LRScheduler) if scheduler else None
         self._scheduler_kwargs = dict(scheduler_kwargs or {})
-        try:  # bad arguments are refused now and not after the data are loaded
+        try:  # refuses bad arguments before the data are loaded
             self._build_optimizer([nn.Parameter(torch.zeros(1, 1))])
         except (TypeError, ValueError) as error:
             raise ValueError(
@@ -85,22 +86,23 @@ class Task(L.LightningModule, ABC):
 
     @abstractmethod
     def configure_network(self, name: str) -> nn.Module:
-        """Returns the network of that name."""
+        """Builds the named network."""
 
     @abstractmethod
     def configure_metrics(self) -> MetricCollection:
-        """Returns the metrics of validation and test; their keys become ``val_<key>`` and ``test_<key>``.
+        """Builds the metrics for validation and test; keys become ``val_<key>`` and ``test_<key>``.
 
-        They are updated with (logits, target).
+        Metrics are updated with (logits, target).
+
         """
 
     @abstractmethod
     def example_input(self) -> Tensor:
-        """Returns two inputs as the network takes them, all zeros, with which its neurons are traced."""
+        """Builds two inputs with zeros, for tracing the network's neurons."""
 
     @abstractmethod
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Returns the mean loss of a batch, a scalar."""
+        """Computes a batch's mean loss, a scalar."""
 
     def configure_task(
         self,
@@ -109,7 +111,7 @@ class Task(L.LightningModule, ABC):
         class_weights: list[float] | None,
         num_classes: int,
     ) -> None:
-        """Sets up the network, the metrics and the class weights. A task calls it at the end of its ``__init__``."""
+        """Sets up the network, the metrics and the class weights, at the end of a task's ``__init__``."""
         check_option("norm", norm, ("batch", "group"))
         if class_weights is not None and len(class_weights) != num_classes:
             raise ValueError(
@@ -117,17 +119,19 @@ class Task(L.LightningModule, ABC):
             )
         weights = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
         self.class_weights: Tensor | None
-        self.register_buffer("class_weights", weights, persistent=False)  # a setting, no state: clients never send it
+        self.register_buffer(
+            "class_weights", weights, persistent=False
+        )  # a setting, not state: clients never send class weights
         self.model = model if isinstance(model, nn.Module) else self.configure_network(model)
         if norm == "group":
             self.model = to_group_norm(self.model)
         metrics = self.configure_metrics()
-        # one collection per loader; more are cloned when a second loader shows itself
+        # one collection per loader; further collections are cloned on demand
         self.val_metrics = nn.ModuleList([metrics.clone(prefix="val_")])
         self.test_metrics = nn.ModuleList([metrics.clone(prefix="test_")])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Returns the optimizer over all parameters, and the scheduler if there is one."""
+        """Builds the optimizer over all parameters, and the scheduler if any."""
         optimizer, scheduler = self._build_optimizer(self.parameters())
         if scheduler is None:
             return optimizer
@@ -140,51 +144,52 @@ class Task(L.LightningModule, ABC):
         return optimizer, self._scheduler_class(optimizer, **self._scheduler_kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the network's logits for a batch of inputs, such as images of shape ``(N, C, H, W)``."""
+        """Computes the network's logits for a batch, such as images with shape ``(N, C, H, W)``."""
         logits: Tensor = self.model(x)
         return logits
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Returns the batch's loss."""
+        """Computes and logs a batch's loss."""
         x, target = self.split_batch(batch)
         loss = self.compute_loss(self(x), target)
         self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(x))
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Starts the metrics afresh."""
+        """Resets the metrics."""
         _reset(self.val_metrics)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Logs the batch's loss and update the metrics."""
+        """Logs the batch's loss, and updates the metrics."""
         self._evaluate("val", self.val_metrics, batch, dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
-        """Logs the metrics over the whole of each loader."""
+        """Logs the metrics for each loader."""
         self._log_metrics(self.val_metrics, len(self.trainer.num_val_batches))
 
     def on_test_epoch_start(self) -> None:
-        """Starts the metrics afresh."""
+        """Resets the metrics."""
         _reset(self.test_metrics)
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Logs the batch's loss and update the metrics."""
+        """Logs the batch's loss, and updates the metrics."""
         self._evaluate("test", self.test_metrics, batch, dataloader_idx)
 
     def on_test_epoch_end(self) -> None:
-        """Logs the metrics over the whole of each loader."""
+        """Logs the metrics for each loader."""
         self._log_metrics(self.test_metrics, len(self.trainer.num_test_batches))
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Returns the probabilities of the classes, in the shape of the logits."""
+        """Computes class probabilities, with the logits' shape."""
         logits: Tensor = self(self.inputs_of(batch))
         return logits.softmax(dim=1)
 
     def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Returns inputs and targets of a batch: a pair ``(x, y)`` or a dict with the keys of both.
+        """Splits a batch into inputs and targets: a pair ``(x, y)``, or a dict with both keys.
 
         Raises:
-            TypeError: If the batch is neither.
+            TypeError: If the batch has another form.
+
         """
         if isinstance(batch, Mapping) and self.input_key in batch and self.target_key in batch:
             return batch[self.input_key], batch[self.target_key]
@@ -196,7 +201,7 @@ class Task(L.LightningModule, ABC):
         )
 
     def inputs_of(self, batch: Any) -> Tensor:
-        """Returns the inputs of a batch that may have no targets: in prediction it can be the inputs alone."""
+        """Takes the inputs from a batch with or without targets; in prediction a batch can be a tensor."""
         if isinstance(batch, Tensor):
             return batch
         if isinstance(batch, Mapping):
@@ -216,7 +221,7 @@ class Task(L.LightningModule, ABC):
         for index, module in enumerate(metrics):
             collection = cast(MetricCollection, module)
             if not any(metric.update_called for metric in collection.values()):
-                continue  # a loader without batches, or one that only an earlier run had
+                continue  # a loader without batches, or a loader from an earlier run
             suffix = f"/dataloader_idx_{index}" if num_loaders > 1 else ""
             values = {f"{name}{suffix}": value for name, value in collection.compute().items()}
             self.log_dict(values, prog_bar=True, sync_dist=True, add_dataloader_idx=False)

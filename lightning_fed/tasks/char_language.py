@@ -1,6 +1,6 @@
-"""A language model of characters as an ordinary LightningModule.
+"""Character language model as an ordinary LightningModule.
 
-The network is that of LEAF and FedMA: S. Caldas et al., "LEAF: A Benchmark for Federated Settings", arXiv:1812.01097;
+The network comes from LEAF and FedMA: S. Caldas et al., "LEAF: A Benchmark for Federated Settings", arXiv:1812.01097;
 H. Wang et al., "Federated Learning with Matched Averaging", ICLR 2020.
 """
 
@@ -23,20 +23,20 @@ __all__ = ["CharLSTM", "CharLanguageTask"]
 
 
 class CharLSTM(nn.Module):
-    """Embedding, LSTM and decoder: the next character.
+    """Embedding, LSTM and decoder for the next character.
 
-    Every layer of the LSTM is a module of its own, so that each can get its own width when neurons are matched.
+    Every LSTM layer is a separate module, so neuron matching can change each layer's width.
 
     Args:
         num_classes: Number of characters.
         embedding_dim: Length of a character's embedding.
-        hidden_size: Neurons of each layer.
+        hidden_size: Neurons per layer.
         num_layers: Number of layers, at least 1.
-        dropout: Share of a layer's outputs that are set to 0 in training, but for the last layer's.
-        every_step: Predict the next character at every step, and not only at the last one.
+        dropout: Dropout between layers, as a share.
+        every_step: Whether to predict the next character at every step, not only at the last step.
 
     Raises:
-        ValueError: If a number is out of its range.
+        ValueError: If a number is outside the allowed range.
 
     Example:
         >>> network = CharLSTM()
@@ -44,6 +44,7 @@ class CharLSTM(nn.Module):
         293584
         >>> network(torch.zeros(4, 80, dtype=torch.int64)).shape
         torch.Size([4, 80])
+
     """
 
     def __init__(
@@ -67,10 +68,11 @@ class CharLSTM(nn.Module):
         self.decoder = nn.Linear(hidden_size, num_classes)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Returns logits: shape ``(N, num_classes)``, or ``(N, num_classes, T)`` for every step.
+        """Computes logits, shape ``(N, num_classes)``, or ``(N, num_classes, T)`` for every step.
 
         Args:
-            text: Codes of characters, shape ``(N, T)``.
+            text: Character codes, shape ``(N, T)``.
+
         """
         features: Tensor = self.embedding(text)
         for number, layer in enumerate(self.lstm):
@@ -82,33 +84,36 @@ class CharLSTM(nn.Module):
 class CharLanguageTask(Task):
     """Predicts the next character with cross-entropy; logs loss, accuracy and perplexity.
 
-    Batches are ``(x, y)`` or dicts with keys ``text`` and ``target``: codes of shape ``(N, T)``, and those of the next
-    characters, of shape ``(N,)``, or ``(N, T)`` with ``every_step``. Logged: ``train_loss``; for ``val`` and ``test``
-    the loss, ``val_acc`` (the share of characters that have the largest logit) and ``val_perplexity``, the exponential
-    of the mean cross-entropy over all characters. Prediction returns probabilities in the shape of the logits:
+    Batches are ``(x, y)`` or dicts with keys ``text`` and ``target``: codes with shape ``(N, T)``, and the next
+    characters' codes with shape ``(N,)``, or ``(N, T)`` with ``every_step``. Logged values are ``train_loss`` and, for
+    ``val`` and ``test``, the loss, ``val_acc`` (share of characters with the largest logit) and ``val_perplexity``, the
+    exponential of the mean cross-entropy over all characters. Prediction returns probabilities with the logits' shape:
     ``(N, num_classes)``, or ``(N, num_classes, T)``.
 
-    The defaults are FedMA's network, and the learning rate that it is trained with.
+    The defaults are FedMA's network and learning rate.
 
     Args:
-        model: ``"lstm"`` for a `CharLSTM`, or a ready module that maps codes to logits. A ready module is not among the
-            saved hyperparameters: give it again to ``load_from_checkpoint(path, model=...)``.
+        model: ``"lstm"`` for a `CharLSTM`, or a module from codes to logits. A module is not a saved hyperparameter:
+            pass the module to ``load_from_checkpoint(path, model=...)``.
         num_classes: Number of characters.
         embedding_dim: Length of a character's embedding.
-        hidden_size: Neurons of each LSTM layer.
+        hidden_size: Neurons per LSTM layer.
         num_layers: Number of LSTM layers.
         dropout: Dropout between LSTM layers.
-        every_step: Predict the next character at every step of a window, and not only at the last one as in LEAF.
+        every_step: Whether to predict the next character at every step in a window, not only at the last step as in
+            LEAF.
         lr: Learning rate.
         **options: Optimizer and schedule, see `Task`: `optimizer`, `lr`, `scheduler`, ...
 
     Raises:
-        ValueError: If a choice is unknown, a number is out of its range, or an argument does not fit the optimizer.
+        ValueError: If a choice is unknown, a number is outside the allowed range, or an argument does not fit the
+            optimizer.
 
     Example:
         >>> task = CharLanguageTask(hidden_size=32, num_layers=2, every_step=True)
         >>> task(torch.zeros(2, 7, dtype=torch.int64)).shape
         torch.Size([2, 80, 7])
+
     """
 
     input_key: ClassVar[str] = "text"
@@ -139,21 +144,21 @@ class CharLanguageTask(Task):
         self.configure_task(model, "batch", None, num_classes)
 
     def configure_network(self, name: str) -> nn.Module:
-        """Returns the network of that name."""
+        """Builds the named network."""
         check_option("model", name, ("lstm",))
         return CharLSTM(self.num_classes, **self._network_options)  # type: ignore[arg-type]
 
     def configure_metrics(self) -> MetricCollection:
-        """Returns ``acc`` and ``perplexity``."""
+        """Builds ``acc`` and ``perplexity``."""
         accuracy = MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)
         return MetricCollection({"acc": accuracy, "perplexity": _Perplexity()}, compute_groups=False)
 
     def example_input(self) -> Tensor:
-        """Returns two texts of a few characters."""
+        """Builds two short texts."""
         return torch.zeros(2, 4, dtype=torch.int64)
 
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Returns the cross-entropy of logits ``(N, num_classes, ...)`` and codes ``(N, ...)``."""
+        """Computes the cross-entropy between logits ``(N, num_classes, ...)`` and codes ``(N, ...)``."""
         shape = (logits.shape[0], *logits.shape[2:])
         if target.shape != shape:
             raise ValueError(
@@ -164,7 +169,7 @@ class CharLanguageTask(Task):
 
 
 class _Perplexity(Float64Mean):
-    """The exponential of the mean cross-entropy over all targets; that of torchmetrics wants classes last."""
+    """Exponential of the mean cross-entropy over all targets. torchmetrics' class expects classes last."""
 
     higher_is_better = False
 
@@ -174,5 +179,5 @@ class _Perplexity(Float64Mean):
         self.add(F.cross_entropy(logits, target.long(), reduction="none"))
 
     def compute(self) -> Tensor:
-        """The perplexity; NaN if there was no target."""
+        """Returns the perplexity; NaN without a target."""
         return (self.total / self.count).exp().to(self.dtype).to(self.device)

@@ -19,32 +19,31 @@ __all__ = ["ClassificationTask"]
 
 
 class ClassificationTask(Task):
-    """Classifies images with cross-entropy; log loss and accuracy.
+    """Classifies images with cross-entropy; logs loss and accuracy.
 
-    Batches are ``(x, y)`` or dicts with keys ``image`` and ``label``: images of shape ``(N, C, H, W)`` and class
-    indices of shape ``(N,)``. Logged: ``train_loss``, ``val_loss``, ``val_acc``, ``test_loss``, ``test_acc``.
-    Prediction returns class probabilities of shape ``(N, num_classes)``.
+    Batches are ``(x, y)`` or dicts with keys ``image`` and ``label``: images with shape ``(N, C, H, W)`` and class
+    indices with shape ``(N,)``. Logged values are ``train_loss``, ``val_loss``, ``val_acc``, ``test_loss`` and
+    ``test_acc``. Prediction returns class probabilities, shape ``(N, num_classes)``.
 
     Args:
         model: Name of a network (see `build_network`: the papers' ``mlp``, ``mcmahan_cnn``, ``fedfusion_cifar_cnn``,
-            ``lenet``, ``niid_cnn``, ``vgg9``, or any `timm` model), or a ready module that maps images to logits. A
-            ready module is not among the saved hyperparameters: give it again to ``load_from_checkpoint(path,
-            model=...)``.
+            ``lenet``, ``niid_cnn``, ``vgg9``, or any `timm` model), or a module from images to logits. A module is not
+            a saved hyperparameter: pass the module to ``load_from_checkpoint(path, model=...)``.
         num_classes: Number of classes.
-        in_channels: Channels of the images.
-        input_size: Side of the square images, in pixels; `timm` models do not need it.
-        pretrained: Load `timm`'s published weights (a download).
-        model_kwargs: More arguments of the named network.
-        norm: ``"group"`` replaces every BatchNorm of the network by GroupNorm (see `to_group_norm`).
-        head: ``"sampled_softmax"`` makes the network's last layer, which must be linear, one of which a client can hold
-            a few classes (see `to_sampled_softmax` and `SampledSoftmax`): for very many classes.
-        head_kwargs: Its ``scale`` and ``normalize``, for ``head="sampled_softmax"``.
-        class_weights: Weight of each class in the loss; not with ``head="sampled_softmax"``, where labels are columns.
-        label_smoothing: Share of a target that is spread evenly over all classes, between 0 and 1.
+        in_channels: Image channels.
+        input_size: Side of the square images, in pixels; not needed for `timm` models.
+        pretrained: Whether to load `timm`'s published weights (a download).
+        model_kwargs: Further arguments for the named network.
+        norm: ``"group"`` replaces every BatchNorm by GroupNorm (see `to_group_norm`).
+        head: ``"sampled_softmax"`` replaces the last layer, a linear layer, by a head with a few classes per client
+            (see `to_sampled_softmax` and `SampledSoftmax`), for very many classes.
+        head_kwargs: ``scale`` and ``normalize`` for ``head="sampled_softmax"``.
+        class_weights: Class weights in the loss; not with ``head="sampled_softmax"``, because labels are columns there.
+        label_smoothing: Share of the target distributed over all classes, between 0 and 1.
         **options: Optimizer and schedule, see `Task`: `optimizer`, `lr`, `scheduler`, ...
 
     Raises:
-        ValueError: If a name or a choice is unknown, or an argument does not fit its network, optimizer or scheduler.
+        ValueError: If a name or a choice is unknown, or an argument does not fit the network, optimizer or scheduler.
 
     Example:
         >>> task = ClassificationTask("mcmahan_cnn", num_classes=10, lr=0.1, scheduler="ExponentialLR",
@@ -52,6 +51,7 @@ class ClassificationTask(Task):
         >>> import torch
         >>> task(torch.zeros(2, 1, 28, 28)).shape
         torch.Size([2, 10])
+
     """
 
     target_key: ClassVar[str] = "label"
@@ -94,7 +94,7 @@ class ClassificationTask(Task):
             self.model = to_sampled_softmax(self.model, **(head_kwargs or {}))
 
     def configure_network(self, name: str) -> nn.Module:
-        """Returns the network of that name (see `build_network`)."""
+        """Builds the named network (see `build_network`)."""
         return build_network(
             name,
             self.num_classes,
@@ -105,14 +105,14 @@ class ClassificationTask(Task):
         )
 
     def configure_metrics(self) -> MetricCollection:
-        """Returns ``acc``: the share of examples whose largest logit is their class."""
+        """Builds ``acc``: the share of examples with the largest logit at the true class."""
         accuracy = MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)
         return MetricCollection({"acc": accuracy}, compute_groups=False)
 
     def example_input(self) -> Tensor:
-        """Returns two images of zeros."""
+        """Builds two images with zeros."""
         return torch.zeros(2, self._in_channels, self._input_size, self._input_size)
 
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Returns the cross-entropy of logits ``(N, num_classes)`` and class indices ``(N,)``."""
+        """Computes the cross-entropy between logits ``(N, num_classes)`` and class indices ``(N,)``."""
         return F.cross_entropy(logits, target.long(), weight=self.class_weights, label_smoothing=self._label_smoothing)

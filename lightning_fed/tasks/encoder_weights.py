@@ -18,7 +18,7 @@ _ENDINGS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 
 
 def is_weight_file(weights: str) -> bool:
-    """Tells the path of a file from the name of published weights.
+    """Distinguishes a file path from the name of published weights.
 
     Example:
         >>> is_weight_file("weights/resnet18.safetensors"), is_weight_file("imagenet")
@@ -29,19 +29,19 @@ def is_weight_file(weights: str) -> bool:
 
 
 def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Loads an encoder's weights from a file, whatever stands before their names in it.
+    """Loads an encoder's weights from a file, with any prefix before the entry names.
 
-    The file is one of safetensors, or what ``torch.save`` wrote of a state dict or of a checkpoint. Names may be those
-    of timm's model, of smp's encoder, or of a whole network or task with such an encoder (``model.encoder...``).
-    Entries that the encoder does not have (a classifier) are left over; the log names them.
+    The file contains safetensors, or a state dict or checkpoint from ``torch.save``. Entry names may come from a timm
+    model, an smp encoder, or a whole network or task with such an encoder (``model.encoder...``). Additional entries (a
+    classifier) are skipped, and named in the log.
 
     Args:
         encoder: The encoder, changed in place.
         path: The file.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If an entry of the encoder is missing, or has another shape.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If an encoder entry is missing, or has another shape.
 
     Example:
         >>> import tempfile
@@ -88,9 +88,9 @@ def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> No
 
 
 def _renamed(state: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The file's entries under the encoder's names: what stands before them there or here is exchanged."""
+    """Renames the file's entries to the encoder's names by exchanging prefixes."""
     best, most = dict(state), 0
-    for anchor in expected:  # the first that the file has, whatever stands before it
+    for anchor in expected:  # the first entry in the file with any prefix
         starts = [0, *(match.end() for match in re.finditer(r"\.", anchor))]
         for ours, ending in ((anchor[:start], anchor[start:]) for start in starts):
             for theirs in (

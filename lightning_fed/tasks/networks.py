@@ -1,8 +1,8 @@
 """The papers' networks by name, and every `timm` model.
 
-Each builder returns ``Sequential(features=..., classifier=...)``: ``features`` is the feature extractor, whose output
-is still a map for the convolutional networks; ``classifier`` flattens it and ends in the output layer,
-``classifier[-1]``. That is the split which methods that work on features (FedFusion, FedMargin, FedSS) ask for.
+Each builder returns ``Sequential(features=..., classifier=...)``. ``features`` is the feature extractor, with maps as
+output in convolutional networks. ``classifier`` flattens the features and ends with the output layer,
+``classifier[-1]``. Feature-based methods (FedFusion, FedMargin, FedSS) need this split.
 
 References:
     McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
@@ -37,27 +37,28 @@ def build_network(
     """Builds a classification network by name.
 
     Args:
-        name: One of `NETWORKS` (``mlp``, ``mcmahan_cnn``, ``fedfusion_cifar_cnn``, ``lenet``, ``niid_cnn``,
-            ``vgg9``), or any name that `timm.create_model` takes, with a tag (``resnet18.a1_in1k``) or a source
-            (``hf-hub:...``) if wanted.
+        name: Name in `NETWORKS` (``mlp``, ``mcmahan_cnn``, ``fedfusion_cifar_cnn``, ``lenet``, ``niid_cnn``, ``vgg9``),
+            or any name for `timm.create_model`, optionally with a tag (``resnet18.a1_in1k``) or a source
+            (``hf-hub:...``).
         num_classes: Number of classes: length of the output.
-        in_channels: Channels of the images.
-        input_size: Side of the square images, in pixels. `timm` models are not told: most take any size, and for the
-            others the argument is the model's own (``img_size=...`` in ``kwargs``).
-        pretrained: Load `timm`'s published weights (a download). The papers' networks have none.
-        **kwargs: Arguments of the builder, or of the `timm` model.
+        in_channels: Image channels.
+        input_size: Side of the square images, in pixels. `timm` models ignore this argument: most take any size, and
+            others have an argument (``img_size=...`` in ``kwargs``).
+        pretrained: Whether to load `timm`'s published weights (a download). The papers' networks have no weights.
+        **kwargs: Arguments for the builder, or for the `timm` model.
 
     Returns:
-        A module that maps images of shape ``(N, in_channels, input_size, input_size)`` to logits ``(N, num_classes)``.
+        A module from images, shape ``(N, in_channels, input_size, input_size)``, to logits, shape ``(N, num_classes)``.
 
     Raises:
-        ValueError: If the name is not known, a size is below 1 or too small for the network, or weights are asked for
-            where there are none.
+        ValueError: If the name is unknown, a size is below 1 or too small for the network, or there are no published
+            weights.
 
     Example:
         >>> network = build_network("mcmahan_cnn", num_classes=10)
         >>> sum(parameter.numel() for parameter in network.parameters())
         1663370
+
     """
     for argument, value in (("num_classes", num_classes), ("in_channels", in_channels), ("input_size", input_size)):
         check_count(argument, value)
@@ -66,9 +67,9 @@ def build_network(
             raise ValueError(f"Expected `pretrained` to be False for '{name}', which has no published weights.")
         return NETWORKS[name](num_classes, in_channels, input_size, **kwargs)
 
-    import timm  # half a second to import: only for those who use it
+    import timm  # half a second to import, so only on use
 
-    # a name with a source ("hf-hub:...") is looked up there, not in timm's own list
+    # a name with a source ("hf-hub:...") is not in timm's own list
     if ":" not in name and not timm.is_model(name):
         raise ValueError(
             f"Expected `name` to be one of {sorted(NETWORKS)} or a timm model (`timm.list_models()` lists them), "
@@ -83,19 +84,20 @@ def build_network(
 def mlp(
     num_classes: int = 10, in_channels: int = 1, input_size: int = 28, *, hidden: Sequence[int] = (64,)
 ) -> nn.Sequential:
-    """Fully connected network: flatten, then a linear layer and ReLU per hidden width, then the output layer.
+    """Fully connected network: flatten, a linear layer with ReLU per hidden width, and the output layer.
 
     Args:
         num_classes: Number of classes.
-        in_channels: Channels of the images.
+        in_channels: Image channels.
         input_size: Side of the square images, in pixels.
-        hidden: Width of each hidden layer. ``()`` gives softmax regression.
+        hidden: Widths of the hidden layers. ``()`` gives softmax regression.
 
     Returns:
-        Network of 50,890 parameters by default (784-64-10).
+        Network with 50,890 parameters by default (784-64-10).
 
     Raises:
         ValueError: If a width is below 1.
+
     """
     if any(width < 1 for width in hidden):
         raise ValueError(f"Expected `hidden` to hold widths of at least 1, but got {list(hidden)}.")
@@ -114,21 +116,22 @@ def mcmahan_cnn(
 ) -> nn.Sequential:
     """McMahan et al.'s CNN: two 5x5 convolutions (32, 64), each with ReLU and 2x2 max-pooling, then 512 units.
 
-    The convolutions keep the size (padding 2): only so does the network have the paper's number of parameters.
+    The convolutions have padding 2, because only then the number of parameters equals the paper's number.
 
     Args:
         num_classes: Number of classes.
-        in_channels: Channels of the images.
+        in_channels: Image channels.
         input_size: Side of the square images, in pixels, at least 4.
-        dropout: Probability of dropout after the hidden layer. The paper has none; FedFusion's version has 0.2.
-        channels: Channels of the two convolutions.
+        dropout: Dropout probability after the hidden layer. The paper has none; FedFusion's version has 0.2.
+        channels: Channels in the two convolutions.
         hidden: Width of the hidden layer.
 
     Returns:
-        Network of 1,663,370 parameters for 28x28 grey images and 10 classes.
+        Network with 1,663,370 parameters for 28x28 grey images and 10 classes.
 
     Raises:
-        ValueError: If the images are too small, there are not two numbers of channels, or a width is below 1.
+        ValueError: If the images are too small, ``channels`` has not two entries, or a width is below 1.
+
     """
     _check_widths(channels, hidden)
     side = _at_least_one(input_size // 2 // 2, input_size, minimum=4)
@@ -147,22 +150,23 @@ def fedfusion_cifar_cnn(
 ) -> nn.Sequential:
     """FedFusion's CNN for CIFAR-10: two 5x5 convolutions (64, 64) with overlapping pools, then 384 and 192 units.
 
-    Convolutions have padding 2, the 3x3 max-pools stride 2 and padding 1. As in the authors' code the weights start
-    Xavier-uniform and the biases at zero, and dropout is 0.2.
+    Convolutions have padding 2; the 3x3 max-pools have stride 2 and padding 1. As in the authors' code, weights start
+    Xavier-uniform, biases start at zero, and dropout is 0.2.
 
     Args:
         num_classes: Number of classes.
-        in_channels: Channels of the images.
+        in_channels: Image channels.
         input_size: Side of the square images, in pixels.
-        dropout: Probability of dropout after each hidden layer.
-        channels: Channels of the two convolutions.
+        dropout: Dropout probability after each hidden layer.
+        channels: Channels in the two convolutions.
         hidden: Widths of the two hidden layers.
 
     Returns:
-        Network of 1,756,426 parameters for 32x32 colour images and 10 classes.
+        Network with 1,756,426 parameters for 32x32 colour images and 10 classes.
 
     Raises:
-        ValueError: If there are not two numbers of channels and two widths, or one is below 1.
+        ValueError: If ``channels`` or ``hidden`` has not two entries, or an entry is below 1.
+
     """
     if len(hidden) != 2:
         raise ValueError(f"Expected `hidden` to be two widths of at least 1, but got {list(hidden)}.")
@@ -186,22 +190,23 @@ def lenet(
     channels: Sequence[int] = (20, 50),
     hidden: int = 500,
 ) -> nn.Sequential:
-    """FedMA's LeNet: 5x5 convolutions of 20 and 50 channels without padding, each with 2x2 max-pooling, then 500 units.
+    """FedMA's LeNet: 5x5 convolutions (20, 50) without padding, each with 2x2 max-pooling, then 500 units.
 
-    There is no activation between the two linear layers: so it is in the authors' code.
+    As in the authors' code, there is no activation between the two linear layers.
 
     Args:
         num_classes: Number of classes.
-        in_channels: Channels of the images.
+        in_channels: Image channels.
         input_size: Side of the square images, in pixels, at least 16.
-        channels: Channels of the two convolutions.
+        channels: Channels in the two convolutions.
         hidden: Width of the hidden layer.
 
     Returns:
-        Network of 431,080 parameters for 28x28 grey images and 10 classes.
+        Network with 431,080 parameters for 28x28 grey images and 10 classes.
 
     Raises:
-        ValueError: If the images are too small, there are not two numbers of channels, or a width is below 1.
+        ValueError: If the images are too small, ``channels`` has not two entries, or a width is below 1.
+
     """
     _check_widths(channels, hidden)
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
@@ -217,23 +222,24 @@ def niid_cnn(
     channels: Sequence[int] = (6, 16),
     hidden: Sequence[int] = (120, 84),
 ) -> nn.Sequential:
-    """NIID-Bench's CNN: 5x5 convolutions of 6 and 16 channels without padding, each with ReLU and 2x2 max-pooling.
+    """NIID-Bench's CNN: 5x5 convolutions (6, 16) without padding, each with ReLU and 2x2 max-pooling.
 
-    Then linear layers of 120 and 84 units with ReLU. With 32 and 64 channels and one layer of 512 units it is the CNN
-    of PFLlib.
+    Linear layers with 120 and 84 units and ReLU follow. With 32 and 64 channels and one layer with 512 units, the
+    network equals PFLlib's CNN.
 
     Args:
         num_classes: Number of classes.
-        in_channels: Channels of the images.
+        in_channels: Image channels.
         input_size: Side of the square images, in pixels, at least 16.
-        channels: Channels of the two convolutions.
+        channels: Channels in the two convolutions.
         hidden: Widths of the hidden layers.
 
     Returns:
-        Network of 62,006 parameters for 32x32 colour images and 10 classes.
+        Network with 62,006 parameters for 32x32 colour images and 10 classes.
 
     Raises:
-        ValueError: If the images are too small, there are not two numbers of channels, or a width is below 1.
+        ValueError: If the images are too small, ``channels`` has not two entries, or a width is below 1.
+
     """
     _check_widths(channels, *hidden)
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
@@ -250,22 +256,23 @@ def vgg9(
 ) -> nn.Sequential:
     """FedMA's VGG-9: 3x3 convolutions 32, 64, pool, 128, 128, pool, 256, 256, pool, then 512 and 512 units.
 
-    No normalisation layers; dropout of whole channels (0.05) after the second pool, dropout (0.1) before the first
-    and before the last linear layer.
+    There are no normalisation layers. Whole channels are dropped (0.05) after the second pool, and units (0.1) before
+    the first and the last linear layer.
 
     Args:
         num_classes: Number of classes.
-        in_channels: Channels of the images.
+        in_channels: Image channels.
         input_size: Side of the square images, in pixels, at least 8.
-        width: Share of the channels and units, for a narrower network.
-        init: Weights to start from: PyTorch's own, with which activations shrink from layer to layer, or normal ones
-            that keep their size in a network of ReLU (He et al. 2015), with biases of zero.
+        width: Factor for channels and units, for a narrower network.
+        init: Initial weights: PyTorch's default, with activations shrinking from layer to layer, or normal weights with
+            constant activation scale under ReLU (He et al. 2015) and zero biases.
 
     Returns:
-        Network of 3,491,530 parameters for 32x32 colour images and 10 classes.
+        Network with 3,491,530 parameters for 32x32 colour images and 10 classes.
 
     Raises:
-        ValueError: If the images are too small, a layer would have no channel, or ``init`` is none of these.
+        ValueError: If the images are too small, a layer would have no channels, or ``init`` is unknown.
+
     """
     check_option("init", init, ("default", "kaiming"))
     side = _at_least_one(input_size // 2 // 2 // 2, input_size, minimum=8)
@@ -312,7 +319,6 @@ def _network(features: Sequence[nn.Module], classifier: Sequence[nn.Module]) -> 
 def _convolutions(
     inputs: int, channels: Sequence[int], border: int = 0, pool: tuple[int, int, int] = (2, 2, 0)
 ) -> list[nn.Module]:
-    """5x5 convolutions, each with ReLU and max-pooling of some size, stride and border."""
     return [
         layer
         for width, outputs in pairwise([inputs, *channels])
@@ -321,7 +327,6 @@ def _convolutions(
 
 
 def _dense(width: int, hidden: Sequence[int], num_classes: int, dropout: float = 0.0) -> list[nn.Module]:
-    """Hidden layers with ReLU, and dropout if there is any, and the output layer."""
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in pairwise([width, *hidden]):
         layers += [nn.Linear(inputs, outputs), nn.ReLU(), *([nn.Dropout(dropout)] if dropout > 0 else [])]

@@ -24,57 +24,57 @@ __all__ = ["SegmentationTask"]
 class SegmentationTask(Task):
     r"""Segments images with an smp loss or a custom loss; logs loss, mean IoU and pixel accuracy.
 
-    Batches are ``(x, y)`` or dicts with keys ``image`` and ``mask``: images of shape ``(N, C, H, W)`` and class
-    indices of shape ``(N, H, W)`` or ``(N, 1, H, W)``. With ``mode="binary"`` masks are 0 and 1; with ``"multilabel"``
-    each class has such a mask, shape ``(N, num_classes, H, W)``. Logged: ``train_loss`` and ``val_loss``, ``val_miou``,
-    ``val_mdice``, ``val_pixel_acc`` (and ``test_...``), without pixels of class ``ignore_index``:
+    Batches are ``(x, y)`` or dicts with keys ``image`` and ``mask``: images with shape ``(N, C, H, W)`` and class
+    indices with shape ``(N, H, W)`` or ``(N, 1, H, W)``. With ``mode="binary"`` masks are 0 and 1; with
+    ``"multilabel"`` each class has such a mask, shape ``(N, num_classes, H, W)``. Logged values are ``train_loss`` and
+    ``val_loss``, ``val_miou``, ``val_mdice``, ``val_pixel_acc`` (and ``test_...``), without pixels labelled
+    ``ignore_index``:
 
-    - ``miou``: intersection over union of each class, with the pixels of the whole epoch, averaged over all classes in
-      truth or prediction;
+    - ``miou``: intersection over union per class, over the whole epoch's pixels, averaged over all classes in truth or
+      prediction;
     - ``pixel_acc``: share of correct pixels;
     - ``mdice``: Dice, averaged like ``miou``; with ``per_class``, ``iou/<class>`` and ``dice/<class>`` for all classes
       in truth or prediction. Binary masks without a positive pixel in truth and prediction have no ``miou``.
 
-    Prediction returns class indices of shape ``(N, H, W)``; in the other modes 0 and 1 of shape ``(N, H, W)`` and
-    ``(N, num_classes, H, W)``. With ``tile``, prediction runs tile by tile, for large images or images of any size.
+    Prediction returns class indices with shape ``(N, H, W)``; in the other modes 0 and 1 with shape ``(N, H, W)`` and
+    ``(N, num_classes, H, W)``. With ``tile``, prediction runs tile by tile, for large images or images with different
+    sizes.
 
-    The Dice loss is smp's: the mean over classes c of :math:`1 - 2 \sum p_c t_c / \sum (p_c + t_c)`, sums over the
-    batch's pixels, 0 for a class without true pixels. A batch with only ignored pixels has the loss 0 and no gradient.
+    The Dice loss is smp's: the mean over classes c of :math:`1 - 2 \sum p_c t_c / \sum (p_c + t_c)`, with sums over the
+    batch's pixels, and 0 for a class without true pixels. A batch with only ignored pixels has loss 0 and no gradient.
 
     Args:
-        model: Name of an architecture of `segmentation_models_pytorch` (``"DeepLabV3Plus"``, ``"Unet"``, ...), or a
-            ready module that maps images to logits of shape ``(N, num_classes, H, W)``. A ready module is not among the
-            saved hyperparameters: give it again to ``load_from_checkpoint(path, model=...)``.
-        num_classes: Number of classes, without the ignored one; 1 with ``mode="binary"``.
-        encoder_name: Encoder of the architecture: smp's (``"resnet18"``), or timm's (``"tu-mobilenetv3_small_100"``).
-        encoder_weights: Pretrained weights of the encoder: ``"imagenet"``, a download, or the path of a file
-            (``.safetensors``, or of ``torch.save``) in smp's or timm's names; None starts from scratch. To load a
-            checkpoint of the task where there is no such file, pass None to ``load_from_checkpoint``.
-        in_channels: Channels of the images.
-        model_kwargs: More arguments of the architecture (``encoder_depth``, ``decoder_channels``, ...).
-        norm: ``"group"`` replaces every BatchNorm of the network by GroupNorm (see `to_group_norm`).
+        model: Name of a `segmentation_models_pytorch` architecture (``"DeepLabV3Plus"``, ``"Unet"``, ...), or a module
+            from images to logits with shape ``(N, num_classes, H, W)``. A module is not a saved hyperparameter: pass
+            the module to ``load_from_checkpoint(path, model=...)``.
+        num_classes: Number of classes, without the ignored class; 1 with ``mode="binary"``.
+        encoder_name: The architecture's encoder, from smp (``"resnet18"``) or timm (``"tu-mobilenetv3_small_100"``).
+        encoder_weights: Pretrained encoder weights: ``"imagenet"``, a download, or a file path (``.safetensors``, or
+            from ``torch.save``) with smp's or timm's names. None starts from scratch. To load a task's checkpoint
+            without this file, pass None to ``load_from_checkpoint``.
+        in_channels: Image channels.
+        model_kwargs: Further arguments for the architecture (``encoder_depth``, ``decoder_channels``, ...).
+        norm: ``"group"`` replaces every BatchNorm by GroupNorm (see `to_group_norm`).
         loss: ``"ce"`` (cross-entropy), ``"dice"``, ``"jaccard"``, ``"tversky"``, ``"lovasz"``, ``"focal"``, or a sum
-            (``"ce+dice"``), with options as in ``"ce+tversky:alpha=0.3:beta=0.7"``; ``"fedseg"`` for clients that label
-            some classes only: in training a pixel of class ``ignore_index`` is then one of the classes that the batch
-            does not have (:func:`~lightning_fed.modules.absent_class_loss`), in evaluation it counts nowhere; or a
-            function of logits and target, which has to see to ignored pixels itself, and is not among the saved
-            hyperparameters.
-        ignore_index: Class index of pixels without a label; None if there are none.
-        class_weights: Weight of each class in the cross-entropy. A class of weight 0 is not learnt from; a batch of
-            only such pixels has the loss 0.
-        mode: ``"multiclass"`` (every pixel has one class), ``"binary"`` (one class or none: one logit),
-            ``"multilabel"`` (any of the classes: a logit each, apart from one another).
-        per_class: Whether the scores of each class are logged.
-        class_names: Names of the classes in the log; None for their numbers.
+            (``"ce+dice"``), with options as in ``"ce+tversky:alpha=0.3:beta=0.7"``; ``"fedseg"`` for partially
+            labelling clients: in training, a pixel labelled ``ignore_index`` counts as any class missing in the batch
+            (:func:`~lightning_fed.modules.absent_class_loss`), and in evaluation the pixel is ignored; or a function of
+            logits and target. A function must handle ignored pixels itself, and is not a saved hyperparameter.
+        ignore_index: Class index for pixels without a label; None without such pixels.
+        class_weights: Class weights in the cross-entropy. A class with weight 0 is not learned; a batch with only such
+            pixels has loss 0.
+        mode: ``"multiclass"`` (one class per pixel), ``"binary"`` (one class or none: one logit), ``"multilabel"`` (any
+            number of classes, with independent logits).
+        per_class: Whether to log scores per class.
+        class_names: Class names in the log; None for numbers.
         tile: Height and width of prediction tiles; None for whole images.
-        tile_overlap: Least share of a tile in common with the next tile, in [0, 1).
-        per_image: Whether the loss is taken of every image by itself, and then the mean: as
-            :class:`~lightning_fed.privacy.DPSGD` needs it where pixels are ignored, and for losses other than
-            cross-entropy. Otherwise it is taken of all pixels of the batch.
+        tile_overlap: Minimum share of a tile in common with the next tile, in [0, 1).
+        per_image: Whether to average losses over images instead of pixels. :class:`~lightning_fed.privacy.DPSGD` needs
+            this option with ignored pixels, and with losses other than cross-entropy.
         **options: Optimizer and schedule, see `Task`: `optimizer`, `lr`, `scheduler`, ...
 
     Raises:
-        ValueError: If a name or a choice is unknown, or an argument does not fit its network, optimizer or scheduler.
+        ValueError: If a name or a choice is unknown, or an argument does not fit the network, optimizer or scheduler.
 
     Example:
         >>> task = SegmentationTask("Unet", num_classes=3, encoder_name="resnet18", loss="ce+dice", lr=0.05)
@@ -83,6 +83,7 @@ class SegmentationTask(Task):
 
     References:
         https://smp.readthedocs.io
+
     """
 
     target_key: ClassVar[str] = "mask"
@@ -139,7 +140,7 @@ class SegmentationTask(Task):
         self.configure_task(model, norm, class_weights, num_classes)
 
     def configure_network(self, name: str) -> nn.Module:
-        """Returns the `segmentation_models_pytorch` architecture ``name``."""
+        """Builds the `segmentation_models_pytorch` architecture ``name``."""
         import segmentation_models_pytorch as smp  # slow to import, so only on use
 
         if self._model_kwargs.get("aux_params") is not None:
@@ -172,17 +173,17 @@ class SegmentationTask(Task):
         return network
 
     def configure_metrics(self) -> MetricCollection:
-        """Returns ``miou``, ``mdice`` and ``pixel_acc``, and if asked for the scores of each class."""
+        """Builds ``miou``, ``mdice`` and ``pixel_acc``, and optionally scores per class."""
         scores = SegmentationScores(self.num_classes, self._mode, self.ignore_index, self._class_names, self._per_class)
         return MetricCollection({"scores": scores}, compute_groups=False)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Logs the batch's loss and updates the metrics; warns where the class of a binary task seems to be ignored."""
+        """Logs the batch's loss, and updates the metrics; warns about binary masks with an ignored class."""
         self._check_binary(batch)
         super().validation_step(batch, batch_idx, dataloader_idx)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Returns a batch's loss; checks binary masks in the first batch."""
+        """Computes a batch's loss; checks binary masks in the first batch."""
         if batch_idx == 0:
             self._check_binary(batch)
         return super().training_step(batch, batch_idx)
@@ -211,11 +212,11 @@ class SegmentationTask(Task):
             )
 
     def example_input(self) -> Tensor:
-        """Returns two images of zeros."""
+        """Builds two images with zeros."""
         return torch.zeros(2, self._in_channels, 64, 64)  # encoders want multiples of 32
 
     def compute_loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Returns the loss of logits ``(N, num_classes, H, W)`` and masks."""
+        """Computes the loss for logits ``(N, num_classes, H, W)`` and masks."""
         if not self._per_image:
             return self._loss_of(logits, target)
         images = ((logits[row : row + 1], target[row : row + 1]) for row in range(len(logits)))
@@ -228,10 +229,11 @@ class SegmentationTask(Task):
         return self._loss(logits, target)
 
     def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Returns images ``(N, C, H, W)`` and masks ``(N, H, W)`` of a batch, or ``(N, num_classes, H, W)``.
+        """Splits a batch into images ``(N, C, H, W)`` and masks ``(N, H, W)``, or ``(N, num_classes, H, W)``.
 
         Raises:
-            ValueError: If there is not one mask for each class with ``mode="multilabel"``.
+            ValueError: If ``mode="multilabel"`` has another number of masks than classes.
+
         """
         x, mask = super().split_batch(batch)
         if self._mode == "multilabel":
@@ -245,7 +247,7 @@ class SegmentationTask(Task):
         return x, mask.long()
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Returns class indices of shape ``(N, H, W)``; with ``mode="multilabel"`` 0 and 1 for each class."""
+        """Predicts class indices, shape ``(N, H, W)``; with ``mode="multilabel"`` 0 and 1 per class."""
         x = self.inputs_of(batch)
         logits: Tensor = self(x) if self._tile is None else tiled_logits(self, x, self._tile, self._tile_overlap)
         if self._mode == "multiclass":
@@ -255,7 +257,7 @@ class SegmentationTask(Task):
 
 
 def _is_of_download(error: Exception) -> bool:
-    """Recognises network errors by the raising library."""
+    """Recognises network errors by the library."""
     is_known = type(error).__module__.partition(".")[0] in (
         "httpx",
         "httpcore",

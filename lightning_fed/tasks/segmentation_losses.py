@@ -1,4 +1,4 @@
-"""Losses of segmentation by name: cross-entropy, and those of `segmentation_models_pytorch`, without ignored pixels."""
+"""Segmentation losses by name: cross-entropy and `segmentation_models_pytorch` losses, without ignored pixels."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ LOSS_NAMES = ("ce", *_REGION, *_PIXEL, "fedseg")
 
 
 class NamedLoss(nn.Module):
-    """Sum of losses by name; pixels of ``ignore_index`` count nowhere.
+    """Sum over named losses, without pixels labelled ``ignore_index``.
 
-    ``"ce"`` is the cross-entropy, over the sigmoid's outputs in the modes ``"binary"`` and ``"multilabel"``;
-    ``"dice"``, ``"jaccard"``, ``"tversky"``, ``"lovasz"`` and ``"focal"`` are smp's. Options follow a name as in
-    ``"tversky:alpha=0.3:beta=0.7"``; names are added up by ``+``. A batch in which every pixel is ignored has the
-    loss 0 and no gradient. ``"fedseg"`` is :func:`~lightning_fed.modules.absent_class_loss` in training, and the
-    cross-entropy in evaluation.
+    ``"ce"`` is the cross-entropy, after a sigmoid in the modes ``"binary"`` and ``"multilabel"``; ``"dice"``,
+    ``"jaccard"``, ``"tversky"``, ``"lovasz"`` and ``"focal"`` come from smp. Options follow a name as in
+    ``"tversky:alpha=0.3:beta=0.7"``; ``+`` adds losses. A batch with only ignored pixels has loss 0 and no gradient.
+    ``"fedseg"`` is :func:`~lightning_fed.modules.absent_class_loss` in training, and the cross-entropy in evaluation.
 
     Args:
         text: The names.
-        mode: Masks of one of several classes, of one class, or of any of several.
-        ignore_index: Label of ignored pixels; ``None`` if there are none.
+        mode: ``"multiclass"`` for one class per pixel, ``"binary"`` for a single class, ``"multilabel"`` for any
+            number.
+        ignore_index: Label of ignored pixels; ``None`` without such pixels.
 
     Raises:
-        ValueError: If a name is unknown, or a loss refuses its options.
+        ValueError: If a name is unknown, or a loss refuses the options.
 
     Example:
         >>> loss = NamedLoss("ce+tversky:alpha=0.3:beta=0.7")
@@ -51,7 +51,7 @@ class NamedLoss(nn.Module):
         self.terms: list[tuple[str, Any]] = []
         for part in text.split("+"):
             name, options = parse_method(part)
-            if "per_image" in options:  # pixels of all images are one to smp's losses here
+            if "per_image" in options:  # smp's losses receive the pixels of all images as one image here
                 raise ValueError(
                     f"Expected `loss` without `per_image`, but got {text!r}: `SegmentationTask` has an argument of that"
                     " name, for all losses."
@@ -70,12 +70,13 @@ class NamedLoss(nn.Module):
             self.terms.append((name, None if is_ours else self._build(name, options)))
 
     def forward(self, logits: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The loss, a scalar.
+        """Computes the loss, a scalar.
 
         Args:
-            logits: Shape ``(N, C, H, W)``, C being 1 for ``"binary"``.
-            target: Class indices ``(N, H, W)``; 0 and 1 of shape ``(N, H, W)`` or ``(N, C, H, W)`` in the other modes.
-            weight: Weights of the classes in the cross-entropy, shape ``(C,)``.
+            logits: Shape ``(N, C, H, W)``, with C = 1 for ``"binary"``.
+            target: Class indices ``(N, H, W)``; 0 and 1 with shape ``(N, H, W)`` or ``(N, C, H, W)`` in the other
+                modes.
+            weight: Class weights in the cross-entropy, shape ``(C,)``.
 
         """
         terms = [
@@ -93,7 +94,7 @@ class NamedLoss(nn.Module):
     def _build(self, name: str, options: dict[str, Any]) -> nn.Module:
         import segmentation_models_pytorch as smp
 
-        # Pixels are ignored here, but for a Dice of classes: not every loss of every version can do it.
+        # Not every smp loss supports `ignore_index` in every version, so only the multiclass Dice loss receives one.
         ignored = {"ignore_index": self.ignore_index} if name == "dice" and self.mode == "multiclass" else {}
         mode = "binary" if name == "focal" and self.mode == "multilabel" else self.mode
         try:
@@ -105,7 +106,7 @@ class NamedLoss(nn.Module):
     def _cross_entropy(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         if self.mode != "multiclass":
             return self._binary_cross_entropy(logits, target, weight)
-        # the mean over no pixel, or over weights of 0, is NaN; `where` instead of `if` leaves the GPU's queue alone
+        # a mean over no pixels, or over zero weights, is NaN; `where` instead of `if` avoids a GPU synchronisation
         counts = self._is_valid(target)
         if weight is not None:
             counts = counts & (weight[target.where(counts, 0)] > 0)
@@ -124,7 +125,7 @@ class NamedLoss(nn.Module):
 
     def _term(self, name: str, loss: nn.Module, logits: Tensor, target: Tensor) -> Tensor:
         value: Tensor
-        if name == "lovasz":  # smp's wants numbers of this type
+        if name == "lovasz":  # smp's loss needs float32
             logits = logits.float()
         if name == "dice" and self.mode == "multiclass":
             value = loss(logits, target)
@@ -137,7 +138,7 @@ class NamedLoss(nn.Module):
             return value
         target = target.reshape(logits.shape)
         is_valid = self._is_valid(target)
-        if name in _REGION:  # sums over pixels, to which a probability of 0 adds nothing where nothing is true
+        if name in _REGION:  # sums over pixels; probability 0 without a true pixel adds nothing
             value = loss(logits.masked_fill(~is_valid, torch.finfo(logits.dtype).min / 2), target * is_valid)
             return value
         if name == "lovasz":

@@ -1,4 +1,4 @@
-"""Logits of large images, tile by tile, without seams."""
+"""Logits for large images, tile by tile, without seams."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from lightning_fed.argument_checks import check_share
 def tiled_logits(
     network: Callable[[Tensor], Tensor], images: Tensor, tile: tuple[int, int], overlap: float = 0.25
 ) -> Tensor:
-    """Runs a network on overlapping tiles of images, and joins its logits.
+    """Runs a network on overlapping tiles, and joins the logits.
 
-    Where tiles overlap, their logits are averaged with weights that fall off linearly towards a tile's edges, where a
-    network sees least of what surrounds a pixel: so there is no seam. Tiles lie evenly, and those at the rim
-    end with the image. Images that are smaller than a tile are continued by their last pixels, and the logits cut back.
+    In overlaps, logits are averaged with weights falling linearly towards a tile's edges, because the network sees less
+    context there. This avoids seams. Tiles are evenly spaced, and outer tiles end at the image border. Images smaller
+    than a tile are padded with the last pixels, and the logits are cropped.
 
     Args:
-        network: Maps images ``(N, C, h, w)`` of the tile's size to logits ``(N, K, h, w)``.
+        network: Function from images ``(N, C, h, w)`` with the tile's size to logits ``(N, K, h, w)``.
         images: Shape ``(N, C, H, W)``.
         tile: Height and width of the tiles in pixels.
-        overlap: Least share of a tile that it has in common with its neighbour, in [0, 1).
+        overlap: Minimum share of a tile in common with the next tile, in [0, 1).
 
     Returns:
-        Logits of shape ``(N, K, H, W)``.
+        Logits, shape ``(N, K, H, W)``.
 
     Raises:
-        ValueError: If the overlap is out of its range, or the network's outputs have another size than its inputs.
+        ValueError: If the overlap is outside the allowed range, or the network's outputs and inputs differ in size.
 
     Example:
         >>> images = torch.arange(60.0).reshape(1, 1, 6, 10)
@@ -64,7 +64,6 @@ def tiled_logits(
 
 
 def _starts(side: int, size: int, overlap: float) -> list[int]:
-    """First pixels of tiles that cover a side, evenly, from its first pixel to its last."""
     if side <= size:
         return [0]
     count = 1 + math.ceil((side - size) / max(1, math.floor(size * (1 - overlap))))
@@ -72,6 +71,5 @@ def _starts(side: int, size: int, overlap: float) -> list[int]:
 
 
 def _ramp(size: int) -> Tensor:
-    """Weights along a side of a tile, which rise linearly to its middle."""
     places = torch.arange(size) + 1.0
     return torch.minimum(places, places.flip(0)) / size

@@ -1,4 +1,4 @@
-"""Equations of the metrics, on tensors."""
+"""Functional metrics on tensors."""
 
 from lightning_fed.metrics.functional.discrepancy import (
     classwise_maximum_mean_discrepancy as classwise_maximum_mean_discrepancy,

@@ -1,11 +1,11 @@
-"""Maximum mean discrepancy: a distance between the distributions of two samples of features.
+"""Maximum mean discrepancy: a distance between the distributions behind two sets of features.
 
 Gretton et al., "A Kernel Two-Sample Test", JMLR 2012, equations 3 (unbiased) and 5 (biased). Michieli, Toldo and Ozay
-(FedMargin, IEEE Internet of Things Journal 2022) compare the features of a federated model with those of a centrally
-trained one; their kernel is not in the text that could be read, so that the Gaussian one here is a reconstruction.
+(FedMargin, IEEE Internet of Things Journal 2022) compare a federated model's features with a centrally trained model's
+features. The accessible text does not define the kernel, so the Gaussian kernel is a reconstruction.
 
-Memory does not grow with the square of the number of samples: distances are computed for ``chunk_size`` by
-``chunk_size`` samples at a time, in float64.
+Distances are computed in float64, in blocks with ``chunk_size`` by ``chunk_size`` samples, so memory is not quadratic
+in the number of samples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_fed.numerics.precision import float64_device
 Estimator = Literal["biased", "unbiased"]
 Bandwidth = Literal["median", "pooled"]
 
-_BITS = 16  # of a float32, settled in one pass over all distances
+_BITS = 16  # bits in a float32 found by one pass over all distances
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def maximum_mean_discrepancy(
     squared: bool = False,
     chunk_size: int = 1024,
 ) -> Tensor:
-    r"""Maximum mean discrepancy with a Gaussian kernel.
+    r"""Computes the maximum mean discrepancy with a Gaussian kernel.
 
     .. math:: k(a, b) = \sum_s e^{-\lVert a - b \rVert^2 / (2 (s \sigma)^2)}
 
@@ -48,27 +48,26 @@ def maximum_mean_discrepancy(
     .. math:: \text{unbiased: } \mathrm{MMD}^2 = \frac{1}{m (m - 1)} \sum_{i \ne j} k(x_i, x_j)
         + \frac{1}{n (n - 1)} \sum_{i \ne j} k(y_i, y_j) - \frac{2}{m n} \sum_{i,j} k(x_i, y_j)
 
-    The kernel and its bandwidth are a reconstruction: FedMargin's text names the discrepancy and cites its definition.
-    The time grows with :math:`(m + n)^2 d`, the memory does not.
+    The kernel and the bandwidth are reconstructions: FedMargin's text names the discrepancy and cites the definition.
+    Time grows with :math:`(m + n)^2 d`; memory does not.
 
     Args:
         features: Samples :math:`x`, shape ``(m, d)``; any floating-point type.
-        reference: Samples :math:`y`, shape ``(n, d)``: the features of the centrally trained model.
-        bandwidth: :math:`\sigma`, greater than 0; "median" for the median distance between two samples of the
-            reference, which is the same for all models that are compared with it, or "pooled" for that between two of
-            all samples. See :func:`median_distance`.
-        estimator: With or without the samples' kernels with themselves. The unbiased one can be negative.
-        scales: Factors of the bandwidth whose kernels are added up; several are less sensitive to the bandwidth:
+        reference: Samples :math:`y`, shape ``(n, d)``: features from the centrally trained model.
+        bandwidth: :math:`\sigma`, greater than 0; "median" for the median distance between two reference samples, equal
+            for all compared models, or "pooled" for the median over all samples. See :func:`median_distance`.
+        estimator: With or without kernels between a sample and itself. The unbiased estimate can be negative.
+        scales: Factors for the bandwidth, with a sum over kernels. Several scales are less sensitive to the bandwidth:
             ``(0.25, 0.5, 1, 2, 4)``.
         squared: Whether to return :math:`\mathrm{MMD}^2`, else :math:`\sqrt{\max(\mathrm{MMD}^2, 0)}`.
-        chunk_size: Number of samples of either set whose distances are computed at a time.
+        chunk_size: Number of samples per block.
 
     Returns:
         The discrepancy, a float64 scalar.
 
     Raises:
-        ValueError: If the shapes do not fit, there are too few samples, an option is unknown or out of its range, or
-            the median distance is 0.
+        ValueError: If the shapes are inconsistent, there are too few samples, an option is unknown or outside the
+            allowed range, or the median distance is 0.
 
     Example:
         >>> x = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -112,28 +111,28 @@ def classwise_maximum_mean_discrepancy(
     chunk_size: int = 1024,
     **options: Any,
 ) -> Tensor:
-    r"""Maximum mean discrepancy within every class.
+    """Computes the maximum mean discrepancy within every class.
 
-    The bandwidth is that of all samples, the same for every class. The published text reports no values per class as
-    far as it can be read: this is a reconstruction, like the kernel.
+    The bandwidth comes from all samples, and is equal for every class. The accessible text reports no values per class,
+    so this function is a reconstruction.
 
     Args:
         features: Samples, shape ``(m, d)``.
-        reference: Samples of the reference, shape ``(n, d)``.
-        labels: Classes of the samples, shape ``(m,)``, integers; others than 0 to C - 1 are left out.
-        reference_labels: Classes of the reference, shape ``(n,)``.
+        reference: Reference samples, shape ``(n, d)``.
+        labels: Sample classes, shape ``(m,)``, integers; labels outside 0 to C - 1 are skipped.
+        reference_labels: Reference classes, shape ``(n,)``.
         num_classes: Number of classes :math:`C`.
         bandwidth: As in :func:`maximum_mean_discrepancy`.
-        estimator: As there.
-        chunk_size: As there.
-        **options: `scales` and `squared`, as there.
+        estimator: As in :func:`maximum_mean_discrepancy`.
+        chunk_size: As in :func:`maximum_mean_discrepancy`.
+        **options: `scales` and `squared`, as in :func:`maximum_mean_discrepancy`.
 
     Returns:
-        Discrepancies, shape ``(C,)``, float64; NaN for a class of which either set has too few samples (none, or with
-        the unbiased estimator fewer than two).
+        Discrepancies, shape ``(C,)``, float64; NaN for a class with too few samples in a set (none, or fewer than two
+        with the unbiased estimator).
 
     Raises:
-        ValueError: As :func:`maximum_mean_discrepancy`, or if there is not one label per sample.
+        ValueError: As in :func:`maximum_mean_discrepancy`, or if the numbers of labels and samples differ.
 
     Example:
         >>> x, y = torch.tensor([[0.0], [1.0], [5.0]]), torch.tensor([[0.0], [2.0], [7.0]])
@@ -166,20 +165,20 @@ def classwise_maximum_mean_discrepancy(
 
 @torch.no_grad()
 def median_distance(samples: Tensor, *, chunk_size: int = 1024) -> float:
-    """The median Euclidean distance between two different samples, over all pairs.
+    """Computes the median Euclidean distance between two different samples, over all pairs.
 
-    Exact to the precision of float32, however many pairs there are: the distances are computed twice, and counted by
-    the leading and then by the trailing half of their bits.
+    The result is exact up to float32 precision for any number of pairs: distances are computed twice, and counted by
+    the leading and then by the trailing half of the bits.
 
     Args:
         samples: Samples, shape ``(n, d)``, at least two.
-        chunk_size: Number of samples whose distances to as many others are computed at a time.
+        chunk_size: Number of samples per block.
 
     Returns:
-        The median; of an even number of distances the mean of the two in the middle.
+        The median; for an even number of distances the mean of the middle two.
 
     Raises:
-        ValueError: If there are fewer than two samples, or they are not finite.
+        ValueError: If there are fewer than two samples, or a sample is not finite.
 
     Example:
         >>> median_distance(torch.tensor([[0.0], [1.0], [3.0], [7.0]]))
@@ -210,15 +209,15 @@ def median_distance(samples: Tensor, *, chunk_size: int = 1024) -> float:
 
 
 def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_size: int) -> None:
-    """Refuses options that are unknown or out of their range.
+    """Checks the options for the kernel.
 
     Args:
         bandwidth: A number, or the name of a rule.
-        scales: Factors of the bandwidth.
-        chunk_size: Number of samples at a time.
+        scales: Factors for the bandwidth.
+        chunk_size: Number of samples per block.
 
     Raises:
-        ValueError: If one cannot be used.
+        ValueError: If an option is unknown or outside the allowed range.
 
     """
     if isinstance(bandwidth, str):
@@ -234,9 +233,10 @@ def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_s
 
 
 def _bit_counts(samples: Tensor, shift: Tensor, chunk_size: int, head: int | None) -> Tensor:
-    """Counts of pairs by the leading bits of their squared distances, or by the trailing bits of those with ``head``.
+    """Counts pairs by the leading bits of the squared distance, or by the trailing bits for the leading bits ``head``.
 
-    The bits of a float that is not negative, read as an integer, are in the order of the floats.
+    For non-negative floats, the order of the bit patterns as integers equals the order of the floats.
+
     """
     counts = torch.zeros(1 << _BITS, dtype=torch.int64, device=samples.device)
     for distances in _pair_distances(samples, shift, chunk_size):
@@ -248,12 +248,12 @@ def _bit_counts(samples: Tensor, shift: Tensor, chunk_size: int, head: int | Non
 
 
 def _kernel_sum(distances: Iterator[Tensor], factors: Sequence[float]) -> float:
-    # Numbers of Python: small tensors that live on between large ones keep the memory of these from being used again.
+    # Python numbers: small tensors between large tensors would prevent memory reuse.
     return sum((block * factor).exp_().sum().item() for block in distances for factor in factors)
 
 
 def _pair_distances(samples: Tensor, shift: Tensor, chunk_size: int) -> Iterator[Tensor]:
-    """Squared distances between two different samples, every pair once, in pieces."""
+    """Yields blocks with squared distances, each pair once."""
     chunks = torch.split(samples, chunk_size)
     for index, chunk in enumerate(chunks):
         block = squared_distances(chunk, chunk, shift)
@@ -263,7 +263,6 @@ def _pair_distances(samples: Tensor, shift: Tensor, chunk_size: int) -> Iterator
 
 
 def _cross_distances(samples: Tensor, reference: Tensor, shift: Tensor, chunk_size: int) -> Iterator[Tensor]:
-    """Squared distances between samples of two sets, in pieces."""
     for chunk in torch.split(samples, chunk_size):
         for reference_chunk in torch.split(reference, chunk_size):
             yield squared_distances(chunk, reference_chunk, shift)

@@ -1,8 +1,8 @@
-"""Entropy maps: a model's uncertainty about its classes, and the number of active features, pixel by pixel.
+"""Entropy maps: a model's uncertainty about the class, and the number of active features, pixel by pixel.
 
 Shannon, "A Mathematical Theory of Communication", 1948, as used by Michieli, Toldo and Ozay, "Federated Learning via
-Attentive Margin of Semantic Feature Representations" (FedMargin), IEEE Internet of Things Journal 2022. All logarithms
-are natural, and 0 ln 0 is 0.
+Attentive Margin of Semantic Feature Representations" (FedMargin), IEEE Internet of Things Journal 2022. Logarithms are
+natural, and 0 ln 0 is 0.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Activation = Literal["relu", "abs", "softmax"]
 
 
 def shannon_entropy(probabilities: Tensor, dim: int = -1, *, normalize: bool = False) -> Tensor:
-    r"""Shannon entropy.
+    r"""Computes the Shannon entropy.
 
     .. math:: H = -\sum_c p_c \ln p_c
 
     Args:
-        probabilities: Numbers that sum to 1 along ``dim``.
-        dim: Dimension of the outcomes.
-        normalize: Whether to divide by the entropy of equal probabilities, the logarithm of the number of outcomes, so
-            that the result is in 0 to 1; 0 for a single outcome.
+        probabilities: Numbers with sum 1 along ``dim``.
+        dim: Dimension with the outcomes.
+        normalize: Whether to divide by the logarithm of the number of outcomes, for a result in 0 to 1; 0 for a single
+            outcome.
 
     Returns:
-        Entropies, without the dimension of the outcomes; float32 for smaller types.
+        Entropies, without the dimension ``dim``; float32 for smaller types.
 
     Example:
         >>> shannon_entropy(torch.tensor([[0.7, 0.2, 0.1], [1.0, 0.0, 0.0]]))
@@ -46,11 +46,11 @@ def shannon_entropy(probabilities: Tensor, dim: int = -1, *, normalize: bool = F
 
 
 def softmax_entropy(logits: Tensor, *, normalize: bool = False) -> Tensor:
-    r"""Entropy of the class probabilities at every pixel: low where a model is confident.
+    r"""Computes the entropy of the class probabilities at every pixel: low for a confident model.
 
     .. math:: H(u) = -\sum_c \pi_c(u) \ln \pi_c(u), \qquad \pi(u) = \mathrm{softmax}(\text{logits at } u)
 
-    Large inputs are computed piece by piece. Gradients flow.
+    Large inputs are processed piece by piece. The function is differentiable.
 
     Args:
         logits: Logits, shape ``(N, C, *size)``; ``size`` may be empty.
@@ -74,25 +74,27 @@ def softmax_entropy(logits: Tensor, *, normalize: bool = False) -> Tensor:
 def feature_entropy(
     features: Tensor, *, activation: Activation = "relu", normalize: bool = False, size: Sequence[int] | None = None
 ) -> Tensor:
-    r"""Entropy of the features at every pixel, as shares of their sum over channels: high where many are active.
+    r"""Computes the entropy over channels at every pixel: high with many active channels.
+
+    Features count as shares of the sum over channels:
 
     .. math:: H_f(u) = -\sum_c q_c(u) \ln q_c(u), \qquad q_c(u) = \frac{f_c(u)}{\sum_{c'} f_{c'}(u)}
 
-    A pixel whose features are all 0 counts as uniform: :math:`\ln d`. One with a feature that is not finite has no
-    entropy (NaN). Large inputs are computed piece by piece. Gradients flow.
+    A pixel with only zeros counts as uniform: :math:`\ln d`. A pixel with an infinite or NaN feature has entropy NaN.
+    Large inputs are processed piece by piece. The function is differentiable.
 
     Args:
         features: Features, shape ``(N, d, *size)``; ``size`` may be empty.
-        activation: Function that makes them non-negative; "relu" leaves those of a layer after a ReLU as they are.
+        activation: Function for non-negative features; "relu" does not change features after a ReLU.
         normalize: Whether to divide by :math:`\ln d`.
-        size: Height and width to which maps of shape ``(N, d, H, W)`` are then resized bilinearly (corners not
-            aligned): those of the input.
+        size: Height and width for bilinear resizing of maps with shape ``(N, d, H, W)`` (corners not aligned), for
+            example the input's size.
 
     Returns:
         Entropies, shape ``(N, *size)``; float32 for smaller types.
 
     Raises:
-        ValueError: If ``activation`` is unknown, there are fewer than two channels, or features to be resized are no
+        ValueError: If ``activation`` is unknown, there are fewer than two channels, or features for resizing are not
             maps.
 
     Example:
@@ -114,7 +116,6 @@ def feature_entropy(
 
 
 def _shares(features: Tensor, activation: Activation) -> Tensor:
-    """Numbers that are not negative and sum to 1 over the channels."""
     if activation == "softmax":
         return features.softmax(1)
     values = features.relu() if activation == "relu" else features.abs()
@@ -123,7 +124,7 @@ def _shares(features: Tensor, activation: Activation) -> Tensor:
 
 
 def _by_pieces(values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """A function of the channels of every pixel, for some pixels at a time."""
+    """Applies a function over channels to some pixels at a time."""
     flat = values.flatten(2) if values.ndim > 2 else values.unsqueeze(2)
     images, pixels = chunk_steps(*flat.shape)
     rows = [

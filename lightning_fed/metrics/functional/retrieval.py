@@ -1,11 +1,11 @@
-r"""Retrieval: precision among the nearest neighbours of an image, where those of its class count as hits.
+"""Retrieval: precision among an image's nearest neighbours, with images from the same class as hits.
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), equation 9: MAP@R with a fixed R. With
-as large an R as a class has other images it is that of Musgrave, Belongie and Lim, "A Metric Learning Reality Check",
-ECCV 2020, section 3.2.
+R equal to the number of other images in the class, the metric equals MAP@R in Musgrave, Belongie and Lim, "A Metric
+Learning Reality Check", ECCV 2020, section 3.2.
 
-Neighbours are found for ``chunk_size`` queries among ``chunk_size`` images at a time: memory does not grow with the
-square of the number of images.
+Neighbours are searched in blocks with ``chunk_size`` queries and ``chunk_size`` images, so memory is not quadratic in
+the number of images.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_fed.numerics.precision import to_float64
 
 RetrievalMetric = Literal["cosine", "euclidean"]
 
-_LAST = 0x7FFFFFFE  # beyond any distance, and even: not relevant
+_LAST = 0x7FFFFFFE  # larger than any distance, and even: not relevant
 
 
 @torch.no_grad()
@@ -37,36 +37,34 @@ def mean_average_precision_at_r(
     gallery_labels: Tensor | None = None,
     chunk_size: int = 1024,
 ) -> Tensor:
-    r"""MAP@R: the mean over all queries of the share of the top R with the query's class, where the top counts most.
+    r"""Computes MAP@R: the mean share of the query's class among the top R, with more weight for higher ranks.
 
     .. math:: \mathrm{MAP@R} = \frac{1}{Q} \sum_q \frac{1}{R} \sum_{i=1}^{R} \mathrm{rel}_i
         \frac{\sum_{j \le i} \mathrm{rel}_j}{i}
 
-    with :math:`\mathrm{rel}_i` = 1 where the i-th nearest image is of the query's class. Every image is a query once,
-    and is itself not among its neighbours. With R fixed, a perfect model reaches 1 only where every class has more than
-    R images: with five images in a class MAP@10 is 0.4 at most.
+    with :math:`\mathrm{rel}_i` = 1 if the i-th nearest image has the query's class. Every image is a query once, and is
+    excluded from the query's own neighbours. With a fixed R, a perfect model reaches 1 only if every class has more
+    than R images: with five images per class MAP@10 is at most 0.4.
 
-    Of equally near images those of other classes come first: the result does not depend on the order of the images, and
-    a model that maps all of them to one point gets no credit for it. Distances that agree to seven digits count as
-    equal.
+    Among equally near images, other classes come first. The result then does not depend on the order of the images, and
+    a model with a constant output gets no credit. Distances with seven equal digits count as equal.
 
     Args:
-        embeddings: Embeddings of the queries, shape ``(n, d)``.
+        embeddings: Query embeddings, shape ``(n, d)``.
         labels: Classes, shape ``(n,)``, integers.
-        r: R, at least 1, the same for all queries, as in FedSS (neighbours that are not there, because there are fewer
-            images, count as misses); "relevant" for the number of other images of the query's class (queries without
-            any are left out).
-        metric: Neighbours by the angle between embeddings, or by their Euclidean distance.
-        gallery: Embeddings of the images that are searched, shape ``(m, d)``; ``None`` for all other queries.
-        gallery_labels: Their classes, shape ``(m,)``.
-        chunk_size: Number of queries, and of images, whose distances are computed at a time.
+        r: R, at least 1, equal for all queries as in FedSS (missing neighbours count as misses); "relevant" for the
+            number of other images in the query's class (queries without other images are skipped).
+        metric: Neighbours by angle, or by Euclidean distance.
+        gallery: Embeddings of the searched images, shape ``(m, d)``; ``None`` for all other queries.
+        gallery_labels: Classes of the searched images, shape ``(m,)``.
+        chunk_size: Number of queries, and of images, per block.
 
     Returns:
-        MAP@R, a float64 scalar from 0 to 1. NaN if an embedding is not finite, or every query is left out.
+        MAP@R, a float64 scalar from 0 to 1. NaN if an embedding is not finite, or every query is skipped.
 
     Raises:
-        ValueError: If shapes do not fit, there is no query, labels are fractions, or an option is unknown or out of its
-            range.
+        ValueError: If shapes are inconsistent, there is no query, labels are fractions, or an option is unknown or
+            outside the allowed range.
 
     Example:
         >>> embeddings = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]])
@@ -94,21 +92,21 @@ def mean_average_precision_at_r(
 
 @torch.no_grad()
 def relevant_neighbors(embeddings: Tensor, labels: Tensor, k: int, **options: Any) -> Tensor:
-    """Marks those of the k nearest neighbours of every query that are of its class.
+    """Marks neighbours from the query's class among the k nearest.
 
     The first column's mean is the precision at 1; the mean of ``any(1)`` is the recall at k.
 
     Args:
-        embeddings: As in :func:`mean_average_precision_at_r`, likewise equally near neighbours.
-        labels: As there.
-        k: Number of neighbours, at least 1; where there are fewer, the rest are misses.
-        **options: `metric`, `gallery`, `gallery_labels` and `chunk_size`, as there.
+        embeddings: As in :func:`mean_average_precision_at_r`, with the same rule for equally near neighbours.
+        labels: As in :func:`mean_average_precision_at_r`.
+        k: Number of neighbours, at least 1; missing neighbours count as misses.
+        **options: `metric`, `gallery`, `gallery_labels` and `chunk_size`, as in :func:`mean_average_precision_at_r`.
 
     Returns:
         Shape ``(n, k)``, bool, nearest first.
 
     Raises:
-        ValueError: As there, or if an embedding is not finite.
+        ValueError: As in :func:`mean_average_precision_at_r`, or if an embedding is not finite.
 
     Example:
         >>> embeddings = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.9, 0.5], [0.1, 1.0]])
@@ -125,10 +123,10 @@ def relevant_neighbors(embeddings: Tensor, labels: Tensor, k: int, **options: An
 
 
 def check_r(r: int | Literal["relevant"]) -> None:
-    """Refuses an R that is neither a whole number from 1 on nor "relevant".
+    """Checks that R is a positive integer or "relevant".
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If R is neither.
 
     """
     if isinstance(r, str):
@@ -139,7 +137,7 @@ def check_r(r: int | Literal["relevant"]) -> None:
 
 
 class _Search:
-    """Queries and the images that are searched, checked."""
+    """Checked queries and searched images."""
 
     def __init__(
         self,
@@ -170,36 +168,35 @@ class _Search:
         self.labels, self.image_labels = (part.to(device, torch.int64) for part in (labels, gallery_labels))
         self.is_finite = all(bool(part.isfinite().all()) for part in (embeddings, gallery))
         self._shift = torch.zeros(gallery.shape[1], dtype=torch.float64, device=device)
-        if metric == "euclidean":  # a common offset of the images does not cost precision
+        if metric == "euclidean":  # removes a common offset, which would cost precision
             for chunk in torch.split(gallery, self.chunk_size):
                 self._shift += to_float64(chunk).sum(0) / len(gallery)
 
     def relevant(self) -> Tensor:
-        """For every query the number of images of its class that are searched."""
+        """Counts the searched images in each query's class."""
         classes, counts = torch.unique(self.image_labels, return_counts=True)
         indices = torch.searchsorted(classes, self.labels).clamp_max(len(classes) - 1)
         same_class: Tensor = counts[indices] * (classes[indices] == self.labels)
         return same_class - int(self.is_among_queries)
 
     def hits(self, k: int) -> Iterator[Tensor]:
-        """Marks those of the k nearest images that are of the query's class, in chunks of queries."""
+        """Marks the images from the query's class among the k nearest, in blocks with queries."""
         for first in range(0, len(self.queries), self.chunk_size):
             queries = self._comparable(self.queries, first)
             labels = self.labels[first : first + self.chunk_size, None]
             nearest = labels.new_full((len(queries), k), _LAST, dtype=torch.int32)
             for start in range(0, len(self.images), self.chunk_size):
                 distances = squared_distances(queries, self._comparable(self.images, start), self._shift)
-                # The bits of a float that is not negative are in the order of the floats. The last one says whether the
-                # image is relevant: of equally near ones the others come first.
+                # Non-negative floats and the bit patterns have the same order. The last bit marks
+                # relevant images: among equally near images, irrelevant images come first.
                 keys = distances.float().view(torch.int32)
                 keys = (keys & ~1) | (labels == self.image_labels[start : start + self.chunk_size])
-                if self.is_among_queries and start == first:  # they are cut alike
+                if self.is_among_queries and start == first:  # equal blocks
                     keys.fill_diagonal_(_LAST)
                 nearest = torch.cat([nearest, keys], 1).topk(k, largest=False).values
             yield (nearest & 1).bool()
 
     def _comparable(self, embeddings: Tensor, start: int) -> Tensor:
-        """Some of the embeddings, so that Euclidean distances rank them."""
         chunk = to_float64(embeddings[start : start + self.chunk_size])
         return F.normalize(chunk, dim=1) if self.metric == "cosine" else chunk
 
