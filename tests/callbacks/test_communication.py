@@ -123,6 +123,8 @@ class Halved(FederatedCallback):
 
     changes_update = True
 
+    changes_update = True
+
     def on_server_send(self, trainer, module, client, broadcast):
         broadcast.extras = {f"half:{name}": value.half() for name, value in broadcast.state.items()}
 

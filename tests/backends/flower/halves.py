@@ -47,6 +47,8 @@ class Loses(FederatedCallback):
 
     changes_update = True
 
+    changes_update = True
+
     def __init__(self, client=LOST, rounds=(ROUND,)):
         self.client, self.rounds = client, rounds
 
