@@ -1,4 +1,4 @@
-"""The methods, each in one place, by their papers' names. A line here enters a method in the table of methods."""
+"""All federated methods, named as in the papers. An import here registers a method."""
 
 from lightning_fed.algorithms.channels import Channel as Channel
 from lightning_fed.algorithms.channels import ChannelRule as ChannelRule

@@ -1,4 +1,4 @@
-"""A pass over the data of the client that trains, beside its training; a client whose data fail is left out by name."""
+"""An additional pass over the current client's data."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _Result = TypeVar("_Result")
 def pass_over_data(
     population: Population, planned: PlannedVisit, function: Callable[[Iterator[Any]], _Result]
 ) -> _Result | None:
-    """Calls a function with the batches of a client's data, in an order that depends on the visit.
+    """Calls a function with the batches of a client's data, in an order derived from the visit's seed.
 
-    The training that goes on draws the same random numbers as without the pass.
+    The pass does not change the random numbers in the training.
 
     Args:
         population: The clients' data.
-        planned: The visit that is under way; its fault is set where the client's data fail.
-        function: Takes the batches; it need not take all.
+        planned: The current visit. Failed data sets the visit's fault.
+        function: Reads the batches, all or some; returns ``None`` if no batch gave a loss.
 
     Returns:
-        What the function returned; ``None`` where the data failed.
+        The function's result; ``None`` after failed data.
 
     """
     faults: list[Exception] = []
@@ -54,20 +54,20 @@ def pass_over_data(
 
 
 def loss_of(trainer: L.Trainer, module: L.LightningModule, batch: Any, number: int) -> Tensor | None:
-    """The loss that ``training_step`` returns for a batch as the loader gave it; ``None`` where it skips the batch."""
+    """Runs ``training_step`` on a batch from the loader and returns the loss; ``None`` for a skipped batch."""
     loss: Tensor | None = loss_in(run_step(trainer, module, "training_step", batch, number))
     return loss
 
 
 def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
-    """Refuses a module whose ``training_step`` has no loss to ask for.
+    """Refuses a module with manual optimization.
 
     Args:
         module: The module.
-        method: Name of the method, for the error.
+        method: Method name for the error.
 
     Raises:
-        MisconfigurationException: If the module optimizes by hand.
+        MisconfigurationException: If the module uses manual optimization.
 
     """
     if not module.automatic_optimization:
@@ -78,14 +78,14 @@ def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
 
 
 def refuse_rows(broadcast: Broadcast, method: str) -> None:
-    """Refuses clients that hold some rows of an entry, where a method keeps whole models.
+    """Refuses clients with only some rows of an entry, for a method with whole models on the clients.
 
     Args:
         broadcast: The message to a client.
-        method: Name of the method, for the error.
+        method: Method name for the error.
 
     Raises:
-        MisconfigurationException: If it holds rows.
+        MisconfigurationException: If the message contains rows.
 
     Example:
         >>> import torch

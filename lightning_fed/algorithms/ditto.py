@@ -1,4 +1,4 @@
-"""Ditto: beside the global model every client trains a model of its own, which is pulled towards the global one.
+"""Ditto: each client also trains a personal model, regularised towards the global model.
 
 Li, Hu, Beirami & Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm 1.
 https://arxiv.org/abs/2012.04221
@@ -27,40 +27,39 @@ from lightning_fed.rule import Aggregator
 
 
 class PersonalModel(GradientTerm):
-    r"""In the first epochs of a visit the global model trains; in the others a model of the client's own.
+    r"""Trains the global model in the first epochs of a visit, and the client's personal model afterwards.
 
-    The client's own model :math:`v_i` starts from the first model that the client was sent, and stays in its memory. It
-    trains on the client's data with fresh optimizers and with gradients
+    The personal model :math:`v_i` starts from the client's first broadcast and stays in the client's memory. Training
+    uses the client's data, fresh optimizers, and gradients
 
     .. math:: g(v_i) + \lambda (v_i - x)
 
-    where :math:`x` is the model that the client was sent in this visit. Then the module, the optimizers and the
-    per-step schedulers are again what the first epochs have made of them: what the client sends is what it would send
-    without this callback, bit for bit. The client is evaluated with :math:`v_i`
-    (``fed/val_acc/mean``, :meth:`Federation.client_state`), before its first visit with the global model.
+    with the visit's broadcast :math:`x`. Afterwards the module, the optimizers and the per-step schedulers return to
+    their state after the first epochs, so the client's update equals the update without this callback bit for bit.
+    Evaluation uses :math:`v_i` (``fed/val_acc/mean``, :meth:`Federation.client_state`), or the global model before the
+    client's first visit.
 
-    Of clients that have entries at home (``personal``) both models have their own; those of :math:`v_i` are not pulled.
-    What the rule's callbacks add to gradients (SCAFFOLD's, FedProx's) is added in the first epochs only. A straggler
-    that gets through no more than these leaves :math:`v_i` as it was. A client whose own model gets NaN or infinite
-    values is left out of the round by name, as one whose update has them; its own model stays that of its last good
-    visit. What the module logs in training (``train_loss``)
-    is of both models, and of the module's random numbers those of the second come after those of the first.
+    With personal entries (``personal``) each model has separate values; the regulariser skips personal entries.
+    Gradient terms from the rule's callbacks (SCAFFOLD, FedProx) only apply in the first epochs. A straggler without
+    later epochs leaves :math:`v_i` unchanged. NaN or infinite values in :math:`v_i` exclude the client from the round,
+    and the client keeps the :math:`v_i` from the last good visit. Logged training metrics (``train_loss``) cover both
+    models. The second model continues the module's random numbers.
 
     Args:
-        lam: Strength :math:`\lambda` of the pull.
-        global_epochs: Epochs that train the global model; the visit's others (``local_epochs`` less these) train the
-            client's own.
+        lam: Strength :math:`\lambda`.
+        global_epochs: Epochs for the global model; the remaining ``local_epochs`` train the personal model.
 
     Raises:
         ValueError: If ``lam`` is negative or not finite, or ``global_epochs`` is below 1.
-        MisconfigurationException: In ``fit``, if visits have no more epochs or are counted in steps, or clients hold
-            some rows of an entry only.
+        MisconfigurationException: In ``fit``, if visits have no remaining epochs or are counted in steps, or clients
+            hold only some rows of an entry.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> trainer = FederatedTrainer(
         ...     max_rounds=10, local_epochs=4, callbacks=[PersonalModel(0.1, global_epochs=2)], logger=False
         ... )
+
 
     References:
         Li et al., ICML 2021, Algorithm 1.
@@ -106,7 +105,7 @@ class PersonalModel(GradientTerm):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> Iterator[None]:
-        """Trains the client's own model, on the batches after the global epochs."""
+        """Trains the personal model on the batches after the global epochs."""
         visit = find_federation(trainer).open_visit
         assert visit is not None
         if visit.main_batches is None or visit.planned.num_batches <= visit.main_batches:
@@ -122,7 +121,7 @@ class PersonalModel(GradientTerm):
         visit.memory.update(with_prefix(model, OWN_MODEL))
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Pulls the client's own model towards the global one."""
+        """Pulls the personal model towards the global model."""
         visit = find_federation(trainer).open_visit
         if visit is not None and visit.trains_second_model:
             add_to_gradients(trainer, optimizer, self.term, self.lam)
@@ -133,31 +132,31 @@ class PersonalModel(GradientTerm):
         self._first_model = {}
 
     def term(self, parameter: nn.Parameter) -> Tensor | None:
-        """Difference between the parameter and the global model."""
+        """Computes the parameter's difference to the global model."""
         return as_real(parameter.detach()) - self.tensors[parameter] if parameter in self.tensors else None
 
 
 @register
 class Ditto(Method):
-    r"""A global model as with FedAvg, and beside it a model of every client's own that is pulled towards it.
+    r"""A global model as with FedAvg, and a personal model per client, regularised towards the global model.
 
     .. math:: \min_{v_i} F_i(v_i) + \frac{\lambda}{2} \lVert v_i - x \rVert^2
 
-    A visit has ``local_epochs`` epochs in which the global model trains, then ``personal_epochs`` in which the client's
-    own does (:class:`~lightning_fed.callbacks.PersonalModel`). The global model and what travels are those of the rule,
-    bit for bit; clients are evaluated with their own models. A client keeps one model.
+    A visit trains the global model for ``local_epochs`` epochs, then the client's personal model for
+    ``personal_epochs`` epochs (:class:`~lightning_fed.callbacks.PersonalModel`). The global model and all messages
+    equal the rule's bit for bit. Clients are evaluated with their personal models.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client.
-    - Costs: ``personal_epochs`` more epochs in a visit: twice the training by default.
-    - For: clients that differ and want a model of their own, also where some send bad updates.
+    - Costs: ``personal_epochs`` more epochs per visit; by default twice the training.
+    - For: heterogeneous clients with personal models, also with malicious clients.
 
     Args:
-        lam: Strength :math:`\lambda` of the pull: with 0 clients train alone, with a large one they keep the global
-            model. The authors tune it in {0.05, 0.1, 0.2, 1, 2}.
-        local_epochs: Epochs of a visit that train the global model.
-        personal_epochs: Epochs of a visit that train the client's own; ``None`` for as many.
-        aggregator: The method for the global model, by name or as an object.
+        lam: Strength :math:`\lambda`: 0 trains clients separately, a large value keeps personal models near the global
+            model. The authors tune :math:`\lambda` in {0.05, 0.1, 0.2, 1, 2}.
+        local_epochs: Epochs per visit for the global model.
+        personal_epochs: Epochs per visit for the personal model; ``None`` for the same number.
+        aggregator: Method for the global model, by name or as an object.
 
     Raises:
         ValueError: If ``lam`` is negative or not finite, or epochs are below 1.
@@ -166,6 +165,7 @@ class Ditto(Method):
         >>> from lightning_fed import Federation
         >>> Federation(Ditto(lam=0.1, local_epochs=2)).schedule.local_epochs
         4
+
 
     References:
         Li et al., ICML 2021, Algorithm 1.

@@ -12,18 +12,19 @@ from lightning_fed.steps.weights import UniformWeights
 
 @register
 class FairAvg(Method):
-    r"""The plain average of the clients' models, whatever their numbers of examples.
+    r"""Unweighted average over the clients' models, independent of dataset sizes.
 
     .. math:: w_{t+1} = \frac{1}{|S|} \sum_{k \in S} w_k
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: the training alone.
-    - For: clients whose numbers of examples should not decide.
+    - Costs: only the training.
+    - For: equal influence for clients with different dataset sizes.
 
     Example:
         >>> type(FairAvg().steps[0]).__name__
         'UniformWeights'
+
 
     References:
         Michieli & Ozay, CVPR-W 2021, "FairAvg".

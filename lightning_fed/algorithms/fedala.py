@@ -1,4 +1,4 @@
-"""FedALA: every client learns, number by number, how much of the global model to take into its own.
+"""FedALA: each client learns elementwise weights between the global model and its last model.
 
 Zhang, Hua, Wang, Song, Xue, Ma & Guan, "FedALA: Adaptive Local Aggregation for Personalized Federated Learning", AAAI
 2023, Algorithm 1. https://arxiv.org/abs/2212.01197
@@ -35,39 +35,39 @@ _MOST_EPOCHS = 100
 
 
 class AdaptiveAggregation(FederatedCallback):
-    r"""FedALA's client side: a visit starts from a mixture of the client's last model and the global one.
+    r"""FedALA on the client: a visit starts from a mixture of the client's last model and the global model.
 
     .. math:: \hat\theta_i = \theta_i + W_i \odot (\theta - \theta_i)
 
-    for the last layers of the model, with the client's last model :math:`\theta_i`, the global one :math:`\theta`, and
-    a weight :math:`W_i` in [0, 1] for every number; all other layers are the global model's. The weights are 1 first.
-    In every visit they learn in one pass over a share of the client's data, and in the client's second visit (the first
-    has nothing to mix) in passes until the losses have converged (deviation of the last 10 below 0.1, as in the
-    authors' program; 100 passes at most):
+    The mixture applies to the last layers, with the client's last model :math:`\theta_i`, the global model
+    :math:`\theta`, and elementwise weights :math:`W_i` in [0, 1]. All other layers come from the global model. The
+    weights start at 1. Each visit trains the weights in one pass over a share of the client's data. The client's second
+    visit trains until the losses converge: a standard deviation below 0.1 over 10 losses, as in the authors' program,
+    and at most 100 passes. The first visit has no last model.
 
     .. math:: W_i \leftarrow \mathrm{clip} \left( W_i - \eta \, \nabla_{\hat\theta_i} F_i \odot (\theta - \theta_i),
         0, 1 \right)
 
-    Gradients are those of ``training_step`` in evaluation mode, beside the training, which draws the same random
-    numbers as without. In mixed precision with a loss scale they are of the scaled loss, and of a batch with which they
-    overflow the weights do not learn. The client's last model and its weights stay in its memory; it is evaluated with
-    this model (``fed/val_acc/mean``), before its first visit with the global one. A client whose data fail is left out
-    by name.
+    Gradients come from ``training_step`` in evaluation mode, in a separate pass without effect on the training's random
+    numbers. With a loss scaler, the gradients belong to the scaled loss, and batches with overflow do not change the
+    weights. The client's memory holds the last model and the weights. Evaluation uses this model
+    (``fed/val_acc/mean``), or the global model before the client's first visit. A client with failed data is excluded.
 
     Args:
-        num_layers: Number of layers, from the end, that are mixed; a layer is a module with parameters of its own that
-            travel. The authors find 1 enough; fewer cost less.
-        share: Share of a client's batches that the weights learn from, in (0, 1].
-        eta: Rate :math:`\eta` of the weights.
+        num_layers: Number of mixed layers, counted from the end. A layer is a module with shared trainable parameters.
+            The authors find 1 sufficient; fewer layers cost less.
+        share: Share of the client's batches for the weights, in (0, 1].
+        eta: Learning rate :math:`\eta` for the weights.
 
     Raises:
-        ValueError: If an argument is out of its range.
-        MisconfigurationException: In ``fit``, with manual optimization, where ``training_step`` has no loss to
-            differentiate; or if the model has fewer layers, or clients hold some rows of an entry only.
+        ValueError: If an argument is invalid.
+        MisconfigurationException: In ``fit``, with manual optimization; or if the model has fewer layers, or clients
+            hold only some rows of an entry.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[AdaptiveAggregation()], logger=False)
+
 
     References:
         Zhang et al., AAAI 2023, equations 4 to 6.
@@ -85,13 +85,13 @@ class AdaptiveAggregation(FederatedCallback):
         self.eta = check_positive("eta", eta)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses modules without a loss."""
+        """Refuses manual optimization."""
         refuse_manual_optimization(pl_module, "FedALA")
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Mixes the global model with the client's last one."""
+        """Mixes the global model with the client's last model."""
         refuse_rows(broadcast, "FedALA")
         federation = find_federation(trainer)
         planned, memory = federation.visit, federation.client_memory
@@ -126,7 +126,7 @@ class AdaptiveAggregation(FederatedCallback):
     def _learn(
         self, trainer: L.Trainer, module: L.LightningModule, mixtures: list[_Mixture], batches: Iterator[Any]
     ) -> float | None:
-        """One pass of the weights; the loss of its last batch."""
+        """Trains the weights in one pass; returns the last batch's loss."""
         last_loss = None
         with isolated_pass(module, gradients=True):
             for mixture in mixtures:
@@ -156,7 +156,7 @@ class AdaptiveAggregation(FederatedCallback):
 
 
 class _Mixture(NamedTuple):
-    """A parameter of which a client takes a part from the global model."""
+    """A parameter with a mixture of the last and the global model."""
 
     name: str
     parameter: nn.Parameter
@@ -166,17 +166,16 @@ class _Mixture(NamedTuple):
 
     @torch.no_grad()
     def write(self) -> None:
-        """Gives the parameter the mixture's values."""
         as_real(self.parameter).copy_(self.last + self.difference * self.weight)
 
 
 def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """The parameters of a model's last layers by name, of those that are entries of ``state`` and train.
+    """Returns the trainable parameters of a model's last layers by entry name.
 
     Args:
         module: The model.
-        num_layers: Number of layers, from the end; a layer is a module with such parameters of its own.
-        state: Entries, by name.
+        num_layers: Number of layers, counted from the end. A layer is a module with trainable parameters in ``state``.
+        state: Shared entries by name.
 
     Raises:
         MisconfigurationException: If the model has fewer layers.
@@ -201,31 +200,31 @@ def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tens
 
 @register
 class FedALA(Method):
-    """A global model from which every client takes, number by number, what serves it best.
+    """Adaptive local aggregation: clients mix the last layers of the global model and their last model.
 
-    Before a client trains it mixes the last layers of the global model with those of its own last model
-    (:class:`~lightning_fed.callbacks.AdaptiveAggregation`). It sends what it has trained, and the server averages as
-    ever; what travels is that of the rule. Clients are evaluated with their own models, as they were after their last
-    visits. A client keeps one model and the weights.
+    The weights are learned elementwise before each visit (:class:`~lightning_fed.callbacks.AdaptiveAggregation`).
+    Clients send the trained model, and messages and averaging follow the rule. Evaluation uses each client's model
+    after the last visit.
 
     - Sends: 1 model down, 1 up.
-    - Keeps: 1 model per client, and a weight for each number of the mixed layers.
-    - Costs: 1 pass over a share of a client's data per visit, with gradients; up to 100 in its second one.
-    - For: clients that differ in their labels, with automatic optimization.
+    - Keeps: 1 model per client, and a weight for each element in the mixed layers.
+    - Costs: 1 pass over a share of a client's data per visit, with gradients; up to 100 in the client's second visit.
+    - For: clients with different labels; automatic optimization only.
 
     Args:
-        num_layers: Number of layers, from the end, that are mixed.
-        share: Share of a client's batches that the weights learn from, in (0, 1].
-        eta: Rate of the weights.
-        aggregator: The method to begin from, by name or as an object.
+        num_layers: Number of mixed layers, counted from the end.
+        share: Share of the client's batches for the weights, in (0, 1].
+        eta: Learning rate for the weights.
+        aggregator: The base method, by name or as an object.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is invalid.
 
     Example:
         >>> from lightning_fed import Federation
         >>> [type(callback).__name__ for callback in Federation(FedALA(share=0.5)).method.callbacks]
         ['AdaptiveAggregation']
+
 
     References:
         Zhang et al., AAAI 2023, Algorithm 1.

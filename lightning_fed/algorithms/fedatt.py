@@ -1,4 +1,4 @@
-"""FedAtt, attentive aggregation: the further a client has moved a layer, the more its layer counts.
+"""FedAtt, attentive aggregation: layers with larger changes get larger weights.
 
 Ji, Pan, Long, Li, Jiang & Huang, "Learning Private Neural Language Modeling with Attentive Aggregation", IJCNN 2019.
 https://arxiv.org/abs/1812.07108
@@ -23,30 +23,28 @@ from lightning_fed.server.averaging import AveragingAggregator
 
 @register
 class FedAtt(AveragingAggregator):
-    r"""A step towards the clients' models, with weights by layer that are a softmax of the distances.
+    r"""A step towards the clients' models, with layerwise softmax weights from the distances.
 
     .. math:: s_k^l = \lVert w_t^l - w_k^l \rVert, \qquad \alpha^l = \mathrm{softmax}_k(s_k^l), \qquad
         w_{t+1}^l = w_t^l - \epsilon \sum_k \alpha_k^l (w_t^l - w_k^l) + \beta z^l, \quad z^l \sim \mathcal{N}(0, I)
 
-    A layer is an entry of the state (a weight, a bias). The larger distance has the larger weight; the clients' numbers
-    of examples play no part. The distance is the Euclidean norm of the flattened difference; the authors' program takes
-    SciPy's ``norm`` of order 2, which is the spectral norm for matrices and cannot take convolutions. Integer entries
-    and running statistics of BatchNorm are what :class:`FedAvg` makes of them: a step beyond the clients would give
-    negative variances.
+    A layer is an entry (a weight or a bias). Larger distances have larger weights, and dataset sizes have no effect.
+    The distance is the Euclidean norm of the flattened difference. The authors' program uses SciPy's ``norm`` with
+    order 2, the spectral norm for matrices, and does not support convolutions. Integer entries and BatchNorm's running
+    statistics are averaged as in :class:`FedAvg`, because a step beyond the clients would give negative variances.
 
-    The weights are known only when all clients have sent; the memory is that of one state all the same
-    (:class:`SoftmaxMean`).
+    The final weights depend on all clients; :class:`SoftmaxMean` still only needs memory for one state.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: the training alone.
-    - For: clients of which those that moved further should count for more.
+    - Costs: only the training.
+    - For: larger influence for clients with larger changes.
 
     Args:
-        step_size: Step :math:`\epsilon` towards the weighted mean; with 1 the mean itself, with more beyond it. Clients
-            that are all alike are therefore the aggregate with 1 only.
-        noise: Standard deviation :math:`\beta` of the noise; the authors have 0.001. It is no privacy guarantee.
-        seed: Seed of the noise, which is drawn from (seed, round).
+        step_size: Step :math:`\epsilon`: 1 gives the weighted mean, larger values go beyond the mean. Only with 1 do
+            identical clients give the same aggregate.
+        noise: Standard deviation :math:`\beta` for noise; the authors use 0.001. The noise gives no privacy guarantee.
+        seed: Seed for the noise, combined with the round.
 
     Raises:
         ValueError: If ``step_size`` is not positive, or ``noise`` or ``seed`` is negative.
@@ -78,12 +76,12 @@ class FedAtt(AveragingAggregator):
         self.layers = SoftmaxMean()
 
     def weight(self, update: ClientUpdate) -> float:
-        """The number of examples, for entries without attention."""
+        """Returns the number of examples, for entries without attention."""
         return float(update.num_samples)
 
     @torch.no_grad()
     def receive(self, update: ClientUpdate) -> None:
-        """Adds the update, by how far each of its layers is from where it started."""
+        """Adds an update with the layers' distances to the global model."""
         layers = {name: value for name, value in update.state.items() if _is_layer(name, value)}
         distances = {
             name: torch.linalg.vector_norm(to_float64(value) - to_float64(self._state[name]))
@@ -94,13 +92,13 @@ class FedAtt(AveragingAggregator):
         self.running.add(averaged, self.weight(update), update.num_samples)
 
     def merge(self, other: FedAtt) -> None:
-        """Joins what another FedAtt has received."""
+        """Joins the sums from another process."""
         super().merge(other)
         self.layers.merge(other.layers)
 
     @torch.no_grad()
     def aggregate(self) -> State:
-        """The step from the global state, entry by entry."""
+        """Steps from the global state towards the weighted mean."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self._info.round))
         means, averaged = self.layers.mean(), self.running.mean()
         new = {}
@@ -121,12 +119,12 @@ def _is_layer(name: str, value: Tensor) -> bool:
 
 
 class SoftmaxMean:
-    r"""Running mean of flat states, in which every entry has weights of its own: a softmax of scores over the states.
+    r"""Running mean of states with a separate softmax over scores for each entry.
 
     .. math:: \bar w^l = \sum_k \alpha_k^l w_k^l, \qquad \alpha^l = \mathrm{softmax}_k(s_k^l)
 
-    The softmax is not known before the last score: sums are kept relative to the largest score so far and scaled down
-    where a larger one comes, in float64. The object is a monoid: :meth:`merge` joins what another process has added.
+    Sums are relative to the largest score so far, in float64, and are rescaled for a larger score. The object is a
+    monoid, see :meth:`merge`.
 
     Example:
         >>> mean = SoftmaxMean()
@@ -147,8 +145,8 @@ class SoftmaxMean:
         """Adds one state.
 
         Args:
-            state: Floating-point entries of any shape; every state added must have the same names and shapes.
-            scores: Score of every entry, shape ``()``.
+            state: Floating-point entries, with the same names and shapes in every state.
+            scores: Score for each entry, shape ``()``.
 
         """
         for name, value in state.items():
@@ -158,7 +156,7 @@ class SoftmaxMean:
 
     @torch.no_grad()
     def merge(self, other: SoftmaxMean) -> None:
-        """Joins the states that ``other`` has added; ``other`` is left as it is."""
+        """Adds the states from ``other``, and leaves ``other`` unchanged."""
         for name, values in other._sums.items():
             device = self._sums[name].device if name in self._sums else values.device
             weight, peak = other._weights[name].to(device), other._peaks[name].to(device)
@@ -166,11 +164,11 @@ class SoftmaxMean:
 
     @torch.no_grad()
     def mean(self) -> dict[str, Tensor]:
-        """The mean of the states, in float64 (complex128)."""
+        """Returns the mean in float64 (complex128)."""
         return {name: value / self._weights[name] for name, value in self._sums.items()}
 
     def _join(self, name: str, values: Tensor, weight: Tensor, peak: Tensor) -> None:
-        """Joins a sum of states, which may be written to, and of their weights, both relative to exp(peak)."""
+        """Adds weighted sums relative to exp(peak); may write into ``values``."""
         if name not in self._sums:
             self._sums[name], self._weights[name], self._peaks[name] = values, weight, peak
             return

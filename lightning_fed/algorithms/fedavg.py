@@ -15,18 +15,18 @@ from lightning_fed.server.averaging import AveragingAggregator
 
 @register
 class FedAvg(AveragingAggregator):
-    r"""The average of the clients' models, weighted by their numbers of examples.
+    r"""Average over the clients' models, weighted by the numbers of examples.
 
     .. math:: w_{t+1} = \sum_k \frac{n_k}{\sum_j n_j} w_k
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: the training alone.
-    - For: any federation; other methods are compared with it.
+    - Costs: only the training.
+    - For: any federation; the baseline for other methods.
 
     Args:
-        row_weighting: Of entries of which a client holds some rows only, whose weights a row's changes are divided by:
-            those of all clients of the round (``"global"``), or of the clients that hold the row (``"per_row"``).
+        row_weighting: Divisor for a row's changes if clients hold only some rows: the sum over all clients' weights
+            (``"global"``), or only over clients with the row (``"per_row"``).
 
     Raises:
         ValueError: If ``row_weighting`` is unknown.
@@ -41,6 +41,7 @@ class FedAvg(AveragingAggregator):
         >>> fedavg.aggregate()
         {'w': tensor(2.2500)}
 
+
     References:
         McMahan et al., AISTATS 2017, Algorithm 1.
 
@@ -49,7 +50,7 @@ class FedAvg(AveragingAggregator):
     accepts_rows = True
 
     def weight(self, update: ClientUpdate) -> float:
-        """The client's number of examples."""
+        """Returns the client's number of examples."""
         return float(update.num_samples)
 
     def held_rows(self) -> dict[str, Tensor]:

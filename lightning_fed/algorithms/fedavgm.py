@@ -16,31 +16,31 @@ from lightning_fed.rule import Aggregator
 
 @register
 class FedAvgM(Method):
-    r"""The mean change of the clients is added to a velocity, which moves the global model.
+    r"""Server momentum: a velocity accumulates the clients' mean change and moves the global model.
 
     .. math:: v_{t+1} = \beta v_t + (w_t - \bar w), \qquad w_{t+1} = w_t - \alpha v_{t+1}, \qquad v_0 = 0
 
-    :class:`ServerOptimizer` with ``torch.optim.SGD``. Without momentum and with ``lr=1`` it is the averaging rule, bit
-    for bit. Where the clients agree from round to round, the model moves :math:`1 / (1 - \beta)` times as far as with
-    averaging.
+    The method is :class:`ServerOptimizer` with ``torch.optim.SGD``. With ``lr=1`` and no momentum the result equals the
+    averaging rule bit for bit. If clients agree from round to round, the model moves :math:`1 / (1 - \beta)` times as
+    far as with averaging.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 2 models on the server (one vector in float64).
-    - Costs: the training alone.
-    - For: clients whose labels differ, and rounds that see few of them.
+    - Costs: only the training.
+    - For: clients with different labels, and small cohorts.
 
     Args:
-        lr: Learning rate :math:`\alpha` of the server.
-        momentum: :math:`\beta`; the authors tune it in {0, 0.7, 0.9, 0.97, 0.99, 0.997}.
-        nesterov: Whether the momentum is Nesterov's.
-        aggregator: The method that makes :math:`\bar w`, by name or as an object.
+        lr: Server learning rate :math:`\alpha`.
+        momentum: :math:`\beta`; the authors tune :math:`\beta` in {0, 0.7, 0.9, 0.97, 0.99, 0.997}.
+        nesterov: Use Nesterov momentum.
+        aggregator: Method for :math:`\bar w`, by name or as an object.
         lazy_rows: See :class:`ServerOptimizer`.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is invalid.
 
     Example:
-        The clients' mean is 1.25 further each time:
+        Each round, the clients' mean is 1.25 above the global model:
 
         >>> from lightning_fed import ClientUpdate
         >>> from lightning_fed.rule import RoundInfo
@@ -53,6 +53,7 @@ class FedAvgM(Method):
         ...     w = chain.aggregate()["w"]
         >>> w
         tensor(4.6250)
+
 
     References:
         Hsu et al., 2019, "FedAvgM".

@@ -1,4 +1,4 @@
-"""Federated averaging of everything but the BatchNorm layers.
+"""Federated averaging for all layers except BatchNorm.
 
 Li, Jiang, Zhang, Kamp & Dou, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021.
 https://arxiv.org/abs/2102.07623
@@ -12,17 +12,17 @@ from lightning_fed.rule import Aggregator
 
 @register
 class FedBN(Method):
-    """Averaging of everything but the BatchNorm layers, which stay with their clients.
+    """Averages all layers except BatchNorm; BatchNorm layers stay with their clients.
 
-    Layers are told by their type, so that normalisation layers of any name are found.
+    The layer type decides, so layer names do not matter.
 
-    - Sends: the model without its BatchNorm layers, both ways.
-    - Keeps: every client its BatchNorm layers.
-    - Costs: the training alone.
-    - For: clients whose inputs look different: scanners, cameras, drawings and photographs.
+    - Sends: the model without BatchNorm layers, both ways.
+    - Keeps: BatchNorm layers per client.
+    - Costs: only the training.
+    - For: clients with different input statistics, such as scanners or cameras.
 
     Args:
-        aggregator: The method for the other layers, by name or as an object.
+        aggregator: Method for the other layers, by name or as an object.
 
     Raises:
         ValueError: In ``fit``, if the model has no BatchNorm.
@@ -31,6 +31,7 @@ class FedBN(Method):
         >>> from lightning_fed import Federation
         >>> Federation(FedBN()).options.batch_norm
         'personal'
+
 
     References:
         Li et al., ICLR 2021.

@@ -1,4 +1,4 @@
-"""FedDyn: a regulariser that changes with the rounds makes the clients' optima agree with the federation's.
+"""FedDyn: a dynamic regulariser aligns the clients' optima with the global optimum.
 
 Acar, Zhao, Navarro, Mattina, Whatmough & Saligrama, "Federated Learning Based on Dynamic Regularization", ICLR 2021,
 Algorithm 1. https://arxiv.org/abs/2111.04263
@@ -21,35 +21,35 @@ from lightning_fed.steps.bounds import trained_entries
 
 @register
 class FedDyn(ChannelRule):
-    r"""The average of the clients' models less what their regularisers have in common.
+    r"""Average over the clients' models with a correction for the clients' regularisers.
 
     .. math:: h \leftarrow h - \frac{\alpha}{N} \sum_{i \in S} (y_i - x), \qquad
         x \leftarrow \frac{1}{|S|} \sum_{i \in S} y_i - \frac{h}{\alpha}
 
-    for the round's clients :math:`S`, of :math:`N`; :math:`h` is 0 at first. Clients add
-    :math:`\alpha (y - x) - g_i` to the gradients of the parameters that travel, and keep :math:`g_i`, 0 at first:
+    Here :math:`S` contains the round's clients and :math:`N` is the number of all clients; :math:`h` starts at 0.
+    Clients add :math:`\alpha (y - x) - g_i` to the gradients of shared parameters. Each client keeps :math:`g_i`, which
+    starts at 0:
 
     .. math:: g_i \leftarrow g_i - \alpha (y_i - x)
 
-    The logged loss is without the term. A round carries as many bytes
-    as with FedAvg; the server and every client keep one vector of the size of the trained parameters.
+    The logged loss excludes the term. Messages have the same size as with FedAvg.
 
-    Clients weigh the same. Buffers are averaged: running statistics of BatchNorm that are averages belong to the mean
-    of the clients and not to :math:`x`; ``batch_norm="recalibrate"``, the default, measures them with :math:`x`.
+    Clients have equal weights. Buffers are averaged, so averaged BatchNorm statistics match the clients' mean instead
+    of :math:`x`. The default ``batch_norm="recalibrate"`` measures the statistics with :math:`x`.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, 1 model on the server.
-    - Costs: the training alone.
-    - For: clients that differ, and that come back often: their regularisers are of their last visits.
+    - Costs: only the training.
+    - For: heterogeneous clients with frequent participation, because a regulariser dates from the client's last visit.
 
     Args:
-        alpha: The regulariser's strength :math:`\alpha`; the authors tune it in {0.001, 0.01, 0.1}.
+        alpha: Strength :math:`\alpha`; the authors tune :math:`\alpha` in {0.001, 0.01, 0.1}.
 
     Raises:
         ValueError: If ``alpha`` is not positive and finite.
 
     Note:
-        State: ``h``, by entry.
+        State: ``h`` by entry.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -59,6 +59,7 @@ class FedDyn(ChannelRule):
         ...     feddyn.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> feddyn.aggregate()  # h = -0.1 / 4 * (-1 + 3) = -0.05
         {'w': tensor(2.5000)}
+
 
     References:
         Acar et al., ICLR 2021, Algorithm 1.
@@ -72,7 +73,7 @@ class FedDyn(ChannelRule):
         self.alpha = check_positive("alpha", alpha)
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        """The client's :math:`g_i`, plus alpha times the start."""
+        r"""Computes :math:`g_i + \alpha x`, constant during the visit."""
         corrections, own = {}, visit.memory["feddyn"]
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad:
@@ -82,7 +83,7 @@ class FedDyn(ChannelRule):
         return corrections
 
     def correct(self, parameter: nn.Parameter, correction: Tensor) -> Tensor:
-        """The regulariser's gradient."""
+        """Computes the regulariser's gradient."""
         current = as_real(parameter.detach())
         return (self.alpha * at_least_float32(current) - correction).to(current.dtype)
 
@@ -96,11 +97,11 @@ class FedDyn(ChannelRule):
                 own[name] = own.get(name, torch.zeros_like(change)).to(change.device) - self.alpha * change
 
     def weight(self, update: ClientUpdate) -> float:
-        """1."""
+        """Returns 1."""
         return 1.0
 
     def finish(self, state: State, part: Part) -> State:
-        """The models' mean, less :math:`h` over alpha."""
+        r"""Updates :math:`h`, and subtracts :math:`h / \alpha` from the mean."""
         h = dict(self.tensors["h"])
         for name in trained_entries(self._info, state):
             mean = at_least_float32(state[name])

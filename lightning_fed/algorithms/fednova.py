@@ -1,4 +1,4 @@
-"""FedNova: clients that make more steps do not pull further, because their changes are normalised before the average.
+"""FedNova: normalises the clients' changes by the numbers of local steps before the average.
 
 Wang, Liu, Liang, Joshi & Poor, "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization",
 NeurIPS 2020, equations 8 to 10 and section 4. https://arxiv.org/abs/2007.07481
@@ -26,46 +26,44 @@ from lightning_fed.numerics.precision import cast_back, to_float64
 
 @register(callbacks=lambda rule: [ChannelCallback(rule), *([ProximalTerm(rule.mu)] if rule.mu else [])])
 class FedNova(ChannelRule):
-    r"""The average of the clients' changes per unit of their steps, times the mean number of steps.
+    r"""Average over the clients' changes per step, times the mean number of steps.
 
     .. math:: x \leftarrow x - \tau \sum_i p_i d_i, \qquad d_i = \frac{x - y_i}{\lVert a_i \rVert_1}, \qquad
         \tau = \sum_i p_i \lVert a_i \rVert_1
 
-    where :math:`p_i` is the client's share and :math:`\lVert a_i \rVert_1` the length of its steps: SGD
-    makes of the gradients :math:`g_k` of a visit :math:`x - y_i = \sum_k \alpha_k g_k`, and the length is
-    :math:`\sum_k \alpha_k`, one number for every parameter that travels. The client follows the optimizer's steps with
-    gradients equal to 1:
+    Here :math:`p_i` is the client's share and :math:`\lVert a_i \rVert_1` the length of the client's steps. SGD turns a
+    visit's gradients :math:`g_k` into :math:`x - y_i = \sum_k \alpha_k g_k`, and the length is :math:`\sum_k \alpha_k`,
+    one number per shared parameter. The client simulates the optimizer's steps with gradient 1:
 
     .. math:: b_k = \rho b_{k-1} + (1 - \mu d_{k-1}), \qquad d_k = d_{k-1} + \eta_k b_k, \qquad
         \lVert a_i \rVert_1 = d_K
 
-    with the parameter group's rates :math:`\eta_k` and momentum :math:`\rho` (Nesterov's and dampening too), and
-    the strength :math:`\mu` of the Trainer's :class:`~lightning_fed.callbacks.ProximalTerm`. At a constant rate the
-    length is :math:`\eta` times the paper's :math:`K`, :math:`(K - \rho (1 - \rho^K) / (1 - \rho)) / (1 - \rho)`, and
-    :math:`(1 - (1 - \eta \mu)^K) / (\eta \mu)`; the common factor :math:`\eta` drops out of the average. Weight decay
-    belongs to the gradient. The server excludes a client with a length more than a factor 128 from the round's
-    median, in all and per example.
+    with the parameter group's learning rates :math:`\eta_k` and momentum :math:`\rho` (also Nesterov momentum and
+    dampening), and the strength :math:`\mu` from the Trainer's :class:`~lightning_fed.callbacks.ProximalTerm`. At a
+    constant rate the length is :math:`\eta` times the paper's :math:`K`, :math:`(K - \rho (1 - \rho^K) / (1 - \rho)) /
+    (1 - \rho)`, and :math:`(1 - (1 - \eta \mu)^K) / (\eta \mu)`; the common factor :math:`\eta` cancels in the average.
+    Weight decay belongs to the gradient. The server excludes a client if both the length and the length per example
+    differ from the round's median by more than a factor 128.
 
-    With federated averaging clients that
-    make more steps, because they have more data or do not straggle, move the optimum towards their own; here they do
-    not. Where all make the same steps the weights equal FedAvg's, bit for bit. It goes with SGD, momentum, and a
-    proximal term.
+    With federated averaging, clients with more steps (more data, no straggling) pull the optimum towards their data;
+    FedNova removes this bias. With equal numbers of steps the weights equal FedAvg's bit for bit. The method supports
+    SGD, momentum and a proximal term.
 
     The paper's server momentum is a server optimizer: ``FedAvgM(momentum=0.9, aggregator="fednova")``. Buffers are
     averaged by examples.
 
     - Sends: 1 model down, 1 up (and a number per entry).
     - Keeps: nothing.
-    - Costs: the training alone.
-    - For: clients with unequal numbers of steps: of other sizes, or stragglers; SGD only.
+    - Costs: only the training.
+    - For: clients with unequal numbers of steps, from dataset sizes or straggling; SGD only.
 
     Args:
-        mu: Strength of a proximal term, as in :class:`FedProx`; 0 for none.
+        mu: Strength for a proximal term as in :class:`FedProx`; 0 disables the term.
 
     Raises:
         ValueError: If ``mu`` is negative or not finite.
-        MisconfigurationException: In ``fit``, if an optimizer is not ``torch.optim.SGD``, or has momentum that clients
-            keep between rounds (``optimizer_state="keep"``): gradients of earlier visits would be in the change.
+        MisconfigurationException: In ``fit``, if an optimizer is not ``torch.optim.SGD``, or clients keep its momentum
+            between rounds (``optimizer_state="keep"``). Kept momentum adds gradients from earlier visits to the change.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -77,6 +75,7 @@ class FedNova(ChannelRule):
         ...     fednova.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}, extras))
         >>> fednova.aggregate()  # 1 - 2.5 * (1 / 1 + -2 / 4) / 2
         {'w': tensor(0.3750)}
+
 
     References:
         Wang et al., NeurIPS 2020, equations 8 to 10.
@@ -91,7 +90,7 @@ class FedNova(ChannelRule):
         self._strength = 0.0  # of the Trainer's proximal terms
 
     def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Refuses optimizers whose steps are not sums of the visit's gradients."""
+        """Refuses optimizers other than SGD, and kept momentum."""
         keeps = find_federation(trainer).options.optimizer_state == "keep"
         terms = (callback for callback in callbacks_of(trainer) if isinstance(callback, ProximalTerm))
         self._strength = sum(term.mu for term in terms)
@@ -112,7 +111,7 @@ class FedNova(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Follows a step with gradient 1: momentum, and the lengths after every step."""
+        """Simulates a step with gradient 1: the momentum, and the length after each step."""
         momentum, lengths = record or (0.0, list[float]())
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length
@@ -133,7 +132,7 @@ class FedNova(ChannelRule):
                 visit.up["length"][name] = lengths[-1 if visit.row is None else visit.steps - 1]
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds the change, divided by the length of the steps.
+        """Adds the change, divided by the length.
 
         Raises:
             BadUpdate: If all lengths are 0.
@@ -152,7 +151,7 @@ class FedNova(ChannelRule):
         self.report(part, update, up)
 
     def aggregate(self) -> State:
-        """The global model, moved by the normalised changes."""
+        """Moves the global model by the normalised changes."""
         part = self.join()
         means = part.running.mean(self._state)
         num_samples = sum(report.num_samples for report in part.reports.values())
@@ -162,7 +161,7 @@ class FedNova(ChannelRule):
 
 
 class _NormalisedSum:
-    """Sums of one entry over clients, relative to the length of the first: where all are equal, sums of averaging."""
+    """Sums for one entry, relative to the first client's length. With equal lengths the sums are FedAvg's."""
 
     def __init__(self) -> None:
         self.first = 0.0
@@ -192,7 +191,6 @@ class _NormalisedSum:
         self.weights += ratio * other.weights
 
     def step(self, start: Tensor, num_samples: float) -> Tensor:
-        """The entry's new value, from ``start``."""
         if self.values is None:
             return start.clone()
         mean_length = sum(count * (length / self.first) for count, length in self.lengths) / num_samples

@@ -22,7 +22,7 @@ SecondMoment: TypeAlias = Literal["adagrad", "adam", "yogi"]
 
 
 class AdaptiveOptimizer(Optimizer):
-    r"""The three adaptive steps of the paper, for :class:`ServerOptimizer`.
+    r"""The three adaptive optimizers from the paper, for :class:`ServerOptimizer`.
 
     With the gradient :math:`g_t = -\Delta_t`:
 
@@ -34,19 +34,19 @@ class AdaptiveOptimizer(Optimizer):
         \text{adam: } v_t = \beta_2 v_{t-1} + (1 - \beta_2) \Delta_t^2 \\
         \text{yogi: } v_t = v_{t-1} - (1 - \beta_2) \Delta_t^2 \, \mathrm{sign}(v_{t-1} - \Delta_t^2)
 
-    with :math:`m_{-1} = 0` and :math:`v_{-1} = \tau^2`. Unlike in ``torch.optim.Adam`` nothing is corrected for the
-    bias of the first steps.
+    with :math:`m_{-1} = 0` and :math:`v_{-1} = \tau^2`. Unlike ``torch.optim.Adam``, the moments have no bias
+    correction.
 
     Args:
         params: Parameters, as for every optimizer.
         lr: Learning rate :math:`\eta`.
-        beta1: Decay :math:`\beta_1` of the first moment.
-        beta2: Decay :math:`\beta_2` of the second moment, which Adagrad does not have.
-        tau: :math:`\tau`, how adaptive the step is: the smaller, the more.
-        second_moment: How the second moment is made.
+        beta1: Decay :math:`\beta_1` for the first moment.
+        beta2: Decay :math:`\beta_2` for the second moment; unused by Adagrad.
+        tau: Adaptivity :math:`\tau`; a smaller value is more adaptive.
+        second_moment: Update formula for the second moment.
 
     Raises:
-        ValueError: If an argument is unknown or out of its range.
+        ValueError: If an argument is invalid.
 
     Example:
         >>> w = torch.tensor(1.0, requires_grad=True)
@@ -55,6 +55,7 @@ class AdaptiveOptimizer(Optimizer):
         >>> optimizer.step()
         >>> round(w.item(), 6)
         1.099203
+
 
     References:
         Reddi et al., ICLR 2021, Algorithm 2.
@@ -86,7 +87,7 @@ class AdaptiveOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step.
+        """Performs one step.
 
         Args:
             closure: Computes the loss and the gradients, as for every optimizer.
@@ -118,29 +119,30 @@ def _second_moment(moment: Tensor, square: Tensor, kind: SecondMoment, beta2: fl
 
 @register
 class FedAdagrad(Method):
-    """The mean change of the clients, divided by the root of the sum of its squares over all rounds.
+    """The clients' mean change, divided by the root of the squared changes' sum over all rounds.
 
-    :class:`ServerOptimizer` with Adagrad as the paper has it (:class:`AdaptiveOptimizer`).
+    :class:`ServerOptimizer` with the paper's Adagrad (:class:`AdaptiveOptimizer`).
 
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).
-    - Costs: the training alone.
-    - For: sparse gradients, as those of embeddings.
+    - Costs: only the training.
+    - For: sparse gradients, as in embeddings.
 
     Args:
-        lr: Learning rate of the server; the authors tune it and the clients' on a grid of powers of ten.
-        beta1: Decay of the first moment; the authors have none in their experiments.
-        tau: How adaptive the step is: the smaller, the more.
-        aggregator: The averaging method, by name or as an object; the algorithm in the paper weighs clients equally
+        lr: Server learning rate; the authors tune both learning rates on a grid with powers of ten.
+        beta1: Decay for the first moment; 0 in the authors' experiments.
+        tau: Adaptivity; a smaller value is more adaptive.
+        aggregator: The averaging method, by name or as an object; the paper's algorithm gives clients equal weights
             (``"fairavg"``).
         lazy_rows: See :class:`ServerOptimizer`.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is invalid.
 
     Example:
         >>> FedAdagrad(lr=0.01).steps[0].optimizer_kwargs["lr"]
         0.01
+
 
     References:
         Reddi et al., ICLR 2021, Algorithm 2.
@@ -161,32 +163,33 @@ class FedAdagrad(Method):
 
 @register
 class FedAdam(Method):
-    """The decaying mean of the clients' changes, divided by the root of that of their squares.
+    """The decaying mean of the clients' changes, divided by the root of the decaying mean square.
 
-    :class:`ServerOptimizer` with Adam as the paper has it (:class:`AdaptiveOptimizer`), without correction of the bias
-    of the first rounds. With the correction it is ``ServerOptimizer("Adam", lr=0.1, betas=(0.9, 0.99), eps=1e-3)``.
+    :class:`ServerOptimizer` with the paper's Adam (:class:`AdaptiveOptimizer`), without bias correction.
+    ``ServerOptimizer("Adam", lr=0.1, betas=(0.9, 0.99), eps=1e-3)`` has bias correction.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).
-    - Costs: the training alone.
-    - For: parameters whose changes differ much in size, as in language models.
+    - Costs: only the training.
+    - For: parameters with changes on different scales, as in language models.
 
     Args:
-        lr: Learning rate of the server; the authors tune it and the clients' on a grid of powers of ten.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        tau: How adaptive the step is: the smaller, the more.
-        aggregator: The averaging method, by name or as an object; the algorithm in the paper weighs clients equally
+        lr: Server learning rate; the authors tune both learning rates on a grid with powers of ten.
+        beta1: Decay for the first moment.
+        beta2: Decay for the second moment.
+        tau: Adaptivity; a smaller value is more adaptive.
+        aggregator: The averaging method, by name or as an object; the paper's algorithm gives clients equal weights
             (``"fairavg"``).
         lazy_rows: See :class:`ServerOptimizer`.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is invalid.
 
     Example:
         >>> fedadam = FedAdam().steps[0]
         >>> fedadam.optimizer_kwargs["beta1"], fedadam.optimizer_kwargs["beta2"]
         (0.9, 0.99)
+
 
     References:
         Reddi et al., ICLR 2021, Algorithm 2.
@@ -208,30 +211,31 @@ class FedAdam(Method):
 
 @register
 class FedYogi(Method):
-    """FedAdam whose second moment moves towards the new square by no more than a part of that square.
+    """FedAdam with Yogi's second moment, which changes by at most a fraction of the new square.
 
-    :class:`ServerOptimizer` with Yogi as the paper has it (:class:`AdaptiveOptimizer`).
+    :class:`ServerOptimizer` with the paper's Yogi (:class:`AdaptiveOptimizer`).
 
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).
-    - Costs: the training alone.
-    - For: as FedAdam, where its steps are too uneven.
+    - Costs: only the training.
+    - For: the same models as FedAdam, if FedAdam's steps vary too much.
 
     Args:
-        lr: Learning rate of the server; the authors tune it and the clients' on a grid of powers of ten.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        tau: How adaptive the step is: the smaller, the more.
-        aggregator: The averaging method, by name or as an object; the algorithm in the paper weighs clients equally
+        lr: Server learning rate; the authors tune both learning rates on a grid with powers of ten.
+        beta1: Decay for the first moment.
+        beta2: Decay for the second moment.
+        tau: Adaptivity; a smaller value is more adaptive.
+        aggregator: The averaging method, by name or as an object; the paper's algorithm gives clients equal weights
             (``"fairavg"``).
         lazy_rows: See :class:`ServerOptimizer`.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is invalid.
 
     Example:
         >>> [type(step).__name__ for step in FedYogi(aggregator="fairavg").steps]
         ['UniformWeights', 'ServerOptimizer']
+
 
     References:
         Reddi et al., ICLR 2021, Algorithm 2.

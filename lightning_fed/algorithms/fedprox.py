@@ -1,4 +1,4 @@
-"""Federated averaging of clients that are pulled towards the model they got.
+"""Federated averaging with a proximal term in local training.
 
 Li, Sahu, Zaheer, Sanjabi, Talwalkar & Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020, Algorithm
 2. https://arxiv.org/abs/1812.06127
@@ -14,24 +14,24 @@ from lightning_fed.numerics.row_sums import RowWeighting
 
 @register
 class FedProx(Method):
-    r"""The average of the clients' models by their numbers of examples; clients train with a proximal term.
+    r"""Average weighted by the numbers of examples; clients train with a proximal term.
 
     .. math:: \min_w F_k(w) + \frac{\mu}{2} \lVert w - w_t \rVert^2, \qquad
         w_{t+1} = \sum_k \frac{n_k}{\sum_j n_j} w_k
 
-    The term is :class:`~lightning_fed.callbacks.ProximalTerm`, which is added to the Trainer if it has none. It works
-    with any other rule as well: ``Federation("fairavg")`` beside ``ProximalTerm(0.1)``. The other half of the method,
-    to keep what stragglers got done, is ``partial_work="keep"``, the default.
+    The method adds :class:`~lightning_fed.callbacks.ProximalTerm` to a Trainer without the callback. The callback also
+    works with other rules, as in ``Federation("fairavg")`` with ``ProximalTerm(0.1)``. The paper's treatment of
+    stragglers is ``partial_work="keep"``, the default.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
-    - Costs: the training alone.
-    - For: clients that differ and train long, and stragglers.
+    - Costs: only the training.
+    - For: heterogeneous clients with long visits, and stragglers.
 
     Args:
-        mu: Strength of the pull, per step: 0 gives FedAvg's weights, exactly. The authors tune it in {0.001,
+        mu: Strength :math:`\mu` per step. 0 gives exactly FedAvg's weights. The authors tune :math:`\mu` in {0.001,
             0.01, 0.1, 0.5, 1}.
-        row_weighting: As for :class:`FedAvg`.
+        row_weighting: See :class:`FedAvg`.
 
     Raises:
         ValueError: If ``mu`` is negative or not finite.
@@ -39,6 +39,7 @@ class FedProx(Method):
     Example:
         >>> FedProx(mu=1.0).callbacks[0].mu
         1.0
+
 
     References:
         Li et al., MLSys 2020, Algorithm 2 and equation 2.

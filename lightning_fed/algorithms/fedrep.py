@@ -1,4 +1,4 @@
-"""A shared representation and a personal head per client, which train one after the other.
+"""FedRep: a shared representation and a personal head per client, trained one after the other.
 
 Collins, Hassani, Mokhtari & Shakkottai, "Exploiting Shared Representations for Personalized Federated Learning", ICML
 2021, Algorithm 1. https://arxiv.org/abs/2102.07078
@@ -24,28 +24,28 @@ from lightning_fed.rule import Aggregator
 
 
 class HeadThenBody(FederatedCallback):
-    """In the first epochs of a visit the personal entries train, the head; in the others the shared ones, the body.
+    """Trains the personal entries (the head) first in a visit, and the shared entries (the body) afterwards.
 
-    What does not train has no gradient: the optimizer leaves it as it is, with momentum and weight decay too.
-    BatchNorm's running statistics follow the data in both phases. Parameters without gradient from the start (of a
-    frozen backbone, or ``frozen``) keep having none.
+    Frozen parameters have no gradient, so the optimizer leaves them unchanged, also with momentum and weight decay.
+    BatchNorm's running statistics follow the data in both phases. Initially frozen parameters (a frozen backbone, or
+    ``frozen``) stay frozen.
 
-    The order stays where the work is only partly done: a straggler that gets through no more than its head's epochs
-    sends the body as it came, and its head has learned.
+    A straggler that only finishes the head's epochs sends the body unchanged, with a trained head.
 
     Args:
-        head_epochs: Epochs that train the head; the visit's others (``local_epochs`` less these) train the body.
+        head_epochs: Epochs for the head; the remaining ``local_epochs`` train the body.
 
     Raises:
         ValueError: If ``head_epochs`` is below 1.
         MisconfigurationException: In ``fit``, if visits have fewer epochs or are counted in steps, or if the module has
-            no parameters that stay at home, or none that travel.
+            no personal or no shared parameters.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> trainer = FederatedTrainer(
         ...     max_rounds=10, local_epochs=3, personal=["*head*"], callbacks=[HeadThenBody(2)], logger=False
         ... )
+
 
     References:
         Collins et al., ICML 2021, Algorithm 1.
@@ -76,7 +76,7 @@ class HeadThenBody(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Begins with the head."""
+        """Freezes the body."""
         self._release()
         parameters = [(name, value) for value, name in parameter_entries(module).items() if value.requires_grad]
         body = [parameter for name, parameter in parameters if name in broadcast.state]
@@ -92,7 +92,7 @@ class HeadThenBody(FederatedCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Goes on with the body after the head's last batch."""
+        """Switches to the body after the head's last batch."""
         if self._left:
             self._left -= 1
             if not self._left:
@@ -102,11 +102,11 @@ class HeadThenBody(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Lets everything train again."""
+        """Unfreezes all parameters."""
         self._release()
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Lets everything train again, also where nothing came of the visit."""
+        """Unfreezes all parameters, also after a failed visit."""
         self._release()
 
     def _freeze(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -124,36 +124,37 @@ class HeadThenBody(FederatedCallback):
 
 @register
 class FedRep(Method):
-    """A shared representation and a personal head per client, which train one after the other.
+    """A shared representation and a personal head per client, trained one after the other.
 
-    A visit has ``head_epochs`` epochs in which the head trains and the body does not, then ``body_epochs`` the other
-    way round (:class:`~lightning_fed.callbacks.HeadThenBody`). Only the body is sent and averaged.
+    A visit trains only the head for ``head_epochs`` epochs, then only the body for ``body_epochs`` epochs
+    (:class:`~lightning_fed.callbacks.HeadThenBody`). Only the body is sent and averaged.
 
-    After the last round the authors let every client train its head once more, on the final body. That is one more
-    round, with all clients and ``body_epochs=0``, resumed from the last checkpoint.
+    After the last round the authors train each client's head once more on the final body. Add such a round by resuming
+    from the last checkpoint, with all clients and ``body_epochs=0``.
 
-    - Sends: the model without its head, both ways.
-    - Keeps: every client its head.
-    - Costs: 10 epochs of the head for 1 of the body by default.
-    - For: clients whose labels mean, or weigh, different things, and whose inputs are alike.
+    - Sends: the model without the head, both ways.
+    - Keeps: a head per client.
+    - Costs: by default 10 epochs for the head and 1 for the body.
+    - For: clients with different label meanings or label frequencies, and similar inputs.
 
     Args:
         head: The personal entries: a name pattern (``"head.*"``), a module type, or several. ``"auto"`` is the layer
-            that makes the logits (:func:`~lightning_fed.modules.find_classifier`), which is named in the log.
-        head_epochs: Epochs of a visit that train the head; ``None`` for 10, or for what ``local_epochs`` leaves.
-        body_epochs: Epochs of a visit that train the body; 0 leaves the body as it is. ``None`` for 1, or for what
-            ``local_epochs`` and ``head_epochs`` leave.
-        local_epochs: Epochs of a visit, where both together are given.
-        aggregator: The method for the body, by name or as an object.
+            with the logits as output (:func:`~lightning_fed.modules.find_classifier`); the log gives the name.
+        head_epochs: Epochs per visit for the head; ``None`` for 10, or for the rest of ``local_epochs``.
+        body_epochs: Epochs per visit for the body; 0 leaves the body unchanged. ``None`` for 1, or for the rest of
+            ``local_epochs``.
+        local_epochs: Sum of both, if both are given.
+        aggregator: Method for the body, by name or as an object.
 
     Raises:
-        ValueError: If ``head_epochs`` is below 1 or ``body_epochs`` below 0, or they do not add up to ``local_epochs``;
+        ValueError: If ``head_epochs`` is below 1 or ``body_epochs`` below 0, or the sum differs from ``local_epochs``;
             in ``fit``, if a selector matches nothing.
 
     Example:
         >>> from lightning_fed import Federation
         >>> Federation(FedRep("head.*", head_epochs=10, body_epochs=5)).schedule.local_epochs
         15
+
 
     References:
         Collins et al., ICML 2021, Algorithm 1.
@@ -179,7 +180,7 @@ class FedRep(Method):
 
 
 def _divide_epochs(head: int | None, body: int | None, total: int | None) -> tuple[int, int]:
-    """Epochs that train the head, and the body."""
+    """Returns the epochs for the head and for the body."""
     if body is None:
         body = 1 if head is None or total is None else total - head
     if head is None:

@@ -1,4 +1,4 @@
-"""Federated averaging whose BatchNorm statistics are fixed after some rounds.
+"""Federated averaging with fixed BatchNorm statistics in the later rounds.
 
 Zhong, Chen & Chao, "Making Batch Normalization Great in Federated Deep Learning", 2023.
 https://arxiv.org/abs/2303.06530
@@ -15,23 +15,24 @@ from lightning_fed.rule import Aggregator
 class FixBN(Method):
     """Averaging in two stages: ordinary rounds, then rounds with fixed BatchNorm statistics.
 
-    In the first stage BatchNorm normalises every batch with its own statistics, and the running statistics are averaged
-    like all entries. In the second the global ones stay as they are and normalise in training too, so that clients and
-    server train the same function; weights and biases of the layers go on training.
+    In the first stage BatchNorm normalises with batch statistics, and running statistics are averaged like all entries.
+    In the second stage the global statistics stay fixed and normalise in training too, so clients and server train the
+    same function. BatchNorm weights and biases continue to train.
 
     - Sends: the model, both ways.
     - Keeps: nothing.
-    - Costs: the training alone.
-    - For: models with BatchNorm and clients that lack classes.
+    - Costs: only the training.
+    - For: models with BatchNorm, and clients with missing classes.
 
     Args:
-        after: Rounds of the first stage. The paper takes half of all.
-        aggregator: The method, by name or as an object.
+        after: Number of rounds in the first stage. The paper uses half.
+        aggregator: Method for averaging, by name or as an object.
 
     Example:
         >>> from lightning_fed import Federation
         >>> Federation(FixBN(after=50)).options.batch_norm
         FixedStatistics(after=50)
+
 
     References:
         Zhong et al., 2023.

@@ -1,4 +1,4 @@
-"""Terms that methods add to the gradients of a visit's optimizer steps."""
+"""Terms for the gradients in a visit's optimizer steps."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def add_to_gradients(
     """Adds terms to the gradients of an optimizer's parameters, in ``on_before_optimizer_step``.
 
     Args:
-        trainer: The Trainer, in whose scale of the loss the gradients are.
+        trainer: The Trainer; a loss scaler also scales the terms.
         optimizer: The optimizer.
         term: Computes the term for a parameter with a gradient; ``None`` for a parameter without a term.
         factor: Factor for all terms.
@@ -75,12 +75,12 @@ def add_to_gradients(
 
 
 def add_to_gradient(gradient: Tensor, term: Tensor, scale: float) -> None:
-    """Adds a multiple of a term to a gradient, in place; to a sparse one the rows in which the term is not 0.
+    """Adds a multiple of a term to a gradient, in place. A sparse gradient only gets the nonzero rows.
 
     Args:
         gradient: The gradient, dense or sparse.
-        term: The term, dense, of the gradient's shape; for a complex gradient the real view (``view_as_real``).
-        scale: Its factor.
+        term: The dense term in the gradient's shape; for a complex gradient the real view (``view_as_real``).
+        scale: The factor.
 
     Example:
         >>> gradient = torch.tensor([[0.0, 0.0], [5.0, 5.0], [0.0, 0.0]]).to_sparse(1)

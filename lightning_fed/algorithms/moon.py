@@ -33,38 +33,38 @@ _PREFIX = "previous:"
 
 
 class ContrastiveTerm(FederatedCallback):
-    r"""Adds the gradient of a model-contrastive loss at the features of the model that trains.
+    r"""Adds the gradient of a model-contrastive loss to the features.
 
     .. math:: \ell = - \mu \log \frac{e^{\cos(z, z_g) / \tau}}{e^{\cos(z, z_g) / \tau} + e^{\cos(z, z_p) / \tau}}
 
-    where :math:`z` are the features that the model makes of an example, :math:`z_g` those of the model that the client
-    was sent, and :math:`z_p` the features from the client's last model, kept in memory; in a client's first
-    visit there is no term. The features are averaged over their positions, if they are maps or tokens (the ends of a
-    linear layer have their channels last, all else in the second place); the loss is the mean over a batch. As the loss
-    depends on the features alone, its gradient is added where they are made, in every backward pass; ``training_step``
-    stays as it is, and what it logs is without the term. A pass through the network costs two more through the
-    extractor, in evaluation mode and without gradients.
+    Here :math:`z` are an example's features from the current model, :math:`z_g` from the broadcast model, and
+    :math:`z_p` from the client's last model in memory. The first visit has no term. Maps and tokens are averaged over
+    positions (channels last at a linear layer, else on the second axis), and the loss is the mean over the batch. The
+    loss only depends on the features, so the callback adds its gradient at the features in every backward pass;
+    ``training_step`` and the logged loss stay unchanged. Each pass through the network costs two additional passes
+    through the extractor, in evaluation mode and without gradients.
 
-    With ``accumulate_grad_batches`` the term is divided as the loss is. With manual optimization it has its full weight
-    in every backward pass, whatever the module divides its losses by.
+    With ``accumulate_grad_batches`` the term is divided like the loss. With manual optimization the term has full
+    weight in every backward pass.
 
     Args:
-        mu: Strength :math:`\mu`; with 0 nothing is changed.
+        mu: Strength :math:`\mu`; 0 disables the term.
         temperature: :math:`\tau`.
         layer: Name of the layer with the features as output, or ``"auto"``, see
-            :func:`~lightning_fed.modules.find_extractor`, at the classifier proven by a training step.
-        network: Name of the module that is called with the data and runs the layer; ``"auto"`` finds it, see
+            :func:`~lightning_fed.modules.find_extractor`; a training step proves the classifier.
+        network: Name of the module for the data and the layer; ``"auto"`` searches, see
             :func:`~lightning_fed.modules.find_extractor`.
 
     Raises:
-        ValueError: If ``mu`` is negative or ``temperature`` not positive, or either is not finite; in ``fit``, if there
-            is no such layer.
-        MisconfigurationException: In ``fit``, if the network is compiled or does not run the layer, a training step
-            proves no classifier for ``"auto"``, or clients hold some rows of an entry only.
+        ValueError: If ``mu`` is negative, ``temperature`` is not positive, or a number is not finite; in ``fit``, if
+            the layer does not exist.
+        MisconfigurationException: In ``fit``, if the network is compiled or skips the layer, a training step proves no
+            classifier for ``"auto"``, or clients hold only some rows of an entry.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[ContrastiveTerm(mu=5.0)], logger=False)
+
 
     References:
         Li et al., CVPR 2021, equations 3 and 4.
@@ -85,7 +85,7 @@ class ContrastiveTerm(FederatedCallback):
         self._has_run = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the features."""
+        """Finds the features, and copies the extractor twice."""
         if not self.mu:
             return
         extractor = find_extractor_in_fit(trainer, pl_module, self.layer, self.network, "layer")
@@ -101,7 +101,7 @@ class ContrastiveTerm(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Makes both models for the comparison."""
+        """Prepares both models for the comparison."""
         if not self.mu:
             return
         refuse_rows(broadcast, "MOON")
@@ -124,7 +124,7 @@ class ContrastiveTerm(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Keeps the client's network for its next visit."""
+        """Keeps the client's network for the next visit."""
         if not self.mu:
             return
         if self._handles and not self._has_run:
@@ -137,17 +137,17 @@ class ContrastiveTerm(FederatedCallback):
         find_federation(trainer).client_memory.update(with_prefix(copy_state(network_state), _PREFIX))
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Ends the term."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._inputs = [], None
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Frees the copies."""
+        """Releases the copies."""
         self._extractors = []
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Frees the copies."""
+        """Releases the copies."""
         self._extractors = []
 
     def _note_inputs(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ class ContrastiveTerm(FederatedCallback):
         self._add(trainer, output)
 
     def _add(self, trainer: L.Trainer, features: Any) -> None:
-        """Lets the backward pass add the term's gradient."""
+        """Registers a hook; the backward pass then adds the term's gradient."""
         maps = [value for _, value in named_features(features)]
         if self._inputs is None or not maps or not maps[-1].requires_grad:
             return
@@ -174,7 +174,7 @@ class ContrastiveTerm(FederatedCallback):
         maps[-1].register_hook(lambda gradient: gradient + term.to(gradient.dtype))  # type: ignore[no-untyped-call]
 
     def _gradient(self, trainer: L.Trainer, features: Tensor, of_global: Tensor, of_last: Tensor) -> Tensor:
-        """Gradient by the features, in the scale of the loss."""
+        """Computes the gradient with respect to the features, in the scale of the loss."""
         scale = loss_scale(trainer)
         if trainer.lightning_module.automatic_optimization:
             scale /= trainer.accumulate_grad_batches
@@ -187,14 +187,14 @@ class ContrastiveTerm(FederatedCallback):
 
 
 def contrastive_loss(features: Tensor, of_global: Tensor, of_last: Tensor, temperature: float = 0.5) -> Tensor:
-    r"""MOON's loss: small for features close to the global model's and far from the client's last model's.
+    r"""Computes MOON's loss, small for features near the global model's and far from the last model's features.
 
     .. math:: -\frac{1}{N} \sum \log \frac{e^{\cos(z, z_g) / \tau}}{e^{\cos(z, z_g) / \tau} + e^{\cos(z, z_p) / \tau}}
 
     Args:
         features: :math:`z`, shape ``(N, d)``.
-        of_global: :math:`z_g`, of the global model, shape ``(N, d)``.
-        of_last: :math:`z_p`, of the client's last model, shape ``(N, d)``.
+        of_global: Features :math:`z_g` from the global model, shape ``(N, d)``.
+        of_last: Features :math:`z_p` from the client's last model, shape ``(N, d)``.
         temperature: :math:`\tau`.
 
     Returns:
@@ -220,32 +220,33 @@ def _pooled(features: Tensor, channels_last: bool) -> Tensor:
 
 @register
 class MOON(Method):
-    r"""Averaging of clients whose features are drawn towards the global model's, and away from their own last ones.
+    r"""Model-contrastive learning: pulls features towards the global model's and away from the last model's features.
 
-    The term is :class:`~lightning_fed.callbacks.ContrastiveTerm`. What travels is that of the rule; a client keeps its
-    last model. With ``mu=0`` it is the rule alone, bit for bit.
+    The term is :class:`~lightning_fed.callbacks.ContrastiveTerm`. Messages follow the rule. With ``mu=0`` the method
+    equals the rule bit for bit.
 
-    The authors put a projection head of two layers between the extractor and the classifier, and compare what it makes:
-    that is a model with such a layer, named in ``layer``.
+    The authors add a projection head with two layers between extractor and classifier, and compare the head's output.
+    Add such a layer to the model and name the layer in ``layer``.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client.
-    - Costs: two forward passes of the extractor more per batch, and two copies of it.
-    - For: images of clients whose labels differ, and that come back.
+    - Costs: two additional forward passes through the extractor per batch, and two copies.
+    - For: images from clients with different labels and frequent participation.
 
     Args:
-        mu: Strength :math:`\mu` of the term; the authors tune it in {0.1, 1, 5, 10}.
-        temperature: :math:`\tau` of the term.
+        mu: Strength :math:`\mu`; the authors tune :math:`\mu` in {0.1, 1, 5, 10}.
+        temperature: :math:`\tau`.
         layer: Name of the layer with the features as output, or ``"auto"``.
-        aggregator: The method to begin from, by name or as an object.
+        aggregator: The base method, by name or as an object.
 
     Raises:
-        ValueError: If ``mu`` is negative or ``temperature`` not positive, or either is not finite.
+        ValueError: If ``mu`` is negative, ``temperature`` is not positive, or a number is not finite.
 
     Example:
         >>> from lightning_fed import Federation
         >>> Federation(MOON(mu=5.0)).method.callbacks[0].mu
         5.0
+
 
     References:
         Li et al., CVPR 2021, Algorithm 1.

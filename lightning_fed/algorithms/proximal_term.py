@@ -1,4 +1,4 @@
-"""The proximal term: local training is pulled towards the model that the client got.
+"""The proximal term: pulls local training towards the broadcast model.
 
 Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, equation 2.
 """
@@ -19,20 +19,19 @@ class ProximalTerm(GradientTerm):
 
     .. math:: w \leftarrow w - \eta \left( \nabla F_k(w) + \mu (w - w_t) \right)
 
-    where :math:`w_t` is the broadcast that the client got. The gradient is added once per optimizer step, to the
-    parameters that travel, have a gradient and are the optimizer's: after gradient accumulation and the unscaling of
-    mixed precision, and before ``gradient_clip_val`` clips. With manual optimization it comes in ``optimizer.step()``,
-    after what the module clips itself. Parameters that stay at home or are frozen are not pulled.
+    Here :math:`w_t` is the broadcast model. The term is added once per optimizer step: after gradient accumulation and
+    unscaling in mixed precision, and before clipping with ``gradient_clip_val``. With manual optimization the term is
+    added in ``optimizer.step()``, after the module's clipping. Shared parameters with a gradient get the term; personal
+    and frozen parameters do not.
 
-    **The loss that the module logs is** :math:`F_k(w)`, **without the term**: the callback sees gradients only, and
+    **The module logs the loss** :math:`F_k(w)` **without the term.** The callback only changes gradients, so
     ``train_loss`` stays comparable between methods.
 
-    A sparse gradient (of ``nn.Embedding(sparse=True)``) stays sparse: the term is 0 in rows that have not moved.
-
-    Nothing is copied: the callback holds the tensors of the broadcast while the visit lasts.
+    A sparse gradient (``nn.Embedding(sparse=True)``) stays sparse, because unchanged rows have a zero term. The
+    callback refers to the broadcast's tensors during the visit and makes no copies.
 
     Args:
-        mu: Strength :math:`\mu` of the pull; with 0 nothing is changed.
+        mu: Strength :math:`\mu`; 0 disables the term.
 
     Raises:
         ValueError: If ``mu`` is negative or not finite.
@@ -40,6 +39,7 @@ class ProximalTerm(GradientTerm):
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[ProximalTerm(0.1)], logger=False)
+
 
     References:
         Li et al., MLSys 2020, Algorithm 2.
@@ -56,12 +56,12 @@ class ProximalTerm(GradientTerm):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Notes where the visit starts."""
+        """Stores the broadcast as the start of the visit."""
         if self.mu:
             self.use_broadcast(module, broadcast)
 
     def term(self, parameter: nn.Parameter) -> Tensor | None:
-        """The parameter's difference to the start of the visit."""
+        """Computes the parameter's difference to the start of the visit."""
         start, current = self.tensors.get(parameter), as_real(parameter.detach())
         if start is None:
             return None

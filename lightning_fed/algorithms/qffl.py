@@ -1,4 +1,4 @@
-"""q-FedAvg: clients with a larger loss count for more, so that accuracies become more alike.
+"""q-FedAvg: larger weights for clients with larger losses, for more uniform accuracies.
 
 Li, Sanjabi, Beirami & Smith, "Fair Resource Allocation in Federated Learning", ICLR 2020, Algorithm 2.
 https://arxiv.org/abs/1905.10497
@@ -32,33 +32,34 @@ _SMALLEST = 1e-10  # added to losses, as the authors' program does, so that one 
 
 @register
 class QFFL(ChannelRule):
-    r"""q-FedAvg: the global model moves further towards clients with a larger loss.
+    r"""q-FedAvg: the global model moves further towards clients with larger losses.
 
     .. math:: \Delta_k = F_k^q \, L (x - y_k), \qquad h_k = q F_k^{q-1} L^2 \lVert x - y_k \rVert^2 + L F_k^q, \qquad
         x \leftarrow x - \frac{\sum_k p_k \Delta_k}{\sum_k p_k h_k}
 
-    with the losses :math:`F_k(x)` of the model that the client was sent: the mean of ``training_step``'s losses over
-    one more pass over the client's data, in evaluation mode and with the same random numbers as without the pass. The
-    server excludes a client with a loss or a constant :math:`L` more than a factor of 128 above the round's median.
+    :math:`F_k(x)` is the broadcast model's loss: the mean ``training_step`` loss in an additional pass over the
+    client's data, in evaluation mode. The pass does not change the training's random numbers. The server excludes a
+    client with a loss or a constant :math:`L` more than a factor 128 above the round's median.
 
-    The authors draw clients with probabilities :math:`p_k`, their shares of the examples, and average them alike. Here
-    clients are drawn alike and :math:`p_k` weighs them, which aims at the same objective,
-    :math:`\sum_k p_k F_k^{q+1} / (q + 1)`. With ``q=0`` the weights equal FedAvg's, bit for bit; the larger :math:`q`,
-    the more alike the losses, at the cost of their mean. Buffers are averaged by :math:`p_k F_k^q`.
+    The authors sample clients with probabilities :math:`p_k`, the shares of examples, and average with equal weights.
+    Here the sampling is uniform and the weights are :math:`p_k`, with the same objective :math:`\sum_k p_k F_k^{q+1} /
+    (q + 1)`. With ``q=0`` the weights equal FedAvg's bit for bit. A larger :math:`q` gives more uniform losses with a
+    larger mean. Buffers are averaged by :math:`p_k F_k^q`.
 
     - Sends: 1 model down, 1 up (and two numbers).
     - Keeps: nothing.
     - Costs: 1 pass over a client's data per visit, without gradients.
-    - For: federations that should serve their worst clients better; automatic optimization.
+    - For: better results on the worst clients; automatic optimization only.
 
     Args:
-        q: How much a large loss counts. The authors have values from 0.001 (text) to 5, tuned per data set.
-        lipschitz: Constant :math:`L`; ``None`` for one over the clients' learning rate.
+        q: Exponent; a larger value gives more weight to large losses. The authors use values from 0.001 (text) to 5,
+            tuned per data set.
+        lipschitz: Constant :math:`L`; ``None`` for the inverse learning rate.
 
     Raises:
         ValueError: If ``q`` is negative or not finite, or ``lipschitz`` is not positive and finite.
-        MisconfigurationException: In ``fit``, with manual optimization, or without ``lipschitz`` if optimizers have
-            several learning rates or one of 0.
+        MisconfigurationException: In ``fit``, with manual optimization; or without ``lipschitz``, if the optimizers
+            have several learning rates or a zero learning rate.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -69,6 +70,7 @@ class QFFL(ChannelRule):
         ...     qffl.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}, extras))
         >>> qffl.aggregate()  # 1 - (1 * 1 + 4 * -2) / ((1 + 1) + (4 + 4))
         {'w': tensor(1.7000)}
+
 
     References:
         Li et al., ICLR 2020, Algorithm 2.
@@ -87,7 +89,7 @@ class QFFL(ChannelRule):
         self.lipschitz = None if lipschitz is None else check_positive("lipschitz", lipschitz)
 
     def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Refuses modules without a loss, or without one learning rate."""
+        """Refuses manual optimization, several learning rates and a zero learning rate."""
         refuse_manual_optimization(module, "q-FedAvg")
         if self._lipschitz_of(trainer) == float("inf"):
             raise MisconfigurationException(
@@ -115,11 +117,11 @@ class QFFL(ChannelRule):
         return {}
 
     def weight(self, update: ClientUpdate) -> float:
-        """The client's number of examples times its loss to the ``q``."""
+        """Returns the number of examples times the loss to the power ``q``."""
         return self._weight(update.num_samples, float(update.extras[_LOSS]))
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds the model to the mean, and its distance to the step's scale.
+        """Adds the model to the mean, and reports the model's distance.
 
         Raises:
             BadUpdate: If :math:`L` is 0, or a power of the loss is not finite.
@@ -141,7 +143,7 @@ class QFFL(ChannelRule):
         super().add(part, update, {**up, _DISTANCE: {"": distance}})
 
     def finish(self, state: State, part: Part) -> State:
-        """The global model, moved by the clients' scaled changes."""
+        """Moves the global model by the scaled changes."""
         reports = [(report.num_samples, report.numbers) for report in part.reports.values()]
         losses = [numbers[_LOSS][""] for _, numbers in reports]
         # With q < 1 a loss near 0 has a steep slope, and would hold all others back.

@@ -1,4 +1,4 @@
-"""SCAFFOLD: local gradients are corrected by control variates, the mean gradients of the client and of all clients.
+"""SCAFFOLD: control variates correct local gradients.
 
 Karimireddy, Kale, Mohri, Reddi, Stich & Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
 ICML 2020, Algorithm 1. https://arxiv.org/abs/1910.06378
@@ -20,36 +20,36 @@ from lightning_fed.numerics.precision import as_real, at_least_float32, cast_bac
 
 @register
 class SCAFFOLD(ChannelRule):
-    r"""The average of the clients' models; clients train with gradients that control variates correct.
+    r"""Average over the clients' models; control variates correct the gradients in local training.
 
     .. math:: y \leftarrow y - \eta (g - c_i + c), \qquad x \leftarrow \frac{1}{|S|} \sum_{i \in S} y_i, \qquad
         c \leftarrow c + \frac{1}{N} \sum_{i \in S} (c_i^+ - c_i)
 
-    for the clients :math:`S` of a round, of :math:`N`. :math:`c` and :math:`c_i` are 0 at first. After the visit
+    Here :math:`S` contains the round's clients and :math:`N` is the number of all clients; :math:`c` and :math:`c_i`
+    start at 0. After the visit
 
     .. math:: c_i^+ = \frac{1}{K} \sum_k g_k
 
-    is the mean of the :math:`K` gradients before the correction. With plain SGD of rate :math:`\eta` the mean is the
-    paper's option II, :math:`c_i - c + (x - y_i) / (K \eta)`. The mean is a gradient also with momentum, adaptive
-    optimizers, weight decay and changing rates. Each parameter has its own count of steps, so a module may have several
-    optimizers. Control variates have float32 or float64, also for a model of 16 bits (``precision="bf16-true"``).
+    is the mean over :math:`K` gradients before the correction. For plain SGD with rate :math:`\eta` the mean equals the
+    paper's option II, :math:`c_i - c + (x - y_i) / (K \eta)`. The mean also works with momentum, adaptive optimizers,
+    weight decay and learning-rate schedules. Each parameter counts its steps separately, so a module may have several
+    optimizers. Control variates have float32 or float64, also for a 16-bit model (``precision="bf16-true"``).
 
-    The correction is for the parameters that travel, after the terms of callbacks before this method's callback: such
-    terms are part of :math:`g_k`. The logged loss is without the correction. A round carries one vector of the size of
-    the trained parameters more in each direction (down from the second round on). A client keeps one, the server
-    another.
+    The correction applies to shared parameters, after the terms from earlier callbacks; such terms are part of
+    :math:`g_k`. The logged loss excludes the correction. The server first sends its control variate in the second
+    round.
 
-    The paper's global step size :math:`\eta_g` is a server optimizer:
-    ``ServerOptimizer("SGD", "scaffold", lr=0.5)``. Buffers are averaged.
+    The paper's global step size :math:`\eta_g` is a server optimizer: ``ServerOptimizer("SGD", "scaffold", lr=0.5)``.
+    Buffers are averaged.
 
     - Sends: 2 models down, 2 up.
     - Keeps: 1 model per client, 1 model on the server.
-    - Costs: the training alone.
-    - For: clients that differ, train long, and come back often.
+    - Costs: only the training.
+    - For: heterogeneous clients with long visits and frequent participation.
 
     Args:
-        weighting: Clients weigh the same (``"uniform"``, as in the paper), or by their examples (``"examples"``, as in
-            NIID-Bench). Control variates always weigh the same.
+        weighting: Clients have equal weights (``"uniform"``, as in the paper) or weights by examples (``"examples"``,
+            as in NIID-Bench). Control variates always have equal weights.
 
     Raises:
         ValueError: If ``weighting`` is unknown.
@@ -68,6 +68,7 @@ class SCAFFOLD(ChannelRule):
         >>> scaffold.aggregate(), scaffold.state_dict()["control"]
         ({'w': tensor(1.5000)}, {'w': tensor(0.7500)})
 
+
     References:
         Karimireddy et al., ICML 2020, Algorithm 1.
 
@@ -81,7 +82,7 @@ class SCAFFOLD(ChannelRule):
         self.weighting = weighting
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        """The correction, the server's control variate less the client's."""
+        """Computes the correction :math:`c - c_i`."""
         server, client = visit.down["control"], visit.memory["control"]
         zeros = {name: torch.zeros_like(value) for name, value in {**server, **client}.items()}
         return {name: server.get(name, zero) - client.get(name, zero) for name, zero in zeros.items()}
@@ -89,13 +90,13 @@ class SCAFFOLD(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Adds up the gradients."""
+        """Sums the gradients."""
         total, count = record or (at_least_float32(torch.zeros_like(as_real(parameter))), 0)
         assert parameter.grad is not None
         return total.add_(as_real(parameter.grad), alpha=1 / scale), count + 1
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Makes the client's new control variate, and sends the change."""
+        """Computes the client's new control variate, and sends the change."""
         own = visit.memory["control"]
         for name, (total, count) in visit.records.items():
             mean = total / count if visit.row is None else total[visit.row] / visit.steps
@@ -103,11 +104,11 @@ class SCAFFOLD(ChannelRule):
             own[name] = mean
 
     def weight(self, update: ClientUpdate) -> float:
-        """1, or the client's number of examples."""
+        """Returns 1, or the client's number of examples."""
         return 1.0 if self.weighting == "uniform" else float(update.num_samples)
 
     def finish(self, state: State, part: Part) -> State:
-        """Moves the server's control variate. An entry without training in a visit has not changed there."""
+        """Updates the server's control variate. A client without steps for an entry counts as unchanged."""
         control = dict(self.tensors["control"])
         for name, change in part.means["control"].mean().items():
             before = control.get(name, at_least_float32(torch.zeros_like(self._state[name])))

@@ -1,4 +1,4 @@
-"""A step of an optimizer on the server, with the round's mean change as its gradient.
+"""An optimizer step on the server, with the round's mean change as gradient.
 
 Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar & McMahan, "Adaptive Federated Optimization", ICLR 2021, Algorithm
 1. https://arxiv.org/abs/2003.00295
@@ -24,37 +24,34 @@ _ELEMENTS = 1 << 18  # that step at a time, in 2 MB for each of the copies that 
 
 
 class ServerOptimizer(UpdateStep):
-    r"""Update step: a step of any optimizer of ``torch.optim`` from the global model towards the rule's result.
+    r"""Update step: one step of any ``torch.optim`` optimizer from the global model towards the rule's result.
 
-    The optimizer steps from the global model :math:`w_t`, with what the mean :math:`\bar w` of the clients is short of
-    it as the gradient:
+    The gradient is the difference between the global model :math:`w_t` and the clients' mean :math:`\bar w`:
 
     .. math:: g_t = w_t - \bar w, \qquad w_{t+1} = \mathrm{step}(w_t, g_t)
 
-    SGD with ``lr=1`` is the averaging rule itself, bit for bit. :class:`FedAvgM`, :class:`FedAdagrad`,
-    :class:`FedAdam` and :class:`FedYogi` are methods with one, with their papers' definitions.
+    SGD with ``lr=1`` equals the averaging rule bit for bit. :class:`FedAvgM`, :class:`FedAdagrad`, :class:`FedAdam` and
+    :class:`FedYogi` use this step with the papers' definitions.
 
-    Entries that train take the step, in float64. Frozen layers and buffers are what the rule makes of them: a step
-    beyond the clients would give negative running variances, and weight decay would shrink constants. Without a fit,
-    which knows the parameters, all floating-point entries but running statistics of BatchNorm, which are told by their
-    names, count as trained.
+    Trainable entries take the step, in float64. Frozen layers and buffers keep the rule's result: a step beyond the
+    clients would give negative running variances, and weight decay would shrink constants. Without a fit, all
+    floating-point entries except BatchNorm's running statistics (identified by name) count as trainable.
 
     Args:
-        optimizer: Class of the optimizer, or its name in ``torch.optim``. It must step by gradients alone, which
-            ``LBFGS`` does not.
-        lazy_rows: For entries held in part: whether rows without a holder in the round stay unchanged, with the
-            optimizer's memory. Otherwise the gradient is zero, and momentum still moves the rows.
-        **optimizer_kwargs: Arguments of the optimizer. Its default for ``lr`` is one for local training.
+        optimizer: Optimizer class, or the name in ``torch.optim``. The step must only need gradients; ``LBFGS`` needs a
+            closure.
+        lazy_rows: For entries with rows on few clients: rows without a client in the round stay unchanged, with their
+            optimizer state. Otherwise such rows have a zero gradient, and momentum still moves them.
+        **optimizer_kwargs: Arguments for the optimizer. The optimizer's default ``lr`` is meant for local training.
 
     Raises:
-        ValueError: If the optimizer is not known or refuses its arguments, or the rule keeps several models, changes
-            their shapes or takes several rounds for one.
+        ValueError: If the optimizer is unknown or refuses the arguments, or the rule keeps several models, changes
+            shapes or needs several rounds per model.
 
     Note:
-        Its state, which is part of checkpoints, is what the optimizer remembers of every entry: with momentum 8 bytes
-        per parameter, with adaptive moments 16. A round makes it anew, and a new model; beside that a step needs little
-        memory, because large entries step some rows at a time, unless the optimizer looks at a whole entry at once, as
-        ``Adafactor`` does.
+        The state in checkpoints is the optimizer state by entry: 8 bytes per parameter with momentum, 16 with adaptive
+        moments. A round allocates the new state and a new model. Large entries step in blocks of rows to save memory,
+        except with optimizers that read a whole entry, such as ``Adafactor``.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -62,6 +59,7 @@ class ServerOptimizer(UpdateStep):
         >>> step.start(RoundInfo(0), {"w": torch.tensor(1.0)})
         >>> step.on_aggregate({"w": torch.tensor(3.0)}, {"w": torch.tensor(1.0)})
         {'w': tensor(2.)}
+
 
     References:
         Reddi et al., ICLR 2021, Algorithm 1 ("FedOpt").
@@ -77,12 +75,12 @@ class ServerOptimizer(UpdateStep):
         self._try_step()
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules that do not make one model of the same shapes in every round."""
+        """Refuses rules with several models or changing shapes."""
         refuse_rule(self, rule, "has_clusters", "resizes")
         self._rule = rule
 
     def on_aggregate(self, new: State, start: State) -> State:
-        """The step."""
+        """Performs the step."""
         memory: dict[str, dict[str, Any]] = {}
         held_rows = self._rule.held_rows() if self._rule is not None and self.lazy_rows else {}
         for name in trained_entries(self.info, start):
@@ -96,14 +94,14 @@ class ServerOptimizer(UpdateStep):
         return new
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class's note; with the name of the optimizer."""
+        """Returns the optimizer's name and the optimizer state by entry."""
         return {"optimizer": self.optimizer.__name__, "entries": self._memory}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores it.
+        """Restores the optimizer state.
 
         Raises:
-            ValueError: If it is of another optimizer.
+            ValueError: If the state belongs to another optimizer.
 
         """
         theirs, ours = state.get("optimizer", self.optimizer.__name__), self.optimizer.__name__
@@ -114,7 +112,7 @@ class ServerOptimizer(UpdateStep):
     def _step(
         self, old: Tensor, mean: Tensor, memory: dict[str, Any], held: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """New value of one entry, and what the optimizer remembers of it then; ``memory`` is left as it is."""
+        """Returns an entry's new value and optimizer state. ``memory`` stays unchanged."""
         if not self._is_elementwise or old.numel() <= _ELEMENTS:
             return self._step_whole(old, mean, memory, held)
         rows, _ = chunk_steps(len(old), old[0].numel(), 1, _ELEMENTS)
@@ -123,7 +121,7 @@ class ServerOptimizer(UpdateStep):
     def _step_in_pieces(
         self, old: Tensor, mean: Tensor, memory: dict[str, Any], held: Tensor | None, rows: int
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The same, some rows at a time: beside the results nothing is as large as the entry."""
+        """Steps in blocks of rows, to limit the size of temporary tensors."""
         new, after = torch.empty_like(old), dict[str, Any]()
         for start in range(0, len(old), rows):
             part = slice(start, start + rows)
@@ -162,7 +160,7 @@ class ServerOptimizer(UpdateStep):
         return _keep(held, new, old), {name: _keep(held, value, before.get(name)) for name, value in after.items()}
 
     def _try_step(self) -> None:
-        """Makes some, so that what cannot work is refused here and not after a round."""
+        """Tries the optimizer, to refuse invalid arguments before the first round."""
         name = self.optimizer.__name__
         try:
             value, _ = self._step_whole(torch.tensor([1.0]), torch.tensor([0.0]), {}, None)
@@ -176,7 +174,7 @@ class ServerOptimizer(UpdateStep):
             raise ValueError(f"Expected arguments of {name} that are finite, but got {self.optimizer_kwargs}.")
 
     def _goes_by_element(self) -> bool:
-        """True if rows step alone as they do together; a step that looks at a whole entry, as Adafactor's, does not."""
+        """Whether separate rows step as in the whole entry; ``Adafactor`` reads the whole entry."""
         old, mean = torch.linspace(-3, 5, 12).pow(3).view(2, 3, 2)
         together: tuple[Tensor, dict[str, Any]] = (old, {})
         alone: tuple[Tensor, dict[str, Any]] = (old, {})
@@ -200,12 +198,11 @@ def _find_optimizer(optimizer: type[Optimizer] | str) -> type[Optimizer]:
 
 
 def _is_like(value: Any, entry: Tensor) -> bool:
-    """True if an optimizer remembers one number per element of this entry, and not one for the whole entry."""
     return isinstance(value, Tensor) and value.shape == entry.shape
 
 
 def _keep(held: Tensor, new: Any, old: Any) -> Any:
-    """``new`` in the rows that were held, ``old`` (zeros, if there was nothing) in the others."""
+    """Takes held rows from ``new``, and other rows from ``old`` (zeros if ``None``)."""
     if not isinstance(new, Tensor) or new.shape[:1] != held.shape:
         return new
     old = torch.zeros_like(new) if old is None else old.to(new)

@@ -1,4 +1,4 @@
-"""Federated averaging of everything but BatchNorm's running statistics.
+"""Federated averaging for all entries except BatchNorm's running statistics.
 
 Andreux, Ogier du Terrail, Beguier & Tramel, "Siloed Federated Learning for Multi-Centric Histopathology Datasets",
 DART at MICCAI 2020. https://arxiv.org/abs/2008.07424
@@ -15,19 +15,19 @@ from lightning_fed.rule import Aggregator
 
 @register
 class SiloBN(Method):
-    """Averaging of everything but BatchNorm's running statistics, which stay with their clients.
+    """Averages all entries except BatchNorm's running statistics; these stay with their clients.
 
-    The layers' weights and biases are averaged; every client normalises with the mean and variance of its own data, and
-    no statistic of activations leaves it.
+    BatchNorm weights and biases are averaged. Each client normalises with its data's mean and variance, and activation
+    statistics never leave the client.
 
     - Sends: the model without BatchNorm's running statistics, both ways.
-    - Keeps: every client its running statistics.
-    - Costs: the training alone.
-    - For: clients whose inputs look different, with layers that learn from all of them.
+    - Keeps: running statistics per client.
+    - Costs: only the training.
+    - For: clients with different input statistics and shared layer weights.
 
     Args:
-        unseen: What normalises data of no known client: see :class:`~lightning_fed.LocalStatistics`.
-        aggregator: The method for what travels, by name or as an object.
+        unseen: Normalisation for data from an unknown client, see :class:`~lightning_fed.LocalStatistics`.
+        aggregator: Method for the shared entries, by name or as an object.
 
     Raises:
         ValueError: In ``fit``, if the model has no BatchNorm.
@@ -36,6 +36,7 @@ class SiloBN(Method):
         >>> from lightning_fed import Federation
         >>> Federation(SiloBN()).options.batch_norm
         LocalStatistics(unseen='batch', measured='visit')
+
 
     References:
         Andreux et al., DART 2020.

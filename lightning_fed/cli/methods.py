@@ -84,11 +84,11 @@ def describe_method(name: str) -> str:
     Example:
         >>> print(describe_method("fedprox"))
         fedprox
-            The average of the clients' models by their numbers of examples; clients train with a proximal term.
+            Average weighted by the numbers of examples; clients train with a proximal term.
             Sends: 1 model down, 1 up.
             Keeps: nothing.
-            Costs: the training alone.
-            For: clients that differ and train long, and stragglers.
+            Costs: only the training.
+            For: heterogeneous clients with long visits, and stragglers.
             mu=0.01, row_weighting='global'
         <BLANKLINE>
     """

@@ -1,4 +1,4 @@
-"""FedAwS: class vectors that the server keeps apart."""
+"""FedAwS: the server spreads out class vectors."""
 
 from lightning_fed.algorithms.fedaws.callback import SpreadOut as SpreadOut
 from lightning_fed.algorithms.fedaws.spreadout import spreadout_margin as spreadout_margin

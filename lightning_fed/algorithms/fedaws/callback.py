@@ -1,4 +1,4 @@
-"""FedAwS: after every round the server pushes the class vectors of the last layer apart.
+"""FedAwS: after every round the server spreads out the class vectors in the last layer.
 
 Yu, Rawat, Menon & Kumar, "Federated Learning with Only Positive Labels", ICML 2020, Algorithm 1.
 https://arxiv.org/abs/2004.10342
@@ -30,46 +30,42 @@ _COMPARISON = 5  # stream of random numbers, beside those of the schedule
 
 
 class SpreadOut(FederatedCallback):
-    r"""One gradient step per round that spreads out the class vectors of the last layer.
+    r"""Spreads out the class vectors in the last layer, with one gradient step per round.
 
     .. math:: W \leftarrow \tilde W - \lambda \eta \nabla_W \, \mathrm{reg}(\tilde W)
 
-    from what the aggregator made of the clients' updates, :math:`\tilde W`. It is the server's half of FedAwS, for
-    clients that know their own classes only: nothing in their loss keeps these from the others. It goes with any
-    aggregator; a server's momentum does not see it.
+    :math:`\tilde W` is the rule's result. This callback is FedAwS on the server, for clients with only positive labels:
+    no client's loss separates a class from absent classes. Any rule works; server momentum ignores the step.
 
-    The authors have class vectors of length 1. Here they have any length, and keep it: the regulariser sees directions
-    only, so that its step is at a right angle to a vector and makes it longer, and the longer a vector is, the less
-    training turns it.
+    The authors use unit vectors. Here class vectors keep their lengths: the regulariser only depends on directions, so
+    each step is orthogonal to the vector and would lengthen the vector, and training turns long vectors more slowly.
 
-    With ``"top_k"`` the classes of the round's clients are pushed from their nearest ones
-    (:func:`~lightning_fed.algorithms.fedaws.spreadout_top_k`): those of which a client held rows, or all of them where
-    clients hold the whole layer. With ``"margin"`` all classes are kept from all others
-    (:func:`~lightning_fed.algorithms.fedaws.spreadout_margin`); its time grows with the square of their number.
+    ``"top_k"`` separates the round's classes from their nearest classes
+    (:func:`~lightning_fed.algorithms.fedaws.spreadout_top_k`). These are the classes with rows on a client, or all
+    classes if clients hold the whole layer. ``"margin"`` separates all pairs
+    (:func:`~lightning_fed.algorithms.fedaws.spreadout_margin`), in time quadratic in the number of classes.
 
     Args:
-        variant: Which of the two.
-        k: Number of nearest classes, for ``"top_k"``; the authors use 10, and 100 for very many classes.
-        strength: :math:`\lambda`; the authors report 10 to 100 as robust, and 1 as too weak. Tune it: a step turns
-            vectors by an angle that grows with ``strength * lr * k`` over their squared length. With ``lr=0.03``,
-            ``k=10`` and 964 vectors as a new head has them (of 64 numbers, length 0.57), 10 turned those of a round by
-            67 degrees, which undoes training and spreads out nothing; 0.1 spread out best, by 3 degrees a round.
-        margin: :math:`\nu`, for ``"margin"``.
-        lr: :math:`\eta`; ``None`` for the learning rate that the layer has in the clients' training in this round.
-        comparison: Number of classes, drawn in every round, among which ``"top_k"`` looks for the nearest; ``None`` for
-            all.
-        normalize: Whether the vectors that the step moves get the length back that they had before it.
-        entry: Weight name, one row per class; ``"auto"`` for the classifier proven by a training step: the layer with
-            outputs that meet class labels in the loss.
+        variant: ``"top_k"`` or ``"margin"``.
+        k: Number of nearest classes for ``"top_k"``; the authors use 10, and 100 for very many classes.
+        strength: :math:`\lambda`; the authors report 10 to 100 as robust, and 1 as too weak. Tune this value: the angle
+            per step grows with ``strength * lr * k`` over the squared length. For ``lr=0.03``, ``k=10`` and 964 vectors
+            in a new head (64 dimensions, length 0.57), 10 turned vectors by 67 degrees per round and undid the
+            training; 0.1 spread out best, with 3 degrees per round.
+        margin: :math:`\nu` for ``"margin"``.
+        lr: :math:`\eta`; ``None`` for the layer's learning rate in this round's local training.
+        comparison: Number of classes, drawn per round, for the nearest-class search with ``"top_k"``; ``None`` for all.
+        normalize: Class vectors keep their lengths.
+        entry: Name of the weight with one row per class; ``"auto"`` for the classifier in the loss.
 
     Raises:
-        ValueError: If an option is unknown or out of its range; in ``fit``, if there is no such entry, or it does not
-            travel.
+        ValueError: If an option is invalid; in ``fit``, if the entry does not exist or is not shared.
         MisconfigurationException: In ``fit``, if ``"auto"`` finds no classifier.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[SpreadOut(k=5)], logger=False)
+
 
     References:
         Yu et al., ICML 2020, Algorithm 1, equations 7 and 8.
@@ -102,13 +98,13 @@ class SpreadOut(FederatedCallback):
         self._rows: dict[Client, Tensor | None] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the layer."""
+        """Finds the layer for ``"auto"``."""
         if self.entry == "auto":
             layer = find_class_task(trainer, pl_module, "name the `entry` that holds one row per class").layer
             self._name = f"{layer_prefixes(pl_module)[pl_module.get_submodule(layer)]}weight"
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Checks the layer, and finds its learning rate in this round."""
+        """Checks the layer, and reads the learning rate for this round."""
         self._rows = {}
         weight = live_entries(module).get(self._name)
         if weight is None or weight.ndim < 2:
@@ -121,7 +117,7 @@ class SpreadOut(FederatedCallback):
     def on_server_send(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Refuses a personal layer, unknown to the server."""
+        """Refuses a personal layer; the server does not have its values."""
         if self._name not in broadcast.state:
             raise OptionError(f"Expected `entry` to be one that travels, but {self._name!r} does not.")
 
@@ -134,11 +130,11 @@ class SpreadOut(FederatedCallback):
         return self._rows
 
     def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
-        """Joins the classes of the clients of all processes."""
+        """Joins the classes from all processes."""
         self._rows = {client: rows for share in shares for client, rows in share.items()}
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Takes the step."""
+        """Performs the step."""
         old = state[self._name]
         with torch.enable_grad():
             weight = at_least_float32(old.detach()).flatten(1).clone().requires_grad_()
@@ -161,7 +157,7 @@ class SpreadOut(FederatedCallback):
         return spreadout_top_k(weight, self._classes(report.received, len(weight)), self.k, comparison)
 
     def _classes(self, clients: Iterable[Client], count: int) -> Tensor:
-        """Returns the classes with a good update."""
+        """Returns the classes from accepted updates."""
         held = torch.zeros(count, dtype=torch.bool)
         for client in clients:
             rows = self._rows[client]
@@ -170,14 +166,14 @@ class SpreadOut(FederatedCallback):
 
 
 def _with_lengths_of(new: Tensor, old: Tensor) -> Tensor:
-    """Rescales changed rows in ``new`` to the lengths in ``old``; other rows stay the same to the last bit."""
+    """Rescales changed rows in ``new`` to the lengths in ``old``; unchanged rows keep every bit."""
     lengths = [torch.linalg.vector_norm(rows, dim=1, keepdim=True) for rows in (old, new)]
     changed = (new != old).any(1, keepdim=True)
     return torch.where(changed, new * (lengths[0] / lengths[1]), old)
 
 
 def _learning_rate(trainer: L.Trainer, module: nn.Module, name: str) -> float:
-    """Learning rate of a parameter; of the first parameter group, if no optimizer has it."""
+    """Returns a parameter's learning rate, or the first group's for a parameter without optimizer."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     weights = {parameter for parameter, entry in parameter_entries(module).items() if entry == name}
     own = [group for group in groups if not weights.isdisjoint(group["params"])]

@@ -1,4 +1,4 @@
-"""FedAwS as a method: clients train among their own classes, and the server keeps the class vectors apart."""
+"""FedAwS as a method: clients train on their positive classes, and the server spreads out the class vectors."""
 
 from __future__ import annotations
 
@@ -17,46 +17,45 @@ from lightning_fed.numerics.row_sums import RowWeighting
 
 @register
 class FedAwS(Method):
-    """Clients that know their own classes only, and a server that keeps the class vectors apart.
+    """Clients train with only positive labels; the server spreads out the class vectors.
 
-    Clients train with the softmax among their own classes
-    (:class:`~lightning_fed.callbacks.SampledSoftmax` with ``objective="posonly"``), and the server takes a step of
-    :class:`~lightning_fed.callbacks.SpreadOut` after every round.
+    Clients train with a softmax over their positive classes (:class:`~lightning_fed.callbacks.SampledSoftmax` with
+    ``objective="posonly"``), and the server performs a step with :class:`~lightning_fed.callbacks.SpreadOut` after
+    every round.
 
-    - Sends: the model with the class vectors of the client's own classes alone, both ways.
-    - Keeps: the server a vector in float64 for its momentum.
-    - Costs: a step on the server over all pairs of class vectors.
-    - For: very many classes, of which every client has few: people, places.
+    - Sends: the model with class vectors only for the client's classes, both ways.
+    - Keeps: a float64 vector on the server for momentum.
+    - Costs: a server step over all pairs of class vectors.
+    - For: very many classes with few per client, such as people or places.
 
     Args:
-        strength: Strength of the step.
-        variant: Whether the nearest classes are pushed away, or all that are nearer than a margin.
+        strength: Strength for the step.
+        variant: ``"top_k"`` separates nearest classes, ``"margin"`` all classes within a margin.
         k: Number of nearest classes.
         margin: The margin.
-        server_momentum: Momentum on the server, which the authors do not have; in the FedSS paper's comparison all
-            methods have 0.9.
-        server_lr: Learning rate on the server, of averaging.
-        lazy_rows: Whether rows that nobody held in a round are left alone by averaging; otherwise momentum still moves
-            them.
-        row_weighting: Whose weights a row's changes are divided by: those of all clients of the round, or of the
-            clients that hold the row (``"per_row"``).
-        lr: Learning rate of the step; ``None`` for the head's in the clients' training.
-        comparison: Number of classes, drawn in every round, among which the nearest are looked for; ``None`` for all.
-        normalize: Whether class vectors keep their lengths in the step.
-        head: Name of the head; ``"auto"`` finds the only one.
-        target: Where a batch has its labels, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
-        classes: The clients' own classes; ``None`` looks for them in the data.
+        server_momentum: Server momentum; 0 in the authors' method, 0.9 for all methods in the FedSS paper's comparison.
+        server_lr: Server learning rate for averaging.
+        lazy_rows: Averaging leaves rows without a client in the round unchanged; otherwise momentum still moves such
+            rows.
+        row_weighting: Divisor for a row's changes: the sum over all clients' weights (``"global"``), or only over
+            clients with the row (``"per_row"``).
+        lr: Learning rate for the step; ``None`` for the head's learning rate in local training.
+        comparison: Number of classes, drawn per round, for the nearest-class search; ``None`` for all.
+        normalize: Class vectors keep their lengths in the step.
+        head: Name of the head; ``"auto"`` for a model with one head.
+        target: Labels in a batch, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
+        classes: The clients' positive classes; ``None`` reads the classes from the data.
 
     Raises:
-        ValueError: If an option is unknown or out of its range.
+        ValueError: If an option is invalid.
 
     Example:
         >>> FedAwS(strength=1.0).callbacks[1].strength
         1.0
 
     References:
-        Yu et al., "Federated Learning with Only Positive Labels", ICML 2020. Its clients have one class each and
-        another loss for it; the softmax among their own is how the FedSS paper uses it.
+        Yu et al., "Federated Learning with Only Positive Labels", ICML 2020. The paper has one class per client and
+        another loss; the softmax over positive classes follows the FedSS paper.
 
     """
 

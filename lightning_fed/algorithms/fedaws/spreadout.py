@@ -1,4 +1,4 @@
-"""FedAwS: class vectors are kept apart.
+"""FedAwS: regularisers for spread-out class vectors.
 
 Yu, Rawat, Menon & Kumar, "Federated Learning with Only Positive Labels", ICML 2020, equations 7 and 8.
 https://arxiv.org/abs/2004.10342
@@ -18,27 +18,28 @@ from lightning_fed.numerics.precision import at_least_float32
 
 
 def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
-    r"""Sum of the class vectors' margin violations over all ordered pairs (equation 7).
+    r"""Sum of squared margin violations over all ordered pairs of class vectors (equation 7).
 
     .. math:: \sum_{c} \sum_{c' \ne c} \max \left( 0,\, \nu - d(w_c, w_{c'}) \right)^2, \qquad
         d(u, u') = 1 - \frac{u^\top u'}{\lVert u \rVert \lVert u' \rVert}
 
-    It takes all pairs of classes, in pieces: memory is that of the weight, time grows with the square of the number of
-    classes. A vector of zeros has distance 1 from all others.
+    Pairs are processed in chunks: memory is linear in the weight, time quadratic in the number of classes. A zero
+    vector has distance 1 to all others.
 
     Args:
-        weight: One vector per class, shape ``(n, d)``, of any length: gradients pass through the normalisation.
+        weight: One vector per class, shape ``(n, d)``, with any length. Gradients pass through the normalisation.
         margin: :math:`\nu`, greater than 0.
 
     Returns:
-        A scalar, float32 at least.
+        A scalar, at least float32.
 
     Raises:
-        ValueError: If ``weight`` is not a matrix, or ``margin`` is not greater than 0.
+        ValueError: If ``weight`` is not a matrix, or ``margin`` is not positive.
 
     Example:
         >>> round(spreadout_margin(torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])).item(), 4)
         1.48
+
 
     References:
         Yu et al., ICML 2020, equation 7.
@@ -55,31 +56,32 @@ def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
 
 
 def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor | None = None) -> Tensor:
-    r"""Squared distance of class vectors to their nearest ones, with a minus (equation 8).
+    r"""Negative squared distance between class vectors and their nearest class vectors (equation 8).
 
     .. math:: \sum_{c \in C} \sum_{c' \in N_k(c)} - d(w_c, w_{c'})^2, \qquad
         d(u, u') = 1 - \frac{u^\top u'}{\lVert u \rVert \lVert u' \rVert}
 
-    where :math:`N_k(c)` are the *k* classes of the comparison nearest to *c*, without *c* itself: constant in the
-    gradient, which moves both ends of a distance. Similarities are computed in pieces. A vector of zeros has distance 1
-    from all others.
+    Here :math:`N_k(c)` contains the *k* nearest classes in the comparison, without *c*. The neighbours are constant in
+    the gradient, and the gradient moves both ends. Similarities are computed in chunks. A zero vector has distance 1 to
+    all others.
 
     Args:
-        weight: One vector per class, shape ``(n, d)``, of any length: gradients pass through the normalisation.
+        weight: One vector per class, shape ``(n, d)``, with any length. Gradients pass through the normalisation.
         classes: :math:`C`, int64, shape ``(classes,)``.
-        k: Number of neighbours, at least 1; all, where the comparison has fewer.
-        comparison: The classes that can be neighbours, int64, shape ``(m,)``, each once; ``None`` for all.
+        k: Number of neighbours, at least 1; all, if the comparison has fewer.
+        comparison: Candidate classes, int64, shape ``(m,)``, without duplicates; ``None`` for all.
 
     Returns:
-        A scalar, float32 at least.
+        A scalar, at least float32.
 
     Raises:
-        ValueError: If ``weight`` is not a matrix, or ``k`` is not a whole number from 1 on.
+        ValueError: If ``weight`` is not a matrix, or ``k`` is not a whole number from 1.
 
     Example:
         >>> weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
         >>> round(spreadout_top_k(weight, torch.arange(3), k=1).item(), 4)
         -0.24
+
 
     References:
         Yu et al., ICML 2020, equation 8.
@@ -98,7 +100,7 @@ def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor 
 
 @torch.no_grad()
 def _nearest(unit: Tensor, classes: Tensor, others: Tensor, k: int) -> Tensor:
-    """Every class with each of its nearest others, shape ``(pairs, 2)``."""
+    """Pairs each class with its nearest classes, shape ``(pairs, 2)``."""
     table, pairs = unit[others].T, []
     for some in torch.split(classes, chunk_steps(len(classes), len(others), 1)[0]):
         similarity = (unit[some] @ table).masked_fill_(some[:, None] == others, -torch.inf)
@@ -109,7 +111,7 @@ def _nearest(unit: Tensor, classes: Tensor, others: Tensor, k: int) -> Tensor:
 
 
 def _unit_rows(weight: Tensor) -> Tensor:
-    """Rows of length 1; rows of zeros stay what they are, with gradients as if their length were 1."""
+    """Normalises rows to length 1. Zero rows stay zero, with gradients as for length 1."""
     if weight.ndim != 2:
         raise ValueError(f"Expected `weight` of shape (n, d), but got {tuple(weight.shape)}.")
     weight = at_least_float32(weight)
@@ -119,7 +121,7 @@ def _unit_rows(weight: Tensor) -> Tensor:
 
 
 def _summed(piece: Callable[[Tensor, Tensor], Tensor], unit: Tensor, items: Tensor, width: int) -> Tensor:
-    """Sum over pieces of the items, of which only one is in memory at a time, also for the gradient."""
+    """Sums over chunks; only one chunk is in memory at a time, also in the backward pass."""
     total: Tensor = unit.sum() * 0
     for some in torch.split(items, chunk_steps(len(items), width, 1)[0]):
         total = total + checkpoint(piece, unit, some, use_reentrant=False, preserve_rng_state=False)

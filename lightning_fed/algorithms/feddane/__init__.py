@@ -1,8 +1,8 @@
-"""FedDANE: local gradients are corrected towards the gradient of all clients.
+"""FedDANE: corrects local gradients towards the global gradient.
 
 Li, Sahu, Zaheer, Sanjabi, Talwalkar and Smith, "FedDANE: A Federated Newton-Type Method", Asilomar 2019. The files, in
-reading order: ``aggregator`` (the server side, ``FedDANE``, with the local objective) and ``gradient_correction`` (the
-client side, ``GradientCorrection``, and the sample of clients that gives the gradient of all).
+reading order: ``aggregator`` (``FedDANE`` on the server, with the local objective) and ``gradient_correction``
+(``GradientCorrection`` on the clients, and the sample of clients for the global gradient).
 """
 
 from lightning_fed.algorithms.feddane.aggregator import FedDANE as FedDANE

@@ -1,4 +1,4 @@
-"""FedDANE's client side: local gradients are shifted by the difference of the gradient of all clients and the client's.
+"""FedDANE on the clients: adds the difference between the global and the client's gradient.
 
 Li et al., "FedDANE: A Federated Newton-Type Method", Asilomar 2019.
 """
@@ -42,33 +42,31 @@ _PREFIX = "gradient:"
 
 
 class GradientCorrection(GradientTerm):
-    r"""Adds :math:`g_t - \nabla F_k(w_t)` to the gradients of every optimizer step.
+    r"""Adds :math:`g_t - \nabla F_k(w_t)` to the gradients in every optimizer step.
 
-    At the start of a round a sample of clients, drawn apart from the cohort and as large
-    (:meth:`Schedule.second_draw <lightning_fed.server.schedule.Schedule.second_draw>`), computes the gradients of the
-    global model on all their data. Their mean, weighted by the clients' examples, is :math:`g_t`. It goes down with the
-    cohort's broadcasts, and every client of the cohort computes its own :math:`\nabla F_k(w_t)` before it trains.
+    At the start of a round, a separate sample of clients with the cohort's size (:meth:`Schedule.second_draw
+    <lightning_fed.server.schedule.Schedule.second_draw>`) computes the global model's gradients on all their data. The
+    mean weighted by examples is :math:`g_t`. The server sends :math:`g_t` to the cohort, and each cohort client
+    computes :math:`\nabla F_k(w_t)` before training.
 
-    All of it is counted: the global model down to the sample and one gradient per parameter up, and another down to
-    the cohort. A client of the sample whose data fail is left out with a warning, one of the cohort is left out of the
-    round; without any answer nothing comes of the round. What fails in the module ends the fit, as in training.
+    The communication counts: the global model down to the sample, one gradient per parameter up, and one gradient per
+    parameter down to the cohort. Failed data excludes a sample client with a warning, and a cohort client from the
+    round. If no sample client answers, the round fails. An error in the module ends the fit.
 
-    Gradients are those of the module's ``training_step``, in evaluation mode but for two kinds of layers. BatchNorm
-    normalises with the batch's own statistics as in training (and keeps its running ones); recurrent layers, which
-    cuDNN differentiates in training mode only, are in that mode without their dropout. Dropout does not blur the
-    gradients. Their batches are fetched in the main process, and a loader with persistent workers, which serve one pass
-    at a time, cannot give any. The training that goes on draws the same random numbers as without this callback, and
-    finds what the step writes as it was. The correction is added where
-    :class:`~lightning_fed.callbacks.ProximalTerm` adds its own, to the parameters that travel. The logged loss is
-    without it.
+    Gradients come from the module's ``training_step`` in evaluation mode, so dropout adds no noise. BatchNorm uses
+    batch statistics as in training and keeps its running statistics. Recurrent layers run in training mode without
+    dropout, because cuDNN only differentiates this mode. Batches are fetched in the main process; loaders with
+    persistent workers support only one pass at a time and give an error. The gradient pass does not change the
+    training's random numbers or the module's attributes. The callback adds the correction like
+    :class:`~lightning_fed.callbacks.ProximalTerm`, to shared parameters. The logged loss excludes the correction.
 
     Raises:
-        MisconfigurationException: In ``fit``, with manual optimization, where ``training_step`` has no loss to
-            differentiate.
+        MisconfigurationException: In ``fit``, with manual optimization.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> trainer = FederatedTrainer(max_rounds=10, method="feddane", logger=False)  # adds it by itself
+
 
     References:
         Li et al., Asilomar 2019, "FedDANE".
@@ -88,7 +86,7 @@ class GradientCorrection(GradientTerm):
             refuse_manual_optimization(pl_module, "FedDANE")
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Asks the sample for its gradients."""
+        """Computes the sample's mean gradient."""
         federation = find_federation(trainer)
         server, population, round = federation.server, federation.population, trainer.current_epoch
         local = federation.local_model(module)
@@ -134,7 +132,7 @@ class GradientCorrection(GradientTerm):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Computes the client's gradient and its difference to the mean."""
+        """Computes the client's gradient and the correction."""
         mean = without_prefix(broadcast.extras, _PREFIX)
         visit = find_federation(trainer).visit
         if not mean:
@@ -155,20 +153,20 @@ class GradientCorrection(GradientTerm):
         self.tensors = {parameter: differences[name] for parameter, name in parameters if name in differences}
 
     def term(self, parameter: nn.Parameter) -> Tensor | None:
-        """The parameter's correction."""
+        """Returns the parameter's correction."""
         return self.tensors.get(parameter)
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Forgets the mean gradient."""
+        """Releases the mean gradient."""
         self._mean = {}
 
     def _measure(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, state: State, is_reloaded: bool = False
     ) -> ClientUpdate:
-        """The gradients of the module as it is on all of the client's data, as a message.
+        """Computes the module's gradients on all data of a client, as a message.
 
         Raises:
-            _NoAnswerError: If the data fail, or give no loss.
+            _NoAnswerError: If the data fails, or no batch gives a loss.
 
         """
         federation, round = find_federation(trainer), trainer.current_epoch
@@ -206,17 +204,17 @@ def full_gradient(
     batches: Iterable[Any],
     is_reloaded: bool = False,
 ) -> State:
-    """Gradients of the mean loss over all batches, weighted by their examples; zero where a parameter is not used.
+    """Computes the mean loss's gradients over all batches, weighted by examples; zero for an unused parameter.
 
     Args:
         trainer: The Trainer.
-        module: The module, whose ``training_step`` gives the loss.
-        parameters: The parameters to differentiate by.
+        module: The module; ``training_step`` gives the loss.
+        parameters: Parameters by entry name.
         batches: The data.
-        is_reloaded: Whether the caller loads the module's parameters and buffers afterwards.
+        is_reloaded: Whether the caller reloads the module's parameters and buffers afterwards.
 
     Returns:
-        A gradient per parameter; nothing if no batch gave a loss.
+        One gradient per parameter; empty if no batch gave a loss.
 
     """
     normalizing = [layer for layer in batch_norm_layers(module).values() if layer.training]  # not the user's frozen

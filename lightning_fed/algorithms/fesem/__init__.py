@@ -1,8 +1,8 @@
-"""FeSEM: several global models (centres), one for every cluster of clients.
+"""FeSEM: several global models (centres), one for each cluster of clients.
 
 Xie, Long, Shen, Zhou, Wang, Jiang and Zhang, "Multi-Center Federated Learning", 2020. The files, in reading order:
-``clustering`` (k-means on the clients' weights), ``aggregator`` (the server side, ``FeSEM``) and ``center_evaluation``
-(metrics of the centres). Clients train as in FedAvg.
+``clustering`` (k-means on the clients' weights), ``aggregator`` (``FeSEM`` on the server) and ``center_evaluation``
+(metrics for the centres). Clients train as in FedAvg.
 """
 
 from lightning_fed.algorithms.fesem.aggregator import FeSEM as FeSEM

@@ -1,4 +1,4 @@
-"""FeSEM's server side: several global models, one for every cluster of clients.
+"""FeSEM on the server: several global models, one for each cluster of clients.
 
 Xie, Long, Shen, Zhou, Wang, Jiang & Zhang, "Multi-Center Federated Learning", 2020. https://arxiv.org/abs/2005.01026
 """
@@ -30,50 +30,50 @@ _log = logging.getLogger(__name__)
 
 
 class FeSEM(Aggregator):
-    r"""Federated stochastic expectation maximisation: clients are grouped by their weights around several centres.
+    r"""Federated stochastic expectation maximisation: clusters clients by weights around several centres.
 
     .. math:: r_k = \arg\min_g \lVert W_k - \tilde W^{(g)} \rVert^2, \qquad
         \tilde W^{(g)} = \frac{\sum_{k: r_k = g} n_k W_k}{\sum_{k: r_k = g} n_k}
 
-    The clients of a round are assigned to the nearest centre as it was when the round began; then every centre becomes
-    the mean of its clients of the round. A centre without a client in the round stays as it is, and so do the
-    assignments of clients that were not there. A client starts its visit from its own centre.
+    The round's clients are assigned to the nearest centre from the start of the round; then each centre becomes the
+    mean over its clients. A centre without clients in the round stays unchanged, and absent clients keep their
+    assignments. A client's visit starts from the client's centre.
 
-    The first round is one of federated averaging, and its clients' models give the first centres: ``"k-means++"``
-    keeps them all until the round's end and groups them (:func:`~lightning_fed.algorithms.fesem.k_means`); ``"random"``
-    takes those of some clients as they are, drawn by the seed, which needs no memory and may well put two centres into
-    one group. A client starts from the global model as long as it has no centre.
+    The first round is federated averaging, and the clients' models give the initial centres. ``"k-means++"`` stores all
+    models until the end of the round and clusters the models (:func:`~lightning_fed.algorithms.fesem.k_means`).
+    ``"random"`` uses the models from randomly drawn clients; this saves memory, but may place two centres in one
+    cluster. Clients without a centre start from the global model.
 
-    The module's global model is the mean of the centres, weighted by the examples of all clients assigned to them: it
-    belongs to no client. Evaluation client by client uses each client's centre, and
-    :class:`~lightning_fed.callbacks.CenterEvaluation`, which is added to the Trainer, evaluates all centres on the
-    validation data: watch ``fesem/<metric>``. Memory is that of the centres and of a sum in float64 for each, however
-    many clients, but for the first round with ``"k-means++"``.
+    The module's global model is the mean over the centres, weighted by the examples of all assigned clients; no client
+    trains this model. Evaluation by client uses the client's centre. The method adds
+    :class:`~lightning_fed.callbacks.CenterEvaluation` to the Trainer, which evaluates all centres on the validation
+    data: monitor ``fesem/<metric>``. Memory holds the centres and a float64 sum for each, independent of the number of
+    clients, except in the first round with ``"k-means++"``.
 
     - Sends: 1 model down, 1 up.
     - Keeps: ``num_centers`` models on the server.
     - Costs: distances to all centres on the server.
-    - For: clients that fall into groups.
+    - For: clients in clusters.
 
     Args:
-        num_centers: Number of centres. 1 gives FedAvg's weights, exactly.
-        assign_on: Pattern of the entries that are compared, such as ``"*head.*"`` for the last layer; ``"*"`` takes all
-            floating-point entries but for BatchNorm's running statistics.
-        init: Choice of the first centres.
-        seed: Seed of the first centres.
+        num_centers: Number of centres. 1 gives exactly FedAvg's weights.
+        assign_on: Pattern for the compared entries, such as ``"*head.*"`` for the last layer; ``"*"`` compares all
+            floating-point entries except BatchNorm's running statistics.
+        init: Initialisation for the centres.
+        seed: Seed for the initialisation.
 
     Attributes:
         centers: The centres; empty before the end of the first round.
-        assignments: Client to index of its centre.
+        assignments: Client to centre index.
 
     Raises:
         ValueError: If ``num_centers`` is below 1, ``init`` is unknown or ``seed`` is negative; in a round, if
             ``assign_on`` matches nothing.
 
     Note:
-        The state holds ``centers`` (list of states), ``clients`` (all that have taken part), their ``assignments``
-        (index or ``None``) and their ``num_samples``. Logged are ``fesem/clients/<index>``, the clients assigned to
-        each centre, and ``fesem/moved``, the clients of the round that changed their centre.
+        The state contains ``centers`` (list of states), ``clients`` (all past participants), ``assignments`` (index or
+        ``None``) and ``num_samples``. Logged: ``fesem/clients/<index>``, the number of clients per centre, and
+        ``fesem/moved``, the number of clients in the round with a new centre.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -83,6 +83,7 @@ class FeSEM(Aggregator):
         ...     fesem.receive(ClientUpdate(client, 1, {"w": torch.tensor(w)}))
         >>> fesem.aggregate(), sorted(float(center["w"]) for center in fesem.centers)
         ({'w': tensor(4.6250)}, [1.25, 8.0])
+
 
     References:
         Xie et al., 2020, "FeSEM".
@@ -110,7 +111,7 @@ class FeSEM(Aggregator):
         self.start(RoundInfo(-1), {})
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round; ``state`` is what clients without a centre start from."""
+        """Starts a round; clients without a centre start from ``state``."""
         self._info, self._state = info, state
         self.centers = [move_beside(center, state) for center in self.centers]
         self._names = self._compared_names(state)
@@ -119,12 +120,12 @@ class FeSEM(Aggregator):
         self.candidates: dict[tuple[int, int], ClientUpdate] = {}
 
     def broadcast(self, request: Request) -> Broadcast:
-        """The client's centre; the global state before it has one."""
+        """Sends the client's centre, or the global state before the first assignment."""
         center = self.model_of(request.client)
         return Broadcast(self._info.round, dict(self._state if center is None else center))
 
     def receive(self, update: ClientUpdate) -> None:
-        """Adds the update to the mean of its cluster."""
+        """Adds an update to the nearest cluster's mean."""
         index = self._nearest(update.state) if self.centers else 0
         self.means[index].add(update.state, update.num_samples, update.num_samples)
         self.received[update.client] = index, update.num_samples
@@ -133,7 +134,7 @@ class FeSEM(Aggregator):
             self._keep_candidate((derive_seed(self.seed, key), key), update)
 
     def merge(self, other: FeSEM) -> None:
-        """Joins what another FeSEM with the same centres has received."""
+        """Joins the sums from another process with the same centres."""
         for mean, joined in zip(self.means, other.means, strict=True):
             mean.merge(joined)
         self.received |= other.received
@@ -141,7 +142,7 @@ class FeSEM(Aggregator):
             self._keep_candidate(key, update)
 
     def aggregate(self) -> State:
-        """Moves the centres; returns their mean, weighted by the examples of all clients assigned to them."""
+        """Moves the centres; returns their mean, weighted by the examples of all assigned clients."""
         self._num_samples = self._num_samples | {client: size for client, (_, size) in self.received.items()}
         if not self.centers:
             return self._first_centers()
@@ -156,7 +157,7 @@ class FeSEM(Aggregator):
         return total.mean()
 
     def sizes(self) -> dict[int | None, int]:
-        """Examples of all clients seen so far, by the centre they are assigned to; ``None`` for those without one."""
+        """Examples of all known clients by centre; ``None`` for clients without a centre."""
         sizes: dict[int | None, int] = {}
         for client, size in self._num_samples.items():
             index = self.assignments.get(client)
@@ -164,18 +165,18 @@ class FeSEM(Aggregator):
         return sizes
 
     def model_of(self, client: Client) -> State | None:
-        """The client's centre; ``None`` if it has none."""
+        """The client's centre; ``None`` before the first assignment."""
         index = self.assignments.get(client)
         return None if index is None else self.centers[index]
 
     def metrics(self) -> dict[str, float]:
-        """Clients per centre, and clients that changed theirs."""
+        """Clients per centre, and clients with a new centre."""
         counts = Counter(self.assignments.values())
         values = {f"fesem/clients/{index}": float(counts[index]) for index in range(len(self.centers))}
         return values | {"fesem/moved": float(self._moved)}
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class's note."""
+        """The entries in the class's note."""
         return {
             "centers": self.centers,
             # Names as Python has them: NumPy's do not load with `weights_only=True`.
@@ -188,7 +189,7 @@ class FeSEM(Aggregator):
         """Restores the centres and assignments.
 
         Raises:
-            ValueError: If it holds another number of centres.
+            ValueError: If the state has another number of centres.
 
         """
         centers = state.get("centers", [])
@@ -201,7 +202,7 @@ class FeSEM(Aggregator):
         self._num_samples = dict(zip(clients, state.get("num_samples", []), strict=True))
 
     def _first_centers(self) -> State:
-        """Finds the centres among the clients of the round; returns the mean of all."""
+        """Initialises the centres from the round's clients; returns the mean over all clients."""
         mean = self.means[0].mean()
         self._moved = 0
         updates = [self.candidates[key] for key in sorted(self.candidates)]
@@ -232,7 +233,7 @@ class FeSEM(Aggregator):
         return mean
 
     def _keep_candidate(self, key: tuple[int, int], update: ClientUpdate) -> None:
-        """Keeps the update; of random ones those with the smallest keys, a draw that does not depend on the order."""
+        """Stores an update. Random initialisation keeps the smallest keys, a draw independent of the order."""
         if self.num_centers > 1:
             self.candidates[key] = update
             if self.init == "random" and len(self.candidates) > self.num_centers:
@@ -261,5 +262,4 @@ class FeSEM(Aggregator):
 
 
 def _means_or(means: Sequence[WeightedMean], centers: Sequence[State]) -> list[State]:
-    """The means; where nothing was added, the centres."""
     return [mean.mean() if mean.count else center for mean, center in zip(means, centers, strict=True)]

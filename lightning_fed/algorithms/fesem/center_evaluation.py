@@ -1,4 +1,4 @@
-"""FeSEM's metrics: the centres evaluated on the validation and test data."""
+"""FeSEM's metrics: evaluates the centres on the validation and test data."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _log = logging.getLogger(__name__)
 
 
 class CenterEvaluation(L.Callback):
-    """Runs the module's validation step over the validation data with every centre of :class:`FeSEM`.
+    """Runs the module's validation step on the validation data with each centre from :class:`FeSEM`.
 
-    All that ``validation_step`` logs is logged once more as ``fesem/<name>``: the mean over the centres, weighted by
-    the examples of the clients that are assigned to them; clients without a centre count with the global model, from
-    which they would start. It comes with Lightning's own validation, in ``fit`` before any callback looks at what it
-    monitors, and in ``validate``; and so does ``test_step`` with the test data. Without data, or before the
-    first round, nothing happens. It costs one validation per centre.
+    Each metric from ``validation_step`` is also logged as ``fesem/<name>``: the mean over the centres, weighted by the
+    examples of the assigned clients. Clients without a centre count with the global model. The evaluation follows
+    Lightning's validation, in ``validate`` and in ``fit``, before monitoring callbacks. The same applies to
+    ``test_step`` and the test data. Without data, or before the first round, nothing is logged. The cost is one
+    validation per centre.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -35,7 +35,7 @@ class CenterEvaluation(L.Callback):
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Moves behind the federation, before callbacks that monitor."""
+        """Moves behind the federation, before monitoring callbacks."""
         move_behind_federation(self, trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

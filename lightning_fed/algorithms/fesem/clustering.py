@@ -1,4 +1,4 @@
-"""FeSEM's clustering: k-means with the k-means++ start, and points that are as far from one another as states are.
+"""FeSEM's clustering: k-means with k-means++ initialisation, and low-dimensional points for states.
 
 Arthur & Vassilvitskii, "k-means++: The Advantages of Careful Seeding", SODA 2007; Lloyd, "Least Squares Quantization in
 PCM", IEEE Transactions on Information Theory 1982.
@@ -25,28 +25,27 @@ def k_means(
     num_starts: int = 10,
     max_steps: int = 100,
 ) -> tuple[Tensor, Tensor]:
-    r"""Groups points around centres; the first centres are points that are far from one another.
+    r"""Clusters points around centres. The initial centres are distant points (k-means++).
 
     .. math:: \Pr(\text{next first centre} = x) \propto \min_g \lVert x - c_g \rVert^2
 
-    Then, until nothing changes, every point goes to its nearest centre, and every centre to the weighted mean of its
-    points; one without points stays where it is. Of several starts that one counts whose points are nearest to their
-    centres, by the weighted sum of squared distances.
+    Then each point joins the nearest centre, and each centre moves to the weighted mean of its points, until nothing
+    changes. A centre without points stays in place. The best of several starts has the smallest weighted sum of squared
+    distances.
 
     Args:
         points: Shape ``(N, d)``.
         num_centers: Number of centres, at most N.
-        weights: Weight of each point, shape ``(N,)``.
-        generator: Draws the first centres.
+        weights: Weight for each point, shape ``(N,)``.
+        generator: Draws the initial centres.
         num_starts: Number of starts.
-        max_steps: Largest number of steps of a start.
+        max_steps: Maximum number of steps per start.
 
     Returns:
-        Index of every point's centre, shape ``(N,)``, and index of the point that each centre was first, shape
-        ``(num_centers,)``.
+        Centre index for each point, shape ``(N,)``, and initial point index for each centre, shape ``(num_centers,)``.
 
     Raises:
-        ValueError: If there are fewer points than centres.
+        ValueError: If ``points`` has fewer rows than ``num_centers``.
 
     Example:
         >>> points = torch.tensor([[0.0], [8.0], [0.2], [7.8]])
@@ -70,11 +69,11 @@ def k_means(
 
 @torch.no_grad()
 def embed(states: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
-    """Points that are as far from one another as flat states are: classical scaling, without loss.
+    """Maps states to points with the same pairwise distances (classical scaling, without loss).
 
     Args:
-        states: Entries of any shape, the same in all states.
-        names: The entries that count.
+        states: Entries in any shape, the same for all states.
+        names: The entries to compare.
 
     Returns:
         One point per state, shape ``(N, N)``, in float64.
@@ -112,7 +111,7 @@ def _far_points(points: Tensor, count: int, generator: np.random.Generator) -> l
 
 
 def _lloyd(points: Tensor, centers: Tensor, weights: Tensor, max_steps: int) -> tuple[float, Tensor]:
-    """Lloyd's steps: weighted sum of squared distances, and every point's centre."""
+    """Runs Lloyd's steps; returns the weighted sum of squared distances, and each point's centre."""
     squares = _squares(points, centers)
     assignments = squares.argmin(1)
     for _ in range(max_steps):
@@ -127,5 +126,5 @@ def _lloyd(points: Tensor, centers: Tensor, weights: Tensor, max_steps: int) -> 
 
 
 def _squares(points: Tensor, centers: Tensor) -> Tensor:
-    """Squared distances, shape ``(N, G)``; differences are taken first, as large norms would drown small distances."""
+    """Squared distances, shape ``(N, G)``. Differences come first, because large norms would hide small distances."""
     return torch.stack([(points - center).square().sum(1) for center in centers], 1)
