@@ -40,9 +40,9 @@ class SpreadOut(FederatedCallback):
     The authors use unit vectors. Here class vectors keep their lengths: the regulariser only depends on directions, so
     each step is orthogonal to the vector and would lengthen the vector, and training turns long vectors more slowly.
 
-    ``"top_k"`` separates the round's classes from their nearest classes
-    (:func:`~lightning_fed.algorithms.fedaws.spreadout_top_k`). These are the classes with rows on a client, or all
-    classes if clients hold the whole layer. ``"margin"`` separates all pairs
+    ``"top_k"`` separates the round's classes from the nearest classes
+    (:func:`~lightning_fed.algorithms.fedaws.spreadout_top_k`). The round's classes have rows on a client; if clients
+    hold the whole layer, all classes count. ``"margin"`` separates all pairs
     (:func:`~lightning_fed.algorithms.fedaws.spreadout_margin`), in time quadratic in the number of classes.
 
     Args:
@@ -55,8 +55,9 @@ class SpreadOut(FederatedCallback):
         margin: :math:`\nu` for ``"margin"``.
         lr: :math:`\eta`; ``None`` for the layer's learning rate in this round's local training.
         comparison: Number of classes, drawn per round, for the nearest-class search with ``"top_k"``; ``None`` for all.
-        normalize: Class vectors keep their lengths.
-        entry: Name of the weight with one row per class; ``"auto"`` for the classifier in the loss.
+        normalize: Class vectors keep the lengths.
+        entry: Weight name, one row per class; ``"auto"`` for the classifier proven by a training step: the layer with
+            outputs that meet class labels in the loss.
 
     Raises:
         ValueError: If an option is invalid; in ``fit``, if the entry does not exist or is not shared.
@@ -117,7 +118,7 @@ class SpreadOut(FederatedCallback):
     def on_server_send(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Refuses a personal layer; the server does not have its values."""
+        """Refuses a personal layer, unknown to the server."""
         if self._name not in broadcast.state:
             raise OptionError(f"Expected `entry` to be one that travels, but {self._name!r} does not.")
 

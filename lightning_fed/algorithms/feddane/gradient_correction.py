@@ -45,7 +45,7 @@ class GradientCorrection(GradientTerm):
     r"""Adds :math:`g_t - \nabla F_k(w_t)` to the gradients in every optimizer step.
 
     At the start of a round, a separate sample of clients with the cohort's size (:meth:`Schedule.second_draw
-    <lightning_fed.server.schedule.Schedule.second_draw>`) computes the global model's gradients on all their data. The
+    <lightning_fed.server.schedule.Schedule.second_draw>`) computes the global model's gradients on all local data. The
     mean weighted by examples is :math:`g_t`. The server sends :math:`g_t` to the cohort, and each cohort client
     computes :math:`\nabla F_k(w_t)` before training.
 
@@ -54,8 +54,8 @@ class GradientCorrection(GradientTerm):
     round. If no sample client answers, the round fails. An error in the module ends the fit.
 
     Gradients come from the module's ``training_step`` in evaluation mode, so dropout adds no noise. BatchNorm uses
-    batch statistics as in training and keeps its running statistics. Recurrent layers run in training mode without
-    dropout, because cuDNN only differentiates this mode. Batches are fetched in the main process; loaders with
+    batch statistics as in training, and the running statistics stay unchanged. Recurrent layers run in training mode
+    without dropout, because cuDNN only differentiates this mode. Batches are fetched in the main process; loaders with
     persistent workers support only one pass at a time and give an error. The gradient pass does not change the
     training's random numbers or the module's attributes. The callback adds the correction like
     :class:`~lightning_fed.callbacks.ProximalTerm`, to shared parameters. The logged loss excludes the correction.
@@ -240,11 +240,11 @@ def full_gradient(
 
 
 class _NoAnswerError(Exception):
-    """A client gives no gradient; the message says why.
+    """A client without a gradient.
 
     Args:
-        reason: The reason.
-        step_error: The exception of its training step, if that was it.
+        reason: The reason for the log.
+        step_error: The training step's exception, if any.
 
     """
 

@@ -1,12 +1,12 @@
-"""FedFusion: a client's features are fused with those of the global model that it was sent.
+"""FedFusion: fuses a client's features with the broadcast model's features.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019. The
 server averages as in FedAvg. The files, in reading order:
 
-- equations: ``equations`` (1 to 3, and the moving average of the weights), ``operators`` (F as layers);
-- in a network: ``extractors`` (the layer at which the extractor ends), ``frozen_extractor`` (E_g), ``layers`` (F with
-  E_l and E_g), ``model_surgery`` (F put into a model and taken out);
-- in a federation: ``callback`` (``FeatureFusion``, Algorithm 1), ``feature_cache`` (features of E_g that are kept).
+- equations: ``equations`` (1 to 3, and the weights' moving average), ``operators`` (F as layers);
+- in a network: ``extractors`` (the extractor's last layer), ``frozen_extractor`` (E_g), ``layers`` (F with E_l and
+  E_g), ``model_surgery`` (adds F to a model and removes F);
+- in a federation: ``callback`` (``FeatureFusion``, Algorithm 1), ``feature_cache`` (cached features from E_g).
 """
 
 from lightning_fed.algorithms.fedfusion.callback import FeatureFusion as FeatureFusion

@@ -1,9 +1,9 @@
-r"""FedFusion's client side: in its visit a client's features are fused with those of the global model that it was sent.
+"""FedFusion on the clients: fuses a client's features with the broadcast model's features.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
 Algorithm 1. The equations are in :mod:`lightning_fed.algorithms.fedfusion.equations`, the layers in
-:mod:`lightning_fed.algorithms.fedfusion.layers`. The server averages as any rule does; it also smooths the weights of
-"multi" and "single", and keeps the extractor that the global model is evaluated with.
+:mod:`lightning_fed.algorithms.fedfusion.layers`. The server averages with any rule, smooths the weights for "multi" and
+"single", and keeps the extractor for the evaluation of the global model.
 """
 
 from __future__ import annotations
@@ -49,60 +49,59 @@ _OPERATOR_STREAM = 1001  # of random numbers, apart from those of the schedule
 
 
 class FeatureFusion(FederatedCallback):
-    r"""Fuses every client's features with those of the global model, :math:`L = C \circ F \circ (E_l, E_g)`.
+    r"""Fuses each client's features with the global model's features, :math:`L = C \circ F \circ (E_l, E_g)`.
 
-    In ``setup`` the module gets one submodule more, ``feature_fusion``, with the parameters of the operator :math:`F`,
-    drawn with the federation's seed; see :func:`~lightning_fed.modules.fuse`. Nothing else of it moves or changes its
-    name. At the start of a visit a frozen copy :math:`E_g` is made of the extractor as the client received it; it is in
-    evaluation mode, has no gradients, is in no optimizer and never travels. :math:`E_l`, :math:`F` and :math:`C` train
-    and are averaged like all else, whatever the aggregator. Beyond federated averaging, clients send and receive
-    :math:`F`: 1 number with ``"single"``, :math:`C` with ``"multi"``, :math:`2C^2 + C` with ``"conv"``, for every
-    level. To keep it with the clients, say ``personal=["feature_fusion.*"]``.
+    In ``setup`` the module gets a submodule ``feature_fusion`` with the parameters of the operator :math:`F`, drawn
+    with the federation's seed; see :func:`~lightning_fed.modules.fuse`. No other module moves or changes its name. A
+    visit starts by freezing a copy :math:`E_g` of the received extractor, in evaluation mode. :math:`E_g` has no
+    gradients, belongs to no optimizer and is never sent. :math:`E_l`, :math:`F` and :math:`C` train and are averaged by
+    any aggregator. In addition to federated averaging, messages contain :math:`F`: 1 number with ``"single"``,
+    :math:`C` with ``"multi"``, :math:`2C^2 + C` with ``"conv"``, per level. ``personal=["feature_fusion.*"]`` keeps
+    :math:`F` on the clients.
 
-    After the fit the module stays as it is: it validates, predicts and is saved with its fusion.
-    :func:`~lightning_fed.modules.unwrap` takes it out.
+    After the fit the module keeps the fusion for validation, prediction and checkpoints.
+    :func:`~lightning_fed.modules.unwrap` removes the fusion.
 
     Args:
-        at: Layer whose output is the features: its name, or ``"auto"``, see
+        at: Name of the layer with the features as output, or ``"auto"``, see
             :func:`~lightning_fed.modules.find_extractor`.
-        operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"``, which is federated averaging.
-        levels: Features that are fused, of several (an encoder's maps), each with its own operator: their
-            positions, from the end where negative, or keys; ``"all"`` but the data itself.
-        channels: Number of channels of the features, or of each of several levels; ``"infer"`` finds out.
-        network: Name of the module that is called with the data and runs the layer; ``"auto"`` finds it, see
+        operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"`` for federated averaging.
+        levels: Fused features, for an extractor with several (an encoder's maps), each with a separate operator:
+            positions (negative from the end) or keys; ``"all"`` skips the input data.
+        channels: Number of channels, or a list for several levels; ``"infer"`` runs the network.
+        network: Name of the module for the data and the layer; ``"auto"`` searches, see
             :func:`~lightning_fed.modules.find_extractor`.
-        ema: Share :math:`\mu` of the former weights in the new ones of "multi" and "single", see
+        ema: Share :math:`\mu` of the previous weights in the moving average for "multi" and "single", see
             :func:`~lightning_fed.algorithms.fedfusion.smooth_weight`.
-        eval_reference: Extractor :math:`E_g` that the global model is evaluated with: the extractor of the global
-            model before it (``"previous"``, as in the authors' program), or its own (``"current"``, for deployment),
-            with which the weights of "multi" and "single" do not matter.
-        cache_global_features: Whether the features that :math:`E_g` makes of a client's examples are kept during a
-            visit of several epochs. Examples are told by their content, so that augmentation cannot lead to wrong
-            features; where a second pass over the data finds nothing, no more is kept. Takes the memory of all features
-            of a client.
-        conv_init: Start of "conv", see :class:`~lightning_fed.modules.ConvFusion`.
-        conv_bias: Whether "conv" has a bias.
-        channel_axis: The axis of the features' channels; ``None`` finds out.
+        eval_reference: Extractor :math:`E_g` for the evaluation of the global model: from the previous global model
+            (``"previous"``, as in the authors' program), or from the same model (``"current"``, for deployment). With
+            ``"current"`` the weights for "multi" and "single" have no effect.
+        cache_global_features: Cache :math:`E_g`'s features for a client's examples during a visit with several epochs.
+            The cache compares content, so augmented examples never get wrong features. A second pass without hits
+            disables the cache. Needs memory for all features of a client.
+        conv_init: Initialisation for "conv", see :class:`~lightning_fed.modules.ConvFusion`.
+        conv_bias: Add a bias to "conv".
+        channel_axis: Channel axis; ``None`` infers the axis.
 
     Raises:
-        ValueError: If an option is unknown or out of its range; in ``setup``, if the features or their channels cannot
-            be found.
-        MisconfigurationException: In ``setup``, if the module is fused with another operator, at another layer or with
-            other options, or the Trainer has no federation to fit with, or one by FedMA; in ``fit``, if the optimizers
-            cannot train the operator, the module does not run it, or a checkpoint to go on from is of a fit without it.
+        ValueError: If an option is invalid; in ``setup``, if the features or the channels cannot be found.
+        MisconfigurationException: In ``setup``, if the module has fusion with other options, or the Trainer has no
+            federation in ``fit``, or a federation with FedMA; in ``fit``, if the optimizers cannot train the operator,
+            the module does not run the layer, or the fit resumes from a checkpoint without fusion.
 
     Note:
-        Of the global model's operator, by level, are logged: of "multi" and "single" ``fedfusion/<level>/lambda`` (the
-        mean of the smoothed weights) and ``fedfusion/<level>/largest_lambda`` (the largest without their signs), which
-        are 0 where fusion does nothing; of "conv" ``fedfusion/<level>/global_share``, the share of the global features
-        in the sum of the weights' squares (0.5 at the default start).
+        Logged for the global model's operator, by level: for "multi" and "single" ``fedfusion/<level>/lambda`` (the
+        mean smoothed weight) and ``fedfusion/<level>/largest_lambda`` (the largest absolute weight), both 0 without
+        effect; for "conv" ``fedfusion/<level>/global_share``, the global features' share in the squared weights (0.5 at
+        the default initialisation).
 
-        The callback's checkpoint state holds ``reference``: the extractor of the global model before the current one,
-        with "previous" (as large as the extractor; empty before the first round).
+        The checkpoint state contains ``reference``: with "previous", the previous global model's extractor (empty
+        before the first round).
 
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[FeatureFusion(operator="conv")], logger=False)
+
 
     References:
         Yao et al., ICIP 2019, Algorithm 1; https://github.com/thu-media/FedFusion.
@@ -150,10 +149,10 @@ class FeatureFusion(FederatedCallback):
 
     @property
     def fusion(self) -> FusionLayer:
-        """The module's operators and frozen extractor; known after ``setup``.
+        """The module's fusion layer, known after ``setup``.
 
         Raises:
-            RuntimeError: Before.
+            RuntimeError: Before ``setup``.
 
         """
         if self._fusion is None:
@@ -163,7 +162,7 @@ class FeatureFusion(FederatedCallback):
     # Lightning's hooks
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Has the module fuse its features, if it does not yet."""
+        """Adds fusion to a module without fusion."""
         if stage == "fit":
             if isinstance(find_federation(trainer).server.rule, FedMA):
                 raise MisconfigurationException(
@@ -190,7 +189,7 @@ class FeatureFusion(FederatedCallback):
         self._use_global_reference()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Makes sure that the extractor and the operator train."""
+        """Checks the optimizers: the extractor and the operator must train."""
         optimized = optimized_parameters(trainer)
         entries = self.fusion.frozen.entries
         wanted = {
@@ -205,7 +204,7 @@ class FeatureFusion(FederatedCallback):
         _add_parameters(list(self.fusion.parameters()), trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Warns that an untrained convolution spoils a model that was trained without it."""
+        """Warns about an untrained convolution in a model trained without fusion."""
         if self._is_untrained:
             rank_zero_warn(
                 "The module had no fusion: the convolution that it got has random weights, and what follows it makes"
@@ -217,17 +216,17 @@ class FeatureFusion(FederatedCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the hits of the cache."""
+        """Counts the cache hits."""
         if self.fusion.cache is not None and self._batch > self._per_epoch:
             self._late_hits += self.fusion.cache.hits - self._hits
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Goes back to the extractor that belongs to the last complete global model."""
+        """Restores the extractor for the last complete global model."""
         if self._fusion is not None:
             self._use_global_reference()
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuses to resume a fit without fusion, whose optimizers do not know the operator."""
+        """Refuses to resume from a checkpoint without fusion, because its optimizers do not know the operator."""
         names = [f"{_name_of(self.fusion, pl_module)}.{name}" for name in self.fusion.state_dict()]
         has_fusion = any(name in checkpoint["state_dict"] for name in names)
         self._is_untrained = self._is_untrained and not has_fusion
@@ -238,7 +237,7 @@ class FeatureFusion(FederatedCallback):
             )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs code to load a checkpoint with fusion."""
+        """Logs the code to load a checkpoint with fusion."""
         if trainer.checkpoint_callbacks:
             rank_zero_info(f"Load a checkpoint into a new module: {self._loading_code(pl_module)}")
 
@@ -257,11 +256,11 @@ class FeatureFusion(FederatedCallback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class's note."""
+        """Returns the reference, see the class's note."""
         return {"reference": dict(self._reference)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back the extractor that the checkpoint's model is evaluated with."""
+        """Restores the extractor for the evaluation of the checkpoint's model."""
         self._reference = dict(state_dict["reference"]) if self.eval_reference == "previous" else {}
         if self._fusion is not None:
             self._use_global_reference()
@@ -269,7 +268,7 @@ class FeatureFusion(FederatedCallback):
     # A round
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Notes the global model's extractor and weights."""
+        """Stores the global model's extractor and weights."""
         self._stage = "training"
         self._round_reference = self.fusion.frozen.state(self.fusion.network) if self._uses_previous(trainer) else {}
         prefix = f"{_name_of(self.fusion, module)}.operators"
@@ -281,7 +280,7 @@ class FeatureFusion(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Freezes a copy of the extractor that the client received."""
+        """Freezes a copy of the received extractor."""
         self.fusion.refer()
         self._batch = self._late_hits = 0
         federation = find_federation(trainer)
@@ -301,7 +300,7 @@ class FeatureFusion(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Makes sure that features were fused."""
+        """Checks that features were fused, and disables a cache without hits."""
         if self.operator != "none" and not self.fusion.has_run:
             raise MisconfigurationException(
                 f"Expected {type(module).__name__} to run its {type(self.fusion.network).__name__} up to"
@@ -319,12 +318,12 @@ class FeatureFusion(FederatedCallback):
             )
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Drops the client's copy."""
+        """Releases the client's cache, and restores the global reference."""
         self.fusion.cache = None
         self._use_global_reference()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Smooths the weights of "multi" and "single"; from now on the replaced model's extractor is E_g."""
+        """Smooths the weights for "multi" and "single"; E_g becomes the previous model's extractor."""
         for name, weight in self._weights.items():
             if name in state:
                 state[name] = smooth_weight(state[name], weight, self.ema)
@@ -332,7 +331,7 @@ class FeatureFusion(FederatedCallback):
         self._use_global_reference()
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Keeps the extractor of the model that was replaced, if it was; logs the global model's operators."""
+        """Keeps the replaced model's extractor, and logs the global model's operators."""
         if is_new:
             self._reference = self._round_reference
         self._stage, self._round_reference = "rest", {}
@@ -343,7 +342,7 @@ class FeatureFusion(FederatedCallback):
             find_federation(trainer).round_log.put(trainer, trainer.current_epoch, values)
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Gives a client's model an extractor of the global model that has the client's personal entries."""
+        """Sets E_g for a client's model: the global extractor with the client's personal entries."""
         if client is not None and self._stage == "training":
             self.fusion.refer()
             return
@@ -400,7 +399,7 @@ class FeatureFusion(FederatedCallback):
         return fusion
 
     def _fuse_by_batch(self, trainer: L.Trainer, module: L.LightningModule) -> FusionLayer:
-        """Fuses with the sizes that a training batch has in the module."""
+        """Adds fusion with sizes from a training batch."""
         trace = trace_training(trainer, module)
         if trace is not None or not has_forward(module):
             return self._fuse(trainer, module, trace)
@@ -415,7 +414,7 @@ class FeatureFusion(FederatedCallback):
             module.example_input_array = None
 
     def _use_global_reference(self) -> None:
-        """Brings the module into its state between visits, and after the fit."""
+        """Sets E_g for the global model, between visits and after the fit."""
         reference = self._round_reference if self._stage == "aggregated" else self._reference
         if reference:
             self.fusion.refer(reference)
@@ -423,7 +422,6 @@ class FeatureFusion(FederatedCallback):
             self.fusion.release()
 
     def _uses_previous(self, trainer: L.Trainer) -> bool:
-        """True if the global model is evaluated with the extractor of the one before it; never with several models."""
         return self.eval_reference == "previous" and not find_federation(trainer).server.rule.has_clusters
 
     def _reset_cache(self) -> None:
@@ -437,7 +435,7 @@ def _default_of(name: str) -> Any:
 
 
 def _federation_seed(trainer: L.Trainer) -> int:
-    """The seed of the Trainer's federation; without one, as where a module is only evaluated, that of a new one."""
+    """Returns the federation's seed, or a default seed without a federation."""
     federation = federation_of(trainer)
     return default_seed() if federation is None else federation.seed
 
@@ -448,7 +446,7 @@ def _name_of(layer: nn.Module, module: nn.Module) -> str:
 
 
 def _add_parameters(parameters: list[nn.Parameter], trainer: L.Trainer) -> None:
-    """Has the first optimizer train parameters that no optimizer does, where a module names those that it trains."""
+    """Adds parameters without optimizer to the first optimizer, for modules with a fixed parameter list."""
     trained = optimized_parameters(trainer)
     missing = [parameter for parameter in parameters if parameter.requires_grad and id(parameter) not in trained]
     if not missing:

@@ -1,11 +1,11 @@
-r"""FedFusion: operators that fuse a client's features with those of the global model.
+"""FedFusion's equations: operators on a client's features and the global model's features.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
 equations 1 to 3. https://arxiv.org/abs/1908.05891 is the longer version, https://github.com/thu-media/FedFusion the
-authors' program. :math:`E_l(x)` are the client's features, :math:`E_g(x)` those of the global model as it was sent.
+authors' program. :math:`E_l(x)` are the client's features, :math:`E_g(x)` the broadcast model's features.
 
-Features are maps ``(N, C, *size)``, vectors ``(N, C)`` or sequences of tokens ``(N, T, C)``. The axis of the channels
-follows from the number of axes, unless it is given: ``channel_axis=-1`` for maps ``(N, H, W, C)``.
+Features are maps ``(N, C, *size)``, vectors ``(N, C)`` or token sequences ``(N, T, C)``. The number of axes determines
+the channel axis, unless given: ``channel_axis=-1`` for maps ``(N, H, W, C)``.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from lightning_fed.numerics.precision import at_least_float32, cast_back, to_flo
 
 
 def fuse_multi(local: Tensor, reference: Tensor, weight: Tensor, channel_axis: int | None = None) -> Tensor:
-    r"""A weight for every channel (eq. 2).
+    r"""Fuses features with one weight per channel (eq. 2).
 
     .. math:: F(x) = \lambda \odot E_g(x) + (1 - \lambda) \odot E_l(x), \qquad \lambda \in \mathbb{R}^C
 
-    It is computed as :math:`E_l + \lambda \odot (E_g - E_l)`: with :math:`\lambda = 0`, and wherever both features are
-    equal, the result is :math:`E_l` to the last bit.
+    The function computes :math:`E_l + \lambda \odot (E_g - E_l)`: with :math:`\lambda = 0`, and at equal features, the
+    result equals :math:`E_l` bit for bit.
 
     Args:
         local: The client's features :math:`E_l(x)`.
-        reference: Features :math:`E_g(x)` of the global model, of the same shape.
-        weight: The weights :math:`\lambda`, shape ``(C,)``; any real numbers.
-        channel_axis: The axis of the channels; ``None`` for the second, or of three axes the last.
+        reference: The global model's features :math:`E_g(x)`, in the same shape.
+        weight: The weights :math:`\lambda`, shape ``(C,)``, any real numbers.
+        channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
 
     Returns:
-        Fused features, in the shape and type of ``local``. Gradients flow.
+        Fused features, in the shape and dtype of ``local``. Differentiable.
 
     Raises:
-        ValueError: If shapes do not fit.
+        ValueError: If shapes do not match.
 
     Example:
         >>> local, reference = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]])
@@ -53,20 +53,20 @@ def fuse_multi(local: Tensor, reference: Tensor, weight: Tensor, channel_axis: i
 
 
 def fuse_single(local: Tensor, reference: Tensor, weight: Tensor) -> Tensor:
-    r"""One weight for all channels (eq. 3), computed as in :func:`fuse_multi`.
+    r"""Fuses features with one weight for all channels (eq. 3), computed as in :func:`fuse_multi`.
 
     .. math:: F(x) = \lambda E_g(x) + (1 - \lambda) E_l(x), \qquad \lambda \in \mathbb{R}
 
     Args:
         local: The client's features :math:`E_l(x)`.
-        reference: Features :math:`E_g(x)` of the global model, of the same shape.
-        weight: The weight :math:`\lambda`, shape ``()``; any real number.
+        reference: The global model's features :math:`E_g(x)`, in the same shape.
+        weight: The weight :math:`\lambda`, shape ``()``, any real number.
 
     Returns:
-        Fused features, in the shape and type of ``local``. Gradients flow.
+        Fused features, in the shape and dtype of ``local``. Differentiable.
 
     Raises:
-        ValueError: If shapes do not fit.
+        ValueError: If shapes do not match.
 
     Example:
         >>> local, reference = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]])
@@ -87,25 +87,25 @@ def fuse_conv(
     bias: Tensor | None = None,
     channel_axis: int | None = None,
 ) -> Tensor:
-    r"""A 1x1 convolution over the channels of both (eq. 1).
+    r"""Fuses features with a 1x1 convolution over the concatenated channels (eq. 1).
 
     .. math:: F(x) = W \, (E_g(x) \,\Vert\, E_l(x)) + b, \qquad W \in \mathbb{R}^{C \times 2C}
 
-    The global features come first, as in the paper; the authors' program has them second, and a bias. Of vectors and
-    tokens it is a linear layer.
+    The global features come first, as in the paper; the authors' program has the local features first, and a bias. For
+    vectors and tokens the convolution is a linear layer.
 
     Args:
         local: The client's features :math:`E_l(x)`.
-        reference: Features :math:`E_g(x)` of the global model, of the same shape.
-        weight: The weights, shape ``(C, 2C)``: a row for every channel of the result.
-        bias: The bias :math:`b`, shape ``(C,)``; ``None`` for none.
-        channel_axis: The axis of the channels; ``None`` for the second, or of three axes the last.
+        reference: The global model's features :math:`E_g(x)`, in the same shape.
+        weight: The weights, shape ``(C, 2C)``, with one row per output channel.
+        bias: The bias :math:`b`, shape ``(C,)``, or ``None``.
+        channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
 
     Returns:
-        Fused features, in the shape of ``local``. Gradients flow.
+        Fused features, in the shape of ``local``. Differentiable.
 
     Raises:
-        ValueError: If shapes do not fit.
+        ValueError: If shapes do not match.
 
     Example:
         >>> local, reference = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]])
@@ -128,19 +128,19 @@ def fuse_conv(
 
 @torch.no_grad()
 def smooth_weight(weight: Tensor, previous: Tensor, ema: float) -> Tensor:
-    r"""The exponential moving average of the weights that rounds come to, for "multi" and "single".
+    r"""Exponential moving average for the weights over rounds, for "multi" and "single".
 
     .. math:: \lambda_{r+1} = (1 - \mu) \bar\lambda_{r+1} + \mu \lambda_r
 
-    The paper says that there is one; the form, and :math:`\mu = 0.9`, are those of the authors' program.
+    The paper mentions a moving average; the formula and :math:`\mu = 0.9` come from the authors' program.
 
     Args:
         weight: The clients' average :math:`\bar\lambda_{r+1}`, any shape.
-        previous: The global model's :math:`\lambda_r`, of the same shape, which starts from 0.
-        ema: The share :math:`\mu` of the previous one, in [0, 1); with 0 the average stays as it is.
+        previous: The global model's :math:`\lambda_r`, in the same shape, initially 0.
+        ema: Share :math:`\mu` of the previous weights, in [0, 1); 0 returns the average.
 
     Returns:
-        The new weights, in the type of ``weight``.
+        The new weights, in the dtype of ``weight``.
 
     Example:
         >>> smooth_weight(torch.tensor(0.3), torch.tensor(0.02), ema=0.9)
@@ -153,14 +153,14 @@ def smooth_weight(weight: Tensor, previous: Tensor, ema: float) -> Tensor:
 
 
 def channel_axis_of(features: Tensor, channel_axis: int | None = None) -> int:
-    """The axis of the channels, counted from the front.
+    """Returns the channel axis, counted from the front.
 
     Args:
         features: Features, at least two axes.
-        channel_axis: The axis if it is known; ``None`` for the second axis, or of three the last.
+        channel_axis: The axis, if known; ``None`` for the second axis, or the last of three axes.
 
     Raises:
-        ValueError: If there is no such axis, or it is that of the examples.
+        ValueError: If the axis does not exist, or is the batch axis.
 
     Example:
         >>> channel_axis_of(torch.zeros(2, 8, 4, 4)), channel_axis_of(torch.zeros(2, 5, 8))

@@ -1,4 +1,4 @@
-"""The layer at which a network's feature extractor ends, and the features that it gives."""
+"""Finds the last layer of a network's feature extractor, and reads the features."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _SIDES = (64, 32, 28, 96, 128, 224, 256, 384, 512)  # pixels
 
 
 class Extractor(NamedTuple):
-    """The part of a model that makes features of data.
+    """The part of a model from the data to the features.
 
     Attributes:
-        network: Name of the module that is called with the data, as in ``named_modules``.
-        layer: The end of a layer in it that has the features; its path is relative to the network.
+        network: Name of the module for the data, as in ``named_modules``.
+        layer: Input or output of a layer with the features; the path is relative to the network.
 
     """
 
@@ -47,35 +47,33 @@ def find_extractor(
     network: str = "auto",
     classifier: str | None = None,
 ) -> Extractor:
-    """Finds the layer at which the feature extractor of a model ends.
+    """Finds the last layer of a model's feature extractor.
 
-    ``"auto"`` looks for, in this order:
+    ``"auto"`` tries, in this order:
 
-    1. the ``encoder`` of a model that also has a ``decoder`` or a ``segmentation_head`` (all of
-       ``segmentation_models_pytorch``), or the ``backbone`` of one that also has a ``classifier`` (torchvision's
-       segmentation models);
-    2. a module called ``features``, ``encoder``, ``backbone``, ``extractor``, ``body`` or ``base`` that is the first of
-       several with parameters (VGG, DenseNet, MobileNet, the papers' networks);
-    3. what goes into the last global pooling, or else into the last ``nn.Flatten``, beside the layer that makes the
-       logits (ResNet, EfficientNet and their like);
-    4. what goes into the layer that makes the logits (vision transformers).
+    1. the ``encoder`` in a model with a ``decoder`` or ``segmentation_head`` (``segmentation_models_pytorch``), or the
+       ``backbone`` in a model with a ``classifier`` (torchvision's segmentation models);
+    2. a module named ``features``, ``encoder``, ``backbone``, ``extractor``, ``body`` or ``base``, if the module is the
+       first of several with parameters (VGG, DenseNet, MobileNet, the papers' networks);
+    3. the input of the last global pooling, or else of the last ``nn.Flatten``, next to the classifier (ResNet,
+       EfficientNet and similar networks);
+    4. the classifier's input (vision transformers).
 
     Args:
-        module: The model, or a module that holds it. ``"auto"`` leaves out networks in it without gradients, such as a
-            teacher.
-        at: Name of the layer whose output is the features, an end of it, or ``"auto"``.
-        network: Name of the module that is called with the data and runs this layer; ``""`` for ``module`` itself. With
-            ``"auto"`` it is the layer itself where that is found by its name or is a direct child of a LightningModule,
-            else the outermost module that is not a LightningModule.
-        classifier: Name of the layer that makes the logits; ``None`` for the result of
+        module: The model, or a module around the model. ``"auto"`` skips networks without gradients, such as a teacher.
+        at: Name of the layer with the features as output, a layer's input or output, or ``"auto"``.
+        network: Name of the module for the data and the layer; ``""`` for ``module``. ``"auto"`` uses the layer, if the
+            layer was found by name or is a direct child of a LightningModule, else the outermost module other than a
+            LightningModule.
+        classifier: Name of the layer with the logits as output; ``None`` for the result from
             :func:`~lightning_fed.modules.find_classifier`.
 
     Returns:
         The extractor.
 
     Raises:
-        ValueError: If there is no such layer, or it is not in the network; with ``"auto"``, if the network has several
-            layers that make logits (timm's distilled ones).
+        ValueError: If the layer does not exist, or is outside the network; with ``"auto"``, if the network has several
+            classifiers (timm's distilled networks).
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
@@ -104,7 +102,7 @@ def find_extractor(
 
 
 def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in the output of a layer, each with a name that is fit for a module.
+    """Yields the tensors in a layer's output, each with a valid module name.
 
     Example:
         >>> [name for name, _ in named_features([torch.zeros(1), (torch.zeros(1), torch.zeros(1))])]
@@ -121,7 +119,7 @@ def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def replace_features(features: Any, new: Mapping[str, Tensor], name: str = "") -> Any:
-    """Replaces the named tensors in the output of a layer.
+    """Replaces named tensors in a layer's output.
 
     Example:
         >>> replace_features([1, torch.zeros(1)], {"1": torch.ones(1)})
@@ -142,7 +140,7 @@ def replace_features(features: Any, new: Mapping[str, Tensor], name: str = "") -
 
 
 def example_inputs(network: nn.Module) -> Iterator[Tensor]:
-    """Guesses inputs of a network from its first layer with parameters, on its device and in its type.
+    """Guesses inputs for a network from the first layer with parameters, with the layer's device and dtype.
 
     Example:
         >>> next(example_inputs(nn.Sequential(nn.Flatten(), nn.Linear(784, 10)))).shape
@@ -170,20 +168,20 @@ def example_inputs(network: nn.Module) -> Iterator[Tensor]:
 def find_extractor_in_fit(
     trainer: L.Trainer, module: L.LightningModule, at: str | FeatureLayer, network: str, option: str
 ) -> Extractor:
-    """Finds the layer as :func:`find_extractor` does, at the classifier that a training step proves.
+    """Finds the layer as in :func:`find_extractor`, with the classifier proven by a training step.
 
-    A module that learns no classes has an extractor if a module in it is called so.
+    A module without a classifier needs an extractor with a known name, such as ``encoder``.
 
     Args:
         trainer: The Trainer.
         module: The module.
-        at: Name of the layer, an end of it, or ``"auto"``.
-        network: Name of the module that is called with the data, or ``"auto"``.
-        option: Name of the argument that names the layer, for errors.
+        at: Name of the layer, a layer's input or output, or ``"auto"``.
+        network: Name of the module for the data, or ``"auto"``.
+        option: Name of the argument with the layer, for errors.
 
     Raises:
-        ValueError: If there is no such layer.
-        MisconfigurationException: If the step proves no classifier, and no module is called an extractor.
+        ValueError: If the layer does not exist.
+        MisconfigurationException: If the step proves no classifier, and no module has an extractor's name.
 
     """
     if at != "auto":
@@ -199,7 +197,7 @@ def find_extractor_in_fit(
 
 
 def _find_extractor_module(layers: Mapping[str, nn.Module], classifier: str | None) -> FeatureLayer | None:
-    """An extractor that is a module of its own, beside the classifier in a network."""
+    """Finds a separate extractor module next to the classifier."""
     for name, layer in layers.items():
         if classifier is not None and not f"{classifier}.".startswith(f"{name}." if name else ""):
             continue
@@ -213,7 +211,7 @@ def _find_extractor_module(layers: Mapping[str, nn.Module], classifier: str | No
 
 
 def _find_classifier_input(module: nn.Module, layers: Mapping[str, nn.Module], classifier: str | None) -> FeatureLayer:
-    """The layer of a classifier whose input is the features."""
+    """Finds the layer with the features as input."""
     head = require_classifier(module) if classifier is None else classifier
     for layer in layers.values():
         get_classifier: Any = getattr(layer, "get_classifier", None)
@@ -235,7 +233,7 @@ def _find_classifier_input(module: nn.Module, layers: Mapping[str, nn.Module], c
 
 
 def _find_called_module(module: nn.Module, layer: FeatureLayer) -> str:
-    """The module that is called with the data, as far as names tell."""
+    """Guesses the module for the data from layer names."""
     if not isinstance(module, L.LightningModule):
         return "" if layer.side == "input" or layer.path.rpartition(".")[2] not in _EXTRACTOR_NAMES else layer.path
     if layer.side == "output" and ("." not in layer.path or layer.path.rpartition(".")[2] in _EXTRACTOR_NAMES):

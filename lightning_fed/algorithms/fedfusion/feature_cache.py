@@ -1,4 +1,4 @@
-"""Features of E_g for samples that a client has seen before in its visit."""
+"""Caches E_g's features for repeated samples in a client's visit."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lightning_fed.data.sample_hashes import sample_hashes
 
 
 class FeatureCache:
-    """Keeps the features that a fixed network makes of samples, under a hash of the samples' content.
+    """Caches the features from a fixed network, by a hash over the samples' content.
 
-    A sample is known by its content: one that differs in a single bit, by an augmentation
-    say, is computed. Samples must not depend on each other (BatchNorm in evaluation mode).
+    A sample with any changed bit, for example after augmentation, is a miss. Samples must be independent (BatchNorm in
+    evaluation mode).
 
     Attributes:
-        is_filling: True if computed features are kept.
-        hits: Samples that were known, so far.
-        misses: Samples that were not.
+        is_filling: Store computed features.
+        hits: Number of cached samples so far.
+        misses: Number of other samples so far.
 
     Example:
         >>> cache = FeatureCache()
@@ -36,11 +36,11 @@ class FeatureCache:
         self._features: dict[int, dict[str, Tensor]] = {}
 
     def get(self, samples: Tensor, compute: Callable[[Tensor], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The features of samples, each computed once.
+        """Returns the features for samples, from the cache or from ``compute``.
 
         Args:
-            samples: A batch of inputs, shape ``(N, ...)``.
-            compute: Makes features of samples, by name, each of shape ``(N, ...)``.
+            samples: A batch, shape ``(N, ...)``.
+            compute: Computes features by name, each in shape ``(N, ...)``.
 
         """
         keys = sample_hashes(samples).tolist()

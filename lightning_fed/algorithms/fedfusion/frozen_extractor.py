@@ -22,18 +22,18 @@ _INTERNAL = frozenset(vars(nn.Module()))
 
 
 class FrozenExtractor:
-    """A copy of a network up to one of its layers: in evaluation mode, without gradients.
+    """A copy of a network up to one layer, in evaluation mode and without gradients.
 
     The extractor is not a submodule: ``parameters()`` and ``state_dict()`` exclude the copy.
 
     Args:
         network: The network to copy.
-        layer: The end of a layer in it that has the features.
+        layer: Input or output of a layer with the features.
 
     Attributes:
         network: The copy.
         entries: Paths of the network's parameters and buffers in the copy.
-        is_plain: True if the layer is called with one argument and the features are one tensor; ``None`` before a run.
+        is_plain: Whether the layer has one argument and one tensor of features; ``None`` before a run.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -56,7 +56,7 @@ class FrozenExtractor:
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The features of the data that the network is called with."""
+        """Computes the features for the network's inputs."""
         try:
             features = self.network(*args, **kwargs)
         except _FeaturesReached as error:
@@ -67,11 +67,11 @@ class FrozenExtractor:
         return features
 
     def refer(self, source: nn.Module | Mapping[str, Tensor]) -> None:
-        """Takes over values.
+        """Copies values into the extractor.
 
         Args:
-            source: The network, whose types and device are taken over too; or values of its parameters and buffers by
-                name. Others stay as they are.
+            source: The network, with dtypes and device; or parameter and buffer values by name. Missing names stay
+                unchanged.
 
         Raises:
             ValueError: If a shape differs.
@@ -93,17 +93,17 @@ class FrozenExtractor:
                 own.copy_(value)
 
     def state(self, source: nn.Module | None = None) -> State:
-        """A copy of its parameters and buffers, or of their counterparts in the network.
+        """Copies the parameters and buffers.
 
         Args:
-            source: The network; ``None`` for the extractor itself.
+            source: The network with the values; ``None`` for the extractor.
 
         """
         entries = tensors_by_path(self.network if source is None else source)
         return {name: value.detach().clone() for name, value in entries.items() if name in self.entries}
 
     def follow(self, network: nn.Module) -> None:
-        """Moves to the device of the network, and changes to its types."""
+        """Moves to the network's device, and converts to the network's dtypes."""
         source, copied = (next(module.parameters(), None) for module in (network, self.network))
         if source is None or copied is None or (source.device, source.dtype) == (copied.device, copied.dtype):
             return
@@ -114,14 +114,14 @@ class FrozenExtractor:
                 entry.data = entry.data.to(originals[name].dtype)
 
     def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
-        """Frees the memory of the layers behind the features, as far as these can be told.
+        """Frees the memory for unused layers behind the features.
 
         Args:
-            args: Inputs that the network can be run with.
-            kwargs: Those that have names.
+            args: Inputs for the network.
+            kwargs: Keyword inputs for the network.
 
         Returns:
-            The features of these inputs, and the last layer with parameters that was run for them.
+            The features, and the last executed layer with parameters.
 
         """
         started, finished = set[nn.Module](), dict[nn.Module, None]()
@@ -163,12 +163,12 @@ class FrozenExtractor:
 
 
 def is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any], features: Any) -> bool:
-    """True if a layer is called with one argument and its features are one tensor."""
+    """Whether a layer has one argument and one tensor of features."""
     return len(args) == 1 and not kwargs and isinstance(features, Tensor)
 
 
 class _FeaturesReached(BaseException):
-    """Ends a forward pass where the features are; no `except Exception` of a network is meant."""
+    """Ends a forward pass at the features; a network's `except Exception` does not catch this class."""
 
     def __init__(self, features: Any) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class _FeaturesReached(BaseException):
 
 
 def _copy_network(network: nn.Module) -> nn.Module:
-    """A copy; of a LightningModule without what it has beside its layers, such as its Trainer."""
+    """Copies a network; a LightningModule shares its other attributes, such as the Trainer."""
     shared = {}
     if isinstance(network, L.LightningModule):
         shared = {id(value): value for name, value in vars(network).items() if name not in _INTERNAL}
@@ -191,10 +191,10 @@ def entries_of_network(module: nn.Module, network: nn.Module) -> dict[str, str]:
 
 
 def _needed(module: nn.Module, started: set[nn.Module], finished: set[nn.Module], prefix: str = "") -> Iterator[str]:
-    """Names of the entries that a pass used: all of a finished module, the direct ones of one that only started.
+    """Yields the entries used by a pass: all in a finished module, and the direct entries in a started module.
 
-    Lists of layers are not called, nor are modules of which a method is called or single layers are (activation
-    checkpointing): something in them is.
+    Some modules are never called: lists of layers, and modules with other methods or with separately called layers
+    (activation checkpointing). Such modules count as started if a layer inside started.
     """
     if module in finished:
         yield from (f"{prefix}{name}" for name in tensors_by_path(module))
@@ -206,5 +206,4 @@ def _needed(module: nn.Module, started: set[nn.Module], finished: set[nn.Module]
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """True if a module has a forward pass; lists of layers or parameters have none."""
     return type(module).forward is not nn.Module.forward

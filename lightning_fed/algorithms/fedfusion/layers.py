@@ -1,7 +1,7 @@
-"""FedFusion in a network: L = C . F . (E_l, E_g) with an operator F at one of its layers.
+"""FedFusion in a network: L = C . F . (E_l, E_g), with an operator F at one layer.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
-section 3: a model L of an extractor E_l, a frozen copy E_g of the global model's, an operator F and a classifier C.
+section 3: a model L with an extractor E_l, a frozen copy E_g of the global extractor, an operator F and a classifier C.
 """
 
 from __future__ import annotations
@@ -31,38 +31,37 @@ Example: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class FusionLayer(nn.Module):
-    """The fusion operators of a network, and the frozen extractor of the global model.
+    """The fusion operators for a network, and the global model's frozen extractor.
 
-    It is not called: hooks on the network run the frozen extractor on what the network is called with, and fuse at the
-    layer. So no layer of the network moves or changes its name.
+    Hooks on the network run the frozen extractor on the network's inputs, and fuse the features at the layer. No layer
+    in the network moves or changes its name, and this layer is never called.
 
     Args:
-        network: The module that is called with the data.
-        layer: The end of a layer in it whose features are fused; ``""`` for its own output.
+        network: The module for the data.
+        layer: Input or output of a layer in the network; ``""`` for the network's output.
         operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``, see
             :func:`~lightning_fed.modules.build_operator`.
-        channels: Number of channels of the features, or of each of several that are fused; ``"infer"`` finds out by
-            running the network up to the layer.
-        levels: Features that are fused, of several (an encoder's maps): their positions, from the end where negative,
-            or keys; ``"all"`` but the data itself, which some encoders return too.
-        conv_init: Start of "conv", see :class:`~lightning_fed.modules.ConvFusion`.
-        conv_bias: Whether "conv" has a bias.
-        channel_axis: The axis of the channels; ``None`` finds out.
-        example: Arguments to run the network with, those with names apart; ``None`` for a guess from its first layer.
+        channels: Number of channels, or a list for several fused features; ``"infer"`` runs the network up to the
+            layer.
+        levels: Fused features, for an extractor with several (an encoder's maps): positions (negative from the end) or
+            keys; ``"all"`` skips the input data, also returned by some encoders.
+        conv_init: Initialisation for "conv", see :class:`~lightning_fed.modules.ConvFusion`.
+        conv_bias: Add a bias to "conv".
+        channel_axis: Channel axis; ``None`` infers the axis.
+        example: Positional and keyword arguments for the network; ``None`` guesses from the first layer.
 
     Attributes:
-        arguments: Arguments that another use of the layer has to agree with, by name.
-        operators: The operators, by the name of their level.
-        frozen: The frozen extractor, a :class:`~lightning_fed.modules.FrozenExtractor`; of nothing with "none".
-        cache: Keeps features of the frozen extractor; ``None`` for none.
-        ndims: Number of axes of the features, by level, as soon as they have been seen.
-        is_plain: True if the layer is called with one argument and its features are one tensor, likewise.
+        arguments: Arguments to compare with a second use of the layer, by name.
+        operators: The operators, by level name.
+        frozen: The frozen extractor, a :class:`~lightning_fed.modules.FrozenExtractor`; empty for "none".
+        cache: Cache for the frozen extractor's features, or ``None``.
+        ndims: Number of feature axes by level, known after the first run.
+        is_plain: Whether the layer has one argument and one tensor of features, known after the first run.
         channels: Channels at each fused level.
-        has_run: True once features have been fused; may be set.
+        has_run: Whether features were fused; may be reset.
 
     Raises:
-        ValueError: If an option is unknown or out of its range, the network cannot be run to find out the channels, or
-            there is no such level.
+        ValueError: If an option is invalid, the network cannot run to infer the channels, or a level does not exist.
 
     """
 
@@ -119,29 +118,29 @@ class FusionLayer(nn.Module):
 
     @property
     def network(self) -> nn.Module:
-        """The network whose features are fused."""
+        """The network with fused features."""
         return self._network[0]
 
     @property
     def is_referring(self) -> bool:
-        """True if features are fused with those of the frozen extractor, False if with themselves."""
+        """Whether features are fused with the frozen extractor's features; otherwise with themselves."""
         return self._is_referring
 
     def mixing_operators(self) -> dict[str, MixingOperator]:
-        """The operators of "multi" and "single", by level."""
+        """The operators for "multi" and "single", by level."""
         return {name: operator for name, operator in self.operators.items() if isinstance(operator, MixingOperator)}
 
     def summaries(self) -> dict[str, dict[str, float]]:
-        """By level, numbers that say how far its operator lets the global features count."""
+        """Numbers with the influence of the global features, by level."""
         operators = self.operators.items()
         return {name: operator.summary() for name, operator in operators if isinstance(operator, FusionOperator)}
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Takes over the global model's extractor: from now on features are fused with what it makes.
+        """Copies values into the frozen extractor, and fuses features with its features from now on.
 
         Args:
-            source: A network like this one, or values of its parameters and buffers by name; ``None`` for the network
-                as it is now.
+            source: A network with the same architecture, or parameter and buffer values by name; ``None`` for the
+                network's current values.
 
         """
         if self.operator != "none":
@@ -149,15 +148,15 @@ class FusionLayer(nn.Module):
             self._is_referring, self._reference = True, None
 
     def release(self) -> None:
-        """Fuses features with themselves, as if the global model's extractor were this one."""
+        """Fuses features with themselves, as if E_g were E_l."""
         self._is_referring, self._reference = False, None
 
     def watch_loading(self, owner: nn.Module) -> None:
-        """Has the module that this one is a part of load states that know nothing of fusion."""
+        """Lets the parent module load states without fusion."""
         self._handles.append(owner.register_load_state_dict_post_hook(self._keep_operators))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
-        """Takes the hooks off the network."""
+        """Removes the hooks from the network."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -209,7 +208,7 @@ class FusionLayer(nn.Module):
         )
 
     def _keep_operators(self, owner: nn.Module, incompatible: Any) -> None:
-        """Leaves the operators as they are where a state has none of them."""
+        """Keeps the operators for a state without operators."""
         operator_names = tuple(f".{name}" for name in self.state_dict())
         missing = [name for name in incompatible.missing_keys if name.endswith(operator_names)]
         if len(missing) == len(operator_names):
@@ -224,7 +223,7 @@ class FusionLayer(nn.Module):
         channel_axis: int | None,
         example: Example | None,
     ) -> dict[str, tuple[int, int | None]]:
-        """Channels and their axis, by level."""
+        """Returns channels and channel axis by level."""
         if channels != "infer":
             counts = [channels] if isinstance(channels, int) else list(channels)
             names = [str(level) for level in (range(len(counts)) if levels == "all" else levels)]
@@ -243,7 +242,7 @@ class FusionLayer(nn.Module):
         return sizes
 
     def _run(self, example: Example | None) -> tuple[Any, Any, nn.Module | None]:
-        """Inputs that the network can be run with, its features of them, and the last layer that made them."""
+        """Returns inputs for the network, the features, and the last layer before the features."""
         error: Exception | None = None
         guesses: Iterator[Example] = (((guess,), {}) for guess in example_inputs(self.network))
         for args, kwargs in guesses if example is None else [example]:
@@ -259,7 +258,7 @@ class FusionLayer(nn.Module):
 
 
 def _last_axis(features: Tensor, last: nn.Module | None) -> int | None:
-    """-1 for maps that were made by a layer which has the channels last, as in Swin transformers; else ``None``."""
+    """Returns -1 for maps from a layer with channels last, as in Swin transformers; else ``None``."""
     if features.ndim < 4 or not isinstance(last, nn.Linear | nn.LayerNorm):
         return None
     width = last.out_features if isinstance(last, nn.Linear) else last.normalized_shape[-1]
@@ -269,7 +268,7 @@ def _last_axis(features: Tensor, last: nn.Module | None) -> int | None:
 def _select_levels(
     features: dict[str, Tensor], levels: Sequence[int | str] | Literal["all"], inputs: Any
 ) -> dict[str, Tensor]:
-    """The features that are fused, by name."""
+    """Selects the fused features by name."""
     data = [value for _, value in named_features(inputs)]
     if levels == "all":
         computed = {
@@ -291,25 +290,24 @@ def _select_levels(
 
 
 class FusedExtractor(nn.Module):
-    """A feature extractor E_l, an operator F, and a frozen copy E_g of the global model's extractor: F(E_l, E_g).
+    """An extractor with fusion, F(E_l, E_g): a feature extractor E_l, an operator F, and a frozen copy E_g.
 
-    For a network that is written with it. :class:`~lightning_fed.callbacks.FeatureFusion` looks after one that it
-    finds, and puts fusion into any other network without changing it. Until :meth:`refer` features are fused with
-    themselves.
+    For networks written with this class; :class:`~lightning_fed.callbacks.FeatureFusion` detects the class, and adds
+    fusion to any other network. Before :meth:`refer`, features are fused with themselves.
 
     Args:
         local: The extractor E_l.
-        operator: The operator F, by name.
-        channels: Number of channels of the features, or of each of several; ``"infer"`` finds out.
-        options: Further arguments of :class:`~lightning_fed.modules.FusionLayer`.
+        operator: Name of the operator F.
+        channels: Number of channels, or a list for several features; ``"infer"`` runs the extractor.
+        options: Further arguments for :class:`~lightning_fed.modules.FusionLayer`.
 
     Attributes:
         local: The extractor.
-        feature_fusion: The operator and the frozen copy. The copy is no submodule: it is in no ``parameters()`` and no
-            ``state_dict()``, has no gradients, and stays in evaluation mode.
+        feature_fusion: The operator and the frozen copy. The copy is not a submodule: ``parameters()`` and
+            ``state_dict()`` exclude the copy, and the copy has no gradients and stays in evaluation mode.
 
     Raises:
-        ValueError: If an option is unknown or out of its range, or the channels cannot be found out.
+        ValueError: If an option is invalid, or the channels cannot be inferred.
 
     Example:
         >>> extractor = FusedExtractor(nn.Conv2d(1, 8, 3), "multi")
@@ -331,11 +329,11 @@ class FusedExtractor(nn.Module):
         self.feature_fusion = FusionLayer(local, FeatureLayer(""), operator, channels, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The fused features."""
+        """Computes the fused features."""
         return self.local(*args, **kwargs)
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Makes E_g a frozen copy of an extractor; ``None`` for E_l as it is now."""
+        """Copies an extractor into E_g; ``None`` copies E_l's current values."""
         self.feature_fusion.refer(source)
 
     def release(self) -> None:

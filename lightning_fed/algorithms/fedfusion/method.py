@@ -1,4 +1,4 @@
-"""FedFusion as a method: averaging of clients that fuse their features with those of the global model."""
+"""FedFusion as a method: averaging, with feature fusion in local training."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from lightning_fed.rule import Aggregator
 
 @register
 class FedFusion(Method):
-    """Averaging of clients that fuse their features with those of the global model.
+    """Averaging; clients fuse local features with the global model's features.
 
-    It brings a :class:`~lightning_fed.callbacks.FeatureFusion`, whose arguments these are; it has a few more.
+    The method adds :class:`~lightning_fed.callbacks.FeatureFusion`, with these arguments; the callback has further
+    options.
 
     - Sends: the model and the fusion operator, both ways.
-    - Keeps: the server the extractor of the model before.
-    - Costs: one forward pass of the extractor more per batch.
-    - For: clients that differ, and newcomers to a trained federation.
+    - Keeps: the previous global model's extractor on the server.
+    - Costs: one additional forward pass through the extractor per batch.
+    - For: heterogeneous clients, and new clients in a trained federation.
 
     Args:
-        operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"``, which is federated averaging.
-        at: Where the features are: name of a layer, or ``"auto"``.
-        levels: Which of several features (an encoder's maps) are fused.
-        ema: Share of the former weights in the new ones of "multi" and "single".
-        eval_reference: Whether the global model is evaluated with the features of the one before it, or with its own.
-        cache_global_features: Whether the global features of a client's examples are kept during its visit.
-        conv_init: How "conv" starts.
-        conv_bias: Whether "conv" has a bias.
+        operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"`` for federated averaging.
+        at: Name of the layer with the features as output, or ``"auto"``.
+        levels: Fused features, for an extractor with several (an encoder's maps).
+        ema: Share of the previous weights in the moving average for "multi" and "single".
+        eval_reference: Features for the evaluation of the global model: from the previous global model or from itself.
+        cache_global_features: Cache the global features for a client's examples during the visit.
+        conv_init: Initialisation for "conv".
+        conv_bias: Add a bias to "conv".
         aggregator: The method, by name or as an object.
 
     Raises:
-        ValueError: If an option is unknown or out of its range.
+        ValueError: If an option is invalid.
 
     Example:
         >>> FedFusion("multi").callbacks[0].operator
         'multi'
+
 
     References:
         Yao et al., "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019.

@@ -1,4 +1,4 @@
-"""FedFusion put into a model in place, and taken out again."""
+"""Adds FedFusion to a model in place, and removes fusion from a model."""
 
 from __future__ import annotations
 
@@ -33,30 +33,29 @@ def fuse(
     example: Example | None = None,
     **options: Any,
 ) -> FusionLayer:
-    """Has a model fuse its features, in place.
+    """Adds feature fusion to a model, in place.
 
-    The model gets one submodule more, ``feature_fusion``, whose parameters are those of the operators. All else stays
-    where it is and keeps its name. A checkpoint without fusion loads into the model, and leaves the operators as they
-    are. Until :meth:`FusionLayer.refer <lightning_fed.modules.FusionLayer>` is called features are fused with
-    themselves.
+    The model gets one new submodule, ``feature_fusion``, with the operators' parameters. No other module moves or
+    changes its name. The model can load a checkpoint without fusion; the operators then keep their values. Before
+    :meth:`FusionLayer.refer <lightning_fed.modules.FusionLayer>`, features are fused with themselves.
 
     Args:
         module: The model.
         operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
-        at: Layer whose output is the features, see :func:`~lightning_fed.modules.find_extractor`.
-        channels: Number of channels of the features, or of each of several; ``"infer"`` finds out by running the
-            network on the module's ``example_input_array``, or else on ``example``, or on a guess.
-        levels: Features that are fused, of several, see :class:`~lightning_fed.modules.FusionLayer`.
-        network: Name of the module that is called with the data, see :func:`~lightning_fed.modules.find_extractor`.
-        example: Arguments that the network can be called with, positional and named ones.
-        options: Further arguments of :class:`~lightning_fed.modules.FusionLayer`.
+        at: Layer with the features as output, see :func:`~lightning_fed.modules.find_extractor`.
+        channels: Number of channels, or a list for several features; ``"infer"`` runs the network on the module's
+            ``example_input_array``, else on ``example``, or on a guess.
+        levels: Fused features, for an extractor with several, see :class:`~lightning_fed.modules.FusionLayer`.
+        network: Name of the module for the data, see :func:`~lightning_fed.modules.find_extractor`.
+        example: Positional and keyword arguments for the network.
+        options: Further arguments for :class:`~lightning_fed.modules.FusionLayer`.
 
     Returns:
         The layer ``module.feature_fusion``.
 
     Raises:
-        ValueError: If an option is unknown or out of its range, there is no such layer, the channels cannot be found
-            out, or the model has fusion already.
+        ValueError: If an option is invalid, the layer does not exist, the channels cannot be inferred, or the model
+            already has fusion.
 
     Example:
         >>> from lightning_fed.tasks import ClassificationTask
@@ -81,13 +80,13 @@ def fuse(
 
 
 def find_fusion(module: nn.Module) -> FusionLayer | None:
-    """The fusion of a model; ``None`` if it has none.
+    """Returns a model's fusion layer; ``None`` for a model without fusion.
 
     Args:
-        module: The model, or a module that holds it.
+        module: The model, or a module around the model.
 
     Raises:
-        ValueError: If it has several.
+        ValueError: If the model has several fusion layers.
 
     Example:
         >>> find_fusion(nn.Linear(2, 1)) is None
@@ -101,22 +100,22 @@ def find_fusion(module: nn.Module) -> FusionLayer | None:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Takes the fusion out of a model, in place: the model then needs nothing of this package.
+    """Removes the fusion from a model, in place; the model then does not depend on this package.
 
-    The model predicts as with ``eval_reference="current"``: features are fused with themselves. For "multi", "single"
-    and "none" that changes nothing, F(E, E) = E. Of "conv" a 1x1 convolution (for vectors and tokens a linear layer)
-    with the sum of both halves of the weights stays beside the layer: ``nn.Sequential(layer, convolution)`` replaces
-    the layer, so that its entries' names get a ``.0``, or a ``.1`` where the fusion is at its input.
+    Predictions equal ``eval_reference="current"``: features fused with themselves. For "multi", "single" and "none"
+    nothing changes, because F(E, E) = E. For "conv" a 1x1 convolution (a linear layer for vectors and tokens) with the
+    sum over both weight halves remains: ``nn.Sequential(layer, convolution)`` replaces the layer, so the layer's entry
+    names get ``.0``, or ``.1`` for fusion at the layer's input.
 
     Args:
         module: The model.
 
     Returns:
-        The model, or the module that replaces it if ``module`` is a :class:`~lightning_fed.modules.FusedExtractor`.
+        The model, or the replacement for a :class:`~lightning_fed.modules.FusedExtractor`.
 
     Raises:
-        ValueError: If there is no fusion, or one by "conv" of an encoder's maps or of a layer with several inputs, or
-            whose features have not been seen.
+        ValueError: If the model has no fusion; or for "conv", if an encoder's maps or a layer with several inputs are
+            fused, or the features' shape is unknown.
 
     Example:
         >>> from lightning_fed.tasks import ClassificationTask
@@ -149,13 +148,13 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def plain_state(state: Mapping[str, Tensor]) -> State:
-    """The state of a model without its fusion, as for a model that never had one.
+    """Removes the fusion from a model's state.
 
     Args:
-        state: The state of a model that :func:`fuse` changed, with "multi", "single" or "none".
+        state: State of a model changed by :func:`fuse`, with "multi", "single" or "none".
 
     Raises:
-        ValueError: If the fusion is a convolution: the layers behind it were trained on its output. Load the state into
+        ValueError: If the fusion is a convolution, because later layers were trained on its output. Load the state into
             a model with fusion, and see :func:`unwrap`.
 
     Example:
@@ -174,7 +173,7 @@ def plain_state(state: Mapping[str, Tensor]) -> State:
 
 
 def _example(module: nn.Module, network: nn.Module) -> Example | None:
-    """Arguments of the network when the module is called with its example, as Lightning calls it."""
+    """Returns the network's arguments for the module's example input."""
     example = getattr(module, "example_input_array", None) if isinstance(module, L.LightningModule) else None
     if example is None or not is_overridden("forward", module):
         return None
@@ -197,13 +196,13 @@ def _example(module: nn.Module, network: nn.Module) -> Example | None:
 
 
 def _forget_compiled_code(module: nn.Module) -> None:
-    """Has a model that is compiled be compiled anew: code that was made before does not see new hooks."""
+    """Resets compiled code; old code would not call new hooks."""
     if is_compiled(module):
         torch.compiler.reset()
 
 
 def _pointwise(fusion: FusionLayer, extractor: Extractor) -> nn.Module:
-    """The layer that computes F(E, E), for "conv"."""
+    """Builds the layer for F(E, E) with "conv"."""
     operators = [operator for operator in fusion.operators.values() if isinstance(operator, ConvFusion)]
     ndims = list(fusion.ndims.values())
     if not ndims:

@@ -1,4 +1,4 @@
-"""FedFusion's operators F as layers, which fuse a client's features with those of the global model.
+"""FedFusion's operators F as layers; an operator fuses a client's features with the global model's features.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019. The
 equations are in :mod:`lightning_fed.algorithms.fedfusion.equations`.
@@ -20,19 +20,19 @@ ConvInit = Literal["default", "local", "average"]
 
 
 class FusionOperator(nn.Module, ABC):
-    """Operator that fuses the features of the client with those of the global model (abstract)."""
+    """Base class for operators on local and global features (abstract)."""
 
     @abstractmethod
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
-        """The fused features, in the shape of ``local``."""
+        """Fuses features, in the shape of ``local``."""
 
     @abstractmethod
     def summary(self) -> dict[str, float]:
-        """Numbers by name that say how far the global features count."""
+        """Returns numbers by name with the influence of the global features."""
 
 
 class MixingOperator(FusionOperator):
-    r"""Operator whose weights are the shares of the global features (abstract).
+    r"""Base class for operators with shares of the global features as weights (abstract).
 
     Attributes:
         weight: The weights :math:`\lambda`.
@@ -43,25 +43,25 @@ class MixingOperator(FusionOperator):
 
     @torch.no_grad()
     def summary(self) -> dict[str, float]:
-        """``lambda``, the mean of its weights, and ``largest_lambda``, the largest without their signs."""
+        """Returns ``lambda``, the weights' mean, and ``largest_lambda``, the largest absolute weight."""
         return {"lambda": float(self.weight.mean()), "largest_lambda": float(self.weight.abs().max())}
 
     def extra_repr(self) -> str:
-        """Text in the printed module."""
+        """Describes the weights in the printed module."""
         return f"weights={self.weight.numel()}"
 
 
 class MultiFusion(MixingOperator):
-    r"""A weight for every channel, see :func:`~lightning_fed.algorithms.fedfusion.fuse_multi`.
+    """One weight per channel, see :func:`~lightning_fed.algorithms.fedfusion.fuse_multi`.
 
-    The weights start from 0, where the operator is the identity, and have no bounds, as in the paper.
+    The weights start at 0 (the identity) and are unbounded, as in the paper.
 
     Args:
         channels: Number of channels :math:`C`.
-        channel_axis: The axis of the channels; ``None`` for the second, or of three axes the last.
+        channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
 
     Raises:
-        ValueError: If a number is out of its range.
+        ValueError: If ``channels`` is not a positive number.
 
     Example:
         >>> operator = MultiFusion(channels=4)
@@ -77,12 +77,12 @@ class MultiFusion(MixingOperator):
         self.channel_axis = channel_axis
 
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
-        """The fused features, in the shape of ``local``."""
+        """Fuses features, in the shape of ``local``."""
         return fuse_multi(local, reference, self.weight, self.channel_axis)
 
 
 class SingleFusion(MixingOperator):
-    r"""One weight for all channels, see :func:`~lightning_fed.algorithms.fedfusion.fuse_single`; it starts from 0.
+    """One weight for all channels, starting at 0, see :func:`~lightning_fed.algorithms.fedfusion.fuse_single`.
 
     Example:
         >>> SingleFusion()(torch.ones(2, 4), torch.zeros(2, 4)).sum().item()
@@ -95,27 +95,26 @@ class SingleFusion(MixingOperator):
         self.weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
-        """The fused features, in the shape of ``local``."""
+        """Fuses features, in the shape of ``local``."""
         return fuse_single(local, reference, self.weight)
 
 
 class ConvFusion(FusionOperator):
-    r"""A 1x1 convolution over the channels of both, see :func:`~lightning_fed.algorithms.fedfusion.fuse_conv`.
+    """A 1x1 convolution over the concatenated channels, see :func:`~lightning_fed.algorithms.fedfusion.fuse_conv`.
 
     Args:
         channels: Number of channels :math:`C`.
-        init: Start of the weights: ``"default"`` as those of any convolution of PyTorch, which is what the authors do;
-            ``"local"`` as the identity of the client's features; ``"average"`` as the mean of both. In the latter two
-            the bias is 0.
-        bias: Whether it has a bias, as in the authors' program; the paper shows none.
-        channel_axis: The axis of the channels; ``None`` for the second, or of three axes the last.
+        init: Initialisation: ``"default"`` like PyTorch's convolutions, as in the authors' program; ``"local"`` as the
+            identity on local features; ``"average"`` as the mean over both features. The last two have a zero bias.
+        bias: Add a bias, as in the authors' program; the paper has no bias.
+        channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
 
     Attributes:
-        weight: Shape ``(C, 2C)``, the global features' columns first.
+        weight: Shape ``(C, 2C)``, with the global features' columns first.
         bias: Shape ``(C,)``, or ``None``.
 
     Raises:
-        ValueError: If ``init`` is unknown or there are no channels.
+        ValueError: If ``init`` is unknown or ``channels`` is not positive.
 
     Example:
         >>> operator = ConvFusion(channels=64)
@@ -142,22 +141,22 @@ class ConvFusion(FusionOperator):
                     self.bias.zero_()
 
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
-        """The fused features, in the shape of ``local``."""
+        """Fuses features, in the shape of ``local``."""
         return fuse_conv(local, reference, self.weight, self.bias, self.channel_axis)
 
     @torch.no_grad()
     def summary(self) -> dict[str, float]:
-        """``global_share``: the share of the global features' columns in the sum of its weights' squares."""
+        """Returns ``global_share``: the global columns' share in the squared weights."""
         squares = self.weight.square()
         return {"global_share": float(squares[:, : len(squares)].sum() / squares.sum())}
 
     def extra_repr(self) -> str:
-        """Text in the printed module."""
+        """Describes the operator in the printed module."""
         return f"channels={len(self.weight)}, init={self.init!r}, bias={self.bias is not None}"
 
 
 class NoFusion(FusionOperator):
-    """The client's features alone: with it FedFusion is federated averaging.
+    """Returns local features unchanged; FedFusion is then federated averaging.
 
     Example:
         >>> local = torch.rand(2, 4)
@@ -167,11 +166,11 @@ class NoFusion(FusionOperator):
     """
 
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
-        """``local``."""
+        """Returns ``local``."""
         return local
 
     def summary(self) -> dict[str, float]:
-        """No numbers."""
+        """Returns an empty dictionary."""
         return {}
 
 
@@ -183,17 +182,17 @@ def build_operator(
     conv_bias: bool = True,
     channel_axis: int | None = None,
 ) -> FusionOperator:
-    """An operator by name.
+    """Builds an operator by name.
 
     Args:
         name: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
         channels: Number of channels.
-        conv_init: Of "conv", see :class:`ConvFusion`.
-        conv_bias: Of "conv", see :class:`ConvFusion`.
-        channel_axis: The axis of the channels; ``None`` for the second, or of three axes the last.
+        conv_init: For "conv", see :class:`ConvFusion`.
+        conv_bias: For "conv", see :class:`ConvFusion`.
+        channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
 
     Raises:
-        ValueError: If an option is unknown or out of its range.
+        ValueError: If an option is invalid.
 
     Example:
         >>> build_operator("multi", channels=8)

@@ -1,11 +1,11 @@
-"""FedSS: clients hold, train and send a few classes of very many, with a sampled softmax.
+"""FedSS: clients hold, train and send only some classes, with a sampled softmax.
 
 "Efficient image representation learning with federated sampled softmax", submission to ICLR 2022. The server averages
 rows as in FedAvg. The files, in reading order:
 
-- equations: ``losses`` (1 to 8; ``gradient_noise`` is the metric of figure 9);
-- in a network: ``sampled_classes`` (the classes that a client holds), ``head`` (the last layer), ``head_conversion``
-  (the head put into any classifier);
+- equations: ``losses`` (1 to 8; ``gradient_noise`` is the metric in figure 9);
+- in a network: ``sampled_classes`` (a client's classes), ``head`` (the last layer), ``head_conversion`` (the head for
+  any classifier);
 - in a federation: ``callback`` (``SampledSoftmax``, Algorithm 1), ``method`` (the callback and the server's rule).
 """
 

@@ -1,4 +1,4 @@
-"""FedSS's client side: clients hold, train and send a few classes of very many.
+"""FedSS on the clients: each client holds, trains and sends only some classes.
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022, Algorithm 1.
 The losses are in :mod:`lightning_fed.algorithms.fedss.losses`, the layer is
@@ -37,52 +37,52 @@ _NEGATIVES_STREAM = 2  # the visit's random numbers that the negatives are drawn
 
 
 class SampledSoftmax(FederatedCallback):
-    r"""Sends a client the head's rows of its own classes and of a few others, and trains it on these.
+    r"""Sends a client only the head's rows for the client's classes and some negatives, and trains on these rows.
 
-    The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. Before its visit a client with the
-    classes :math:`P_k` draws :math:`m` others, :math:`N_k`, and asks for the rows :math:`S_k = P_k \cup N_k`, sorted,
-    so that the server cannot tell one from the other. These rows come down, train, and go back; neither the client's
-    model nor its optimizer ever has more. The aggregator averages them (its option ``row_weighting``).
+    The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. Before a visit, a client with the
+    classes :math:`P_k` draws :math:`m` negatives :math:`N_k` and requests the sorted rows :math:`S_k = P_k \cup N_k`,
+    so the server cannot separate positives from negatives. The server sends these rows, the client trains the rows and
+    sends the rows back; neither the client's model nor the optimizer holds other rows. The aggregator averages rows
+    (option ``row_weighting``).
 
-    A client with a label outside its classes, or outside the head, is excluded by name.
+    A label outside the client's classes or the head excludes the client.
 
-    In the visit the client's label space is :math:`S_k`. The module's ``training_step`` gets the batch with its labels
-    as columns of the logits, and the head corrects the logits: ``F.cross_entropy(self(x), y)`` is the loss of FedSS, in
-    a step that knows nothing of it. Lightning's own hooks get the batch as it came. Validation and prediction use all
-    classes. Of metrics in ``training_step``, those that are told the number of classes do not fit: give them
-    ``logits.argmax(dim=1)``.
+    The client's label space is :math:`S_k`. The module's ``training_step`` gets the batch with labels as logit columns,
+    and the head corrects the logits. So ``F.cross_entropy(self(x), y)`` computes the FedSS loss without changes to the
+    step. Lightning's hooks get the original batch. Validation and prediction use all classes. In ``training_step``, a
+    metric with ``num_classes`` needs class numbers: pass ``logits.argmax(dim=1)``.
 
     Args:
-        num_negatives: Classes :math:`m` that a client draws beside its own, uniformly without replacement, from a
-            generator of the visit.
+        num_negatives: Number :math:`m` of negatives, drawn uniformly without replacement, from a generator for the
+            visit.
         objective: The client's loss, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`: ``"fedss"``;
-            ``"negonly"``, against the drawn classes alone; ``"posonly"``, among its own classes, which draws none;
-            ``"full"``, the softmax over all classes, which is sent as a whole.
-        resample: Whether classes are drawn once for a ``"round"``, or for every ``"batch"`` of it. The client then asks
-            for all that it is going to need.
-        head: Name of the head; ``"auto"`` finds the only one.
-        target: Labels of a batch: an index or key, or a function that returns one of the batch's tensors; by
-            default the second element, or ``batch["target"]``, ``["label"]``, ``["y"]`` or their plurals. Whole
-            numbers; negative ones are none, as in cross-entropy's ``ignore_index=-100``.
-        classes: The clients' classes, a mapping or a function of the client; ``None`` looks for the labels in a
-            pass over a client's data, when it first takes part.
+            ``"negonly"``, only against negatives; ``"posonly"``, only among the client's classes, without negatives;
+            ``"full"``, the softmax over all classes, with the whole layer in each message.
+        resample: Draw negatives once per ``"round"``, or per ``"batch"``. In both cases the client requests all
+            necessary rows before the visit.
+        head: Name of the head; ``"auto"`` for a model with one head.
+        target: Labels in a batch: an index or key, or a function with one of the batch's tensors as result; by default
+            the second element, or ``batch["target"]``, ``["label"]``, ``["y"]`` or the plurals. Whole numbers; negative
+            numbers are ignored, like cross-entropy's ``ignore_index=-100``.
+        classes: The clients' classes, a mapping or a function; ``None`` reads the labels in a pass over a client's data
+            at the first participation.
 
     Raises:
-        ValueError: If an option is unknown or out of its range; in ``fit``, if the head or the labels are not found,
-            labels are soft, or a loader of the client's own may leave examples out and ``classes`` are not given.
-        MisconfigurationException: In ``setup``, if the Trainer has no federation; in ``fit``, if the federation's
-            options do not go with clients that hold other rows in every round (``optimizer_state="keep"``, BatchNorm
-            with ``batch_norm="recalibrate"``, a rule that needs whole entries), if the head's weight is shared, or the
-            head is in evaluation mode in training.
+        ValueError: If an option is invalid; in ``fit``, if the head or the labels are missing, labels are soft, or a
+            client's loader may skip examples and ``classes`` is ``None``.
+        MisconfigurationException: In ``setup``, if the Trainer has no federation; in ``fit``, if an option does not
+            support sliced entries (``optimizer_state="keep"``, BatchNorm with ``batch_norm="recalibrate"``, a rule for
+            whole entries), if the head shares its weight, or the head is in evaluation mode during training.
 
     Note:
-        Logged is ``clients/sampled_classes``, the mean of :math:`|S_k|`.
+        Logged: ``clients/sampled_classes``, the mean :math:`|S_k|`.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> from lightning_fed.modules import SampledSoftmaxHead
         >>> model = torch.nn.Sequential(torch.nn.Flatten(), SampledSoftmaxHead(784, num_classes=10_000))
         >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[SampledSoftmax(num_negatives=100)], logger=False)
+
 
     References:
         FedSS, section 3 and Algorithm 1.
@@ -113,7 +113,7 @@ class SampledSoftmax(FederatedCallback):
         self._batch = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets the clients of another fit."""
+        """Resets the state for a new fit."""
         if stage == "fit":
             find_federation(trainer)
             if sum(isinstance(callback, SampledSoftmax) for callback in callbacks_of(trainer)) > 1:
@@ -121,13 +121,13 @@ class SampledSoftmax(FederatedCallback):
             self._client_classes, self._head_name, self._held = {}, None, None
 
     def sliced_entries(self, module: L.LightningModule) -> Iterable[str]:
-        """The head's parameters, unless all classes are sent."""
+        """The head's parameters, unless the objective needs all classes."""
         return [] if self.objective == "full" else self._entries(module)
 
     def on_client_request(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
     ) -> None:
-        """Draws the negatives and asks for the rows."""
+        """Draws the negatives, and requests the rows."""
         self._held, self._columns, self._batch = None, [], -1
         if self.objective == "full":
             return
@@ -148,17 +148,17 @@ class SampledSoftmax(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Tells the head which classes its rows stand for."""
+        """Sets the head's classes."""
         self._hold(module)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Goes on to the next batch's negatives."""
+        """Counts batches."""
         self._batch += 1
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """The batch with its labels as columns of the logits."""
+        """Returns the batch with labels as logit columns."""
         if self._held is None:
             return batch
         self._hold(module)  # another callback may look at the model before this one
@@ -184,12 +184,12 @@ class SampledSoftmax(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Notes the number of classes that the client held."""
+        """Reports the number of classes."""
         if self._held is not None:
             update.metrics["sampled_classes"] = float(len(self._held.classes))
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Tells the head that it has all classes again."""
+        """Resets the head to all classes."""
         self._held = None
         self._head(module).release()
 
@@ -204,7 +204,7 @@ class SampledSoftmax(FederatedCallback):
         return head
 
     def _entries(self, module: L.LightningModule) -> list[str]:
-        """Names of the head's parameters among the module's."""
+        """Entry names for the head's parameters."""
         head = self._head(module)
         parameters = {id(parameter) for parameter in head.parameters()}
         for name, layer in module.named_modules():
@@ -221,7 +221,7 @@ class SampledSoftmax(FederatedCallback):
             head.hold(self._held)
 
     def _positives(self, trainer: L.Trainer, client: Client) -> Tensor:
-        """The classes :math:`P_k` in a client's data, in increasing order; they are looked for once."""
+        """Returns a client's classes :math:`P_k`, sorted; the first call reads the data."""
         if client not in self._client_classes:
             if self.classes is None:
                 labels = self._labels(trainer, client)
@@ -255,7 +255,7 @@ class SampledSoftmax(FederatedCallback):
         return torch.cat(labels_of_batches)
 
     def _classes_of(self, target: Tensor) -> Tensor:
-        """Labels as whole numbers."""
+        """Converts labels to whole numbers."""
         if not target.is_floating_point():
             return target
         if target.ndim > 1 or not bool((target == target.round()).all()):
@@ -267,10 +267,10 @@ class SampledSoftmax(FederatedCallback):
 
 
 def _replace_tensor(batch: Any, old: Tensor, new: Tensor) -> Any:
-    """Replaces a tensor of the batch by another.
+    """Replaces a tensor in the batch.
 
     Raises:
-        OptionError: If it is not in the batch.
+        OptionError: If the batch does not contain the tensor.
 
     """
     count = 0

@@ -1,11 +1,11 @@
-"""FedSS: a last layer of very many classes, of which a client holds a few.
+"""FedSS's last layer for very many classes; a client holds only some rows.
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022; the losses
 are in :mod:`lightning_fed.algorithms.fedss.losses`.
 
-In a visit the client's label space is that of its classes: the layer has the rows of these classes only, labels are
-their columns, and in training the layer gives the logits whose cross-entropy is the client's loss. So a
-``training_step`` with ``F.cross_entropy(self(x), y)`` stays as it is.
+In a visit, the layer only has rows for the client's classes, and labels are column indices. In training, the
+cross-entropy for the layer's logits equals the client's loss, so a ``training_step`` with
+``F.cross_entropy(self(x), y)`` needs no changes.
 """
 
 from __future__ import annotations
@@ -36,35 +36,34 @@ class _Batch(NamedTuple):
 
 
 class SampledSoftmaxHead(LogitsLayer):
-    r"""The last layer of a classifier with very many classes.
+    r"""The last layer in a classifier with very many classes.
 
     .. math:: o_j = s \left\langle \frac{f}{\lVert f \rVert}, \frac{w_j}{\lVert w_j \rVert} \right\rangle + b_j
         \text{ (cosine)} \qquad o_j = \langle f, w_j \rangle + b_j \text{ (linear)}
 
-    Outside of a visit it is a layer like any other. In a client's visit it may hold the rows of a few classes. Their
-    choice (:meth:`hold`, :meth:`begin_batch`) is no part of its state, and matters in training only.
+    Outside visits this layer is an ordinary layer. In a client's visit the layer may hold rows for only some classes.
+    The choice (:meth:`hold`, :meth:`begin_batch`) is not in the ``state_dict``, and only affects training.
 
-    The logits are float32 at least, so that the loss is computed in float32 in half precision too, and cosines of half
-    weights are. Features of zeros have no direction, and their gradients are huge: do not let a ReLU be the layer
-    before cosine logits.
+    Logits have at least float32, so losses and cosines use float32 also in half precision. Zero features have no
+    direction and very large gradients: avoid a ReLU directly before cosine logits.
 
     Args:
-        in_features: Size of the features, :math:`d`.
-        num_classes: Number of all classes, :math:`n`.
-        scale: Factor :math:`s` of cosine logits. Linear logits have none.
-        normalize: Whether logits are cosines; else they are those of `torch.nn.Linear`.
-        bias: Whether there is a bias. The paper has none.
-        margin: Margin of cosine logits in training, see :func:`~lightning_fed.algorithms.fedss.with_margin`:
-            ArcFace's, in radians (published: 0.5 with a scale of 64), or CosFace's (0.35).
+        in_features: Feature size :math:`d`.
+        num_classes: Number :math:`n` of all classes.
+        scale: Factor :math:`s` for cosine logits; linear logits have no scale.
+        normalize: Cosine logits; otherwise linear logits as in `torch.nn.Linear`.
+        bias: Add a bias. The paper has no bias.
+        margin: Margin for cosine logits in training, see :func:`~lightning_fed.algorithms.fedss.with_margin`: in
+            radians for ArcFace (published: 0.5 with scale 64), or as a cosine for CosFace (0.35).
         margin_of: ``"angle"`` (ArcFace) or ``"cosine"`` (CosFace).
 
     Shape:
         - Features: ``(*, in_features)``.
-        - Logits: ``(*, num_classes)``; ``(*, S)`` while it holds S classes, or as many as the batch has columns.
+        - Logits: ``(*, num_classes)``; ``(*, S)`` for S held classes or S batch columns.
 
     Raises:
-        ValueError: If a size is not a positive number, ``scale`` is not greater than 0, a margin is out of its range,
-            or linear logits are given either.
+        ValueError: If a size or ``scale`` is not positive, ``margin`` is invalid, or linear logits have a scale or a
+            margin.
 
     Example:
         >>> head = SampledSoftmaxHead(in_features=2, num_classes=1000)
@@ -128,42 +127,42 @@ class SampledSoftmaxHead(LogitsLayer):
 
     @property
     def held(self) -> SampledClasses | None:
-        """The classes that the layer holds; ``None`` for all, as a layer like any other."""
+        """The held classes; ``None`` for all classes."""
         return self._held
 
     def hold(self, held: SampledClasses) -> None:
-        """Takes the parameters' rows for those of some classes.
+        """Assigns the parameters' rows to some classes.
 
-        The caller puts these rows in place, and all rows with :meth:`release`.
+        The caller sets the rows before, and restores all rows with :meth:`release`.
 
         Args:
             held: The classes.
 
         Raises:
-            ValueError: If there are no such classes, or not all of them for the objective "full".
+            ValueError: If a class does not exist, or the objective "full" lacks a class.
 
         """
         held.check_among(self.num_classes)
         self._held, self._batch = held, _Batch(held)
 
     def release(self) -> None:
-        """Takes the parameters' rows for those of all classes."""
+        """Assigns the parameters' rows to all classes."""
         self._held = self._batch = None
 
     def begin_batch(self, target: Tensor, columns: Tensor | None = None) -> Tensor:
-        """Starts a batch, which the next forward passes in training are of.
+        """Starts a batch for the next forward passes in training.
 
         Args:
-            target: The batch's labels among all classes, whole numbers, any shape; negative where there is none.
-            columns: Positions of the batch's classes among the held ones, int64, strictly increasing, with all
+            target: The batch's class labels, whole numbers, any shape; negative for no label.
+            columns: Positions of the batch's classes among the held classes, int64, strictly increasing, with all
                 positives; ``None`` for all.
 
         Returns:
-            The labels as columns of the logits, int64; negative ones as they are.
+            The labels as logit columns, int64; negative labels stay unchanged.
 
         Raises:
             RuntimeError: If the layer holds all classes, see :meth:`hold`.
-            ValueError: If the columns are not in order or leave out a positive, or a label is none of the client's own.
+            ValueError: If the columns are unsorted or lack a positive, or a label is not a positive.
 
         """
         if self._held is None:
@@ -175,16 +174,16 @@ class SampledSoftmaxHead(LogitsLayer):
         return local
 
     def relabel(self, target: Tensor) -> Tensor:
-        """Labels among all classes as columns of the logits that the layer gives in training.
+        """Converts class labels to columns of the training logits.
 
         Args:
-            target: Labels, whole numbers, any shape; negative where there is none.
+            target: Labels, whole numbers, any shape; negative for no label.
 
         Returns:
-            The columns, int64; negative labels as they are. While the layer holds all classes, the labels themselves.
+            The columns, int64; negative labels stay unchanged. A layer with all classes returns the labels.
 
         Raises:
-            ValueError: If a label is none of the client's own classes.
+            ValueError: If a label is not a positive.
 
         Example:
             >>> head = SampledSoftmaxHead(2, 1000)
@@ -198,14 +197,14 @@ class SampledSoftmaxHead(LogitsLayer):
     # --- logits -------------------------------------------------------------------------------------------------------
 
     def forward(self, features: Tensor) -> Tensor:
-        """The logits; in training with held classes those whose cross-entropy is the client's loss.
+        """Computes the logits. With held classes in training, their cross-entropy is the client's loss.
 
         Args:
             features: Features, shape ``(*, in_features)``.
 
         Raises:
-            ValueError: In training, if the rows are not those of the held classes, or the objective or a margin needs
-                every example's label and no batch has begun, or one with another number of them.
+            ValueError: In training, if the rows do not match the held classes, or if the objective or a margin needs
+                labels and :meth:`begin_batch` got none, or got another number.
 
         """
         if self._batch is None and self.training and self.margin:
@@ -218,20 +217,20 @@ class SampledSoftmaxHead(LogitsLayer):
         return self._sampled(features, self._batch)
 
     def loss(self, features: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """The cross-entropy of the logits: the client's loss where some classes are held, else the full softmax's.
+        """Computes the cross-entropy: the client's loss with held classes, else the full softmax loss.
 
-        It is ``F.cross_entropy(head(features), target)``, also for other examples than those of the batch that began.
+        The result equals ``F.cross_entropy(head(features), target)``, also for examples outside the current batch.
 
         Args:
             features: Features, shape ``(*, in_features)``.
-            target: Labels as the batch has them in the step, shape ``(*)``; -100 where there is none.
-            reduction: Mean over the examples that have a class, their sum, or a value for each.
+            target: Labels as in the step's batch, shape ``(*)``; -100 for no label.
+            reduction: Mean or sum over labelled examples, or one value per example.
 
         Returns:
-            The loss, a scalar, or shape ``(*)``; float32 for smaller types.
+            The loss, a scalar, or shape ``(*)``; at least float32.
 
         Raises:
-            ValueError: If ``reduction`` is unknown, or the rows are not those of the held classes.
+            ValueError: If ``reduction`` is unknown, or the rows do not match the held classes.
 
         Example:
             >>> head = SampledSoftmaxHead(2, 5)
@@ -251,20 +250,19 @@ class SampledSoftmaxHead(LogitsLayer):
 
     @torch.no_grad()
     def topk(self, features: Tensor, k: int, chunk_size: int | None = None) -> tuple[Tensor, Tensor]:
-        """The largest logits, computed piece by piece: neither corrected nor masked, also in training.
+        """Computes the largest logits in chunks, without correction or mask, also in training.
 
         Args:
             features: Features, shape ``(*, in_features)``.
             k: Number of logits.
-            chunk_size: Number of classes whose logits are computed at a time; by default as many as make 16 MiB.
+            chunk_size: Number of classes per chunk; by default 16 MiB of logits.
 
         Returns:
-            Logits in descending order, and their numbers among all classes, also while some are held; both of shape
-            ``(*, k)``.
+            Logits in descending order, and class numbers (also with held classes), both in shape ``(*, k)``.
 
         Raises:
-            ValueError: If there are no ``k`` classes, ``chunk_size`` is below 1, or the rows are not those of the held
-                classes.
+            ValueError: If ``k`` exceeds the number of classes, ``chunk_size`` is below 1, or the rows do not match the
+                held classes.
 
         Example:
             >>> head = SampledSoftmaxHead(2, 4, normalize=False)
@@ -292,7 +290,7 @@ class SampledSoftmaxHead(LogitsLayer):
         return values, classes
 
     def _logits(self, features: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None = None) -> Tensor:
-        """The logits; with a margin where labels are given."""
+        """Computes the logits, with a margin for given labels."""
         if not self.normalize:
             return at_least_float32(F.linear(features, weight, bias))
         cosines = at_least_float32(F.linear(_directions(features), _directions(weight)))
@@ -335,16 +333,16 @@ class SampledSoftmaxHead(LogitsLayer):
 
 
 def find_sampled_softmax_head(module: nn.Module) -> str:
-    """Name of the only :class:`SampledSoftmaxHead` in a module.
+    """Returns the name of a module's only :class:`SampledSoftmaxHead`.
 
     Args:
-        module: The model, or a module that holds it.
+        module: The model, or a module around the model.
 
     Returns:
-        Its name, as in ``named_modules``.
+        The name in ``named_modules``.
 
     Raises:
-        ValueError: If there is none, or several.
+        ValueError: If the module has no head or several heads.
 
     Example:
         >>> find_sampled_softmax_head(nn.Sequential(nn.Linear(8, 2), SampledSoftmaxHead(2, 1000)))

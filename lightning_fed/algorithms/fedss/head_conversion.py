@@ -1,4 +1,4 @@
-"""FedSS's head in place of the last linear layer of any classifier."""
+"""Replaces the last linear layer in any classifier with FedSS's head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_fed.model.features import find_classifier, replace_layer
 
 
 class MarginLoss(nn.Module):
-    """Loss with a `SampledSoftmaxHead`, called as those of ``pytorch-metric-learning``.
+    """Loss with a `SampledSoftmaxHead`, with the interface of ``pytorch-metric-learning``.
 
     Args:
         head: The head.
@@ -30,32 +30,32 @@ class MarginLoss(nn.Module):
         self.head = head
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss of embeddings, shape ``(N, d)``, with labels, shape ``(N,)``."""
+        """Computes the mean loss for embeddings, shape ``(N, d)``, and labels, shape ``(N,)``."""
         return self.head.loss(embeddings, labels)
 
 
 def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool = True) -> nn.Module:
-    """Replaces the last linear layer by a `SampledSoftmaxHead`, in place.
+    """Replaces the last linear layer with a `SampledSoftmaxHead`, in place.
 
-    An ``ArcFaceLoss`` or ``CosFaceLoss`` of ``pytorch-metric-learning`` in the module is replaced by a ``MarginLoss``
-    with its margin, scale and weights, which are called ``head.weight`` then; a step calls it as before, with
-    embeddings and labels.
+    If the module contains an ``ArcFaceLoss`` or ``CosFaceLoss`` from ``pytorch-metric-learning``, the function replaces
+    this loss with a ``MarginLoss`` instead. The new loss has the same margin, scale and weights (now under
+    ``head.weight``), and a step calls the loss as before, with embeddings and labels.
 
-    Otherwise its weight is the linear layer's own parameter, so it keeps its name in the ``state_dict``, its values,
-    device and whether it is trained. With ``normalize=False`` so is its bias, and the model computes what it did;
-    cosine logits have none, and what a trained model computed is lost. Hooks on the old layer do not carry over.
+    The head uses the linear layer's weight, so the ``state_dict`` name, the values, the device and ``requires_grad``
+    stay unchanged. With ``normalize=False`` the head also uses the bias, and the model's output stays unchanged. Cosine
+    logits have no bias, and the output changes. Hooks on the linear layer are lost.
 
     Args:
-        module: Any classifier: timm, torchvision or your own.
-        scale: Factor of cosine logits.
-        normalize: Whether logits are cosines.
+        module: Any classifier, from timm, torchvision or your project.
+        scale: Factor for cosine logits.
+        normalize: Cosine logits.
 
     Returns:
-        The same module, or the new layer if ``module`` itself is a linear layer.
+        The same module, or the new layer for a linear layer.
 
     Raises:
-        ValueError: If ``scale`` does not fit, see `SampledSoftmaxHead`.
-        TypeError: If the layer that makes the logits is not linear.
+        ValueError: If ``scale`` is invalid, see `SampledSoftmaxHead`.
+        TypeError: If the layer with the logits as output is not linear.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 1000))
@@ -81,7 +81,7 @@ def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool =
 
 
 def _is_margin_loss(layer: nn.Module) -> bool:
-    """True for the two losses of ``pytorch-metric-learning``, which need not be installed."""
+    """Detects two losses from ``pytorch-metric-learning``, without an import."""
     kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(layer).__mro__}
     return bool(kinds & {("pytorch_metric_learning", "ArcFaceLoss"), ("pytorch_metric_learning", "CosFaceLoss")})
 

@@ -1,15 +1,16 @@
-"""FedSS: the losses of clients that hold a few classes of very many.
+"""FedSS's losses for clients with only some classes.
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022, equations 1
-to 8. A client holds its own classes P (positives) and m of the others N (negatives), drawn uniformly without
-replacement, instead of all n. The equations define the correction for negatives only, and a target is always a
-positive: no positive is corrected here. That is the choice with which the sum over the held classes estimates the
-full softmax's without bias, because a negative is drawn with probability m q, and a positive with probability 1.
+to 8. A client holds its classes P (positives) and m other classes N (negatives), drawn uniformly without replacement.
+The equations only correct negatives, and targets are positives, so positives have no correction here. This choice
+makes the sum over held classes an unbiased estimate for the full softmax's sum: a negative is drawn with probability
+m q, a positive with probability 1.
 
 References:
     - Bengio and Senecal, "Adaptive Importance Sampling to Accelerate Training of a Neural Probabilistic Language
-      Model", IEEE Transactions on Neural Networks 2008 (the correction).
-    - Blanc and Rendle, "Adaptive Sampled Softmax with Kernel Based Sampling", ICML 2018 (of the negatives only).
+      Model", IEEE Transactions on Neural Networks 2008 (correction).
+    - Blanc and Rendle, "Adaptive Sampled Softmax with Kernel Based Sampling", ICML 2018 (correction only for
+      negatives).
 
 """
 
@@ -34,23 +35,23 @@ MarginOf = Literal["angle", "cosine"]
 
 
 def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, generator: np.random.Generator) -> Tensor:
-    r"""Draws classes that a client does not have, uniformly without replacement.
+    r"""Draws negative classes, uniformly without replacement.
 
     :math:`N \subset [n] \setminus P` with :math:`\min(m, n - |P|)` elements. Time and memory grow with :math:`|P| + m`,
     not with :math:`n`.
 
     Args:
-        positives: The client's own classes :math:`P`, whole numbers, shape ``(classes,)``, in any order; repeated ones
-            count once.
-        num_classes: Number of all classes :math:`n`.
-        num_negatives: Number of classes to draw, :math:`m`; all others if there are not so many.
-        generator: Source of the random numbers.
+        positives: The client's classes :math:`P`, whole numbers, shape ``(classes,)``, in any order, with or without
+            duplicates.
+        num_classes: Number :math:`n` of all classes.
+        num_negatives: Number :math:`m` of classes to draw; fewer if the other classes do not suffice.
+        generator: The random generator.
 
     Returns:
         The drawn classes in ascending order, int64, shape ``(min(m, n - |P|),)``, on the CPU.
 
     Raises:
-        ValueError: If a number is too small, or a positive is none of the classes.
+        ValueError: If a number is too small, or a positive is not a class.
 
     Example:
         >>> sample_negatives(torch.tensor([0, 3]), 6, 4, np.random.default_rng(0))
@@ -75,20 +76,20 @@ def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, ge
 
 
 def log_correction(num_positives: int, num_negatives: int, num_classes: int) -> float:
-    r"""The number added to the logit of a sampled class (eq. 3).
+    r"""Computes the correction for a negative's logit (eq. 3).
 
     .. math:: -\ln(m q), \qquad q = \frac{1}{n - |P|}
 
     Args:
-        num_positives: Number of the client's own classes, :math:`|P|`.
-        num_negatives: Number of drawn classes, :math:`m`.
-        num_classes: Number of all classes, :math:`n`.
+        num_positives: Number :math:`|P|` of the client's classes.
+        num_negatives: Number :math:`m` of drawn classes.
+        num_classes: Number :math:`n` of all classes.
 
     Returns:
-        The correction; 0 if nothing was drawn.
+        The correction; 0 without negatives.
 
     Raises:
-        ValueError: If there are more classes than all.
+        ValueError: If positives and negatives exceed ``num_classes``.
 
     Example:
         >>> round(log_correction(2, 2, 6), 6), log_correction(2, 4, 6)
@@ -113,25 +114,23 @@ def sampled_logits(
     *,
     objective: Objective = "fedss",
 ) -> Tensor:
-    r"""The logits whose cross-entropy is the client's loss.
+    r"""Corrects logits; their cross-entropy is the client's loss.
 
-    Those of the negatives are :math:`o'_j = o_j - \ln(m q)`, and classes that an objective leaves out are
-    :math:`-\infty`: the negatives for "posonly", for "negonly" the positives but for the target, of examples that have
-    one.
+    Negatives have :math:`o'_j = o_j - \ln(m q)`. Excluded classes have :math:`-\infty`: the negatives for "posonly",
+    and for "negonly" all positives except the target. Rows without a target keep all classes in "negonly".
 
     Args:
-        logits: Logits :math:`o` of the held classes, shape ``(N, S)``.
-        is_positive: Mask of the client's own classes, bool, shape ``(S,)``.
-        correction: Result of :func:`log_correction`.
-        target: Columns of the examples' classes, shape ``(N,)``; negative where an example has none. Only "negonly"
-            needs it.
+        logits: Logits :math:`o` for the held classes, shape ``(N, S)``.
+        is_positive: Mask for the client's classes, bool, shape ``(S,)``.
+        correction: Result from :func:`log_correction`.
+        target: Target columns, shape ``(N,)``; negative for no target. Required for "negonly".
         objective: See :func:`sampled_softmax_loss`.
 
     Returns:
-        Logits, shape ``(N, S)``; float32 for smaller types. Gradients flow.
+        Logits, shape ``(N, S)``; at least float32. Differentiable.
 
     Raises:
-        ValueError: If the objective is unknown, shapes do not fit, or the target is needed and missing.
+        ValueError: If the objective is unknown, shapes do not match, or a required target is missing.
 
     Example:
         >>> sampled_logits(torch.zeros(1, 3), torch.tensor([True, True, False]), 0.5)
@@ -160,25 +159,26 @@ def sampled_logits(
 
 
 def with_margin(cosines: Tensor, target: Tensor, margin: float, margin_of: MarginOf) -> Tensor:
-    r"""Cosines with a margin on those of the examples' own classes (ArcFace, CosFace).
+    r"""Adds a margin to the target cosines (ArcFace, CosFace).
 
     .. math:: \cos(\theta_t + m) \text{ (angle, ArcFace)} \qquad \cos\theta_t - m \text{ (cosine, CosFace)}
 
-    With angles above :math:`\pi - m` ArcFace takes :math:`\cos\theta_t - m \sin m`, so that the loss falls with the
-    cosine everywhere.
+    For angles above :math:`\pi - m` ArcFace uses :math:`\cos\theta_t - m \sin m`, so the loss always decreases with the
+    cosine.
 
     Args:
         cosines: Cosines :math:`\cos\theta`, shape ``(N, S)``.
-        target: Columns of the examples' classes, shape ``(N,)``; negative where an example has none.
-        margin: The margin :math:`m`, an angle in radians or a difference of cosines.
+        target: Target columns, shape ``(N,)``; negative for no target.
+        margin: Margin :math:`m`, an angle in radians or a cosine difference.
         margin_of: ``"angle"`` or ``"cosine"``.
 
     Returns:
-        The cosines, shape ``(N, S)``. Gradients flow.
+        The cosines, shape ``(N, S)``. Differentiable.
 
     Example:
         >>> with_margin(torch.tensor([[0.5, 0.5]]), torch.tensor([1]), 0.2, "cosine")
         tensor([[0.5000, 0.3000]])
+
 
     References:
         - Deng et al., "ArcFace: Additive Angular Margin Loss for Deep Face Recognition", CVPR 2019.
@@ -205,7 +205,7 @@ def sampled_softmax_loss(
     objective: Objective = "fedss",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""The loss of a client that holds some of the classes (eqs. 2, 5 to 8).
+    r"""Computes the loss for a client with some of the classes (eqs. 2, 5 to 8).
 
     .. math::
         \text{fedss: } \ln\Big(1 + \sum_{j \in P \cup N \setminus t} e^{o'_j - o'_t}\Big) \qquad
@@ -215,24 +215,23 @@ def sampled_softmax_loss(
         \text{posonly: } \ln\Big(1 + \sum_{j \in P \setminus t} e^{o_j - o_t}\Big) \qquad
         \text{full: } \ln\Big(1 + \sum_{j \in [n] \setminus t} e^{o_j - o_t}\Big)
 
-    With all negatives "fedss" is "full". With a single positive "posonly" is 0, and so is its gradient.
+    With all negatives "fedss" equals "full". With a single positive "posonly" and its gradient are 0.
 
     Args:
-        logits: Logits :math:`o` of the held classes :math:`P \cup N`, shape ``(N, S)``; computed in float32 if they are
-            of a smaller type.
-        target: Columns of the examples' classes :math:`t`, which are positives; shape ``(N,)``, whole numbers. Examples
-            with -100 are left out.
-        is_positive: Mask of the columns of the client's own classes, bool, shape ``(S,)``.
-        num_classes: Number of all classes :math:`n`.
-        objective: The loss; "full" needs the logits of all classes.
-        reduction: Mean over the examples that have a class, their sum, or a value for each.
+        logits: Logits :math:`o` for the held classes :math:`P \cup N`, shape ``(N, S)``; smaller types are computed in
+            float32.
+        target: Target columns :math:`t`, all positives; shape ``(N,)``, whole numbers. -100 excludes an example.
+        is_positive: Column mask for the client's classes, bool, shape ``(S,)``.
+        num_classes: Number :math:`n` of all classes.
+        objective: The loss; "full" needs logits for all classes.
+        reduction: Mean or sum over labelled examples, or one value per example.
 
     Returns:
-        The loss, a scalar, or shape ``(N,)``; float32 for smaller types.
+        The loss, a scalar, or shape ``(N,)``; at least float32.
 
     Raises:
-        ValueError: If an option is unknown, shapes do not fit, a target is not the column of a positive, or logits of
-            some classes are given for "full".
+        ValueError: If an option is unknown, shapes do not match, a target is not a positive's column, or "full" lacks
+            classes.
 
     Example:
         >>> logits, is_positive = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([True, True, False, False])
@@ -261,24 +260,23 @@ def sampled_softmax_loss(
 
 @torch.no_grad()
 def gradient_noise(change: Iterable[Tensor], reference: Iterable[Tensor], norm: Norm = "l2") -> Tensor:
-    r"""Distance of a round's change of the parameters from that of the full softmax.
+    r"""Distance between a round's parameter change and the change with the full softmax.
 
     .. math:: \lVert \bar g - \bar g_{\mathrm{full}} \rVert_2 \quad \text{or} \quad
         \frac{1}{D} \sum_{i=1}^D |\bar g_i - \bar g_{\mathrm{full}, i}|
 
-    of all :math:`D` entries together. The paper measures it in figure 9 (A.3) and does not say in which norm.
+    over all :math:`D` elements. The paper reports this distance in figure 9 (A.3) without a norm.
 
     Args:
-        change: The aggregated change :math:`\bar g` of some parameters (those of the classifier, or of the features),
-            or their gradients.
-        reference: That of the same parameters with the full softmax.
-        norm: Length of the difference, or mean absolute difference.
+        change: Aggregated change :math:`\bar g` for some parameters (for example, only the classifier), or gradients.
+        reference: The change with the full softmax, for the same parameters.
+        norm: Euclidean norm of the difference, or mean absolute difference.
 
     Returns:
         The noise, a float64 scalar.
 
     Raises:
-        ValueError: If ``norm`` is unknown, there are no parameters, or they differ in number or shape.
+        ValueError: If ``norm`` is unknown, or the lists are empty or differ in length or shapes.
 
     Example:
         >>> gradient_noise([torch.tensor([3.0, 1.0]), torch.tensor([4.0])], [torch.tensor([0.0, 1.0]), torch.zeros(1)])

@@ -1,4 +1,4 @@
-"""FedSS as a method: clients hold, train and send a few rows of a head, and the server averages with momentum."""
+"""FedSS as a method: sampled softmax on the clients, and averaging with momentum on the server."""
 
 from __future__ import annotations
 
@@ -17,36 +17,38 @@ from lightning_fed.numerics.row_sums import RowWeighting
 
 @register
 class FedSS(Method):
-    """Sampled softmax: clients hold, train and send a few rows of a head with very many classes.
+    """Sampled softmax: clients hold, train and send only some rows of a head with very many classes.
 
-    :class:`~lightning_fed.callbacks.SampledSoftmax` for a model whose last layer is a
-    :class:`~lightning_fed.modules.SampledSoftmaxHead`, and averaging with momentum on the server
-    (:class:`~lightning_fed.algorithms.FedAvgM` of :class:`~lightning_fed.algorithms.FedAvg`).
+    The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. Clients use
+    :class:`~lightning_fed.callbacks.SampledSoftmax`, and the server averages with momentum
+    (:class:`~lightning_fed.algorithms.FedAvgM` with :class:`~lightning_fed.algorithms.FedAvg`).
 
-    - Sends: the model with ``num_negatives`` and the client's own class vectors, both ways; the request for them.
-    - Keeps: the server a vector in float64 for its momentum.
-    - Costs: less than the training alone: a client holds a part of the head.
+    - Sends: the model with class vectors for ``num_negatives`` and the client's classes, both ways; the class numbers
+      up.
+    - Keeps: a float64 vector on the server for momentum.
+    - Costs: less than ordinary training, because a client only holds a part of the head.
     - For: very many classes.
 
     Args:
-        num_negatives: Classes that a client draws beside its own.
+        num_negatives: Number of negatives per client.
         objective: The client's loss.
-        resample: Whether they are drawn once for a round or for every batch of it.
-        server_momentum: Momentum on the server.
-        server_lr: Learning rate on the server.
-        lazy_rows: Whether rows that nobody held in a round are left alone; otherwise momentum still moves them.
-        row_weighting: Whose weights a row's changes are divided by: those of all clients of the round, or of the
-            clients that hold the row (``"per_row"``).
-        head: Name of the head; ``"auto"`` finds the only one.
-        target: Where a batch has its labels, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
-        classes: The clients' own classes; ``None`` looks for them in the data.
+        resample: Draw negatives once per ``"round"``, or per ``"batch"``.
+        server_momentum: Server momentum.
+        server_lr: Server learning rate.
+        lazy_rows: Rows without a client in the round stay unchanged; otherwise momentum still moves such rows.
+        row_weighting: Divisor for a row's changes: the sum over all clients' weights (``"global"``), or only over
+            clients with the row (``"per_row"``).
+        head: Name of the head; ``"auto"`` for a model with one head.
+        target: Labels in a batch, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
+        classes: The clients' classes; ``None`` reads the classes from the data.
 
     Raises:
-        ValueError: If an option is unknown or out of its range.
+        ValueError: If an option is invalid.
 
     Example:
         >>> FedSS(num_negatives=40).callbacks[0].num_negatives
         40
+
 
     References:
         "Efficient image representation learning with federated sampled softmax", submission to ICLR 2022.

@@ -1,4 +1,4 @@
-"""FedSS's sampled classes S_k: those of very many that a client holds in its visit.
+"""FedSS's sampled classes S_k: a client's classes in a visit.
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022, section 3.
 """
@@ -16,20 +16,20 @@ from lightning_fed.numerics.row_sums import is_increasing
 
 
 class ForeignLabelError(ValueError):
-    """A label that is none of the client's own classes."""
+    """A label outside the client's classes."""
 
 
 @dataclass(frozen=True, eq=False)
 class SampledClasses:
-    r"""The classes :math:`S_k = P_k \cup N_k` that a client holds, and its loss.
+    r"""A client's sampled classes :math:`S_k = P_k \cup N_k`, and the loss.
 
     Args:
-        classes: Their numbers among all classes, int64, strictly increasing, shape ``(S,)``.
-        is_positive: Mask of the client's own classes, bool, shape ``(S,)``; the others were drawn.
+        classes: Class numbers, int64, strictly increasing, shape ``(S,)``.
+        is_positive: Mask for the client's classes :math:`P_k`, bool, shape ``(S,)``; the others are negatives.
         objective: The client's loss, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`.
 
     Raises:
-        ValueError: If the classes are not in order, none is the client's own, or the objective is unknown.
+        ValueError: If the classes are unsorted, no class is positive, or the objective is unknown.
 
     Example:
         >>> held = SampledClasses(torch.tensor([2, 5, 7]), torch.tensor([True, True, False]))
@@ -55,17 +55,17 @@ class SampledClasses:
 
     @property
     def needs_target(self) -> bool:
-        """True if the logits of an example depend on its label."""
+        """Whether an example's logits depend on the label."""
         return self.objective == "negonly"
 
     def check_among(self, num_classes: int) -> None:
-        """Refuses classes that a layer does not have.
+        """Refuses classes unknown to a layer.
 
         Args:
             num_classes: Number of all classes.
 
         Raises:
-            ValueError: If one of them is none of these, or the objective "full" does not have all of them.
+            ValueError: If a class does not exist, or the objective "full" lacks classes.
 
         """
         lowest, highest = int(self.classes[0]), int(self.classes[-1])
@@ -77,7 +77,7 @@ class SampledClasses:
             )
 
     def correction(self, num_classes: int) -> float:
-        """The number added to the logits of drawn classes, see :func:`~lightning_fed.algorithms.fedss.log_correction`.
+        """Computes the correction for negatives, see :func:`~lightning_fed.algorithms.fedss.log_correction`.
 
         Args:
             num_classes: Number of all classes.
@@ -87,13 +87,13 @@ class SampledClasses:
         return log_correction(num_positives, len(self.classes) - num_positives, num_classes)
 
     def subset(self, columns: Tensor) -> SampledClasses:
-        """The client's own classes and fewer of those that were drawn.
+        """Returns the positives and some of the negatives.
 
         Args:
             columns: Positions among the held classes, int64, strictly increasing, with all positives.
 
         Raises:
-            ValueError: If they are not in order, out of range, or leave out a positive.
+            ValueError: If the columns are unsorted or invalid, or lack a positive.
 
         """
         _check_increasing("columns", columns)
@@ -108,17 +108,17 @@ class SampledClasses:
         return replace(self, classes=self.classes[columns], is_positive=self.is_positive[columns])
 
     def relabel(self, target: Tensor) -> Tensor:
-        """Labels among all classes as positions among the held ones.
+        """Converts class labels to positions among the held classes.
 
         Args:
-            target: Labels, whole numbers, any shape; negative where there is none.
+            target: Labels, whole numbers, any shape; negative for no label.
 
         Returns:
-            The positions, int64, on the device of the labels; negative labels as they are.
+            The positions, int64, on the labels' device; negative labels stay unchanged.
 
         Raises:
-            ForeignLabelError: If a label is none of the client's own classes.
-            ValueError: If labels are no whole numbers.
+            ForeignLabelError: If a label is not a positive.
+            ValueError: If labels are not whole numbers.
 
         """
         if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:

@@ -142,7 +142,7 @@ class FeSEM(Aggregator):
             self._keep_candidate(key, update)
 
     def aggregate(self) -> State:
-        """Moves the centres; returns their mean, weighted by the examples of all assigned clients."""
+        """Moves the centres; returns the mean over the centres, weighted by the examples of all assigned clients."""
         self._num_samples = self._num_samples | {client: size for client, (_, size) in self.received.items()}
         if not self.centers:
             return self._first_centers()
@@ -186,7 +186,7 @@ class FeSEM(Aggregator):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the centres and assignments.
+        """Restores centres and assignments.
 
         Raises:
             ValueError: If the state has another number of centres.

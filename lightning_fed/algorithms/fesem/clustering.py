@@ -29,9 +29,8 @@ def k_means(
 
     .. math:: \Pr(\text{next first centre} = x) \propto \min_g \lVert x - c_g \rVert^2
 
-    Then each point joins the nearest centre, and each centre moves to the weighted mean of its points, until nothing
-    changes. A centre without points stays in place. The best of several starts has the smallest weighted sum of squared
-    distances.
+    Then each point joins the nearest centre, and each centre moves to its points' weighted mean, until nothing changes.
+    A centre without points stays in place. The best start has the smallest weighted sum over squared distances.
 
     Args:
         points: Shape ``(N, d)``.
@@ -39,7 +38,7 @@ def k_means(
         weights: Weight for each point, shape ``(N,)``.
         generator: Draws the initial centres.
         num_starts: Number of starts.
-        max_steps: Maximum number of steps per start.
+        max_steps: Maximum step count per start.
 
     Returns:
         Centre index for each point, shape ``(N,)``, and initial point index for each centre, shape ``(num_centers,)``.
