@@ -72,7 +72,7 @@ def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
     """
     if not module.automatic_optimization:
         raise MisconfigurationException(
-            f"{method} asks for the loss that `training_step` returns, beside the training: it needs automatic"
+            f"{method} reads the loss from `training_step` in an additional pass over the data: use automatic"
             " optimization."
         )
 
@@ -94,6 +94,6 @@ def refuse_rows(broadcast: Broadcast, method: str) -> None:
     """
     if broadcast.rows:
         raise MisconfigurationException(
-            f"{method}'s clients keep whole models, but they hold some rows of {sorted(broadcast.rows)} only: use"
-            " 'fedavg', for instance."
+            f"{method} keeps whole models on the clients, but clients only hold some rows of {sorted(broadcast.rows)}:"
+            " use 'fedavg', for instance."
         )

@@ -67,7 +67,7 @@ class PersonalModel(GradientTerm):
     """
 
     has_own_models = True
-    leaves_update = True  # `on_client_end` trains a second model, and neither reads nor changes the update
+    leaves_update = True  # `on_client_end` only trains a second model
 
     def __init__(self, lam: float, global_epochs: int = 1) -> None:
         self.lam = check_nonnegative("lam", lam)
@@ -117,7 +117,7 @@ class PersonalModel(GradientTerm):
             model = entries()
         fault = find_non_finite(model)
         if fault is not None:
-            raise ClientFault(f"of its own model, {fault}")
+            raise ClientFault(f"in its personal model, {fault}")
         visit.memory.update(with_prefix(model, OWN_MODEL))
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:

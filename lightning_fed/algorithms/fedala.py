@@ -30,7 +30,7 @@ from lightning_fed.numerics.precision import as_real
 from lightning_fed.rule import Aggregator
 
 _PREFIX = "ala:"
-_WINDOW, _SPREAD = 10, 0.1  # epochs whose last losses are looked at, and the largest deviation of converged ones
+_WINDOW, _SPREAD = 10, 0.1  # passes in the convergence test, and the largest standard deviation
 _MOST_EPOCHS = 100
 
 
@@ -103,7 +103,7 @@ class AdaptiveAggregation(FederatedCallback):
                 weight = memory.get(f"{_PREFIX}{name}", torch.ones_like(last)).to(parameter.device)
                 mixtures.append(_Mixture(name, parameter, last, as_real(parameter.detach()) - last, weight.clone()))
         if not any(bool(mixture.difference.any()) for mixture in mixtures):
-            return  # the first visit, or nothing to choose from
+            return  # the first visit, or equal models
         is_first = not any(f"{_PREFIX}{mixture.name}" in memory for mixture in mixtures)
         per_epoch = federation.population.batches_per_epoch(client, isolated=True) or planned.num_batches
         count = math.ceil(self.share * per_epoch)
@@ -192,7 +192,7 @@ def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tens
             layers.setdefault(name.rpartition(".")[0], {})[name] = parameter
     if len(layers) < num_layers:
         raise MisconfigurationException(
-            f"Expected `num_layers` to be at most the number of layers that travel and train ({len(layers)}), but got"
+            f"Expected `num_layers` to be at most the number of shared trainable layers ({len(layers)}), but got"
             f" {num_layers}."
         )
     return {name: parameter for layer in list(layers.values())[-num_layers:] for name, parameter in layer.items()}

@@ -106,7 +106,7 @@ class FedAtt(AveragingAggregator):
             if name in averaged:
                 new[name] = averaged[name]
                 continue
-            # As a mean of both: with a step of 1 it is the clients' mean, to the last bit.
+            # In this form, a step of 1 gives the clients' mean bit for bit.
             value = (1 - self.step_size) * to_float64(old) + self.step_size * means[name]
             if self.noise:
                 value += self.noise * torch.randn(old.shape, generator=generator, dtype=torch.float64).to(value.device)

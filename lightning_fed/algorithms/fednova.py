@@ -87,7 +87,7 @@ class FedNova(ChannelRule):
     def __init__(self, mu: float = 0.0) -> None:
         super().__init__()
         self.mu = check_nonnegative("mu", mu)
-        self._strength = 0.0  # of the Trainer's proximal terms
+        self._strength = 0.0  # sum over the Trainer's proximal terms
 
     def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Refuses optimizers other than SGD, and kept momentum."""
@@ -97,14 +97,14 @@ class FedNova(ChannelRule):
         for optimizer in trainer.optimizers:
             if not isinstance(optimizer, SGD):
                 raise MisconfigurationException(
-                    "FedNova divides a client's change by how far its optimizer goes with given gradients, which is"
-                    f" defined for torch.optim.SGD (with momentum too), but got {type(optimizer).__name__}. 'fedavg'"
-                    " and 'scaffold' go with any optimizer."
+                    "FedNova divides a client's change by the length of its SGD steps. Expected `torch.optim.SGD` (with"
+                    f" or without momentum), but got {type(optimizer).__name__}: use 'fedavg' or 'scaffold' for other"
+                    " optimizers."
                 )
             if keeps and any(group["momentum"] for group in optimizer.param_groups):
                 raise MisconfigurationException(
-                    "FedNova divides a client's change by the length of its visit's steps, but with"
-                    " optimizer_state='keep' momentum brings the gradients of earlier visits into it: use"
+                    "FedNova divides a client's change by the length of the visit's steps, but with"
+                    " optimizer_state='keep' momentum adds gradients from earlier visits to the change: use"
                     " optimizer_state='reset', or SGD without momentum."
                 )
 
@@ -116,7 +116,7 @@ class FedNova(ChannelRule):
         length = lengths[-1] if lengths else 0.0
         step = gradient = 1.0 - self._strength * length
         if group["momentum"]:
-            is_first = state.get("momentum_buffer") is None  # SGD begins with the gradient, undampened
+            is_first = state.get("momentum_buffer") is None  # SGD has no dampening in the first step
             dampening = 0.0 if is_first else group["dampening"]
             buffer = group["momentum"] * momentum + (1 - dampening) * gradient
             momentum = buffer
@@ -140,7 +140,7 @@ class FedNova(ChannelRule):
         """
         lengths = up["length"]
         if not any(lengths.values()):
-            raise BadUpdate("it did not say how far its steps go: no step was made, or its callback is missing")
+            raise BadUpdate("all its step lengths are 0: no step was made")
         normalised = lengths.keys() if self._info.trainable is None else self._info.trainable & update.state.keys()
         others = {name: value for name, value in update.state.items() if name not in normalised}
         part.running.add(others, self.weight(update), update.num_samples)
@@ -165,8 +165,8 @@ class _NormalisedSum:
 
     def __init__(self) -> None:
         self.first = 0.0
-        self.values: Tensor | None = None  # of n_i (a_1 / a_i) y_i
-        self.weights = 0.0  # of n_i (a_1 / a_i)
+        self.values: Tensor | None = None  # sum over n_i (a_1 / a_i) y_i
+        self.weights = 0.0  # sum over n_i (a_1 / a_i)
         self.lengths: list[tuple[float, float]] = []  # n_i and a_i
 
     def add(self, value: Tensor, num_samples: float, length: float) -> None:

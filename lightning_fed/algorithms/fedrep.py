@@ -83,8 +83,8 @@ class HeadThenBody(FederatedCallback):
         self._head = [parameter for name, parameter in parameters if name not in broadcast.state]
         if not body or not self._head:
             raise MisconfigurationException(
-                f"`HeadThenBody` trains what stays at home, then what travels, but {len(self._head)} parameters stay"
-                f" and {len(body)} travel: name those of the head in `personal`."
+                f"`HeadThenBody` trains personal, then shared parameters, but got {len(self._head)} personal and"
+                f" {len(body)} shared parameters: name the head's parameters in `personal`."
             )
         self._left = self.head_epochs * (find_federation(trainer).population.batches_per_epoch(client) or 0)
         self._freeze(body)

@@ -76,11 +76,11 @@ class ContrastiveTerm(FederatedCallback):
         self.temperature = check_positive("temperature", temperature)
         self.layer = layer
         self.network = network
-        self._name = ""  # of the network
+        self._name = ""  # the network's name
         self._layer = FeatureLayer("")
         self._channels_last = False
-        self._extractors: list[FrozenExtractor] = []  # of the global model, and of the client's last one
-        self._handles: list[RemovableHandle] = []  # while there is a term
+        self._extractors: list[FrozenExtractor] = []  # for the global and the client's last model
+        self._handles: list[RemovableHandle] = []  # during a visit with the term
         self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._has_run = False
 
@@ -93,7 +93,7 @@ class ContrastiveTerm(FederatedCallback):
         network = pl_module.get_submodule(self._name)
         if is_compiled(pl_module):
             raise MisconfigurationException(
-                "MOON reads features by hooks, which compiled code does not call: leave `torch.compile` out."
+                "MOON reads features with hooks, but compiled code calls no hooks: train without `torch.compile`."
             )
         self._extractors = [FrozenExtractor(network, self._layer) for _ in range(2)]
         self._channels_last = has_channels_last(network.get_submodule(self._layer.path))
@@ -111,11 +111,11 @@ class ContrastiveTerm(FederatedCallback):
         network = module.get_submodule(self._name)
         for extractor in self._extractors:
             extractor.refer(network)
-        self._extractors[1].refer(last)  # what stays at home is not among the client's last entries
+        self._extractors[1].refer(last)  # the last model has no personal entries
         self._has_run = False
         tapped = network.get_submodule(self._layer.path)
         self._handles = [
-            network.register_forward_pre_hook(self._note_inputs, with_kwargs=True),
+            network.register_forward_pre_hook(self._record_inputs, with_kwargs=True),
             tapped.register_forward_pre_hook(partial(self._add_to_input, trainer), with_kwargs=True)
             if self._layer.side == "input"
             else tapped.register_forward_hook(partial(self._add_to_output, trainer)),
@@ -150,7 +150,7 @@ class ContrastiveTerm(FederatedCallback):
         """Releases the copies."""
         self._extractors = []
 
-    def _note_inputs(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record_inputs(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
             self._inputs = args, kwargs
 

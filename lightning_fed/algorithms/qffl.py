@@ -27,7 +27,7 @@ from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.steps.bounds import trained_entries
 
 _LOSS, _LIPSCHITZ, _DISTANCE = "qffl:loss", "qffl:lipschitz", "distance"
-_SMALLEST = 1e-10  # added to losses, as the authors' program does, so that one of 0 has powers below 0
+_SMALLEST = 1e-10  # added to losses as in the authors' program, because zero has no negative powers
 
 
 @register
@@ -91,10 +91,10 @@ class QFFL(ChannelRule):
     def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Refuses manual optimization, several learning rates and a zero learning rate."""
         refuse_manual_optimization(module, "q-FedAvg")
-        if self._lipschitz_of(trainer) == float("inf"):
+        if self._find_lipschitz(trainer) == float("inf"):
             raise MisconfigurationException(
-                "q-FedAvg estimates the Lipschitz constant of the gradients as one over the learning rate with which a"
-                " visit begins, but it begins with 0 (a warm-up?): give `lipschitz`."
+                "q-FedAvg estimates the gradients' Lipschitz constant as the inverse learning rate at the start of a"
+                " visit, but the learning rate is 0 (a warm-up?): set `lipschitz`."
             )
 
     def begin_visit(self, visit: ChannelVisit) -> State:
@@ -113,7 +113,7 @@ class QFFL(ChannelRule):
 
         loss = pass_over_data(find_federation(trainer).population, visit.planned, measure)
         if loss is not None:
-            visit.up[_LOSS], visit.up[_LIPSCHITZ] = {"": loss}, {"": self._lipschitz_of(trainer)}
+            visit.up[_LOSS], visit.up[_LIPSCHITZ] = {"": loss}, {"": self._find_lipschitz(trainer)}
         return {}
 
     def weight(self, update: ClientUpdate) -> float:
@@ -146,7 +146,7 @@ class QFFL(ChannelRule):
         """Moves the global model by the scaled changes."""
         reports = [(report.num_samples, report.numbers) for report in part.reports.values()]
         losses = [numbers[_LOSS][""] for _, numbers in reports]
-        # With q < 1 a loss near 0 has a steep slope, and would hold all others back.
+        # With q < 1 a loss near 0 has a steep slope, and would stop the whole step.
         least = statistics.median_low(losses) / 128 if self.q < 1 else 0.0
         scale = 0.0
         for count, numbers in reports:
@@ -164,14 +164,14 @@ class QFFL(ChannelRule):
     def _slope(self, loss: float) -> float:
         return self.q * (loss + _SMALLEST) ** (self.q - 1) if self.q else 0.0
 
-    def _lipschitz_of(self, trainer: L.Trainer) -> float:
+    def _find_lipschitz(self, trainer: L.Trainer) -> float:
         if self.lipschitz is not None:
             return self.lipschitz
         rates = {float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups}
         if len(rates) != 1:
             raise MisconfigurationException(
-                "q-FedAvg estimates the Lipschitz constant of the gradients as one over the learning rate, but the"
-                f" optimizers have several ({sorted(rates)}): give `lipschitz`."
+                "q-FedAvg estimates the gradients' Lipschitz constant as the inverse learning rate, but the optimizers"
+                f" have several ({sorted(rates)}): set `lipschitz`."
             )
         (rate,) = rates
         return 1 / rate if rate else float("inf")

@@ -20,7 +20,7 @@ from lightning_fed.rule import Aggregator
 from lightning_fed.steps.bounds import refuse_rule, trained_entries
 from lightning_fed.steps.update_step import UpdateStep
 
-_ELEMENTS = 1 << 18  # that step at a time, in 2 MB for each of the copies that a step needs
+_ELEMENTS = 1 << 18  # per block: 2 MB for each temporary copy in a step
 
 
 class ServerOptimizer(UpdateStep):
@@ -104,9 +104,10 @@ class ServerOptimizer(UpdateStep):
             ValueError: If the state belongs to another optimizer.
 
         """
-        theirs, ours = state.get("optimizer", self.optimizer.__name__), self.optimizer.__name__
-        if theirs != ours:
-            raise ValueError(f"Expected a state of the server's optimizer {ours}, but it is of {theirs}.")
+        expected = self.optimizer.__name__
+        name = state.get("optimizer", expected)
+        if name != expected:
+            raise ValueError(f"Expected a state for the server optimizer {expected}, but got a state for {name}.")
         self._memory = dict(state.get("entries", {}))
 
     def _step(
@@ -150,14 +151,16 @@ class ServerOptimizer(UpdateStep):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: copied}})
         optimizer.step()
         step = parameter.detach() - start
-        rest = step + gradient  # of the way to the mean
-        # From the nearer end on. Where the step is that of averaging, the rest is zero, whatever was rounded; where the
-        # mean is far away, as after one client's huge update, the step would be lost in the difference of two such.
+        rest = step + gradient  # the remaining difference to the mean
+        # Compute from the nearer end. For averaging, the rest is exactly zero. For a distant mean, as after a client's
+        # huge update, cancellation would lose the step.
         new = cast_back(torch.where(rest.abs() <= step.abs(), target + rest, start + step), old)
         after = optimizer.state_dict()["state"].get(0, {})
         if held is None:
             return new, after
-        return _keep(held, new, old), {name: _keep(held, value, before.get(name)) for name, value in after.items()}
+        return _select_rows(held, new, old), {
+            name: _select_rows(held, value, before.get(name)) for name, value in after.items()
+        }
 
     def _try_step(self) -> None:
         """Tries the optimizer, to refuse invalid arguments before the first round."""
@@ -167,11 +170,11 @@ class ServerOptimizer(UpdateStep):
             self._is_elementwise = self._goes_by_element()
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"Expected `optimizer` to step by gradients alone, with the arguments {self.optimizer_kwargs}, but"
+                f"Expected `optimizer` to need only gradients, with the arguments {self.optimizer_kwargs}, but"
                 f" {name} does not: {error}"
             ) from error
         if not value.isfinite():
-            raise ValueError(f"Expected arguments of {name} that are finite, but got {self.optimizer_kwargs}.")
+            raise ValueError(f"Expected finite arguments for {name}, but got {self.optimizer_kwargs}.")
 
     def _goes_by_element(self) -> bool:
         """Whether separate rows step as in the whole entry; ``Adafactor`` reads the whole entry."""
@@ -201,7 +204,7 @@ def _is_like(value: Any, entry: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == entry.shape
 
 
-def _keep(held: Tensor, new: Any, old: Any) -> Any:
+def _select_rows(held: Tensor, new: Any, old: Any) -> Any:
     """Takes held rows from ``new``, and other rows from ``old`` (zeros if ``None``)."""
     if not isinstance(new, Tensor) or new.shape[:1] != held.shape:
         return new

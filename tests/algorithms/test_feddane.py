@@ -316,8 +316,8 @@ def test_clients_that_cannot_answer_are_left_out(federated_trainer, caplog):
     keep, alone = Keep(), Keep()
     trainer = federated_trainer(max_rounds=1, method="feddane", callbacks=[keep])
     trainer.fit(models.Module(models.mlp()), clients)
-    assert "client 'lost''s gradient is left out: its data raised OSError: lost" in caplog.text.replace('"', "'")
-    assert "client 'nan''s gradient is left out: entry 'gradient:net.0.weight' has NaN" in caplog.text.replace('"', "'")
+    assert "client 'lost''s gradient is excluded: its data raised OSError: lost" in caplog.text.replace('"', "'")
+    assert "client 'nan''s gradient is excluded: entry 'gradient:net.0.weight' has NaN" in caplog.text.replace('"', "'")
     assert set(trainer.federation.server.report.received) == {"a", "b"}
     assert set(trainer.federation.server.report.failed) == {"lost", "nan"}
     federated_trainer(max_rounds=1, method="feddane", callbacks=[alone]).fit(

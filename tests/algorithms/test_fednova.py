@@ -200,7 +200,7 @@ def test_messages_whole_and_in_parts():
     ("extras", "reason"),
     [
         ({}, "it sent no 'length'"),
-        ({"length:w": torch.tensor(0.0)}, "how far its steps go"),
+        ({"length:w": torch.tensor(0.0)}, "all its step lengths are 0"),
         ({"length:w": torch.tensor(-1.0)}, "its 'length' does not fit the entry 'w'"),
         ({"length:v": torch.tensor(1.0)}, "its 'length' does not fit the entry 'v'"),
         ({"length:w": torch.ones(3)}, "its 'length' does not fit the entry 'w'"),
@@ -222,7 +222,7 @@ def test_other_optimizers_are_refused(module, federated_trainer):
 def test_momentum_that_clients_keep_is_refused(federated_trainer):
     """The update would include gradients of earlier visits, but the length only counts the current visit."""
     trainer = federated_trainer(max_rounds=1, method="fednova", optimizer_state="keep")
-    with pytest.raises(MisconfigurationException, match="momentum brings the gradients of earlier visits"):
+    with pytest.raises(MisconfigurationException, match="momentum adds gradients from earlier visits"):
         trainer.fit(models.Module(models.mlp(), models.momentum), models.as_datasets(models.vectors(SIZES)))
 
 

@@ -347,8 +347,8 @@ def test_options_that_cannot_be(make, error, message):
     [
         ({"local_epochs": 1, "personal": ["*head*"]}, "got local_epochs=1 and local_steps=None"),
         ({"local_steps": 9, "personal": ["*head*"]}, "got local_epochs=1 and local_steps=9"),
-        ({"local_epochs": 3}, "but 0 parameters stay and 6 travel"),
-        ({"local_epochs": 3, "personal": ["*"]}, "but 6 parameters stay and 0 travel"),
+        ({"local_epochs": 3}, "but got 0 personal and 6 shared"),
+        ({"local_epochs": 3, "personal": ["*"]}, "but got 6 personal and 0 shared"),
     ],
 )
 def test_federations_that_it_cannot_work_in(options, message, federated_trainer):

@@ -89,7 +89,7 @@ def test_table(method, row, federated_trainer, plain_trainer):
             federated_trainer(max_rounds=1, method=METHODS[method]).fit(make(), models.as_datasets(models.vectors()))
         return
     if method == "fednova" and "optimizer_state" in options:
-        with pytest.raises(MisconfigurationException, match="momentum brings the gradients of earlier visits"):
+        with pytest.raises(MisconfigurationException, match="momentum adds gradients from earlier visits"):
             federated_trainer(max_rounds=1, method=METHODS[method], **options).fit(
                 make(), models.as_datasets(models.vectors())
             )

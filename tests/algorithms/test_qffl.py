@@ -125,21 +125,21 @@ def test_clients_without_a_loss_are_left_out(federated_trainer):
 
 def test_modules_it_cannot_work_with(federated_trainer):
     clients = models.as_datasets(models.vectors())
-    with pytest.raises(MisconfigurationException, match=r"q-FedAvg asks for the loss .* needs automatic optimization"):
+    with pytest.raises(MisconfigurationException, match=r"q-FedAvg reads the loss .* use automatic optimization"):
         federated_trainer(max_rounds=1, method="qffl").fit(models.ManualModule(models.mlp()), clients)
 
     def two_rates(parameters):
         first, *others = list(parameters)
         return torch.optim.SGD([{"params": [first], "lr": 0.5}, {"params": others}], lr=0.1)
 
-    with pytest.raises(MisconfigurationException, match=r"several \(\[0.1, 0.5\]\): give `lipschitz`"):
+    with pytest.raises(MisconfigurationException, match=r"several \(\[0.1, 0.5\]\): set `lipschitz`"):
         federated_trainer(max_rounds=1, method="qffl").fit(models.Module(models.mlp(), two_rates), clients)
 
     def warm_up(optimizer):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 4))
         return {"scheduler": scheduler, "interval": "step"}
 
-    with pytest.raises(MisconfigurationException, match=r"begins with 0 \(a warm-up\?\): give `lipschitz`"):
+    with pytest.raises(MisconfigurationException, match=r"is 0 \(a warm-up\?\): set `lipschitz`"):
         federated_trainer(max_rounds=1, method="qffl").fit(models.Module(models.mlp(), models.sgd, warm_up), clients)
     federated_trainer(max_rounds=1, method="qffl:lipschitz=5").fit(models.Module(models.mlp(), two_rates), clients)
 

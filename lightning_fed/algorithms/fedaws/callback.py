@@ -26,7 +26,7 @@ from lightning_fed.numerics.precision import at_least_float32
 
 Variant: TypeAlias = Literal["top_k", "margin"]
 
-_COMPARISON = 5  # stream of random numbers, beside those of the schedule
+_COMPARISON = 5  # random stream, separate from the schedule's streams
 
 
 class SpreadOut(FederatedCallback):
@@ -120,7 +120,7 @@ class SpreadOut(FederatedCallback):
     ) -> None:
         """Refuses a personal layer, unknown to the server."""
         if self._name not in broadcast.state:
-            raise OptionError(f"Expected `entry` to be one that travels, but {self._name!r} does not.")
+            raise OptionError(f"Expected `entry` to be a shared entry, but {self._name!r} is personal or frozen.")
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
         """Records the client's classes."""
@@ -143,7 +143,7 @@ class SpreadOut(FederatedCallback):
         weight = weight.detach()
         new = weight - self.strength * self._rate * gradient
         if self.normalize:
-            new = _with_lengths_of(new, weight)
+            new = _restore_lengths(new, weight)
         state[self._name] = new.view_as(old).to(old.dtype)
 
     def _value(self, trainer: L.Trainer, weight: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class SpreadOut(FederatedCallback):
         return held.nonzero()[:, 0]
 
 
-def _with_lengths_of(new: Tensor, old: Tensor) -> Tensor:
+def _restore_lengths(new: Tensor, old: Tensor) -> Tensor:
     """Rescales changed rows in ``new`` to the lengths in ``old``; unchanged rows keep every bit."""
     lengths = [torch.linalg.vector_norm(rows, dim=1, keepdim=True) for rows in (old, new)]
     changed = (new != old).any(1, keepdim=True)

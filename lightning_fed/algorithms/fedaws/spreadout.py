@@ -48,11 +48,11 @@ def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
     check_positive("margin", margin)
     unit = _unit_rows(weight)
 
-    def piece(unit: Tensor, classes: Tensor) -> Tensor:
+    def chunk_sum(unit: Tensor, classes: Tensor) -> Tensor:
         short = (margin - (1 - unit[classes] @ unit.T)).clamp_min(0)
         return short.scatter(1, classes[:, None], 0).square().sum()
 
-    return _summed(piece, unit, torch.arange(len(unit), device=unit.device), len(unit))
+    return _sum_chunks(chunk_sum, unit, torch.arange(len(unit), device=unit.device), len(unit))
 
 
 def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor | None = None) -> Tensor:
@@ -91,21 +91,21 @@ def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor 
     unit = _unit_rows(weight)
     others = torch.arange(len(unit), device=unit.device) if comparison is None else comparison.to(unit.device)
 
-    def piece(unit: Tensor, pairs: Tensor) -> Tensor:
+    def chunk_sum(unit: Tensor, pairs: Tensor) -> Tensor:
         ends = unit[pairs[:, 0]], unit[pairs[:, 1]]
         return -(1 - (ends[0] * ends[1]).sum(1)).square().sum()
 
-    return _summed(piece, unit, _nearest(unit, classes.to(unit.device), others, k), unit.shape[1])
+    return _sum_chunks(chunk_sum, unit, _nearest(unit, classes.to(unit.device), others, k), unit.shape[1])
 
 
 @torch.no_grad()
 def _nearest(unit: Tensor, classes: Tensor, others: Tensor, k: int) -> Tensor:
     """Pairs each class with its nearest classes, shape ``(pairs, 2)``."""
     table, pairs = unit[others].T, []
-    for some in torch.split(classes, chunk_steps(len(classes), len(others), 1)[0]):
-        similarity = (unit[some] @ table).masked_fill_(some[:, None] == others, -torch.inf)
+    for chunk in torch.split(classes, chunk_steps(len(classes), len(others), 1)[0]):
+        similarity = (unit[chunk] @ table).masked_fill_(chunk[:, None] == others, -torch.inf)
         found, places = similarity.topk(min(k, len(others)), dim=1)
-        both = torch.stack([some[:, None].expand_as(places), others[places]], 2)
+        both = torch.stack([chunk[:, None].expand_as(places), others[places]], 2)
         pairs.append(both[found > -torch.inf])
     return torch.cat(pairs)
 
@@ -120,9 +120,9 @@ def _unit_rows(weight: Tensor) -> Tensor:
     return unit
 
 
-def _summed(piece: Callable[[Tensor, Tensor], Tensor], unit: Tensor, items: Tensor, width: int) -> Tensor:
+def _sum_chunks(chunk_sum: Callable[[Tensor, Tensor], Tensor], unit: Tensor, items: Tensor, width: int) -> Tensor:
     """Sums over chunks; only one chunk is in memory at a time, also in the backward pass."""
     total: Tensor = unit.sum() * 0
-    for some in torch.split(items, chunk_steps(len(items), width, 1)[0]):
-        total = total + checkpoint(piece, unit, some, use_reentrant=False, preserve_rng_state=False)
+    for chunk in torch.split(items, chunk_steps(len(items), width, 1)[0]):
+        total = total + checkpoint(chunk_sum, unit, chunk, use_reentrant=False, preserve_rng_state=False)
     return total

@@ -73,12 +73,12 @@ class GradientCorrection(GradientTerm):
 
     """
 
-    needs_local_clients = "its gradients are asked for beside the rounds' visits"
+    needs_local_clients = "its gradients need requests outside visits"
 
     def __init__(self) -> None:
         super().__init__()
         self._mean: State = {}
-        self._step_error: Exception | None = None  # of a client of the sample
+        self._step_error: Exception | None = None  # from a client in the sample
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuses manual optimization."""
@@ -92,19 +92,20 @@ class GradientCorrection(GradientTerm):
         local = federation.local_model(module)
         if local.sliced:
             raise MisconfigurationException(
-                f"FedDANE's gradients are of whole entries, but clients hold some rows of {sorted(local.sliced)} only."
+                f"FedDANE needs whole entries, but clients only hold some rows of {sorted(local.sliced)}: use 'fedavg',"
+                " for instance."
             )
         state, mean, ranks = local.global_state(), WeightedMean(), process_group_of(trainer)
         self._step_error = None
         sample = federation.schedule.second_draw(round, population.clients)
-        for client in sample[ranks.rank :: ranks.size]:  # the other processes ask the others
+        for client in sample[ranks.rank :: ranks.size]:  # other processes measure the other clients
             server.sent(client, Broadcast(round, state))
             local.load_client(client, state)
             tell_of_model(trainer, module, client)
             try:
                 answer = self._measure(trainer, module, client, state, is_reloaded=True)
             except _NoAnswerError as fault:
-                _log.warning("Round %d: client %r's gradient is left out: %s.", round_number(round), client, fault)
+                _log.warning("Round %d: client %r's gradient is excluded: %s.", round_number(round), client, fault)
                 self._step_error = fault.step_error or self._step_error
                 continue
             except Exception as error:
@@ -115,7 +116,7 @@ class GradientCorrection(GradientTerm):
             if reason is None:
                 mean.add(answer.extras, answer.num_samples, answer.num_samples)
             else:
-                _log.warning("Round %d: client %r's gradient is left out: %s.", round_number(round), client, reason)
+                _log.warning("Round %d: client %r's gradient is excluded: %s.", round_number(round), client, reason)
         local.load_global(state)
         tell_of_model(trainer, module, None)
         whole = WeightedMean()
@@ -136,7 +137,7 @@ class GradientCorrection(GradientTerm):
         mean = without_prefix(broadcast.extras, _PREFIX)
         visit = find_federation(trainer).visit
         if not mean:
-            reason = "no client of the sample could send its gradient"
+            reason = "no client in the gradient sample sent a gradient"
             if visit.fault is None and self._step_error is not None:
                 visit.fail(reason, self._step_error)
             visit.fault = visit.fault or reason
@@ -217,14 +218,14 @@ def full_gradient(
         One gradient per parameter; empty if no batch gave a loss.
 
     """
-    normalizing = [layer for layer in batch_norm_layers(module).values() if layer.training]  # not the user's frozen
+    normalizing = [layer for layer in batch_norm_layers(module).values() if layer.training]  # frozen layers stay frozen
     recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase) and layer.training]
     mean = WeightedMean()
     with isolated_pass(module, gradients=True, is_reloaded=is_reloaded):
         for layer in (*normalizing, *recurrent):
             layer.train()
         for layer in recurrent:
-            layer.dropout = 0.0  # comes back with the other attributes
+            layer.dropout = 0.0  # the isolated pass restores attributes
         for number, batch in enumerate(batches):
             loss = loss_of(trainer, module, batch, number)
             if loss is None:

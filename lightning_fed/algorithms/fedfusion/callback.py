@@ -45,7 +45,7 @@ from lightning_fed.model.features import FeatureLayer
 from lightning_fed.numerics.seeds import derive_seed
 from lightning_fed.server.schedule import default_seed
 
-_OPERATOR_STREAM = 1001  # of random numbers, apart from those of the schedule
+_OPERATOR_STREAM = 1001  # random stream, separate from the schedule's streams
 
 
 class FeatureFusion(FederatedCallback):
@@ -140,11 +140,11 @@ class FeatureFusion(FederatedCallback):
         self.conv_bias = conv_bias
         self.channel_axis = channel_axis
         self._fusion: FusionLayer | None = None
-        self._reference: State = {}  # of the global model before the current one
-        self._round_reference: State = {}  # of the global model that the open round started from
+        self._reference: State = {}  # extractor from the previous global model
+        self._round_reference: State = {}  # extractor from the round's initial global model
         self._stage: Literal["rest", "training", "aggregated"] = "rest"
         self._is_untrained = False
-        self._weights: State = {}  # of "multi" and "single", at the start of the open round
+        self._weights: State = {}  # for "multi" and "single", from the start of the round
         self._reset_cache()
 
     @property
@@ -156,7 +156,7 @@ class FeatureFusion(FederatedCallback):
 
         """
         if self._fusion is None:
-            raise RuntimeError("The module is fused in `setup`.")
+            raise RuntimeError("Expected a module with fusion, but `setup` has not run yet.")
         return self._fusion
 
     # Lightning's hooks
@@ -166,12 +166,14 @@ class FeatureFusion(FederatedCallback):
         if stage == "fit":
             if isinstance(find_federation(trainer).server.rule, FedMA):
                 raise MisconfigurationException(
-                    "Expected an aggregator that keeps neurons in their places, but got FedMA: channels that are fused"
-                    " with those of another extractor cannot be matched."
+                    "Expected an aggregator without neuron matching, but got FedMA: fused channels cannot be matched."
+                    " Use 'fedavg', for instance."
                 )
             callbacks = callbacks_of(trainer)
-            if callbacks.index(self) > callbacks.index(find_federation(trainer)):  # (`setup` runs in a loop over them.)
-                move_behind_federation(self, trainer)  # so that all others see a visit with its extractor
+            if callbacks.index(self) > callbacks.index(find_federation(trainer)):
+                # Other callbacks then see a visit with its extractor. Lightning loops over the callbacks, and
+                # only a move towards the front skips no callback.
+                move_behind_federation(self, trainer)
         is_fused = find_fusion(pl_module) is not None
         with seeded_generators(derive_seed(_federation_seed(trainer), _OPERATOR_STREAM)):
             try:
@@ -197,9 +199,9 @@ class FeatureFusion(FederatedCallback):
         }
         if self.operator != "none" and wanted and optimized.isdisjoint(wanted):
             raise MisconfigurationException(
-                "Expected to fuse features that train, but no optimizer has parameters of what makes"
-                f" {Extractor(_name_of(self.fusion.network, pl_module), self.fusion.layer)}: name in `at` a layer of"
-                " the network that trains."
+                "Expected trainable features, but no optimizer has a parameter before"
+                f" {Extractor(_name_of(self.fusion.network, pl_module), self.fusion.layer)}: name a layer in a trained"
+                " network in `at`."
             )
         _add_parameters(list(self.fusion.parameters()), trainer)
 
@@ -207,8 +209,8 @@ class FeatureFusion(FederatedCallback):
         """Warns about an untrained convolution in a model trained without fusion."""
         if self._is_untrained:
             rank_zero_warn(
-                "The module had no fusion: the convolution that it got has random weights, and what follows it makes"
-                " nothing of them. Evaluate the module without `FeatureFusion`, or a checkpoint of a fit with it."
+                "The module had no fusion, so its new convolution has random weights and the results are meaningless."
+                " Evaluate the module without `FeatureFusion`, or load a checkpoint from a fit with `FeatureFusion`."
             )
 
     on_test_start = on_predict_start = on_validation_start
@@ -311,10 +313,10 @@ class FeatureFusion(FederatedCallback):
             self._caches = False
             network = type(self.fusion.network).__name__
             rank_zero_warn(
-                "`cache_global_features` finds none of the inputs again in a second pass over the data, which an"
-                " augmentation changes, it seems: they are not kept any more."
+                "`cache_global_features` found no input again in a second pass over the data, probably because of"
+                " augmentation. The cache is disabled."
                 if cache.misses
-                else f"`cache_global_features` keeps nothing: {network} is not called with one tensor alone."
+                else f"`cache_global_features` has no effect: {network} has other inputs than one tensor."
             )
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
@@ -406,7 +408,7 @@ class FeatureFusion(FederatedCallback):
         try:
             example = forward_inputs(module, training_batch(find_federation(trainer)))
         except (ValueError, MisconfigurationException):
-            return self._fuse(trainer, module)  # which says what to do
+            return self._fuse(trainer, module)  # raises an error with a remedy
         module.example_input_array = example
         try:
             return self._fuse(trainer, module)
@@ -426,8 +428,8 @@ class FeatureFusion(FederatedCallback):
 
     def _reset_cache(self) -> None:
         self._caches = self.cache_global_features and self.operator != "none"
-        self._batch = self._per_epoch = 0  # of the visit's batches
-        self._hits = self._late_hits = 0  # samples of the cache before the batch, and in passes but the first
+        self._batch = self._per_epoch = 0  # batches in the visit and per epoch
+        self._hits = self._late_hits = 0  # cached samples before the batch, and after the first pass
 
 
 def _default_of(name: str) -> Any:

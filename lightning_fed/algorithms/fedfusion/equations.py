@@ -122,7 +122,7 @@ def fuse_conv(
         )
     both = torch.cat([reference.to(local.dtype), local], axis)
     if axis == 1 and local.ndim == 4:
-        return F.conv2d(both, weight[:, :, None, None], bias)  # whose gradients have the layout of the maps
+        return F.conv2d(both, weight[:, :, None, None], bias)  # keeps the maps' memory layout in gradients
     return F.linear(both.movedim(axis, -1), weight, bias).movedim(-1, axis)
 
 

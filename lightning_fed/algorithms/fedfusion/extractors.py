@@ -241,7 +241,7 @@ def _find_called_module(module: nn.Module, layer: FeatureLayer) -> str:
     first, _, rest = layer.path.partition(".")
     if not rest:
         return ""
-    return f"{first}._orig_mod" if rest.startswith("_orig_mod.") else first  # what `torch.compile` has wrapped
+    return f"{first}._orig_mod" if rest.startswith("_orig_mod.") else first  # wrapped by `torch.compile`
 
 
 def _children_of_nearest(layers: Mapping[str, nn.Module], name: str) -> str:

@@ -108,7 +108,7 @@ class FrozenExtractor:
         if source is None or copied is None or (source.device, source.dtype) == (copied.device, copied.dtype):
             return
         originals = tensors_by_path(network)
-        with torch.inference_mode(False):  # what is made in that mode cannot be written into later
+        with torch.inference_mode(False):  # inference tensors are read-only later
             self.network.to(source.device)
             for name, entry in tensors_by_path(self.network).items():
                 entry.data = entry.data.to(originals[name].dtype)
@@ -126,7 +126,7 @@ class FrozenExtractor:
         """
         started, finished = set[nn.Module](), dict[nn.Module, None]()
 
-        def note_finished(module: nn.Module, args: Any, output: Any) -> None:
+        def record_finished(module: nn.Module, args: Any, output: Any) -> None:
             finished[module] = None
 
         handles = [
@@ -134,7 +134,7 @@ class FrozenExtractor:
             for module in self.network.modules()
             for handle in (
                 module.register_forward_pre_hook(lambda module, args: started.add(module)),
-                module.register_forward_hook(note_finished, prepend=True),
+                module.register_forward_hook(record_finished, prepend=True),
             )
         ]
         try:
@@ -142,7 +142,7 @@ class FrozenExtractor:
         finally:
             for handle in handles:
                 handle.remove()
-        needed = set(_needed(self.network, started, set(finished)))
+        needed = set(_used_entries(self.network, started, set(finished)))
         unneeded = {name: entry for name, entry in tensors_by_path(self.network).items() if name not in needed}
         values = {name: entry.data for name, entry in unneeded.items()}
         for entry in unneeded.values():
@@ -150,7 +150,7 @@ class FrozenExtractor:
         try:
             self(*args, **kwargs)
             self.entries &= needed
-        except Exception:  # a layer that is not called and whose weights are used all the same
+        except Exception:  # a layer with used weights that never runs
             for name, entry in unneeded.items():
                 entry.data = values[name]
         trained = (module for module in reversed(finished) if any(True for _ in module.parameters(recurse=False)))
@@ -180,7 +180,7 @@ def _copy_network(network: nn.Module) -> nn.Module:
     shared = {}
     if isinstance(network, L.LightningModule):
         shared = {id(value): value for name, value in vars(network).items() if name not in _INTERNAL}
-    with torch.inference_mode(False):  # tensors of that mode cannot meet gradients
+    with torch.inference_mode(False):  # inference tensors do not support gradients
         return copy.deepcopy(network, shared)
 
 
@@ -190,7 +190,9 @@ def entries_of_network(module: nn.Module, network: nn.Module) -> dict[str, str]:
     return {path: names[tensor] for path, tensor in tensors_by_path(network).items() if tensor in names}
 
 
-def _needed(module: nn.Module, started: set[nn.Module], finished: set[nn.Module], prefix: str = "") -> Iterator[str]:
+def _used_entries(
+    module: nn.Module, started: set[nn.Module], finished: set[nn.Module], prefix: str = ""
+) -> Iterator[str]:
     """Yields the entries used by a pass: all in a finished module, and the direct entries in a started module.
 
     Some modules are never called: lists of layers, and modules with other methods or with separately called layers
@@ -202,7 +204,7 @@ def _needed(module: nn.Module, started: set[nn.Module], finished: set[nn.Module]
         direct = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         yield from (f"{prefix}{name}" for pairs in direct for name, _ in pairs)
         for name, child in module.named_children():
-            yield from _needed(child, started, finished, f"{prefix}{name}.")
+            yield from _used_entries(child, started, finished, f"{prefix}{name}.")
 
 
 def _is_callable(module: nn.Module) -> bool:

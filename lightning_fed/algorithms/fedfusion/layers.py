@@ -86,7 +86,7 @@ class FusionLayer(nn.Module):
         self.layer = layer
         self.cache: FeatureCache | None = None
         self.has_run = False
-        self._network = (network,)  # not a submodule of this one
+        self._network = (network,)  # in a tuple: not a submodule
         has_fusion = operator != "none"
         self.frozen = (
             FrozenExtractor(network, layer) if has_fusion else FrozenExtractor(nn.Identity(), FeatureLayer(""))
@@ -161,15 +161,15 @@ class FusionLayer(nn.Module):
             handle.remove()
         self._handles = []
 
-    # Hooks of the network and the layer
+    # Hooks
 
     def _before_network(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_referring:
             return
         if any(value.grad_fn is not None for _, value in named_features([args, kwargs])):
             raise RuntimeError(
-                f"Expected {type(network).__name__}, whose features are fused, to be called with data, but it is called"
-                " with what other layers made of them: name in `network` the module that they are part of."
+                f"Expected {type(network).__name__}, the network with fused features, to be called with data, but its"
+                " inputs come from other layers: name the enclosing module in `network`."
             )
         self.frozen.follow(network)
         if self.cache is None or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
@@ -198,8 +198,8 @@ class FusionLayer(nn.Module):
             reference, self._reference = self._reference, None
             if reference is None:
                 raise RuntimeError(
-                    f"Expected {self.layer} to be run once whenever {type(self.network).__name__} is called, but it is"
-                    " run again, or by itself: name another layer in `at`, or in `network` the module that is called."
+                    f"Expected {self.layer} to run once per call to {type(self.network).__name__}, but the layer ran"
+                    " again or outside a call: name another layer in `at`, or the called module in `network`."
                 )
         else:
             reference = {name: local[name].detach() for name in self.operators}
@@ -229,7 +229,7 @@ class FusionLayer(nn.Module):
             names = [str(level) for level in (range(len(counts)) if levels == "all" else levels)]
             if len(names) != len(counts):
                 raise ValueError(f"Expected `channels` of {len(names)} levels, but got {counts}.")
-            with suppress(ValueError):  # then the copy is of the whole network
+            with suppress(ValueError):  # the copy then contains the whole network
                 self._run(example)
             return {name: (count, channel_axis) for name, count in zip(names, counts, strict=True)}
         inputs, features, last = self._run(example)

@@ -206,7 +206,7 @@ def _pointwise(fusion: FusionLayer, extractor: Extractor) -> nn.Module:
     operators = [operator for operator in fusion.operators.values() if isinstance(operator, ConvFusion)]
     ndims = list(fusion.ndims.values())
     if not ndims:
-        raise ValueError(f"Expected features that have been seen, but nobody has run {extractor}: run the model.")
+        raise ValueError(f"Expected a known number of feature axes, but {extractor} has not run yet: run the model.")
     if not fusion.is_plain:
         raise ValueError(
             f"Expected one layer with one input and one tensor of features, which a convolution can follow, but"
@@ -218,7 +218,7 @@ def _pointwise(fusion: FusionLayer, extractor: Extractor) -> nn.Module:
     is_last = ndim == 2 or axis in (-1, ndim - 1)
     has_bias = operator.bias is not None
     kinds = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
-    convolution: Any = (  # without values: those of a new layer would be drawn
+    convolution: Any = (  # on `meta`: initialisation would use random numbers
         nn.Linear(channels, channels, has_bias, device="meta")
         if is_last
         else kinds[ndim](channels, channels, 1, bias=has_bias, device="meta")

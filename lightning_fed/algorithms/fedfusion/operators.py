@@ -128,7 +128,7 @@ class ConvFusion(FusionOperator):
     ) -> None:
         super().__init__()
         check_option("init", init, ConvInit)
-        layer = nn.Linear(2 * check_count("channels", channels), channels, bias)  # starts as a 1x1 convolution does
+        layer = nn.Linear(2 * check_count("channels", channels), channels, bias)  # initialised like a 1x1 convolution
         self.weight = layer.weight
         self.bias = layer.bias
         self.init = init

@@ -33,7 +33,7 @@ from lightning_fed.model.entries import layer_entries
 
 ClientClasses: TypeAlias = Mapping[Client, Sequence[int]] | Callable[[Client], Sequence[int]]
 
-_NEGATIVES_STREAM = 2  # the visit's random numbers that the negatives are drawn from
+_NEGATIVES_STREAM = 2  # the visit's random stream for negatives
 
 
 class SampledSoftmax(FederatedCallback):
@@ -61,7 +61,7 @@ class SampledSoftmax(FederatedCallback):
         resample: Draw negatives once per ``"round"``, or per ``"batch"``. In both cases the client requests all
             necessary rows before the visit.
         head: Name of the head; ``"auto"`` for a model with one head.
-        target: Labels in a batch: an index or key, or a function with one of the batch's tensors as result; by default
+        target: Labels in a batch: an index or key, or a function with a tensor from the batch as result; by default
             the second element, or ``batch["target"]``, ``["label"]``, ``["y"]`` or the plurals. Whole numbers; negative
             numbers are ignored, like cross-entropy's ``ignore_index=-100``.
         classes: The clients' classes, a mapping or a function; ``None`` reads the labels in a pass over a client's data
@@ -109,7 +109,7 @@ class SampledSoftmax(FederatedCallback):
         self._client_classes: dict[Client, Tensor] = {}
         self._head_name: str | None = None
         self._held: SampledClasses | None = None
-        self._columns: list[Tensor] = []  # of the visit's batches, where each has negatives of its own
+        self._columns: list[Tensor] = []  # by batch, for resample="batch"
         self._batch = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -149,7 +149,7 @@ class SampledSoftmax(FederatedCallback):
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
         """Sets the head's classes."""
-        self._hold(module)
+        self._set_head_classes(module)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -161,7 +161,7 @@ class SampledSoftmax(FederatedCallback):
         """Returns the batch with labels as logit columns."""
         if self._held is None:
             return batch
-        self._hold(module)  # another callback may look at the model before this one
+        self._set_head_classes(module)  # another callback may use the model earlier
         head = self._head(module)
         if module.training and not head.training:
             raise MisconfigurationException(
@@ -175,7 +175,7 @@ class SampledSoftmax(FederatedCallback):
             local = head.begin_batch(labels, columns)
         except ForeignLabelError as error:
             raise ClientFault(
-                f"its classes are not all known: {error} Give `SampledSoftmax` the clients' `classes`"
+                f"it has an unknown class: {error} Pass the clients' `classes` to `SampledSoftmax`"
             ) from error
         if target.is_floating_point():
             local = local.to(target.dtype)
@@ -215,7 +215,7 @@ class SampledSoftmax(FederatedCallback):
                 )
         return layer_entries(module, head)
 
-    def _hold(self, module: L.LightningModule) -> None:
+    def _set_head_classes(self, module: L.LightningModule) -> None:
         head = self._head(module)
         if self._held is not None and head.held is not self._held:
             head.hold(self._held)

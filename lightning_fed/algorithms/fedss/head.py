@@ -24,7 +24,7 @@ from lightning_fed.model.features import LogitsLayer
 from lightning_fed.numerics.chunks import CHUNK_ELEMENTS
 from lightning_fed.numerics.precision import at_least_float32
 
-_SCALE = 20.0  # the paper's, A.2
+_SCALE = 20.0  # from the paper, A.2
 
 
 class _Batch(NamedTuple):

@@ -65,14 +65,14 @@ def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool =
     """
     margin_losses = [name for name, layer in module.named_modules() if _is_margin_loss(layer)]
     if margin_losses:
-        return replace_layer(module, margin_losses[-1], _converted(module.get_submodule(margin_losses[-1])))
+        return replace_layer(module, margin_losses[-1], _convert_loss(module.get_submodule(margin_losses[-1])))
     path = find_classifier(module)
     linear = None if path is None else module.get_submodule(path)
     if path is None or not isinstance(linear, nn.Linear):
         actual = "none" if linear is None else f"{path!r} ({type(linear).__name__})"
         raise TypeError(f"Expected the layer that makes the logits to be a linear one, but got {actual}.")
     has_bias = linear.bias is not None and not normalize
-    with torch.device("meta"):  # its parameters are there already
+    with torch.device("meta"):  # the parameters already exist
         head = SampledSoftmaxHead(linear.in_features, linear.out_features, scale, normalize, has_bias)
     for name in ["weight", "bias"] if has_bias else ["weight"]:
         head.register_parameter(name, linear.get_parameter(name))
@@ -86,7 +86,7 @@ def _is_margin_loss(layer: nn.Module) -> bool:
     return bool(kinds & {("pytorch_metric_learning", "ArcFaceLoss"), ("pytorch_metric_learning", "CosFaceLoss")})
 
 
-def _converted(loss: Any) -> MarginLoss:
+def _convert_loss(loss: Any) -> MarginLoss:
     in_features, num_classes = loss.W.shape
     is_arcface = any(kind.__name__ == "ArcFaceLoss" for kind in type(loss).__mro__)
     margin, scale = float(loss.margin), float(loss.scale)

@@ -71,7 +71,7 @@ def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, ge
     num_unknown = num_classes - len(known)
     draw = generator.choice(num_unknown, min(num_negatives, num_unknown), replace=False, shuffle=False)
     ranks = torch.from_numpy(np.sort(draw)).to(torch.int64)
-    # The negative of rank r comes behind as many positives as have no more than r negatives before them.
+    # The negative with rank r follows all positives with at most r negatives before.
     return ranks + torch.searchsorted(known - torch.arange(len(known)), ranks, right=True)
 
 
@@ -154,7 +154,7 @@ def sampled_logits(
         raise ValueError("Expected `target` with objective='negonly', but got None.")
     _check_rows(logits, target)
     is_other = torch.arange(len(is_positive), device=target.device) != target.unsqueeze(1)
-    # A row without a target keeps its numbers: masked all over, its gradient would be NaN.
+    # A fully masked row would have NaN gradients, so a row without a target keeps all classes.
     return logits.masked_fill(is_positive & is_other & (target >= 0).unsqueeze(1), -torch.inf)
 
 
@@ -190,7 +190,7 @@ def with_margin(cosines: Tensor, target: Tensor, margin: float, margin_of: Margi
     if margin_of == "cosine":
         changed = own - margin
     else:
-        angles = own.clamp(-1 + 1e-6, 1 - 1e-6).acos()  # whose derivative is finite
+        angles = own.clamp(-1 + 1e-6, 1 - 1e-6).acos()  # with a finite derivative
         changed = torch.where(angles <= math.pi - margin, (angles + margin).cos(), own - margin * math.sin(margin))
     has_class = (target >= 0).unsqueeze(1).to(cosines.device)
     return cosines.scatter(1, columns, torch.where(has_class, changed, own))

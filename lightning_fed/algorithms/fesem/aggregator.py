@@ -116,7 +116,7 @@ class FeSEM(Aggregator):
         self.centers = [move_beside(center, state) for center in self.centers]
         self._names = self._compared_names(state)
         self.means = [WeightedMean() for _ in self.centers] or [WeightedMean()]
-        self.received: dict[Client, tuple[int, int]] = {}  # index of its mean, and number of examples
+        self.received: dict[Client, tuple[int, int]] = {}  # index in `means`, and number of examples
         self.candidates: dict[tuple[int, int], ClientUpdate] = {}
 
     def broadcast(self, request: Request) -> Broadcast:
@@ -131,7 +131,7 @@ class FeSEM(Aggregator):
         self.received[update.client] = index, update.num_samples
         if not self.centers:
             key = client_key(update.client)
-            self._keep_candidate((derive_seed(self.seed, key), key), update)
+            self._store_candidate((derive_seed(self.seed, key), key), update)
 
     def merge(self, other: FeSEM) -> None:
         """Joins the sums from another process with the same centres."""
@@ -139,7 +139,7 @@ class FeSEM(Aggregator):
             mean.merge(joined)
         self.received |= other.received
         for key, update in other.candidates.items():
-            self._keep_candidate(key, update)
+            self._store_candidate(key, update)
 
     def aggregate(self) -> State:
         """Moves the centres; returns the mean over the centres, weighted by the examples of all assigned clients."""
@@ -149,7 +149,7 @@ class FeSEM(Aggregator):
         assignments = {client: index for client, (index, _) in self.received.items()}
         self._moved = sum(self.assignments.get(client, index) != index for client, index in assignments.items())
         self.assignments = self.assignments | assignments
-        self.centers = _means_or(self.means, self.centers)
+        self.centers = _move_centers(self.means, self.centers)
         total = WeightedMean()
         for index, size in self.sizes().items():
             if index is not None:
@@ -179,7 +179,7 @@ class FeSEM(Aggregator):
         """The entries in the class's note."""
         return {
             "centers": self.centers,
-            # Names as Python has them: NumPy's do not load with `weights_only=True`.
+            # Python types: NumPy's types do not load with `weights_only=True`.
             "clients": [str(client) if isinstance(client, str) else int(client) for client in self._num_samples],
             "assignments": [self.assignments.get(client) for client in self._num_samples],
             "num_samples": list(self._num_samples.values()),
@@ -194,7 +194,7 @@ class FeSEM(Aggregator):
         """
         centers = state.get("centers", [])
         if centers and len(centers) != self.num_centers:
-            raise ValueError(f"Expected a state of `num_centers`={self.num_centers}, but it holds {len(centers)}.")
+            raise ValueError(f"Expected a state with `num_centers`={self.num_centers}, but got {len(centers)} centres.")
         clients = state.get("clients", [])
         self.centers = list(centers)
         assignments = zip(clients, state.get("assignments", []), strict=True)
@@ -211,7 +211,7 @@ class FeSEM(Aggregator):
             self.assignments = dict.fromkeys(self.received, 0)
         elif len(updates) < self.num_centers:
             _log.warning(
-                "Round %d had %d good updates, fewer than num_centers=%d: it was one of federated averaging.",
+                "Round %d had %d good updates, fewer than num_centers=%d: the round used federated averaging.",
                 round_number(self._info.round),
                 len(updates),
                 self.num_centers,
@@ -228,11 +228,11 @@ class FeSEM(Aggregator):
             for update, index in zip(updates, assignments.tolist(), strict=True):
                 means[index].add(update.state, update.num_samples, update.num_samples)
                 self.assignments = self.assignments | {update.client: index}
-            self.centers = _means_or(means, [updates[index].state for index in first.tolist()])
+            self.centers = _move_centers(means, [updates[index].state for index in first.tolist()])
         self.candidates = {}
         return mean
 
-    def _keep_candidate(self, key: tuple[int, int], update: ClientUpdate) -> None:
+    def _store_candidate(self, key: tuple[int, int], update: ClientUpdate) -> None:
         """Stores an update. Random initialisation keeps the smallest keys, a draw independent of the order."""
         if self.num_centers > 1:
             self.candidates[key] = update
@@ -261,5 +261,5 @@ class FeSEM(Aggregator):
         return names
 
 
-def _means_or(means: Sequence[WeightedMean], centers: Sequence[State]) -> list[State]:
+def _move_centers(means: Sequence[WeightedMean], centers: Sequence[State]) -> list[State]:
     return [mean.mean() if mean.count else center for mean, center in zip(means, centers, strict=True)]

@@ -50,7 +50,7 @@ class CenterEvaluation(L.Callback):
     def _evaluate(self, trainer: L.Trainer, pl_module: L.LightningModule, loaders: Any, stage: Stage) -> None:
         federation = find_federation(trainer)
         aggregator = federation.server.rule
-        loader = _only_one(loaders, stage)
+        loader = _single_loader(loaders, stage)
         if loader is None or not isinstance(aggregator, FeSEM) or not aggregator.sizes():
             return
         entries = live_entries(pl_module)
@@ -73,7 +73,7 @@ class CenterEvaluation(L.Callback):
         federation.round_log.put(trainer, trainer.current_epoch, values)
 
 
-def _only_one(loaders: Any, stage: Stage) -> Any:
+def _single_loader(loaders: Any, stage: Stage) -> Any:
     if not isinstance(loaders, list | tuple | dict):
         return loaders
     if len(loaders) > 1:

@@ -58,9 +58,9 @@ def k_means(
     points, weights = to_float64(points), to_float64(weights)
     best: tuple[float, Tensor, Tensor] | None = None
     for _ in range(num_starts):
-        first = _far_points(points, num_centers, generator)
+        first = _draw_distant_points(points, num_centers, generator)
         spread, assignments = _lloyd(points, points[first], weights, max_steps)
-        if best is None or spread < best[0] * (1 - 1e-9):  # of equal ones the first
+        if best is None or spread < best[0] * (1 - 1e-9):  # the first of equal starts
             best = spread, assignments, torch.tensor(first)
     assert best is not None
     return best[1], best[2]
@@ -96,12 +96,12 @@ def embed(states: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tenso
     return points
 
 
-def _far_points(points: Tensor, count: int, generator: np.random.Generator) -> list[int]:
+def _draw_distant_points(points: Tensor, count: int, generator: np.random.Generator) -> list[int]:
     first = [int(generator.integers(len(points)))]
     while len(first) < count:
-        squares = _squares(points, points[first]).amin(1).cpu().numpy()
+        squares = _squared_distances(points, points[first]).amin(1).cpu().numpy()
         squares[first] = 0
-        if squares.sum() == 0:  # all others lie on a centre
+        if squares.sum() == 0:  # all other points equal a centre
             squares = np.ones(len(points))
             squares[first] = 0
         mass = squares.cumsum()
@@ -111,19 +111,19 @@ def _far_points(points: Tensor, count: int, generator: np.random.Generator) -> l
 
 def _lloyd(points: Tensor, centers: Tensor, weights: Tensor, max_steps: int) -> tuple[float, Tensor]:
     """Runs Lloyd's steps; returns the weighted sum of squared distances, and each point's centre."""
-    squares = _squares(points, centers)
+    squares = _squared_distances(points, centers)
     assignments = squares.argmin(1)
     for _ in range(max_steps):
         for index in sorted(set(assignments.tolist())):
             share = weights * (assignments == index)
             centers[index] = (share[:, None] * points).sum(0) / share.sum()
-        squares = _squares(points, centers)
+        squares = _squared_distances(points, centers)
         before, assignments = assignments, squares.argmin(1)
         if torch.equal(before, assignments):
             break
     return float((weights * squares.amin(1)).sum()), assignments
 
 
-def _squares(points: Tensor, centers: Tensor) -> Tensor:
+def _squared_distances(points: Tensor, centers: Tensor) -> Tensor:
     """Squared distances, shape ``(N, G)``. Differences come first, because large norms would hide small distances."""
     return torch.stack([(points - center).square().sum(1) for center in centers], 1)

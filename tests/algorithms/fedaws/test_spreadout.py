@@ -371,7 +371,7 @@ class NoLayers(nn.Module):
             "`entry` to be a weight of Module .*, but got 'net.head.weight'",
         ),
         (models.mlp, {"entry": "net.2.bias"}, (), "with one row per class, but got 'net.2.bias'"),
-        (models.mlp, {}, ["net.2.*"], "`entry` to be one that travels, but 'net.2.weight' does not"),
+        (models.mlp, {}, ["net.2.*"], "`entry` to be a shared entry, but 'net.2.weight' is personal"),
         (NoLayers, {}, (), "with one row per class, but got 'net.weight'"),
     ],
 )

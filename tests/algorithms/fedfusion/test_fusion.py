@@ -372,7 +372,7 @@ def test_layers_in_the_lightning_module_itself():
 
     inputs, module = images(), Flat()
     fuse(module, "multi", at="conv2").refer()
-    with pytest.raises(RuntimeError, match="Expected Conv2d, whose features are fused, to be called with data"):
+    with pytest.raises(RuntimeError, match="Expected Conv2d, the network with fused features, to be called with data"):
         module(inputs)
     unwrap(module)
     fusion = fuse(module, "single", at="conv2", network="")
@@ -399,7 +399,7 @@ def test_a_layer_that_is_run_twice_is_refused():
 
     task = Task(Twice())
     fuse(task, "conv", network="model", at="model.features").refer()
-    with pytest.raises(RuntimeError, match="to be run once whenever Twice is called"):
+    with pytest.raises(RuntimeError, match="to run once per call to Twice"):
         task(torch.randn(2, 4))
 
 

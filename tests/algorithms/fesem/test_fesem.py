@@ -224,7 +224,7 @@ def test_its_state_is_tensors_and_primitives(init, tmp_path):
         assert_same(reference_value, ours)
     assert again.assignments == rule.assignments
     assert again.sizes() == rule.sizes()
-    with pytest.raises(ValueError, match="`num_centers`=3, but it holds 2"):
+    with pytest.raises(ValueError, match="`num_centers`=3, but got 2"):
         FeSEM(3).load_state_dict(rule.state_dict())
 
 
