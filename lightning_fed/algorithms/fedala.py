@@ -25,7 +25,7 @@ from lightning_fed.lightning.internals import loss_scale
 from lightning_fed.lightning.isolated_pass import isolated_pass
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, with_prefix
 from lightning_fed.method import Method, register
-from lightning_fed.model.entries import copy_state, parameter_entries
+from lightning_fed.model.entries import copy_state, parameter_entries, tensors_by_path
 from lightning_fed.numerics.precision import as_real
 from lightning_fed.rule import Aggregator
 
@@ -187,9 +187,11 @@ def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tens
 
     """
     layers: dict[str, dict[str, nn.Parameter]] = {}
-    for parameter, name in parameter_entries(module).items():
-        if name in state and parameter.requires_grad:
-            layers.setdefault(name.rpartition(".")[0], {})[name] = parameter
+    names = parameter_entries(module)
+    for path, parameter in tensors_by_path(module).items():  # entries may have names without a layer
+        if parameter.requires_grad and isinstance(parameter, nn.Parameter) and names.get(parameter) in state:
+            layer = f".{path}".rpartition(".")[0].partition(".parametrizations.")[0]
+            layers.setdefault(layer, {})[names[parameter]] = parameter
     if len(layers) < num_layers:
         raise MisconfigurationException(
             f"Expected `num_layers` to be at most the number of shared trainable layers ({len(layers)}), but got"

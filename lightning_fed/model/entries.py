@@ -224,13 +224,16 @@ def check_entries(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> No
     missing = [
         slot.path
         for slot in slots
-        if slot.tensor not in names and slot.layer.training and is_running_statistic(slot.attribute)
+        if slot.layer.training
+        and is_running_statistic(slot.attribute)
+        and not is_running_statistic(names.get(slot.tensor, ""))
     ]
     if missing:
         raise OptionError(
             f"Expected `{owner}.state_dict()` to hold the running statistics of every layer in training mode, but"
-            f" {_some(missing)} shares no memory with an entry, and the server would never see it: keep the statistics"
-            " in `state_dict`, or put the layer in evaluation mode (`.eval()`)."
+            f" {_some(missing)} shares no memory with an entry of this kind, and the server would see no statistic:"
+            " keep the statistics in `state_dict` under names with the endings `.running_mean` and `.running_var`, or"
+            " put the layer in evaluation mode (`.eval()`)."
         )
     entries = _state_tensors(module, slots)
     _check_optimizers(owner, optimizers, [*names, *entries.values()])

@@ -7,11 +7,14 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import MixedPrecision
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.data import TensorDataset
 
 from lightning_fed import FederatedDataModule
 from lightning_fed.algorithms import FedALA
+from lightning_fed.algorithms.fedala import last_parameters
 from lightning_fed.callbacks import AdaptiveAggregation, FederatedCallback
+from lightning_fed.model.entries import live_entries
 from tests import models
 from tests.recorders import MemoryLogger, Recorder, SavesOnException, assert_same, bytes_of, state_of
 from tests.references import recalibration_seed_reference, visit_batches_reference, visit_seed_reference
@@ -192,3 +195,18 @@ def test_a_loss_scale_is_that_of_the_weights_too(scale, learns, federated_traine
     assert bool((expected < 0.9).all())
     assert bool((expected > 0).all())
     torch.testing.assert_close(found, expected if learns else torch.ones(4), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_last_layers_of_renamed_and_parametrized_entries(num_layers):
+    """The layer decides, not the name of an entry."""
+
+    class Renamed(torch.nn.Sequential):
+        def state_dict(self, *args, **kwargs):
+            return {name.replace(".", "|"): value for name, value in super().state_dict(*args, **kwargs).items()}
+
+    renamed = Renamed(*models.mlp())
+    register_parametrization(renamed[-1], "weight", torch.nn.Identity())
+    last = last_parameters(renamed, num_layers, live_entries(renamed))
+    expected = [layer for layer in renamed if isinstance(layer, torch.nn.Linear)][-num_layers:]
+    assert set(last.values()) == {value for layer in expected for value in layer.parameters()}

@@ -1,6 +1,7 @@
 """State entries: live, tied, policies, and mismatches."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -397,3 +398,20 @@ def test_a_type_that_selects_a_tied_layer_and_not_the_first_is_refused():
     with pytest.raises(OptionError, match=r"Linear matches a layer that shares '0\.weight' with Embedding"):
         entry_policies(net, personal=[nn.Linear])
     assert entry_policies(net, personal=[nn.Embedding]) == {"0.weight": "personal"}
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_statistics_keep_the_ending_of_their_names(trains):
+    """The server tells statistics from weights by the ending."""
+
+    class Renamed(nn.Sequential):
+        def state_dict(self, *args, **kwargs):
+            return {name.replace(".", "|"): value for name, value in super().state_dict(*args, **kwargs).items()}
+
+    net = Renamed(nn.Linear(2, 2), nn.BatchNorm1d(2)).train(trains)
+    with (
+        pytest.raises(OptionError, match=r"'1\.running_mean', '1\.running_var' .* `\.running_mean`")
+        if trains
+        else nullcontext()
+    ):
+        check_entries(net)
