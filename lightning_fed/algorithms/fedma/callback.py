@@ -164,7 +164,7 @@ class LayerwiseTraining(FederatedCallback):
         federation = find_federation(trainer)
         rule = _rule(federation)
         local = federation.local_model(pl_module)
-        check_options(federation, local)
+        check_options(federation, local, pl_module)
         pin = [*self.pin, *local.server_entries]
         extra = resize_groups(
             self.extra_groups, [rule.widths.get(group.name, group.size) for group in self.extra_groups]

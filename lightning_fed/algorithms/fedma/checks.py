@@ -14,12 +14,30 @@ from lightning_fed.callbacks.federation import Federation
 from lightning_fed.client.local_model import LocalModel
 from lightning_fed.errors import OptionError
 from lightning_fed.lightning.internals import callbacks_of
+from lightning_fed.model.entries import layer_prefixes
 
 _log = logging.getLogger(__name__)
 
 
-def check_options(federation: Federation, local: LocalModel) -> None:
-    """Refuses options of the federation without support in FedMA."""
+def check_options(federation: Federation, local: LocalModel, module: L.LightningModule) -> None:
+    """Refuses options of the federation, and names of entries without a layer.
+
+    Args:
+        federation: The federation.
+        local: The module as a client sees it.
+        module: The module.
+
+    Raises:
+        MisconfigurationException: If a pass cannot go with one of them.
+
+    """
+    prefixes = set(layer_prefixes(module).values())
+    unknown = [name for name in local.shared if name.removesuffix(name.rpartition(".")[2]) not in prefixes]
+    if unknown:
+        raise MisconfigurationException(
+            f"FedMA matches layers by the names of entries and expects `<layer>.<tensor>`, but"
+            f" `{type(module).__name__}.state_dict()` has {unknown[0]!r} ({len(unknown)} in all): keep PyTorch's names."
+        )
     if federation.options.optimizer_state == "keep":
         raise MisconfigurationException(
             "FedMA cannot go on with a client's optimizer state, which is of other neurons after each stage: use"

@@ -179,6 +179,17 @@ def test_a_module_that_cannot_be_followed_is_refused_where_it_would_only_be_aver
         fit(federated_trainer(max_rounds=2, method=FedMA()), module, data_of(parts()))
 
 
+def test_entries_without_a_layer_in_the_name_are_refused(federated_trainer):
+    """Renamed entries in one stage would only be averaged."""
+
+    class Renamed(models.Module):
+        def state_dict(self, *args, **kwargs):
+            return {name.replace(".", "|"): value for name, value in super().state_dict(*args, **kwargs).items()}
+
+    with pytest.raises(MisconfigurationException, match=r"has 'net\|0\|weight' \(6 in all\): keep PyTorch's names"):
+        fit(federated_trainer(max_rounds=2, method=FedMA()), Renamed(mlp(), momentum), data_of(parts()))
+
+
 def test_a_stage_in_which_nothing_trains_goes_with_the_one_before(federated_trainer):
     """With a frozen head the last exchange covers the preceding layer."""
     net = mlp()
