@@ -23,7 +23,16 @@ from lightning_fed.argument_checks import check_number
 from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.errors import BadUpdate, OptionError
 from lightning_fed.federated_callback import FederatedCallback
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, digest, tensor_bytes, without_prefix
+from lightning_fed.messages import (
+    Broadcast,
+    Client,
+    ClientUpdate,
+    State,
+    digest,
+    plain_keys,
+    tensor_bytes,
+    without_prefix,
+)
 from lightning_fed.numerics.precision import cast_back, to_float64
 from lightning_fed.numerics.row_sums import is_increasing
 from lightning_fed.numerics.seeds import client_key, derive_seed
@@ -363,8 +372,7 @@ class Downlink(UpdateStep):
             "errors": dict(self._errors),
             "codes": list(self._codes),
             "digests": dict(self._digests),
-            # NumPy strings and integers do not load with `weights_only=True`.
-            "clients": [str(client) if isinstance(client, str) else int(client) for client in self._held],
+            "clients": plain_keys(self._held),
             "held": list(self._held.values()),
         }
 

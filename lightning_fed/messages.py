@@ -1,22 +1,21 @@
-"""The wire: the three messages between the server and a client, which are all that passes between them.
+"""The wire: three messages between server and client.
 
 The server sends a :class:`Broadcast`, the client answers with a :class:`ClientUpdate`. Both hold flat dictionaries of
-tensors, so that the same two halves run in one process, across processes or over a network, and communication is
-counted, not estimated.
+tensors: the same halves run in one process, in several processes or over a network, and bytes are counted, not
+estimated.
 
-Where the broadcast depends on the client, the client sends a :class:`Request` first. It may ask for a few rows of a
-large table (the classes of a head, the words of an embedding), and only these rows then travel, in both directions; or
-it may tell which parts of the model it has already.
+A client may first send a :class:`Request`, for a few rows of a large table (classes of a head, words of an embedding),
+or with its parts of the model. Only requested rows travel, in both directions.
 
-Entries that do not train (parameters without gradient, constant buffers) do not travel where the other side has their
-values: they are named in ``unsent``, and filled in by the receiver.
+Untrained entries (parameters without gradient, constant buffers) do not travel if the receiver has the values:
+``unsent`` holds the names, and the receiver fills in the values.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -24,10 +23,15 @@ import torch
 from torch import Tensor
 
 Client: TypeAlias = str | int
-"""A client's stable key."""
+"""Key of a client."""
 
 State: TypeAlias = dict[str, Tensor]
-"""Flat model state: entry name to tensor."""
+"""Flat model state: tensor by entry name."""
+
+
+def plain_keys(clients: Iterable[Client]) -> list[Client]:
+    """The clients' keys as Python objects: NumPy's do not load with ``weights_only=True``."""
+    return [str(client) if isinstance(client, str) else int(client) for client in clients]
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -43,7 +47,7 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def file_name(client: Client) -> str:
-    """A client's name as that of a file, whatever characters it has.
+    """File name for a client; the key may have any characters.
 
     Example:
         >>> len(file_name("ward 3/north"))
@@ -54,7 +58,7 @@ def file_name(client: Client) -> str:
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """Digest of a state's names, types, shapes and values.
+    """Digest for names, types, shapes and values in a state.
 
     Example:
         >>> digest({"w": torch.ones(2)}) == digest({"w": torch.ones(2)}), digest({}) == digest({"w": torch.ones(2)})
@@ -71,7 +75,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
 
 
 def distinct(tensors: Mapping[str, Tensor]) -> State:
-    """The tensors without those that equal an earlier one and need not travel again.
+    """The tensors, without repetitions of an earlier tensor.
 
     Example:
         >>> import torch
@@ -88,7 +92,7 @@ def distinct(tensors: Mapping[str, Tensor]) -> State:
 
 
 def with_prefix(state: Mapping[str, Tensor], prefix: str) -> State:
-    """The entries under names that begin with a prefix.
+    """Adds a prefix to all names.
 
     Example:
         >>> list(with_prefix({"w": torch.ones(2)}, "control:"))
@@ -99,7 +103,7 @@ def with_prefix(state: Mapping[str, Tensor], prefix: str) -> State:
 
 
 def without_prefix(state: Mapping[str, Tensor], prefix: str) -> State:
-    """Those of the entries whose names begin with a prefix, under their names without it.
+    """Selects the entries with a prefix in the name, and removes the prefix.
 
     Example:
         >>> list(without_prefix({"control:w": torch.ones(2), "rows": torch.ones(1)}, "control:"))
@@ -115,14 +119,13 @@ def _is_equal(left: Tensor, right: Tensor) -> bool:
 
 @dataclass
 class Request:
-    """Message from a client before its visit: the entries that it wants in part, or has already.
+    """Message from a client before a visit.
 
     Args:
         client: The client's key.
-        rows: For an entry of the model the rows that the client wants: int64, shape (rows,), strictly increasing, so
-            that their order says nothing about the client. Rows that are the same for several entries, as a head's
-            weight and bias, are one list on the wire.
-        extras: Further tensors of the method, for :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
+        rows: Requested rows by entry name: int64, shape (rows,), strictly increasing, so the order tells nothing about
+            the client. Equal rows of several entries, such as a head's weight and bias, travel once.
+        extras: Further tensors for :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
 
     """
 
@@ -132,22 +135,21 @@ class Request:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors in the message; equal rows count once."""
+        """Bytes of all tensors; equal rows count once."""
         return tensor_bytes(distinct(self.rows)) + tensor_bytes(self.extras)
 
 
 @dataclass
 class Broadcast:
-    """Message from the server to one client at the start of its visit.
+    """Message from the server to one client at the start of a visit.
 
     Args:
         round: Index of the round, from 0.
-        state: Entries of the model that the client starts from.
-        extras: Further tensors of the method (control variates, ...).
-        rows: For entries that ``state`` holds in part, the indices of their rows: those of the client's
-            :class:`Request`, which this message answers. Their bytes are counted there.
-        unsent: Names of entries of ``state`` that the client has already, so that they do not travel. The server fills
-            it in.
+        state: Entries of the client's initial model.
+        extras: Further tensors from the method (control variates, ...).
+        rows: Indices of the rows in ``state`` for sliced entries, from the client's :class:`Request`; the bytes count
+            for the request.
+        unsent: Names of entries in ``state`` that the client already has. Set by the server.
 
     """
 
@@ -159,31 +161,30 @@ class Broadcast:
 
     @property
     def sent(self) -> State:
-        """The entries of ``state`` that travel."""
+        """The transmitted entries."""
         return {name: value for name, value in self.state.items() if name not in self.unsent}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors that travel."""
+        """Bytes of all transmitted tensors."""
         return tensor_bytes(self.sent) + tensor_bytes(self.extras)
 
 
 @dataclass
 class ClientUpdate:
-    """Message from one client to the server at the end of its visit.
+    """Message from one client to the server at the end of a visit.
 
     Args:
         client: The client's key.
-        num_samples: Number of the client's local examples, its weight in an average.
-        state: Entries of the model as the client trained them (not differences).
-        extras: Further tensors of the method (prototypes, statistics, ...).
+        num_samples: Number of local examples, the client's weight in an average.
+        state: Entries after the training (not differences).
+        extras: Further tensors from the method (prototypes, statistics, ...).
         metrics: Plain numbers for the log.
-        rows: For entries that ``state`` holds in part, the indices of their rows. The server fills in the rows that it
-            sent: a client cannot write into rows that it did not ask for.
-        unsent: Names of entries of ``state`` that do not train and that the visit has left as the client was sent them,
-            so that they do not travel. Their tensors are those of the broadcast: put new ones in their place, do not
-            write into them.
-        members: On the server: the clients whose updates an update step has joined in this one.
+        rows: Indices of the rows in ``state`` for sliced entries. The server sets the rows of the broadcast: a client
+            cannot write into other rows.
+        unsent: Names of untrained entries in ``state`` with the broadcast's values, which do not travel. The tensors
+            belong to the broadcast: replace the tensors, do not write into the memory.
+        members: On the server, the clients behind an update joined by an update step.
 
     """
 
@@ -198,15 +199,15 @@ class ClientUpdate:
 
     @property
     def clients(self) -> tuple[Client, ...]:
-        """The clients that it comes from."""
+        """The clients behind the update."""
         return self.members or (self.client,)
 
     @property
     def sent(self) -> State:
-        """The entries of ``state`` that travel."""
+        """The transmitted entries."""
         return {name: value for name, value in self.state.items() if name not in self.unsent}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors that travel."""
+        """Bytes of all transmitted tensors."""
         return tensor_bytes(self.sent) + tensor_bytes(self.extras)

@@ -38,7 +38,6 @@ from lightning_fed.client import client_store
 from lightning_fed.client.client_store import FolderStore, MemoryStore
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.visit_driver import VisitDriver
-from lightning_fed.rounds.visit_flow import ServerHalf
 from lightning_fed.server.server import Server
 from tests.resume_script import last_checkpoint, prepare, rows
 
@@ -93,7 +92,7 @@ SEAMS = {
     "checkpoint deleted": ([(Strategy, "remove_checkpoint")], AROUND),
     "log write": ([(CSVLogger, "save")], ("after",)),
     "message out": ([(Server, "sent")], BEFORE),
-    "message in": ([(ServerHalf, "answer")], BEFORE),
+    "message in": ([(Server, "count")], BEFORE),
     "visit start": ([(VisitDriver, "start")], BEFORE),
     "visit end": ([(VisitDriver, "end")], BEFORE),
     "aggregate": ([(Round, "aggregate")], AROUND),
@@ -104,8 +103,10 @@ SEAMS = {
 if find_spec("flwr"):
     from lightning_fed.backends.flower.transport import FlowerTransport
     from lightning_fed.backends.wire import held_file
+    from lightning_fed.backends.wire.server_for_client import RemoteServer
 
     SEAMS["file written"][0].append((held_file, "save_file"))
+    SEAMS["message in"][0].append((RemoteServer, "count"))
     SEAMS["message sent"] = [(FlowerTransport, "_push")], AROUND
     SEAMS["message awaited"] = [(FlowerTransport, "pull")], AROUND
 

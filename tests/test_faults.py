@@ -779,7 +779,7 @@ def test_too_few_good_clients_and_too_few_at_all():
     with pytest.raises(RuntimeError, match="up to round 2, in which 1 of 4 clients failed: client 'bad'"):
         train(clients, [Sabotages("bad", NAN)], faults=Faults(min_clients=4, max_failed_rounds=2))
     failed = FailedRounds(limit=1)
-    failed.end_round(RoundReport(0, {"a": 1}, {"b": "it has no examples"}), has_come=False, min_clients=3)
+    failed.end_round(RoundReport(0, {"a": 1}, {"b": "it has no examples"}), has_aggregate=False, min_clients=3)
     assert failed.in_a_row == 0
 
 

@@ -29,10 +29,9 @@ from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.errors import describe
 from lightning_fed.federated_callback import FederatedCallback, TrainerCallback
 from lightning_fed.fit.checkpoint_checks import (
-    check_batch_norm,
     check_file,
-    check_method,
     check_model,
+    check_option,
     check_steps,
     count_of,
     describe_clients,
@@ -201,8 +200,8 @@ class Federation(TrainerCallback):
 
     def _reset(self, remote: RemoteSide | None = None) -> None:
         has_server, measure = (True, None) if remote is None else (remote.has_server, remote.measure)
-        self._fit = FederatedFit(self.options, self.server, self.schedule, self.store, has_server, measure)
-        self._fit.decide(self._preset_decision)
+        parts = self.options, self.server, self.schedule, self.store, has_server, measure
+        self._fit = FederatedFit(*parts, self._preset_decision)
         self.server.held = HeldEntries()
         self._models = ClientModels(self._fit, remote)
         self._loop = RoundLoop(self._fit, self._models, remote)
@@ -471,28 +470,28 @@ class Federation(TrainerCallback):
             add_callbacks(trainer, self, [UnseenData(partial(getattr, self, "_fit"))])  # a lambda cannot be pickled
         previous, self._trainer = self._trainer, trainer
         if stage != "fit":
-            self._fit.attach(trainer)
+            self._fit.trainer = trainer
             if self._loop.remote is not None:
-                self._fit.meet(self._loop.remote.population)
+                self._fit.set_population(self._loop.remote.population)
             return
         self._loop.detach()
         fit, failed_rounds, held = self._fit, self._loop.failed_rounds, self.server.held
         self._reset(self._loop.remote)
+        self._fit.trainer = trainer
         if trainer.current_epoch and previous not in (None, trainer) and not self._fit.is_remote:
             raise MisconfigurationException(
                 f"This Trainer is to go on after epoch {trainer.current_epoch}, but its `Federation` has served another"
                 " Trainer since: give each Trainer a `Federation` of its own (`federation.replace()` makes one)."
             )
         if fit.rounds and previous is trainer and trainer.current_epoch:  # its `max_epochs` was raised
-            self._fit.go_on_from(fit)
+            self._fit.continue_from(fit)
             self._loop.failed_rounds, self.server.held = failed_rounds, held
             self.store.restore(fit.rounds, self.store.checkpoint(fit.rounds))
-            self._fit.count_rounds(min(fit.rounds, trainer.current_epoch))  # fewer where its validation was broken off
         else:
             self.server.chain.load_state_dict(copy.deepcopy(self._fresh_chain))
             self.schedule.secret, self.schedule.seed = None, self.seed
         put_first(trainer, self, Federation)
-        self._loop.attach(trainer, pl_module, self.partition)
+        self._loop.attach(pl_module, self.partition)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Checks schedulers before anything trains."""
@@ -534,8 +533,7 @@ class Federation(TrainerCallback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Abandons an interrupted round: a Trainer validates immediately after a stop request."""
         if is_validating(trainer):
-            self._fit.forget_policies()
-            self._fit.decide_policies(trainer, pl_module)
+            self._decide_policies(trainer, pl_module)
         elif is_fitting(trainer) and not trainer.sanity_checking:
             self._fit.progress.validate()
             if ends_after_batch(trainer):
@@ -543,16 +541,16 @@ class Federation(TrainerCallback):
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides on personal entries and statistics."""
-        self._fit.forget_policies()
+        self._decide_policies(trainer, pl_module)
+
+    def _decide_policies(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._fit.policies = {}  # an evaluation may have another module
         self._fit.decide_policies(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Gives up a round that was cut short by the module, and has Lightning ask for the next one."""
+        """Abandons an interrupted round, and prepares Lightning for the next one."""
         warn_of_monitors(self._fit)
-        self._loop.cut_short()
-        self._loop.ask_for_round()
-        self._fit.progress.end_epoch()
-        self._fit.count_rounds(trainer.current_epoch + 1)  # also where nothing came of the round
+        self._loop.end_epoch()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leaves the last complete global model in the module, also where the fit ended inside a round.
@@ -641,9 +639,9 @@ class Federation(TrainerCallback):
 
         """
         if self._is_fit:
-            check_method(state_dict.get("method", ""), self.method.name)
+            check_option("method", state_dict.get("method", ""), self.method.name)
             check_steps(state_dict.get("steps"), self._describe_steps())
-            check_batch_norm(state_dict.get("batch_norm", ""), repr(self.options.batch_norm))
+            check_option("batch_norm", state_dict.get("batch_norm", ""), repr(self.options.batch_norm))
         else:
             warn_of_batch_norm_option(state_dict.get("batch_norm", ""), repr(self.options.batch_norm))
         self._clients = state_dict.get("clients", "")

@@ -10,7 +10,7 @@ import logging
 import os
 import urllib.parse
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from lightning_fed.atomic_files import atomic_write, write_text_atomically
 from lightning_fed.errors import ClientFault, describe
-from lightning_fed.messages import Client, State, digest
+from lightning_fed.messages import Client, State, digest, plain_keys
 from lightning_fed.model.entries import copy_state
 from lightning_fed.process_group import ProcessGroup
 
@@ -150,11 +150,6 @@ class MemoryStore(ClientStore):
             states[client] = state
             if not state:
                 del states[client]
-
-
-def plain_keys(clients: Iterable[Client]) -> list[Client]:
-    """The clients' keys as Python has them: NumPy's do not load with ``weights_only=True``."""
-    return [str(client) if isinstance(client, str) else int(client) for client in clients]
 
 
 class FolderStore(ClientStore):

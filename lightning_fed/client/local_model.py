@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fed.client.client_store import ClientStore
 from lightning_fed.client.local_optimizers import OPTIMIZER
-from lightning_fed.client.unsaved_tensors import Additions, UnsavedTensors
+from lightning_fed.client.unsaved_tensors import UnsavedTensors
 from lightning_fed.messages import Client, ClientUpdate, State, digest, without_prefix
 from lightning_fed.model.entries import (
     Policy,
@@ -92,7 +92,6 @@ class LocalModel:
         self.sliced = {name: tensor for tensor, name in names.items() if policies[name] == "sliced"}
         self._slots = {name: slots[tensor] for tensor, name in names.items() if name not in self.sliced}
         self._unsaved = UnsavedTensors(module, names)
-        self._additions = Additions(module)
         self.dropped = set[str]()
         self.has_statistics = False
         # A client's state between the request and the load: one read from the store.
@@ -122,7 +121,7 @@ class LocalModel:
         The module owns the tensors of sliced entries from then on.
         """
         self._load({**state, **self.server_entries})
-        self._additions.put_back()
+        self._unsaved.return_additions()
 
     def changed_server_entries(self, names: Iterable[str]) -> list[str]:
         """Filters names of untransmitted entries with values different from the server's; NaN equals NaN."""
@@ -290,8 +289,7 @@ class LocalModel:
                     f"The state cannot be loaded: the rows of entry {name!r} are {rows.dtype} of shape"
                     f" {tuple(rows.shape[1:])} instead of {owner.dtype} of shape {tuple(owner.shape[1:])}."
                 )
-        self._additions.take_out()
-        self._unsaved.restore()
+        self._unsaved.reset()
         for _, layer, attribute, tensor in self._slots.values():  # the module's own tensor returns
             if getattr(layer, attribute) is not tensor:
                 setattr(layer, attribute, tensor)

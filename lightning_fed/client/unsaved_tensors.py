@@ -1,4 +1,4 @@
-"""Tensors of a module outside of its entries: missing in ``state_dict``, or added by a visit."""
+"""Tensors of a module outside its entries: missing in ``state_dict``, or added by a visit."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _KINDS = ("_parameters", "_buffers", "_modules")
 
 
 class UnsavedTensors:
-    """Parameters and buffers without an entry: a visit must not learn from the visit before.
+    """Tensors without an entry, reset for every client: no visit learns from an earlier visit.
 
-    Buffers return to their values from the start of the round. Parameters are compared by norm only, because a frozen
-    backbone that ``state_dict`` leaves out may be large.
+    Non-persistent buffers return to the values at the start of the round. Parameters without an entry must not change;
+    only norms are compared, because a frozen backbone outside ``state_dict`` may be large. Tensors and layers added in
+    a visit leave the module, and return after the round if all clients have added the same.
 
     Args:
         module: The module at the start of the round.
@@ -33,6 +34,8 @@ class UnsavedTensors:
         self._parameters = [slot for slot in slots.values() if isinstance(slot.tensor, nn.Parameter)]
         self._norms = self._current_norms()
         self._buffers = [(slot, slot.tensor.clone()) for slot in slots.values() if slot not in self._parameters]
+        self._members = {layer: _members(layer) for layer in module.modules()}
+        self._additions: dict[tuple[nn.Module, str], tuple[Any, bool]] = {}
 
     def changed(self) -> set[str]:
         """Names of the non-persistent buffers with other values of the same form than at the start of the round.
@@ -57,46 +60,11 @@ class UnsavedTensors:
         return set(changed)
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Restores the buffers."""
-        for (_, layer, attribute, tensor), before in self._buffers:
-            if getattr(layer, attribute, None) is not tensor:
-                setattr(layer, attribute, tensor)
-            tensor.copy_(before)
-
-    def _current_norms(self) -> list[float]:
-        return [float(length) for length in norms(slot.tensor.detach() for slot in self._parameters)]
-
-
-def _is_other(value: object, before: Tensor) -> bool:
-    if not isinstance(value, Tensor) or value.shape != before.shape or value.dtype != before.dtype:
-        return False  # a cache of another size
-    return value.layout == torch.strided and not _is_equal(value, before)
-
-
-def _is_equal(left: Tensor, right: Tensor) -> bool:
-    return bool(((left == right) | (left.isnan() & right.isnan())).all())
-
-
-class Additions:
-    """Tensors and layers that visits add to a module: every client starts without them.
-
-    Additions return to the module after the round, if all clients have made the same.
-
-    Args:
-        module: The module at the start of the round.
-
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._members = {layer: _members(layer) for layer in module.modules()}
-        self._additions: dict[tuple[nn.Module, str], tuple[Any, bool]] = {}
-
-    def take_out(self) -> None:
-        """Removes additions of the last visit from the module.
+    def reset(self) -> None:
+        """Removes the last visit's additions, and restores the buffers.
 
         Raises:
-            ValueError: If another client has made another tensor in the same place.
+            ValueError: If another client has added another tensor in the same place.
 
         """
         differing = []
@@ -120,9 +88,13 @@ class Additions:
                 " values for another client: create the tensor or layer before `fit`, for example by a dry run (one"
                 " batch through the module)."
             )
+        for (_, layer, attribute, tensor), start in self._buffers:
+            if getattr(layer, attribute, None) is not tensor:
+                setattr(layer, attribute, tensor)
+            tensor.copy_(start)
 
-    def put_back(self) -> None:
-        """Returns additions to the module, now that the round is over."""
+    def return_additions(self) -> None:
+        """Returns additions to the module, after the round."""
         additions, self._additions = self._additions, {}
         for (layer, name), (value, is_persistent) in additions.items():
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
@@ -130,9 +102,22 @@ class Additions:
             elif value is not None:
                 setattr(layer, name, value)
 
+    def _current_norms(self) -> list[float]:
+        return [float(length) for length in norms(slot.tensor.detach() for slot in self._parameters)]
+
 
 def _members(layer: nn.Module) -> dict[str, Any]:
     return {name: value for kind in _KINDS for name, value in vars(layer).get(kind, {}).items()}
+
+
+def _is_other(value: object, before: Tensor) -> bool:
+    if not isinstance(value, Tensor) or value.shape != before.shape or value.dtype != before.dtype:
+        return False  # a cache of another size
+    return value.layout == torch.strided and not _is_equal(value, before)
+
+
+def _is_equal(left: Tensor, right: Tensor) -> bool:
+    return bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
 def _are_alike(first: Any, second: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Checks of a checkpoint before a fit goes on from it: its bytes, its model, its method and its clients."""
+"""Checks of a checkpoint before a fit resumes: bytes, model, method, options and clients."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from lightning_fed.model.entries import find_implausible
 
 _log = logging.getLogger(__name__)
 
+_LOAD_WEIGHTS = '`model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])`'
+
 
 def check_file(path: str | os.PathLike[str] | None) -> None:
-    """Checks the bytes of a checkpoint against the checksums in it, at which ``torch.load`` does not look.
+    """Checks a checkpoint's bytes against the checksums in the file; ``torch.load`` ignores the checksums.
 
     Args:
-        path: The file; nothing is checked of what is no local file or was saved without checksums.
+        path: The file. Remote files and files without checksums are accepted.
 
     Raises:
-        ValueError: If its bytes are not those that were written.
+        ValueError: If the file is damaged.
 
     """
     if path is None or not Path(path).is_file() or not zipfile.is_zipfile(path):
@@ -38,74 +40,55 @@ def check_file(path: str | os.PathLike[str] | None) -> None:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, OSError, EOFError) as error:
-        raise ValueError(f"The checkpoint {str(path)!r} is damaged: {error}. Go on from another one.") from error
+        raise ValueError(f"The checkpoint {str(path)!r} is damaged: {error}. Resume from another one.") from error
     if damaged is not None:
         raise ValueError(
-            f"The checkpoint {str(path)!r} is damaged: {damaged!r} in it has other bytes than were written. Go on from"
+            f"The checkpoint {str(path)!r} is damaged: {damaged!r} in it has other bytes than were written. Resume from"
             " another one."
         )
 
 
 def check_model(state: Mapping[str, Tensor]) -> None:
-    """Checks that the model from which a fit starts can be trained by clients.
+    """Checks that clients can train the initial model.
 
     Raises:
-        MisconfigurationException: If an entry that travels is not finite or has negative statistics.
+        MisconfigurationException: If a shared entry is not finite or has negative statistics.
 
     """
     fault = find_implausible(state)
     if fault is not None:
         raise MisconfigurationException(
-            f"The fit would start from a model that no client can train: {fault}. If it came from a checkpoint, go on"
-            " from an earlier one. A constant that holds infinities does not have to travel: make it a buffer, or name"
-            " it in `frozen`."
+            f"The fit would start from a model that no client can train: {fault}. If the model is from a checkpoint,"
+            " resume from an earlier one. A constant that holds infinities does not have to travel: make it a buffer,"
+            " or name it in `frozen`."
         )
 
 
-def check_method(then: str, now: str) -> None:
-    """Checks that a checkpoint is of the fit's own method.
+def check_option(name: str, then: str, now: str) -> None:
+    """Compares an option of a fit with the checkpoint.
 
     Args:
-        then: Name of the method of the checkpoint; empty where it does not say.
-        now: Name of the fit's.
+        name: Name of the option.
+        then: The checkpoint's value as text; empty in checkpoints without the option.
+        now: The fit's value.
 
     Raises:
-        ValueError: If it is another one.
+        ValueError: If the values differ.
 
     """
     if then and then != now:
         raise ValueError(
-            f"The checkpoint is of the method {then!r}, and this fit is one of {now!r}: its server has remembered other"
-            " things. To start from its model, load the model alone:"
-            ' `model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])`.'
-        )
-
-
-def check_batch_norm(then: str, now: str) -> None:
-    """Checks that a fit treats BatchNorm's running statistics as the fit of its checkpoint.
-
-    Args:
-        then: The option of the checkpoint as text; empty in checkpoints without one.
-        now: The option of the fit.
-
-    Raises:
-        ValueError: If the options differ.
-
-    """
-    if then and then != now:
-        raise ValueError(
-            f"Expected `batch_norm` to be {then}, as in the checkpoint, but got {now}: resume with the same option, or"
-            " start a new fit from the model's weights:"
-            ' `model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])`.'
+            f"Expected `{name}` to be {then}, as in the checkpoint, but got {now}: resume with the same value, or start"
+            f" a new fit from the model's weights: {_LOAD_WEIGHTS}."
         )
 
 
 def warn_of_batch_norm_option(then: str, now: str) -> None:
-    """Warns if an evaluation treats BatchNorm in another way than the fit of its checkpoint.
+    """Warns if an evaluation and the fit in its checkpoint treat BatchNorm in different ways.
 
     Args:
-        then: The option of the checkpoint as text; empty in checkpoints without one.
-        now: The option of the evaluation.
+        then: The checkpoint's option as text; empty in checkpoints without the option.
+        now: The evaluation's option.
 
     """
     if then and then != now:
@@ -136,13 +119,12 @@ def check_steps(then: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
         raise ValueError(
             f"Expected the update steps of the checkpoint, {old}, but got {new}: bounds, noise and epsilon would not"
             " hold for the whole fit. Resume with the same steps, or start a new fit from the model's weights, for"
-            " which the old epsilon does not hold:"
-            ' `model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])`.'
+            f" which the old epsilon does not hold: {_LOAD_WEIGHTS}."
         )
 
 
 def describe_clients(clients: Sequence[Client]) -> str:
-    """Number and digest of a federation's clients, by which a checkpoint knows them again.
+    """Number and digest of a federation's clients, for comparison with a checkpoint.
 
     Example:
         >>> describe_clients(["a", "b"]) == describe_clients(["a", "c"]), describe_clients(range(1_000_000))
@@ -151,7 +133,7 @@ def describe_clients(clients: Sequence[Client]) -> str:
     """
     if isinstance(clients, range):
         return f"{len(clients)} clients {clients}"
-    if not isinstance(clients, list | tuple):  # too long to be read, maybe
+    if not isinstance(clients, list | tuple):  # a lazy sequence may be too long to read
         return f"{len(clients)} clients"
     hasher = hashlib.sha256()
     for client in clients:
@@ -160,5 +142,5 @@ def describe_clients(clients: Sequence[Client]) -> str:
 
 
 def count_of(description: Any) -> str:
-    """The number of clients in what :func:`describe_clients` returned."""
+    """The number of clients in a result of :func:`describe_clients`."""
     return str(description).partition(" ")[0]

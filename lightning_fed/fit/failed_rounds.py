@@ -1,4 +1,4 @@
-"""The end of a fit in which nothing trains."""
+"""The end of a fit without successful rounds."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from lightning_fed.server.interface import RoundReport
 
 
 class FailedRounds:
-    """A count of the rounds that bring no new model because clients fail, which ends a fit that is stuck.
+    """Count of consecutive rounds without a new model due to failed clients; ends the fit at a limit.
 
-    A round that has too few clients for dropouts alone does not count. One that is part of a longer piece of work and
-    brings no new model by design (FedMA) has succeeded.
+    A round with too few clients due to dropouts does not count. A round without a new model by design (FedMA) counts as
+    a success.
 
     Args:
-        limit: Number of failed rounds in a row that ends the fit; ``None`` for no limit, and no end.
+        limit: Number of consecutive failed rounds at the fit's end; ``None`` for no limit.
 
     Attributes:
-        in_a_row: Number of failed rounds since the last one that succeeded.
-        has_trained: Whether a round has ever succeeded.
+        in_a_row: Number of failed rounds since the last success.
+        has_trained: Whether any round has succeeded.
 
     Example:
         >>> failed = FailedRounds(limit=2)
-        >>> failed.end_round(RoundReport(0, failed={"a": "it has no examples"}), has_come=False)
-        >>> failed.end_round(RoundReport(1, failed={"a": "it has no examples"}), has_come=False)
+        >>> failed.end_round(RoundReport(0, failed={"a": "it has no examples"}), has_aggregate=False)
+        >>> failed.end_round(RoundReport(1, failed={"a": "it has no examples"}), has_aggregate=False)
         ... # doctest: +ELLIPSIS
         Traceback (most recent call last):
         RuntimeError: No new model has come of 2 rounds in a row, up to round 2, in which 1 of 1 clients failed: ...
@@ -42,17 +42,17 @@ class FailedRounds:
         self._cause: Exception | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts, for checkpoints."""
+        """State for checkpoints."""
         return {"in_a_row": self.in_a_row, "has_trained": self.has_trained}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores them."""
+        """Restores the state of a checkpoint."""
         self.in_a_row, self.has_trained = state["in_a_row"], state["has_trained"]
 
     def end_round(
         self,
         report: RoundReport,
-        has_come: bool,
+        has_aggregate: bool,
         min_clients: int = 1,
         num_clients: int = 1,
         errors: Mapping[Client, Exception] | None = None,
@@ -61,24 +61,24 @@ class FailedRounds:
         """Counts a round.
 
         Args:
-            report: What happened in it.
-            has_come: Whether the rule had what it needed, and its result was used.
+            report: The round's report.
+            has_aggregate: Whether the server has an aggregate.
             min_clients: Least number of good updates.
             num_clients: Number of clients in the federation.
-            errors: The exceptions by which clients have failed in this process, without tracebacks.
-            ranks: The processes that share the round, which must all be asked.
+            errors: Exceptions of failed clients in this process, without tracebacks.
+            ranks: The processes of the round.
 
         Raises:
-            Exception: If all clients of the round, at least two or the only one there is, fail by exceptions of one
-                type: the first of these, or in a process that has none of them a ``RuntimeError``.
-            RuntimeError: If ``limit`` rounds in a row have failed.
+            Exception: If all clients of the round, at least two or the federation's only client, fail by exceptions of
+                one type: the first exception, or a ``RuntimeError`` in a process without such an exception.
+            RuntimeError: If ``limit`` consecutive rounds have failed.
 
         """
-        if has_come:
+        if has_aggregate:
             self.in_a_row, self.has_trained = 0, True
             return
         num_reports = len(report.received) + len(report.failed)
-        if num_reports < min_clients and (report.received or not report.failed):  # too few reported at all
+        if num_reports < min_clients and (report.received or not report.failed):  # dropouts
             return
         self.in_a_row += 1
         if self.limit is None:
@@ -104,10 +104,10 @@ class FailedRounds:
             raise RuntimeError(self._message) from self._cause
 
     def end_fit(self) -> None:
-        """Makes sure that something has trained.
+        """Checks for a successful round.
 
         Raises:
-            RuntimeError: If rounds have failed and none has ever succeeded.
+            RuntimeError: If rounds have failed, and no round has succeeded.
 
         """
         if self.limit is not None and self.in_a_row and not self.has_trained and self._message:

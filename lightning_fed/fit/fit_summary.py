@@ -1,4 +1,4 @@
-"""Summaries of a fit for the log: a line at its start, and a table at its end."""
+"""Summaries of a fit for the log: a line at the start, and a table at the end."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.model.entries import live_entries, parameter_entries
 
 _UNITS = ["bytes", "kB", "MB", "GB", "TB"]
-_AT_HOME = ("personal", "frozen")
-_OWN = ("fed/", "comm/", "client/", "clients/", "evaluation/")
+_LOCAL = ("personal", "frozen")
+_OURS = ("fed/", "comm/", "client/", "clients/", "evaluation/")
 
 
 def format_bytes(number: float) -> str:
-    """A number of bytes as text, in decimal units.
+    """Formats a number of bytes in decimal units.
 
     Example:
         >>> format_bytes(999), format_bytes(6_653_480), format_bytes(3.2e12)
@@ -37,10 +37,10 @@ def format_bytes(number: float) -> str:
 
 
 def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
-    """The line at a fit's start: its clients, what travels, and how visits are executed.
+    """Describes a fit at the start: clients, payload and execution of the visits.
 
     Args:
-        fit: The fit, whose clients and policies are known.
+        fit: The fit, with known clients and policies.
         method: The method's name.
         trains_at_once: Whether several visits train at once.
 
@@ -55,7 +55,7 @@ def describe_start(fit: FederatedFit, method: str, trains_at_once: bool) -> str:
     rounds = "rounds without end" if last in (None, -1) else f"rounds {round_number(first)} to {last}"
     secret = fit.schedule.secret
     size = f"{'about ' if secret is not None and secret.is_poisson else ''}{fit.schedule.cohort_size(clients)}"
-    kept = " and ".join(f"{counts[policy]} {policy}" for policy in _AT_HOME if counts[policy])
+    kept = " and ".join(f"{counts[policy]} {policy}" for policy in _LOCAL if counts[policy])
     text = [
         f"{method}: {rounds}, {size} of {clients} clients in each, {_execution(fit, trains_at_once)}.",
         f"{format_bytes(tensor_bytes(shared))} travel to a client and back ({len(shared)} entries"
@@ -91,15 +91,15 @@ def describe_end(
     files: Mapping[str, str] | None = None,
     recalibrates: bool = False,
 ) -> str:
-    """A table of what a fit has done.
+    """Table with a fit's results.
 
     Args:
         method: The method's name.
         totals: :attr:`RoundLog.totals`.
         seconds: Duration of the fit.
-        metrics: What was logged last; the package's own numbers of a round are left out.
-        files: Where something lies, as by :func:`files_of`.
-        recalibrates: Whether clients are sent each new model once more, to measure BatchNorm's statistics.
+        metrics: The last logged values; the package's numbers are skipped.
+        files: Result of :func:`files_of`.
+        recalibrates: Whether clients receive each new model twice, to measure BatchNorm's statistics.
 
     Example:
         >>> totals = {"rounds": 2, "clients": 5, "failed": 1, "dropped": 0, "down_bytes": 4000, "up_bytes": 3500}
@@ -123,23 +123,18 @@ def describe_end(
     }
     if totals.get("numbers"):
         rows["numbers left out"] = f"{totals['numbers']} of those that clients sent for the log"
-    rows |= {name: f"{value:.4g}" for name, value in metrics.items() if name != "step" and not name.startswith(_OWN)}
+    rows |= {name: f"{value:.4g}" for name, value in metrics.items() if name != "step" and not name.startswith(_OURS)}
     rows |= files or {}
     width = max(map(len, rows))
     return "\n".join([f"{method}:", *(f"  {name.ljust(width)}  {value}" for name, value in rows.items())])
 
 
 def files_of(trainer: L.Trainer) -> dict[str, str]:
-    """Sentences on the places of a fit's checkpoints, the best ones with their scores and rounds, and of its logs.
-
-    Args:
-        trainer: The Trainer.
-
-    """
+    """Places of a fit's logs and checkpoints, the best ones with scores and rounds, by title."""
     rows = {}
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver.best_model_score is not None:
-            epoch = re.search(r"epoch=(\d+)", Path(saver.best_model_path).name)  # where the name has Lightning's form
+            epoch = re.search(r"epoch=(\d+)", Path(saver.best_model_path).name)  # Lightning's default name
             after = f" after round {round_number(int(epoch[1]))}" if epoch else ""
             rows[f"best {saver.monitor}"] = f"{float(saver.best_model_score):.4g}{after}, {saver.best_model_path}"
     newest = last_checkpoint(trainer)
@@ -151,12 +146,7 @@ def files_of(trainer: L.Trainer) -> dict[str, str]:
 
 
 def last_checkpoint(trainer: L.Trainer) -> str | None:
-    """The newest checkpoint that a fit has written, from which it can go on; ``None`` where there is none.
-
-    Args:
-        trainer: The Trainer.
-
-    """
+    """Path of the newest checkpoint; ``None`` for no checkpoint."""
     savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
     names = {name for saver in savers for name in (saver.last_model_path, saver.best_model_path, *saver.best_k_models)}
     written = [path for path in map(Path, names - {""}) if path.exists()]

@@ -1,4 +1,4 @@
-"""Log of the rounds: who took part, what travelled, how far the models moved."""
+"""Log of the rounds: clients, bytes and distances between models."""
 
 from __future__ import annotations
 
@@ -27,42 +27,40 @@ _NAME = re.compile(r"[A-Za-z0-9._/-]{1,100}")
 
 
 class RoundLog:
-    """Writes a round's numbers to the Trainer's loggers, and where callbacks look for what they monitor.
+    """Writes a round's numbers to the Trainer's loggers, and to ``callback_metrics`` for callbacks with a monitor.
 
-    They come where Lightning logs the round's other values: at the batches so far, with the round as ``epoch``.
+    The log position is Lightning's position for the round's other values: the batches so far, with the round as
+    ``epoch``.
 
     ========================== ==========================================================================
-    ``fed/clients``            clients whose update was aggregated
-    ``fed/stragglers``         clients of the cohort that did part of their work, or were left out for it
-    ``fed/dropped``            clients that were chosen and never reported
-    ``fed/failed``             clients that were left out, each with its reason in the log
+    ``fed/clients``            clients with an aggregated update
+    ``fed/stragglers``         clients with partial work, aggregated or excluded
+    ``fed/dropped``            chosen clients without a report
+    ``fed/failed``             excluded clients; the log gives each reason
     ``fed/num_samples``        examples behind the aggregate
-    ``fed/update_norm``        mean over clients, weighted by the examples that count, of the Euclidean norm of
-                               (local - global) over the entries that train, as the updates came, before they were
-                               shortened
+    ``fed/update_norm``        Euclidean norm of (local - global) over the trained entries, before any bound;
+                               mean over clients, weighted by counted examples
     ``fed/global_update_norm`` norm of (new - old) global parameters
-    ``fed/batch_norm_shift``   largest share of the variance of a BatchNorm layer's inputs that lies between the
-                               clients, where they measure it
-    ``fed/drift``              1 - global_update_norm / update_norm: 0 where all clients move alike, near 1
-                               where their updates cancel; not below 0 where the new model is the mean of the
-                               clients' with these weights, but for other rules (a server's learning rate above 1,
-                               momentum, weights by something else) it can be
+    ``fed/batch_norm_shift``   share of the variance between clients in the inputs of a BatchNorm layer, for the
+                               layer with the largest share, if clients measure
+    ``fed/drift``              1 - global_update_norm / update_norm: 0 for equal updates, near 1 if updates
+                               cancel. At least 0 for a weighted mean with these weights; other rules (a server
+                               learning rate above 1, momentum, other weights) may go below 0
     ``comm/up_bytes``          bytes of the round's updates; ``comm/total_up_bytes`` since the first round
     ``comm/down_bytes``        bytes of the round's broadcasts; ``comm/total_down_bytes`` since the first round
     ========================== ==========================================================================
 
-    ``metrics`` that clients send are logged as ``clients/<name>``, their mean over those that sent one: no client can
-    write into another name. Of one client 64 are taken, and of all clients the first 256 names in a fit (in a round
-    those first that most clients send), with finite values and names of at most 100 letters, digits and ``._-/``;
-    others are left out and counted, and the log says so once. Those of the rule
-    (:meth:`Aggregator.metrics <lightning_fed.Aggregator.metrics>`) and of update steps have their own names.
+    Clients' ``metrics`` are logged as ``clients/<name>``, the mean over the senders: no client can write into another
+    name. Limits: 64 names per client and round, 256 names per fit (more frequent names first), finite values, names of
+    at most 100 letters, digits and ``._-/``. Other numbers are skipped and counted, with one line in the log. Metrics
+    of the rule (:meth:`Aggregator.metrics <lightning_fed.Aggregator.metrics>`) and of update steps have separate names.
 
-    Callbacks can monitor the newest value of every name. Of the aggregator's names and of ``client/<id>/...``, which
-    may be other ones in every round, only those that were logged last are kept.
+    Callbacks can monitor the newest value of every name. Names of the aggregator and ``client/<id>/...`` may change
+    from round to round: only the last names stay.
 
     Attributes:
-        totals: Sums over the rounds that ended in this process: ``rounds``, ``clients`` whose updates were aggregated,
-            ``failed`` and ``dropped`` ones, ``up_bytes`` and ``down_bytes``, ``numbers`` of clients that were left out.
+        totals: Sums over the finished rounds in this process: ``rounds``, ``clients`` with aggregated updates,
+            ``failed`` and ``dropped`` clients, ``up_bytes`` and ``down_bytes``, skipped ``numbers`` from clients.
         total_up_bytes: Bytes of all updates since the first round.
         total_down_bytes: Bytes of all broadcasts since the first round.
 
@@ -73,10 +71,10 @@ class RoundLog:
         self.total_up_bytes = 0
         self.total_down_bytes = 0
         self._last: dict[str, float] = {}
-        self._passing: dict[str, list[str]] = {}  # names that the next of their kind replace
+        self._passing: dict[str, list[str]] = {}  # names until the next ones of the same kind
 
     def state_dict(self) -> dict[str, Any]:
-        """The running totals and the newest value of every number."""
+        """State for checkpoints."""
         return {
             "up_bytes": self.total_up_bytes,
             "down_bytes": self.total_down_bytes,
@@ -85,12 +83,12 @@ class RoundLog:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores them."""
+        """Restores the state of a checkpoint."""
         self.total_up_bytes, self.total_down_bytes = state["up_bytes"], state["down_bytes"]
         self._last, self._passing = dict(state["last"]), dict(state["passing"])
 
     def show(self, trainer: L.Trainer) -> None:
-        """Puts the newest numbers, as in a fit that was never resumed, where callbacks look for what they monitor."""
+        """Writes the newest numbers to ``callback_metrics``, as in a fit without interruption."""
         show_metrics(trainer, {name: torch.tensor(value, dtype=torch.float64) for name, value in self._last.items()})
 
     def end_round(
@@ -110,15 +108,15 @@ class RoundLog:
             trainer: The Trainer.
             report: The round's report.
             cohort: The round's clients.
-            before: The global model that the round started from.
-            after: The one that it ended with.
-            parameters: Names of the entries that are trained.
+            before: The global model before the round.
+            after: The global model after the round.
+            parameters: Names of the trained entries.
             measured: The aggregator's metrics.
-            is_private: Whether these are all that may be known of the round.
+            is_private: Whether only ``measured`` may be published.
 
         """
         totals = self.total_up_bytes + report.up_bytes, self.total_down_bytes + report.down_bytes
-        if is_private:  # the summary at the fit's end would tell of them, too
+        if is_private:  # without totals, which the summary publishes
             self._last = {}
             self.put(trainer, report.round, measured)
             self.total_up_bytes, self.total_down_bytes = totals
@@ -163,20 +161,19 @@ class RoundLog:
             trainer: The Trainer.
             round: The round.
             values: The values.
-            passing: Kind to those of the names that take the place of the last ones of their kind.
+            passing: Names by kind: each kind's names replace the last names of the kind.
 
         """
         for kind, names in passing.items():
             self._replace(trainer, kind, names)
         if trainer.barebones or not values:
             return
-        self._last |= {name: float(value) for name, value in values.items()}  # as checkpoints can hold them
+        self._last |= {name: float(value) for name, value in values.items()}  # plain floats for checkpoints
         self.show(trainer)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.log_metrics({**values, "epoch": round}, step=log_position(trainer))
 
     def _replace(self, trainer: L.Trainer, kind: str, names: Iterable[str]) -> None:
-        """Forgets the last names of a kind for new ones, if there are any."""
         new = list(names)
         if new:
             stale = set(self._passing.get(kind, ())).difference(new)
@@ -185,7 +182,7 @@ class RoundLog:
             self._passing[kind] = new
 
     def _mean_metrics(self, report: RoundReport) -> dict[str, float]:
-        """Means of the numbers that clients have sent, under names of their own."""
+        """Means of the clients' metrics by log name."""
         kept, sent = {}, dict[str, list[float]]()
         for client, metrics in report.metrics.items():
             good = [name for name, value in metrics.items() if _NAME.fullmatch(name) and math.isfinite(value)]

@@ -1,4 +1,4 @@
-"""Interface of what lets several processes share the clients of a round: a strategy offers it, rounds use it."""
+"""Interface of a strategy with several processes for a round's clients."""
 
 from __future__ import annotations
 
@@ -20,73 +20,73 @@ from lightning_fed.server.schedule import Cohort, Schedule
 
 
 class RoundSynchronisation:
-    """Steps of a round in which several processes join; with one process, as here, there is nothing to do.
+    """Synchronisation of several processes in a round; the base class, for one process, does nothing.
 
     Attributes:
-        visit_costs: Costs of the visits so far, by which they are shared out; ``None`` where they are not.
+        visit_costs: Costs of earlier visits, to balance the shares; ``None`` for one process.
 
     """
 
     visit_costs: VisitCosts | None = None
 
     def start_round(self) -> None:
-        """Prepares for a round, before its first batch: from here on the processes run independently."""
+        """Called before the round's first batch: the processes now run independently."""
 
     def start_visit(self, planned: PlannedVisit) -> None:
-        """Runs before the first batch of a visit."""
+        """Called before the first batch of a visit."""
 
     def end_batch(self) -> None:
-        """Runs after every batch."""
+        """Called after every batch."""
 
     def end_visit(self, planned: PlannedVisit) -> None:
-        """Runs after the last batch of a visit."""
+        """Called after the last batch of a visit."""
 
     def join(self, state: State, optimizers: LocalOptimizers, cohort: Cohort, is_cut: bool = False) -> None:
-        """Merges what the processes' aggregators have received, and has all know of all visits, after the last visit.
+        """Merges the updates and reports of all processes, after the last visit.
 
         Args:
             state: The global model's shared entries at the round's start.
             optimizers: Optimizers and schedulers, reset for every visit.
             cohort: The round's clients.
-            is_cut: Whether the round ended in this process before its last visit was over.
+            is_cut: Whether the round ended in this process before the last visit was over.
 
         Raises:
-            RuntimeError: In all processes, if the round was cut short in one.
+            RuntimeError: In all processes, if the round was interrupted in one process.
 
         """
 
     def check_state(self, local: LocalModel) -> None:
-        """Makes sure, after the aggregation, that all processes have the same global model.
+        """Compares the global models of all processes, after the aggregation.
 
         Args:
             local: The module's entries.
 
         Raises:
-            RuntimeError: If they have not, beyond what a device may round differently.
+            RuntimeError: If the models differ by more than rounding on different devices.
 
         """
 
     def end_round(self) -> None:
-        """Ends a round: the processes wait for each other again."""
+        """Called at the end of a round: the processes wait for each other again."""
 
     def abort(self) -> None:
-        """Ends a fit by an error of this process, which from here on waits for no other one."""
+        """Called after an error in this process, which no longer waits for other processes."""
 
     def release(self) -> None:
-        """Restores what was changed of the module for the round."""
+        """Restores changes to the module for the round."""
 
 
 class ClientSharing(ABC):
-    """Base of Lightning strategies whose processes share the clients of a round."""
+    """Base class for Lightning strategies with several processes for a round's clients."""
 
     @property
     @abstractmethod
     def process_group(self) -> ProcessGroup:
-        """The processes; this one alone before they are joined."""
+        """The processes; before the launch, only this process."""
 
     @abstractmethod
     def callbacks(self) -> Sequence[L.Callback]:
-        """Callbacks that the Trainer needs where there are several processes."""
+        """Callbacks for a Trainer with several processes."""
 
     @abstractmethod
     def synchronise(
@@ -97,28 +97,28 @@ class ClientSharing(ABC):
         schedule: Schedule,
         progress: RoundProgress,
     ) -> RoundSynchronisation:
-        """Makes the synchronisation of a fit's rounds.
+        """Builds the synchronisation of a fit's rounds.
 
         Args:
             trainer: The Trainer.
             server: The server.
-            store: Store of the clients' own state.
+            store: Store for clients' state.
             schedule: Draws the rounds' seeds.
             progress: Lightning's progress in checkpoints.
 
         Raises:
-            MisconfigurationException: If something in the fit cannot be right in several processes.
+            MisconfigurationException: If the fit does not support several processes.
 
         """
 
 
 def process_group_of(trainer: L.Trainer) -> ProcessGroup:
-    """The processes that train the federation's clients: those of a strategy that shares clients out, or this alone."""
+    """The processes with the federation's clients."""
     strategy = trainer.strategy
     return strategy.process_group if isinstance(strategy, ClientSharing) else SINGLE_PROCESS
 
 
 def sharing_strategy(trainer: L.Trainer) -> ClientSharing | None:
-    """The Trainer's strategy, where it has several processes share the clients."""
+    """The Trainer's strategy, if the strategy has several processes for the clients."""
     strategy = trainer.strategy
     return strategy if isinstance(strategy, ClientSharing) and strategy.process_group.size > 1 else None

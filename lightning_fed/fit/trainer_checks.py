@@ -1,4 +1,4 @@
-"""Checks of a Trainer: what cannot be right in a round is refused, with what to do instead."""
+"""Checks of a Trainer's settings for rounds; each error names a remedy."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _REFUSED: dict[type[L.Callback], str] = {
 
 
 def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.LightningDataModule | L.LightningModule:
-    """The datamodule or module whose ``train_dataloader`` the Trainer will call.
+    """The datamodule or module with the Trainer's ``train_dataloader``.
 
     Raises:
-        MisconfigurationException: If there is none.
+        MisconfigurationException: If neither has the hook.
 
     """
     datamodule: L.LightningDataModule | None = datamodule_of(trainer)
@@ -57,7 +57,7 @@ def find_loader_owner(trainer: L.Trainer, module: L.LightningModule) -> L.Lightn
 
 
 def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.Callback]) -> None:
-    """Adds the callbacks of whose kind the Trainer has none, right behind ``callback``."""
+    """Adds callbacks right behind ``callback``, except classes already in the Trainer."""
     callbacks = callbacks_of(trainer)
     for addition in needed:
         if not any(isinstance(present, type(addition)) for present in callbacks):
@@ -65,15 +65,15 @@ def add_callbacks(trainer: L.Trainer, callback: L.Callback, needed: Iterable[L.C
 
 
 def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) -> None:
-    """Moves a callback to the front, so that for all others a visit has begun before its first batch.
+    """Moves a callback to the front: for all other callbacks a visit begins before the first batch.
 
     Args:
-        trainer: The Trainer, which may be in a loop over its callbacks.
+        trainer: The Trainer, possibly in a loop over callbacks.
         callback: The callback.
-        kind: Its kind.
+        kind: Class of the callback.
 
     Raises:
-        MisconfigurationException: If there are more of its kind.
+        MisconfigurationException: If the Trainer has another callback of this class.
 
     """
     callbacks = callbacks_of(trainer)
@@ -84,10 +84,10 @@ def put_first(trainer: L.Trainer, callback: L.Callback, kind: type[L.Callback]) 
 
 
 def check_processes(trainer: L.Trainer) -> None:
-    """Refuses several processes that do not share the clients.
+    """Refuses several processes without a strategy for clients.
 
     Raises:
-        MisconfigurationException: With what to do instead.
+        MisconfigurationException: If the strategy does not share the clients.
 
     """
     if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientSharing):
@@ -99,15 +99,15 @@ def check_processes(trainer: L.Trainer) -> None:
 
 
 def check_round(trainer: L.Trainer, visits: Sequence[PlannedVisit], num_clients: int) -> None:
-    """Refuses what cannot be right in a round with these visits.
+    """Refuses settings of the Trainer that are invalid with a round's visits.
 
     Args:
         trainer: The Trainer.
-        visits: The round's visits in their order.
-        num_clients: Number of clients in the federation; one trains as in a plain fit, whatever the Trainer does.
+        visits: The round's visits in order.
+        num_clients: Number of clients in the federation; one client trains as in a plain fit, with any setting.
 
     Raises:
-        MisconfigurationException: With what to do instead.
+        MisconfigurationException: If a setting is invalid.
 
     """
     if any(planned.epoch_batches is None for planned in visits):
@@ -164,10 +164,10 @@ def _check_validation(trainer: L.Trainer, num_batches: int) -> None:
 
 
 def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuses optimizers whose state a client cannot keep.
+    """Refuses optimizers with a state that cannot be stored for a client.
 
     Raises:
-        MisconfigurationException: With what to do instead.
+        MisconfigurationException: If an optimizer is LBFGS.
 
     """
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
@@ -177,13 +177,13 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
 
 def check_trainer(trainer: L.Trainer) -> None:
-    """Refuses what cannot be right when one epoch is one round, whatever the clients.
+    """Refuses settings that are invalid for any clients, with one round per epoch.
 
     Args:
         trainer: The Trainer.
 
     Raises:
-        MisconfigurationException: With what to do instead.
+        MisconfigurationException: If a setting is invalid.
 
     """
     check_processes(trainer)
@@ -201,12 +201,7 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 
 def _check_saver(saver: ModelCheckpoint) -> None:
-    """Refuses a file inside a round if the current batch decides on name or choice.
-
-    Raises:
-        MisconfigurationException: With a remedy.
-
-    """
+    """Refuses a file inside a round if the current batch decides on name or choice."""
     is_inside = saver.every_n_epochs == 0 or getattr(saver, "save_on_exception", False)  # new in Lightning 2.6
     if not is_inside or saver.save_top_k == 0:
         return
@@ -222,10 +217,10 @@ def _check_saver(saver: ModelCheckpoint) -> None:
 
 
 def check_schedulers(trainer: L.Trainer) -> None:
-    """Refuses per-step schedulers that would count batches across clients.
+    """Refuses per-step schedulers with counts across clients.
 
     Raises:
-        MisconfigurationException: With what to do instead.
+        MisconfigurationException: If a scheduler has a ``frequency`` or is ``ReduceLROnPlateau``.
 
     """
     for config in trainer.lr_scheduler_configs:
@@ -249,5 +244,5 @@ def _build_client_parallel(**options: Any) -> Any:
 StrategyRegistry.register(
     "client_parallel",
     _build_client_parallel,
-    description="Federated training whose clients train in several processes.",
+    description="Federated training with clients in several processes.",
 )

@@ -2,7 +2,6 @@
 
 from lightning_fed.lightning.internals import BATCH_HOOKS as BATCH_HOOKS
 from lightning_fed.lightning.internals import TRANSFER_HOOKS as TRANSFER_HOOKS
-from lightning_fed.lightning.internals import IgnoredWarning as IgnoredWarning
 from lightning_fed.lightning.internals import OverriddenMethod as OverriddenMethod
 from lightning_fed.lightning.internals import add_optimizer_steps as add_optimizer_steps
 from lightning_fed.lightning.internals import batch_size_of as batch_size_of
@@ -12,6 +11,7 @@ from lightning_fed.lightning.internals import datamodule_of as datamodule_of
 from lightning_fed.lightning.internals import exchange_stage as exchange_stage
 from lightning_fed.lightning.internals import gradient_scale as gradient_scale
 from lightning_fed.lightning.internals import has_gradient_hooks as has_gradient_hooks
+from lightning_fed.lightning.internals import ignored_warning as ignored_warning
 from lightning_fed.lightning.internals import is_compiled as is_compiled
 from lightning_fed.lightning.internals import is_fitting as is_fitting
 from lightning_fed.lightning.internals import is_overridden as is_overridden

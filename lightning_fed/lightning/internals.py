@@ -7,8 +7,10 @@ in ``tests/lightning/test_internals.py``. A failing test names the change in Lig
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_numbers = itertools.count()  # of ignored warnings
 
 
 BATCH_HOOKS = (
@@ -78,8 +81,9 @@ class OverriddenMethod:
             delattr(self.owner, self.name)
 
 
-class IgnoredWarning:
-    """An expected warning without use for the user, ignored until :meth:`restore`.
+@contextmanager
+def ignored_warning(message: str, module: str = "") -> Iterator[None]:
+    """Context without an intended warning; later filters stay.
 
     Requires: ``warnings.filters`` is a list with the newest filter first.
 
@@ -88,17 +92,15 @@ class IgnoredWarning:
         module: Regular expression for the warning's module; any module by default.
 
     """
-
-    def __init__(self, message: str, module: str = "") -> None:
-        # With a comment: otherwise an equal filter, from the user or an outer fit, would be replaced.
-        warnings.filterwarnings("ignore", f"(?#{id(self)}){message}", module=module)
-        self._filter = warnings.filters[0]
-
-    def restore(self) -> None:
-        """Shows the warning again; other filters, added in the meantime, stay."""
-        filters: list[Any] = warnings.filters  # type: ignore[assignment] # a list, unlike the declared type
-        if self._filter in filters:
-            filters.remove(self._filter)
+    # With a comment: otherwise an equal filter, from the user or an outer fit, would be replaced.
+    warnings.filterwarnings("ignore", f"(?#{next(_numbers)}){message}", module=module)
+    filters: list[Any] = warnings.filters  # type: ignore[assignment] # a list, unlike the declared type
+    added = filters[0]
+    try:
+        yield
+    finally:
+        if added in filters:
+            filters.remove(added)
 
 
 def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:

@@ -1,8 +1,7 @@
-"""Lightning's loop over batches once more, without the parts that nobody looks at.
+"""Lightning's loop over batches, without unused parts.
 
-Beside :mod:`lightning_fed.lightning.internals` this is what leans on Lightning's own loop: on the order of the
-calls in its ``advance``, on its counters, its fetcher and its logger connector. ``tests/rounds/test_fused_visits.py``
-compares the two, call by call.
+The file depends on private parts of Lightning's loop: order of calls in ``advance``, counters, fetcher and logger
+connector. ``tests/rounds/test_fused_visits.py`` compares both loops call by call.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from lightning_fed.fit.synchronisation import ClientSharing
 from lightning_fed.lightning.internals import BATCH_HOOKS, TRANSFER_HOOKS, callbacks_of, datamodule_of, is_overridden
 
 KNOWN_VERSIONS = ("2.5.", "2.6.")
-"""Versions of Lightning whose loop this is."""
+"""Versions of Lightning with the same loop."""
 
 _MODULE_HOOKS = (
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
@@ -35,16 +34,15 @@ _PLAIN_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 
 class BatchLoop:
-    """Trains on batches as Lightning's loop would, from the end of one of its batches on.
+    """Trains on batches like Lightning's loop, after the end of a batch in Lightning's loop.
 
-    Every hook is called that somebody implements, with the same arguments and in the same order; counters, logged
-    values and the log's own steps are Lightning's. What is left out are calls of empty hooks, and their bookkeeping.
-    Where the optimization is not the plain one (manual, accumulated, with a loss scale, with the module's own
-    ``optimizer_step``), Lightning's own code does it.
+    All implemented hooks run with the same arguments and in the same order; counters, logged values and log steps are
+    Lightning's. Calls to empty hooks are skipped. Other optimization (manual, accumulated, with a loss scale, with an
+    ``optimizer_step`` in the module) runs in Lightning's code.
 
     Args:
         trainer: The Trainer, in a fit.
-        module: Its module.
+        module: The module.
 
     """
 
@@ -55,12 +53,12 @@ class BatchLoop:
 
     @property
     def is_over(self) -> bool:
-        """True if Lightning has to go on by itself after this batch: to validate, or to end the fit."""
+        """True if Lightning's loop must continue after this batch, to validate or to end the fit."""
         trainer = self._trainer
         return trainer.should_stop or trainer.received_sigterm or self._loop._is_training_done  # noqa: SLF001
 
     def prepare(self) -> None:
-        """Looks up who implements which hook, before the second batch of a round."""
+        """Collects the implemented hooks, before the second batch of a round."""
         trainer, module, plugin = self._trainer, self._module, self._trainer.precision_plugin
         self._callbacks = {
             hook: [callback for callback in callbacks_of(trainer) if _implements(callback, hook, L.Callback)]
@@ -83,15 +81,15 @@ class BatchLoop:
             and kind in _PLAIN_PRECISIONS
             and getattr(plugin, "scaler", None) is None
             and trainer.strategy.model is module
-            and not isinstance(trainer.optimizers[0], LightningOptimizer)  # which would call the hooks once more
+            and not isinstance(trainer.optimizers[0], LightningOptimizer)  # calls the hooks a second time
         )
         self._clips = bool(trainer.gradient_clip_val) or "configure_gradient_clipping" in own
 
     def end_batch(self) -> None:
-        """Does what Lightning does after the last hook of a batch."""
+        """Counts and logs a batch after the last hook."""
         results = self._loop._results  # noqa: SLF001
-        # `on_batch_end` would look up what `trainer.callback_metrics` and its like look up when they are asked for.
-        results.batch = None  # so that it is not held beside the next one
+        # Without `on_batch_end`: `trainer.callback_metrics` computes the same values on request.
+        results.batch = None  # frees memory before the next batch
         self._loop.batch_progress.increment_completed()
         if not all(value.has_reset for value in results.values()):
             self._connector.update_train_step_metrics()
@@ -99,7 +97,7 @@ class BatchLoop:
             self._loop._batches_that_stepped += 1  # noqa: SLF001
 
     def train(self) -> tuple[Any, Any, int]:
-        """Fetches the next batch and trains on it, up to the module's ``on_train_batch_end``, for which it returns.
+        """Fetches the next batch and trains, up to the module's ``on_train_batch_end``.
 
         Returns:
             The step's outputs, the batch and its index.
@@ -129,7 +127,7 @@ class BatchLoop:
                     outputs = loop.manual_optimization.run(kwargs)
         progress.increment_processed()
         if trainer.lr_scheduler_configs:
-            if batch is not None:  # of a loader that is shorter than its length
+            if batch is not None:  # `None` pads a failed visit
                 loop.update_lr_schedulers("step", update_plateau_schedulers=False)
             if loop._num_ready_batches_reached():  # noqa: SLF001
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
@@ -148,17 +146,15 @@ class BatchLoop:
         return move_data_to_device(batch, device)
 
     def _call(self, hook: str, *arguments: Any) -> None:
-        """Calls a hook of the callbacks that implement it."""
         callbacks = self._callbacks[hook]
         if callbacks:
             attributes, before = self._attributes, self._attributes["_current_fx_name"]
-            attributes["_current_fx_name"] = hook  # to which a value that it logs belongs
+            attributes["_current_fx_name"] = hook  # for logged values
             for callback in callbacks:
                 getattr(callback, hook)(self._trainer, self._module, *arguments)
             attributes["_current_fx_name"] = before
 
     def _call_all(self, hook: str, *arguments: Any) -> None:
-        """Calls a hook of the callbacks and of the module."""
         self._call(hook, *arguments)
         if hook in self._module_hooks:
             self._call_module(hook, *arguments)
@@ -171,7 +167,7 @@ class BatchLoop:
         return output
 
     def _optimize(self, arguments: tuple[Any, ...], batch_idx: int) -> dict[str, Any]:
-        """One step of automatic optimization: loss, gradients, and the optimizer's step with them."""
+        """Runs a step of automatic optimization: loss, gradients, optimizer step."""
         optimizer, outputs = self._trainer.optimizers[0], dict[str, Any]()
         progress = self._loop.automatic_optimization.optim_progress.optimizer.step
 
@@ -187,7 +183,7 @@ class BatchLoop:
         return outputs
 
     def _compute_gradients(self, arguments: tuple[Any, ...], batch_idx: int, optimizer: Optimizer) -> dict[str, Any]:
-        """Everything of a step that comes before the optimizer's; gives what ``on_train_batch_end`` is told."""
+        """Runs a step up to the optimizer; returns the outputs for ``on_train_batch_end``."""
         trainer = self._trainer
         progress = self._loop.automatic_optimization.optim_progress.optimizer.zero_grad
         loss, outputs = self._loss(arguments)
@@ -214,7 +210,7 @@ class BatchLoop:
         return outputs
 
     def _loss(self, arguments: tuple[Any, ...]) -> tuple[Tensor | None, dict[str, Any]]:
-        """Runs the training step; gives its loss, and what becomes of its outputs."""
+        """Runs the training step; returns loss and outputs."""
         attributes, before = self._attributes, self._attributes["_current_fx_name"]
         attributes["_current_fx_name"] = "training_step"
         if self._context is None:
@@ -235,23 +231,22 @@ class BatchLoop:
 
 
 def _implements(owner: Any, hook: str, base: type) -> bool:
-    """True if a hook is not the empty one, also one that was set on the object."""
     return hook in vars(owner) or getattr(type(owner), hook) is not getattr(base, hook)
 
 
 def find_obstacle(trainer: L.Trainer, module: L.LightningModule, has_batch_start: bool) -> str | None:
-    """Reason, in words, why batches have to be left to Lightning's own loop; ``None`` where they need not.
+    """Reason against fused visits; ``None`` if fused visits are possible.
 
     Args:
         trainer: The Trainer.
-        module: Its module.
+        module: The module.
         has_batch_start: Whether the module implements ``on_train_batch_start``.
 
     """
     strategy, profiler = trainer.strategy, trainer.profiler  # type: ignore[attr-defined]
-    interval = getattr(trainer, "val_check_interval", None)  # none where validation goes by time
+    interval = getattr(trainer, "val_check_interval", None)  # missing if validation depends on time
     obstacles = {
-        f"Lightning {L.__version__} has a loop that is not known here": not L.__version__.startswith(KNOWN_VERSIONS),
+        f"Lightning {L.__version__} has an unknown loop": not L.__version__.startswith(KNOWN_VERSIONS),
         f"{type(profiler).__name__} measures what Lightning calls in its own loop": (
             not isinstance(profiler, PassThroughProfiler)
         ),

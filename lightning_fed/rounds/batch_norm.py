@@ -280,7 +280,8 @@ def _record_shift(
     largest, shift = _find_shift(rule, measured, layers)
     if fit.batch_norm == "auto" and not fit.decision:
         if shift is None and not rule.resizes:  # reports of other widths do not compare
-            measured = fit.collect_reports(measured)
+            fit.reports |= dict(measured)
+            measured = list(fit.reports.items())
             largest, shift = _find_shift(rule, measured, layers)
         decide_statistics(fit, largest, shift, len(measured))
     if shift is None:
@@ -327,7 +328,7 @@ def decide_statistics(fit: FederatedFit, layer: str, shift: float | None, num_re
             layer,
             text,
         )
-        fit.decide(decision)
+        fit.decision, fit.reports = decision, {}
     elif fit.note_warning("undecided"):
         _log.info(
             "The choice between own and pooled BatchNorm statistics is open after %d reports: a decision needs reports"
@@ -335,7 +336,7 @@ def decide_statistics(fit: FederatedFit, layer: str, shift: float | None, num_re
             num_reports,
             max(2, fit.server.min_clients),
         )
-    fit.count_reports()
+    fit.num_measured += 1
 
 
 def own_statistics(report: Mapping[str, Tensor]) -> State:
@@ -398,7 +399,7 @@ def load_own_model(
                         _SERVES[fit.unseen],
                     )
     local.load_client(client, state, trains=False, statistics=served)
-    fit.serve(client if local.has_statistics else None)
+    fit.served_client = client if local.has_statistics else None
     return measured
 
 

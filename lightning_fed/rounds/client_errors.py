@@ -1,4 +1,4 @@
-"""Errors in a visit: told apart into the client's, which is left out, and those after which nothing can go on."""
+"""Errors in a visit: faults of one client, and errors that end the fit."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _LOST_DEVICE = ("device-side assert", "an illegal memory access", "CUDA error: u
 
 
 def client_fault(error: Exception, planned: PlannedVisit) -> str | None:
-    """Reason to leave a client out for an error in the module's step; ``None`` where the program cannot go on.
+    """Reason to exclude a client after an error in the module's step; ``None`` if the program cannot continue.
 
-    An error in the step of one client is that client's: its labels are out of range, its images of another size, its
-    batches too large for the device. One of all clients ends the fit (:class:`FailedRounds`). After some errors a GPU
-    answers nobody in this process, so that nothing but a new process helps.
+    A client causes an error by invalid labels, images of another size, or batches too large for the device. An error of
+    all clients ends the fit (:class:`FailedRounds`). After some errors a GPU is lost for the process, and only a new
+    process helps.
 
     Args:
-        error: The error that the step raised.
+        error: The error in the step.
         planned: The client's visit.
 
     """
@@ -39,19 +39,19 @@ _ODD_BATCH = (
 
 
 def describe_visit(error: BaseException, planned: PlannedVisit) -> str:
-    """Note for :meth:`BaseException.add_note`: the visit that an error ended, and what helps.
+    """Note for :meth:`BaseException.add_note`: the visit, and a remedy.
 
     Args:
-        error: The error that ended the fit.
-        planned: The visit that was under way.
+        error: The error at the end of the fit.
+        planned: The interrupted visit.
 
     """
     note = f"In round {round_number(planned.visit.round)}, in the visit of client {planned.visit.client!r}."
     if any(text in str(error) for text in _LOST_DEVICE):
         return (
-            f"{note} The GPU may report it some steps late, and does not work any more in this process: labels out of"
-            " range are the usual cause, of this client or of the one before. A fit that is started again goes on from"
-            " its last checkpoint."
+            f"{note} The GPU may report the error some steps late, and does not work any more in this process: labels"
+            " out of range are the usual cause, in this visit or the one before. Restart the program: the fit resumes"
+            " from its last checkpoint."
         )
     return note
 

@@ -114,11 +114,10 @@ class RoundLoop:
 
     # The fit
 
-    def attach(self, trainer: L.Trainer, module: L.LightningModule, partition: Partition | None) -> None:
+    def attach(self, module: L.LightningModule, partition: Partition | None) -> None:
         """Replaces methods in the user's objects, until :meth:`detach`.
 
         Args:
-            trainer: The Trainer.
             module: The module.
             partition: Splits the training data, unless the data are clients already.
 
@@ -127,12 +126,11 @@ class RoundLoop:
                 reached or do not fit ``partition``.
 
         """
-        fit, self._partition = self.fit, partition
-        fit.attach(trainer)
+        fit, trainer, self._partition = self.fit, self.fit.trainer, partition
         check_trainer(trainer)
         strategy = sharing_strategy(trainer)
         if strategy is not None:
-            fit.synchronise(strategy.synchronise(trainer, fit.server, fit.store, fit.schedule, fit.progress))
+            fit.synchronisation = strategy.synchronise(trainer, fit.server, fit.store, fit.schedule, fit.progress)
         train, val = handed_data(trainer)
         if train is not None:
             handed = datamodule_of_handed(train, val, partition, self.known_clients)
@@ -191,7 +189,7 @@ class RoundLoop:
         self.hooks.batch_loop = self._fuse(self.hooks.has_batch_start)
         if fit.options.optimizer_state == "keep":
             check_optimizers(fit.trainer.optimizers)
-        fit.note_initial_statistics()
+        fit.store_initial_statistics()
         self._frozen = freeze_parameters(fit.module, fit.policies)
         self._plan_visits()
 
@@ -290,9 +288,9 @@ class RoundLoop:
         """Asks for the clients' data, as Lightning asks for a training loader."""
         fit = self.fit
         if self.remote is not None:
-            fit.meet(self.remote.population)
+            fit.set_population(self.remote.population)
         elif self._partition is None:
-            fit.meet(datamodule_of(fit.trainer).population())
+            fit.set_population(datamodule_of(fit.trainer).population())
         else:
             loader = self._train_dataloader.original()
             if not fit.is_population_known:
@@ -301,11 +299,7 @@ class RoundLoop:
                 exchange_reload_interval(fit.trainer, interval)
             if fit.trainer.overfit_batches:  # type: ignore[attr-defined]
                 loader = loader_to_overfit(loader)
-            fit.meet(split_training_data(loader, self._partition, fit.schedule.seed))
-
-    def ask_for_round(self) -> None:
-        """Makes Lightning ask for the next round's loader before the next epoch."""
-        exchange_reload_interval(self.fit.trainer, 1)
+            fit.set_population(split_training_data(loader, self._partition, fit.schedule.seed))
 
     def start_epoch(self) -> None:
         """Restores the user's interval for validation data, after Lightning has the round's loader."""
@@ -370,7 +364,7 @@ class RoundLoop:
                     f"Round {round_number(self.fit.trainer.current_epoch)} is in the checkpoint already, and only"
                     " its validation is not: resume with a Trainer that validates as the one before."
                 )
-            self.fit.start_round(cohort)
+            self.fit.cohort = cohort
             if self._find_new_entries() and self._plan.groups is not None:
                 raise MisconfigurationException(
                     "Expected the module to have all parameters and buffers when a round is planned, because several"
@@ -391,7 +385,7 @@ class RoundLoop:
         move_log_position(fit.trainer, -min(self._padded_steps(loader), log_position(fit.trainer)))
         has_aggregate = round.close()
         fit.progress.end_round(fit.trainer, is_cut=not loader.is_over)
-        fit.count_rounds(server.report.round + 1)
+        fit.rounds = server.report.round + 1
         if has_aggregate and self._averages is not None:
             self._averages.end_round()
         if has_aggregate:
@@ -418,6 +412,13 @@ class RoundLoop:
         """Measures own BatchNorm statistics with the model in validation."""
         with self.averages_in_place():
             self._models.measure(self.fit.trainer, self.fit.module, clients)
+
+    def end_epoch(self) -> None:
+        """Abandons an open round, and makes Lightning ask for the next round's loader before the next epoch."""
+        self.cut_short()
+        exchange_reload_interval(self.fit.trainer, 1)
+        self.fit.progress.end_epoch()
+        self.fit.rounds = self.fit.trainer.current_epoch + 1  # also after a failed round
 
     def cut_short(self) -> None:
         """Abandons an open round, with a warning."""

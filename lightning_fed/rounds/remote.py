@@ -1,4 +1,4 @@
-"""Interface of the other half of a federation, where server and clients are on different machines."""
+"""Interface to the other half of a federation, with server and clients on different machines."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_fed.server.schedule import Cohort, Visit
 
 
 class RemoteSide(ABC):
-    """The other half of a federation: to the server, its clients; to a client, its server.
+    """The other half of a federation: the clients for a server, the server for a client.
 
     Attributes:
-        has_server: Whether the server half is here, so that callbacks' hooks of the server's side are called.
-        population: The clients, as far as they are known here.
+        has_server: Whether the server half is in this process, with the callbacks' server hooks.
+        population: The clients known to this process.
 
     """
 
@@ -27,37 +27,37 @@ class RemoteSide(ABC):
     population: Population
 
     def connect(self, server: ServerInterface) -> ServerInterface:
-        """Returns the server of the round's messages: ``server`` itself, or a connection to one that is not here."""
+        """Returns the server for the round's messages: ``server``, or a connection to a remote one."""
         return server
 
     def cohort(self, drawn: Callable[[], Cohort]) -> Cohort:
-        """The round's clients as they are known here; ``drawn`` draws them from the schedule."""
+        """The round's clients in this process; ``drawn`` draws all clients from the schedule."""
         return drawn()
 
     @abstractmethod
     def visits_here(self, cohort: Cohort) -> Cohort:
-        """The visits of the round that train in this process."""
+        """The visits with training in this process."""
 
     @abstractmethod
     def start(self, fit: FederatedFit) -> None:
-        """Before the round opens: the optimizers are as the Trainer has them."""
+        """Called before the round opens, with the Trainer's optimizers."""
 
     @abstractmethod
     def exchange(self, round: Round) -> None:
-        """After the last visit that trains here, while the round is open."""
+        """Called in the open round, after the last visit in this process."""
 
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
     ) -> list[tuple[Client, State]]:
-        """Has clients measure the inputs of BatchNorm layers with a model.
+        """Measures BatchNorm inputs on the clients.
 
         Args:
             server: Counts the reports.
             visits: The clients' visits.
-            send: Gives the model to measure, counted.
+            send: Prepares and counts the message with the model.
 
         Returns:
-            Client and what it measured, without clients that cannot; nothing where the server is not here.
+            Client and measurement, without clients that cannot measure; empty on a client's machine.
 
         """
         return []
@@ -69,16 +69,16 @@ class RemoteSide(ABC):
         visits: Sequence[Visit],
         send: Callable[[Visit], Broadcast],
     ) -> Iterator[tuple[Client, ClientUpdate | str]]:
-        """Asks clients outside of a round.
+        """Asks clients outside a round.
 
         Args:
-            fit: The fit; the entries that do not travel are in its module.
-            question: What their callback is asked: primitives and plain containers.
-            visits: The clients, each with the seed of its draws.
-            send: Gives the model to answer with, counted.
+            fit: The fit; the module holds the entries outside messages.
+            question: The question for a callback: primitives and plain containers.
+            visits: The clients, with the seeds of their draws.
+            send: Prepares and counts the message with the model.
 
         Returns:
-            Client and its answer, or the reason why there is none; nothing where the server is not here.
+            Client and answer, or the reason for a missing answer; empty on a client's machine.
 
         """
         return iter(())

@@ -2,11 +2,11 @@
 
 1. ``Round(...)`` and :meth:`Round.open`: the server starts the round from the global model.
 2. The visits, one after another: :mod:`lightning_fed.rounds.visit_flow`.
-3. :meth:`Round.join`: the processes that shared the visits join, and the answers of remote clients arrive;
+3. :meth:`Round.join`: the processes with shares of the visits join, and answers from remote clients arrive.
    :meth:`Round.close`: :meth:`Round.aggregate`, :meth:`Round.load_global`, :meth:`Round.measure_batch_norm`,
-   :meth:`Round.log`; when the round is counted, :meth:`Round.end`.
+   :meth:`Round.log`; after the count of the round, :meth:`Round.end`.
 
-At any time :meth:`Round.abandon` gives the round up and restores the global model with which it began.
+At any time :meth:`Round.abandon` ends the round and restores the initial global model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lightning_fed.model.entries import (
 )
 from lightning_fed.rounds.batch_norm import freeze_batch_norm, measure_round, measured_layers, warn_of_batch_norm
 from lightning_fed.rounds.visit_driver import VisitPlan
-from lightning_fed.rounds.visit_flow import ClientVisit, ServerHalf
+from lightning_fed.rounds.visit_flow import ClientVisit, server_callbacks
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.schedule import Cohort
 
@@ -48,13 +48,13 @@ _log = logging.getLogger(__name__)
 
 
 class Round:
-    """One round while it is open: clients' visits between the server's start and its aggregate.
+    """An open round: the visits between the server's start and aggregate.
 
     Args:
-        fit: The fit; its module holds the global model.
-        loader: Serves the batches of the visits.
+        fit: The fit; the module holds the global model.
+        loader: Loader with the visits' batches.
         cohort: The round's clients.
-        plan: How visits train.
+        plan: Plan for the visits' training.
 
     Attributes:
         fit: The fit.
@@ -63,9 +63,8 @@ class Round:
         local: The module's entries.
         state: The global model's shared entries at the round's start.
         optimizers: Optimizers and schedulers, reset for every visit.
-        server_half: Replies to messages from clients.
         driver: Drives the visits.
-        is_over: True once the round is closed or given up.
+        is_over: True after :meth:`close` or :meth:`abandon`.
 
     """
 
@@ -79,7 +78,7 @@ class Round:
         if fit.is_batch_norm_fixed:
             freeze_batch_norm(fit.module)
         seed_everything(fit.schedule.start_seed(fit.trainer.current_epoch))
-        self._server_callbacks = fit.server_callbacks
+        self._server_callbacks = server_callbacks(fit)
         self.local = LocalModel(
             fit.module,
             fit.policies,
@@ -94,9 +93,8 @@ class Round:
         untrained = untrained_entries(fit.module) - self.local.sliced.keys()
         self._untrained = [name for name in self.state if name in untrained]
         self._writes = self._count_writes()
-        self.server_half = ServerHalf(fit)
         open_visit = partial(ClientVisit, fit, self.local, self.optimizers, self._untrained)
-        self.driver = plan.driver(fit, loader, self.server_half, open_visit)
+        self.driver = plan.driver(fit, loader, open_visit)
         unchanged = {name: self.state[name] for name in self._untrained}
         self._server.held.start_round(fit.trainer.current_epoch, unchanged)
         info = RoundInfo(
@@ -115,7 +113,7 @@ class Round:
         if process_group_of(self._trainer).rank == 0:
             for client, reason in self.loader.failed.items():
                 self._server.fail(client, reason, self.loader.errors.get(client))
-        self.fit.set_norm_layers(list(measured_layers(self.fit)))
+        self.fit.norm_layers = list(measured_layers(self.fit))
         warn_of_batch_norm(self.fit, self.local, self.loader.visits)
         for callback in self._server_callbacks:
             callback.on_server_round_start(self._trainer, self._module)
@@ -123,7 +121,7 @@ class Round:
         self.loader.on_visit = self._carried.start_visit
 
     def _collect_optimizers(self) -> LocalOptimizers:
-        """Collects optimizers, schedulers and loss scale as the round finds them."""
+        """Collects optimizers, schedulers and loss scale in the round's initial state."""
         trainer, configs = self._trainer, self._trainer.lr_scheduler_configs
         # With manual optimization the user steps schedulers.
         is_manual = not self._module.automatic_optimization
@@ -139,14 +137,14 @@ class Round:
         )
 
     def _count_writes(self) -> dict[str, int]:
-        """Versions, as PyTorch counts writes, of the entries of the round's start that messages share."""
+        # PyTorch's number of writes into the tensors shared by messages.
         return {name: tensor_version(self.state[name]) for name in self._untrained}
 
     def _check_writes(self) -> None:
-        """Refuses a rule or a callback that has written into what is not its own.
+        """Checks the tensors shared by all messages.
 
         Raises:
-            MisconfigurationException: If one has.
+            MisconfigurationException: If a rule or a callback has written into a tensor.
 
         """
         written = [name for name, count in self._count_writes().items() if count != self._writes[name]]
@@ -161,14 +159,14 @@ class Round:
     # 2. Close
 
     def join(self) -> None:
-        """Joins the processes that shared the visits, after the last of them."""
+        """Joins the processes with shares of the visits, after the last visit."""
         if self.local.dropped and self.fit.note_warning("dropped"):
             warn_of_dropped(self.local.dropped)
         self._carried.end_round(self._server.report.round)
         self.fit.synchronisation.join(self.state, self.optimizers, self.cohort)
 
     def close(self) -> bool:
-        """Closes the round when all updates are there; returns whether the server made a state that is used."""
+        """Closes the round after the last update; returns whether the server has an aggregate."""
         seed_everything(self.fit.schedule.end_seed(self._server.report.round))
         state = self.aggregate()
         is_new = state is not None and state is not self.state
@@ -182,7 +180,7 @@ class Round:
                 self.load_global(self.state)
                 state, is_new = None, False
         if is_new:
-            self.fit.count_model(self._server.report.round)
+            self.fit.model_round = self._server.report.round
         self._settle(() if state is None else self._server.report.received)
         self._server.held.note(self._server.report.round, self._server.report.received)
         self.log(has_aggregate=state is not None)
@@ -191,13 +189,13 @@ class Round:
         return state is not None
 
     def aggregate(self) -> State | None:
-        """Makes the new global values of the shared entries, as callbacks change them; ``None`` if there are none."""
+        """Aggregates the new global values of the shared entries, with callbacks' changes; ``None`` after a failure."""
         state = self._server.finish_round()
         self._check_writes()
         if state is None:
             return None
         start = self.state
-        # Callbacks may write into it, and a rule may have chosen one client's update.
+        # Copies: callbacks may write into the state, and a rule may return tensors of one client's update.
         new = {name: value.clone() if value is start.get(name) else value for name, value in state.items()}
         form = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
         for callback in self._server_callbacks:
@@ -210,33 +208,31 @@ class Round:
                 _log.error("The aggregate is not used after `on_server_aggregate`: %s.", fault)
                 self._server.abandon_round()
                 return None
-        return state if state is start else new  # the former is not a new model
+        return state if state is start else new  # the initial state: the rule has no new model yet
 
     def load_global(self, state: State, counting: Collection[int] = ()) -> None:
-        """Loads the global model and ends the visits of the optimizers.
+        """Loads the global model, and resets the optimizers.
 
         Args:
-            state: The global model.
-            counting: Positions of the visits whose updates are in it.
+            state: The shared entries.
+            counting: Positions of the visits with good updates.
 
         """
         self.local.load_global(state)
         self.optimizers.end_round(counting)
 
     def _counting(self) -> list[int]:
-        """Positions of visits with accepted updates."""
         received = self._server.report.received
         served = self.fit.served(self.cohort).visits  # without stragglers whose work is dropped
         return [position for position, visit in enumerate(served) if visit.client in received]
 
     def _settle(self, counting: Collection[Client]) -> None:
-        """Commits what clients keep of visits whose updates count; the others are as before the round."""
         if self.fit.has_server:
             self.fit.store.settle(self._server.report.round, counting)
 
     def measure_batch_norm(self) -> str | None:
-        """Pools BatchNorm statistics of the new global model; returns a fault in the statistics."""
-        with seeded_generators():  # every process measures its share
+        """Pools BatchNorm statistics for the new global model; returns a fault in the statistics."""
+        with seeded_generators():  # processes measure different clients
             self._measured, fault = measure_round(self.fit, self.local)
         return fault
 
@@ -265,7 +261,7 @@ class Round:
     # At any time
 
     def abandon(self) -> None:
-        """Gives the round up and restores the global model with which it began."""
+        """Ends the round without an aggregate, and restores the initial global model."""
         self._carried.stop()
         self.driver.close()
         self.local.load_global(self.state)
@@ -278,7 +274,7 @@ class Round:
     def patch(self, checkpoint: dict[str, Any]) -> None:
         """Replaces a client's state in a checkpoint by the round's first state."""
         state = {**self.state, **self.local.server_entries}
-        # `WeightAveraging` puts the average in the model's place, and saves the model under this name.
+        # `WeightAveraging` saves the average as the model, and the model under another name.
         model = checkpoint.get("current_model_state", checkpoint["state_dict"])
         firsts = tied_names({name: value for name, value in model.items() if isinstance(value, torch.Tensor)})
         model |= {name: state[first].clone() for name, first in firsts.items() if first in state}
@@ -289,5 +285,5 @@ class Round:
             checkpoint[loss_scaler_key(self._trainer)] = scaler
         for index, scheduler in zip(self._per_step, schedulers, strict=True):
             checkpoint["lr_schedulers"][index] = scheduler
-        for index, scheduler in self._epoch_schedulers.items():  # stepped before callbacks see the last batch
+        for index, scheduler in self._epoch_schedulers.items():  # Lightning steps before callbacks see the last batch
             checkpoint["lr_schedulers"][index] = copy_state(scheduler)

@@ -1,4 +1,4 @@
-"""Number of steps of per-step learning-rate schedulers, which start every visit from the round's state."""
+"""Number of steps in a fit for per-step learning-rate schedulers, which start every visit from the round's state."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _COUNTED_CLIENTS = 1000
 
 
 def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
-    """Counts the steps that a per-step scheduler makes in a fit.
+    """Counts the steps of a per-step scheduler in a fit.
 
     Args:
-        fit: The fit, which knows its clients.
-        rounds: Number of rounds of the fit.
-        window: Batches for one step of the optimizer.
+        fit: The fit, with known clients.
+        rounds: Number of rounds.
+        window: Batches per optimizer step.
 
     """
     sizes: dict[Client, int] = {}
@@ -38,11 +38,11 @@ def count_scheduler_steps(fit: FederatedFit, rounds: int, window: int) -> int:
 
 
 def check_estimate(fit: FederatedFit) -> None:
-    """Warns of a per-step scheduler that was made while Lightning estimated the steps of the fit.
+    """Warns about a per-step scheduler built with ``trainer.estimated_stepping_batches``.
 
     Args:
-        fit: The fit, which knows its clients: Lightning has asked for the training data before the fit starts, and does
-            so only if someone asks for ``trainer.estimated_stepping_batches``.
+        fit: The fit, with known clients: before the start Lightning asks for the training data only for
+            ``trainer.estimated_stepping_batches``.
 
     """
     trainer = fit.trainer
@@ -50,7 +50,7 @@ def check_estimate(fit: FederatedFit) -> None:
     if not any(is_manual or config.interval == "step" for config in trainer.lr_scheduler_configs):
         return
     estimate = steps = trainer.estimated_stepping_batches
-    if len(fit.population.clients) > _COUNTED_CLIENTS:  # to ask each for its size may take long
+    if len(fit.population.clients) > _COUNTED_CLIENTS:  # a request for each client's size may take long
         _log.warning(
             "`trainer.estimated_stepping_batches` (%s) counts the steps of all clients, which are more than a per-step"
             " scheduler makes in this fit. Give it `lightning_fed.scheduler_steps(trainer)` instead.",
@@ -62,19 +62,18 @@ def check_estimate(fit: FederatedFit) -> None:
     if estimate != steps:
         _log.warning(
             "`trainer.estimated_stepping_batches` (%s) counts the steps of all clients. A per-step scheduler starts"
-            " every visit from the round's state and goes on from the visit with the median number of steps: in this"
-            " fit it makes %s steps. Give it `lightning_fed.scheduler_steps(trainer)` instead.",
+            " every visit from the round's state and continues from the visit with the median number of steps: in this"
+            " fit the scheduler makes %s steps. Give it `lightning_fed.scheduler_steps(trainer)` instead.",
             estimate,
             steps,
         )
 
 
 def _batches_per_epoch(fit: FederatedFit, client: Client) -> int:
-    """Number of batches in an epoch, none of a client that has no examples or cannot be asked."""
     try:
         length = fit.population.batches_per_epoch(client)
         return 1 if length is None else length
     except MisconfigurationException:
         raise
-    except Exception:  # the client is left out, when its round comes
+    except Exception:  # a round with the client excludes the client
         return 0

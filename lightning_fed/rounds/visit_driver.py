@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,9 +12,8 @@ from lightning_fed.data.population import PlannedVisit
 from lightning_fed.data.round_loader import RoundLoader, VisitGroups
 from lightning_fed.errors import ClientFault, VisitTimeout
 from lightning_fed.fit.federated_fit import FederatedFit
-from lightning_fed.messages import Request
 from lightning_fed.rounds.client_errors import client_fault
-from lightning_fed.rounds.visit_flow import Ask, ClientVisit, ServerHalf
+from lightning_fed.rounds.visit_flow import ClientVisit
 
 _log = logging.getLogger(__name__)
 
@@ -26,12 +24,12 @@ class VisitDriver:
     Args:
         fit: The fit.
         loader: Loader with all batches.
-        server: Replies to messages.
         open_visit: Builds the client's half.
 
     Attributes:
         current: The visit under way; ``None`` between visits, and while several visits train at once.
         group: The visits under way.
+        open_visit: Builds the client's half.
         trains_at_once: Whether grouped visits train at once.
 
     """
@@ -39,14 +37,10 @@ class VisitDriver:
     trains_at_once = False
 
     def __init__(
-        self,
-        fit: FederatedFit,
-        loader: RoundLoader,
-        server: ServerHalf,
-        open_visit: Callable[[PlannedVisit], ClientVisit],
+        self, fit: FederatedFit, loader: RoundLoader, open_visit: Callable[[PlannedVisit], ClientVisit]
     ) -> None:
-        self.fit, self.server = fit, server
-        self._loader, self._open_visit, self._module = loader, open_visit, fit.module
+        self.fit, self.open_visit = fit, open_visit
+        self._loader, self._module = loader, fit.module
         self.current: ClientVisit | None = None
         self.group: Sequence[PlannedVisit] = ()
         self._has_loss = False
@@ -55,8 +49,8 @@ class VisitDriver:
         """Starts grouped visits, before the first batch."""
         self.group = group
         self.fit.synchronisation.start_visit(group[0])
-        self.current = self._open_visit(group[0])
-        self.current.advance(self.server)
+        self.current = self.open_visit(group[0])
+        self.current.advance()
         self._has_loss = False  # a pass over the data before the first batch does not count
 
     def train_step(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -156,19 +150,6 @@ class VisitDriver:
         self.group, self.current = (), None
         self.fit.synchronisation.end_visit(planned)
 
-    def request(self, planned: PlannedVisit) -> Request | None:
-        """Runs a visit up to the request; ``None`` if the client fails."""
-        self.current = self._open_visit(planned)
-        try:
-            with closing(self.current.run()) as flow:
-                return cast(Ask, next(flow)).request
-        except ClientFault as error:
-            planned.fail(str(error), error)
-            self.server.fail(planned)
-            return None
-        finally:
-            self.current = None
-
     def close(self) -> None:
         """Ends open visits without an update."""
         self._loader.clock.stop()
@@ -178,13 +159,13 @@ class VisitDriver:
 
     def _advance(self) -> None:
         if self.current is not None and self.current.step is not None:
-            self.current.advance(self.server, self._has_loss)
+            self.current.advance(self._has_loss)
         self._has_loss = False
 
     def _exclude(self, planned: PlannedVisit) -> None:
         """Excludes a client without a first batch."""
         planned.fault = planned.fault or f"it had none of its {planned.num_batches} batches"
-        self.server.fail(planned)
+        self.fit.server.fail(planned.visit.client, planned.fault, planned.error)
 
     def _fail(self, planned: PlannedVisit, error: Exception) -> None:
         """Marks a visit as failed by an error in the module's step.

@@ -1,8 +1,9 @@
 """One visit, from top to bottom: request, broadcast, load, train, answer, keep.
 
 :meth:`ClientVisit.run` is a generator. The generator yields :class:`Ask`, :class:`Step` and :class:`Answer`, and waits
-for a reply. :class:`ServerHalf` replies to messages, a driver to steps (:mod:`lightning_fed.rounds.visit_driver`). A
-failed visit ends with ``throw``; after an abandoned round, ``close`` ends the visit.
+for a reply. :func:`ask_server` and :func:`answer_server` reply to messages, a driver to steps
+(:mod:`lightning_fed.rounds.visit_driver`). A failed visit ends with ``throw``; after an abandoned round, ``close`` ends
+the visit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lightning_fed.lightning.internals import is_overridden
 from lightning_fed.messages import Broadcast, ClientUpdate, Request, State
 from lightning_fed.model.entries import identical_entries
 
-_FIT = f"{OPTIMIZER}fit"  # index of the last fit, next to the optimizer state
+_FIT_NUMBER = f"{OPTIMIZER}fit"  # index of the last fit, next to the optimizer state
 
 
 class Ask(NamedTuple):
@@ -149,31 +150,23 @@ class ClientVisit:
             for callback in self._callbacks:
                 callback.on_client_visit_end(trainer, module, client)
 
-    def advance(self, server: ServerHalf, has_loss: bool | None = None) -> None:
+    def advance(self, has_loss: bool | None = None) -> None:
         """Advances to the next batch, and exchanges messages on the way; excludes the client after a fault.
 
         Args:
-            server: Replies to messages.
             has_loss: Whether the training step gave a loss; ``None`` before the first batch.
 
         """
-        planned, self.step = self.planned, None
+        fit, planned, self.step = self._fit, self.planned, None
         try:
-            if planned.fault is None:
-                event = self._flow.send(has_loss)
-            else:
-                event = self._flow.throw(ClientFault(planned.fault))
-            while not isinstance(event, Step):
-                reply = server.ask(event.request) if isinstance(event, Ask) else server.answer(event.update)
-                event = self._flow.send(reply)
-            self.step = event
-        except StopIteration:
-            pass
+            if planned.fault is not None:
+                self._flow.throw(ClientFault(planned.fault))
+            self.step = run_to_step(fit, self._flow, has_loss)
         except ClientFault as error:  # any other exception is a bug and ends the fit
             self._flow.close()
             if planned.fault is None:
                 planned.fail(str(error), error)
-            server.fail(planned)
+            fit.server.fail(planned.visit.client, planned.fault or "", planned.error)
 
     def close(self) -> None:
         """Ends the visit without an update."""
@@ -218,7 +211,7 @@ class ClientVisit:
         kept = {}
         if self._fit.options.optimizer_state == "keep":
             kept = self._local.kept_optimizer_state(request.client)
-        if kept.pop(_FIT, torch.tensor(0)) != self._fit.number:  # a fit begins with new optimizers
+        if kept.pop(_FIT_NUMBER, torch.tensor(0)) != self._fit.number:  # a fit begins with new optimizers
             kept = {}
         rows = [(self._local.sliced[name], rows) for name, rows in request.rows.items()]
         self._optimizers.start_visit(kept, rows)
@@ -227,7 +220,7 @@ class ClientVisit:
     def _end_optimizers(self) -> State:
         state = self._optimizers.end_visit(self.planned.position)
         if state and self._fit.number:
-            state[_FIT] = torch.tensor(self._fit.number)
+            state[_FIT_NUMBER] = torch.tensor(self._fit.number)
         return state
 
     def _clear_gradients(self) -> None:
@@ -267,43 +260,55 @@ class ClientVisit:
         return {name: received[name] for name in self._untrained if name in received}
 
 
-class ServerHalf:
-    """The server's half during a visit: replies to messages, and calls the callbacks on the server's side.
+def run_to_step(fit: FederatedFit, flow: Flow, reply: Any = None) -> Step | None:
+    """Runs a visit to the next training step, with the server's replies to messages; ``None`` at the end.
 
     Args:
         fit: The fit.
+        flow: The visit.
+        reply: Reply to the last step; ``None`` before the first step.
 
     """
+    try:
+        event = flow.send(reply)
+        while not isinstance(event, Step):
+            event = flow.send(
+                ask_server(fit, event.request) if isinstance(event, Ask) else answer_server(fit, event.update)
+            )
+        return event
+    except StopIteration:
+        return None
 
-    def __init__(self, fit: FederatedFit) -> None:
-        self._trainer, self._module, self._server = fit.trainer, fit.module, fit.server
-        self._callbacks = fit.server_callbacks
 
-    def ask(self, request: Request) -> Broadcast:
-        """Returns the broadcast for a request."""
-        broadcast = self._server.prepare(request.client, request)
-        for callback in self._callbacks:
-            callback.on_server_send(self._trainer, self._module, request.client, broadcast)
-        self._server.sent(request.client, broadcast)
-        return broadcast
+def server_callbacks(fit: FederatedFit) -> list[FederatedCallback]:
+    """The callbacks with server hooks in this process."""
+    return federated_callbacks(fit.trainer) if fit.has_server else []
 
-    def answer(self, update: ClientUpdate) -> bool:
-        """Counts, unpacks and checks an update, and hands the update to the chain.
 
-        Returns:
-            Whether the update is good.
+def ask_server(fit: FederatedFit, request: Request) -> Broadcast:
+    """The server's half of a visit, before the training: prepares and counts the broadcast for a request."""
+    server, trainer = fit.server, fit.trainer
+    broadcast = server.prepare(request.client, request)
+    for callback in server_callbacks(fit):
+        callback.on_server_send(trainer, trainer.lightning_module, request.client, broadcast)
+    server.sent(request.client, broadcast)
+    return broadcast
 
-        """
-        if not self._server.count(update):
-            return False
-        try:
-            for callback in self._callbacks:
-                callback.on_server_receive(self._trainer, self._module, update)
-        except Exception as error:  # one client's fault
-            reason = f"the server cannot read its update: {describe(error)}"
-            return self._server.refuse(update.client, reason, without_frames(error))
-        return self._server.accept(update)
 
-    def fail(self, planned: PlannedVisit) -> None:
-        """Excludes the client after a failed visit."""
-        self._server.fail(planned.visit.client, planned.fault or "", planned.error)
+def answer_server(fit: FederatedFit, update: ClientUpdate) -> bool:
+    """The server's half of a visit, after the training: counts, unpacks and checks an update, for the chain.
+
+    Returns:
+        Whether the update is good.
+
+    """
+    server, trainer = fit.server, fit.trainer
+    if not server.count(update):
+        return False
+    try:
+        for callback in server_callbacks(fit):
+            callback.on_server_receive(trainer, trainer.lightning_module, update)
+    except Exception as error:  # one client's fault
+        reason = f"the server cannot read its update: {describe(error)}"
+        return server.refuse(update.client, reason, without_frames(error))
+    return server.accept(update)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_fed.messages import Client, State
+from lightning_fed.messages import Client, State, plain_keys
 from lightning_fed.model.entries import identical_entries
 
 _ALWAYS = -1
@@ -103,10 +103,8 @@ class HeldEntries:
         entries = {} if entries is None else entries
         now = {name: entries[name].to(value.device) for name, value in self.values.items() if name in entries}
         changed = now.keys() - identical_entries(self.values, now)
-        # Names as Python has them: NumPy's do not load with `weights_only=True`.
-        clients = [str(client) if isinstance(client, str) else int(client) for client in self._rounds]
         since = {name: start for name, start in self._since.items() if name not in changed}
-        state = {"since": since, "clients": clients, "rounds": list(self._rounds.values())}
+        state = {"since": since, "clients": plain_keys(self._rounds), "rounds": list(self._rounds.values())}
         return {} if self._is_new else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_fed import FederatedDataModule, Federation
 from lightning_fed.atomic_files import RoundCheckpoint, SafeCheckpointIO
 from lightning_fed.backends.wire.server import run_server
-from lightning_fed.fit.checkpoint_checks import check_file, check_method, describe_clients
+from lightning_fed.fit.checkpoint_checks import check_file, check_option, describe_clients
 from tests.conftest import QUIET
 from tests.models import Module, as_datasets, mlp, vectors
 
@@ -82,13 +82,13 @@ def test_a_model_that_nobody_can_train_is_refused(fit, checkpoint, tmp_path):
 
 @pytest.mark.parametrize("method", ["fedprox", "fedadam", "fedmargin", "fesem", "fedatt"])
 def test_the_checkpoint_of_another_method_is_refused(method, fit, checkpoint):
-    with pytest.raises(ValueError, match="is of the method 'FedAvg', and this fit is one of"):
+    with pytest.raises(ValueError, match="Expected `method` to be FedAvg, as in the checkpoint, but got"):
         fit(checkpoint, 2, method=method)
 
 
 def test_a_checkpoint_that_does_not_say_its_method():
-    check_method("", "FedAvg")
-    check_method("FedAvg", "FedAvg")
+    check_option("method", "", "FedAvg")
+    check_option("method", "FedAvg", "FedAvg")
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,8 @@ def test_a_method_on_the_instance_is_called_and_counts_as_overridden(fit):
 def test_a_warning_is_ignored_until_it_is_restored():
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
-        ignored = internals.IgnoredWarning("on purpose")
-        warnings.warn("on purpose", stacklevel=1)
-        ignored.restore()
+        with internals.ignored_warning("on purpose"):
+            warnings.warn("on purpose", stacklevel=1)
         assert not shown, "`warnings.filterwarnings` does not put the newest filter first any more"
         warnings.warn("on purpose", stacklevel=1)
         assert shown, "`warnings.filters` is not the list of filters any more"
@@ -88,21 +87,20 @@ def test_a_filter_of_the_user_stays():
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", "on purpose")
-        outer = internals.IgnoredWarning("of the outer fit")
-        for text in ("on purpose", "of the outer fit"):
-            internals.IgnoredWarning(text).restore()
-            warnings.warn(text, stacklevel=1)
+        with internals.ignored_warning("of the outer fit"):
+            for text in ("on purpose", "of the outer fit"):
+                with internals.ignored_warning(text):
+                    pass
+                warnings.warn(text, stacklevel=1)
         assert not shown
-        outer.restore()
 
 
 def test_a_warning_about_another_module_is_shown():
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
-        ignored = internals.IgnoredWarning("old", r"lightning\.pytorch\.")
-        for module in ("lightning.pytorch.utilities", "project"):
-            warnings.warn_explicit("old", FutureWarning, "file.py", 1, module)
-        ignored.restore()
+        with internals.ignored_warning("old", r"lightning\.pytorch\."):
+            for module in ("lightning.pytorch.utilities", "project"):
+                warnings.warn_explicit("old", FutureWarning, "file.py", 1, module)
     assert len(shown) == 1
 
 

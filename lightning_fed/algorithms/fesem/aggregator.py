@@ -18,7 +18,7 @@ from lightning_fed.algorithms.fesem.clustering import embed, k_means
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.console import round_number
 from lightning_fed.errors import OptionError
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, plain_keys
 from lightning_fed.model.entries import copy_state, is_running_statistic
 from lightning_fed.numerics.precision import to_float64
 from lightning_fed.numerics.seeds import client_key, derive_seed
@@ -179,8 +179,7 @@ class FeSEM(Aggregator):
         """The entries in the class's note."""
         return {
             "centers": self.centers,
-            # Python types: NumPy's types do not load with `weights_only=True`.
-            "clients": [str(client) if isinstance(client, str) else int(client) for client in self._num_samples],
+            "clients": plain_keys(self._num_samples),
             "assignments": [self.assignments.get(client) for client in self._num_samples],
             "num_samples": list(self._num_samples.values()),
         }

@@ -19,7 +19,7 @@ from lightning_fed.algorithms.robust.equations import trimmed_mean
 from lightning_fed.algorithms.robust.steps import Steps
 from lightning_fed.argument_checks import check_count
 from lightning_fed.errors import BadUpdates
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
+from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, plain_keys
 from lightning_fed.model.entries import is_running_statistic
 from lightning_fed.numerics.precision import cast_back
 from lightning_fed.numerics.seeds import client_key
@@ -162,8 +162,7 @@ class RobustAggregator(Aggregator):
     def state_dict(self) -> dict[str, Any]:
         """Excluded shares by client, and the memory, see the class docstring."""
         return {
-            # NumPy strings and integers do not load with `weights_only=True`.
-            "clients": [str(client) if isinstance(client, str) else int(client) for client in self.excluded],
+            "clients": plain_keys(self.excluded),
             "excluded": [total for total, _ in self.excluded.values()],
             "rounds": [count for _, count in self.excluded.values()],
             "memory": self.memory,

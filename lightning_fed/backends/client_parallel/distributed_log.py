@@ -8,6 +8,7 @@ process accumulates the values from local batches, and all processes log the joi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +19,7 @@ from torchmetrics import Metric
 
 from lightning_fed.data.federated import ChainedLoaders
 from lightning_fed.fit.synchronisation import process_group_of
-from lightning_fed.lightning.internals import (
-    IgnoredWarning,
-    OverriddenMethod,
-    callbacks_with_log,
-)
+from lightning_fed.lightning.internals import OverriddenMethod, callbacks_with_log, ignored_warning
 from lightning_fed.lightning.logged_values import LogCall, LoggedValue, intercepted
 from lightning_fed.process_group import SINGLE_PROCESS, ProcessGroup
 
@@ -75,7 +72,7 @@ class DistributedLog(L.Callback):
         self._ranks: ProcessGroup = SINGLE_PROCESS
         self._module: L.LightningModule
         self._hooks: list[OverriddenMethod] = []
-        self._ignored: list[IgnoredWarning] = []
+        self._ignored = ExitStack()
         self._reset()
 
     def _reset(self) -> None:
@@ -95,7 +92,8 @@ class DistributedLog(L.Callback):
         log = intercepted(self._take)
         owners = [pl_module, *(callback for callback in callbacks_with_log(trainer) if callback is not self)]
         self._hooks = [OverriddenMethod(owner, "log", log) for owner in owners]
-        self._ignored = [IgnoredWarning(text) for text in _IRRELEVANT_WARNINGS]
+        for text in _IRRELEVANT_WARNINGS:
+            self._ignored.enter_context(ignored_warning(text))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -241,9 +239,8 @@ class DistributedLog(L.Callback):
     def _restore(self) -> None:
         for hook in self._hooks:
             hook.restore()
-        for warning in self._ignored:
-            warning.restore()
-        self._hooks, self._ignored = [], []
+        self._ignored.close()
+        self._hooks = []
 
 
 def _path_of(metric: Metric, module: L.LightningModule) -> str | None:

@@ -36,8 +36,8 @@ class StackedVisits(VisitDriver):
         self.group = group
         self.fit.synchronisation.start_visit(group[0])
         for planned in group:
-            self.current = self._open_visit(planned)
-            self.current.advance(self.server)
+            self.current = self.open_visit(planned)
+            self.current.advance()
             self._visits.append(self.current)
             self._model.take()  # a row also for a failed client, without training
         self.current = None
@@ -90,7 +90,7 @@ class StackedVisits(VisitDriver):
                 if visit.step is not None:
                     self.current = visit
                     self._model.put(row)
-                    visit.advance(self.server, has_loss=True)
+                    visit.advance(has_loss=True)
         else:
             for planned in group:
                 self._exclude(planned)
@@ -116,7 +116,7 @@ class StackedVisits(VisitDriver):
             if visit.planned.num_batches == finished:  # the other clients have more batches
                 self._model.end(row)
             elif visit.planned.num_batches > finished and visit.planned.fault is None:
-                visit.advance(self.server, has_loss=True)
+                visit.advance(has_loss=True)
 
     def _clear(self) -> None:
         self._model.clear()

@@ -50,6 +50,8 @@ from lightning_fed.model.entries import find_non_finite, live_entries
 from lightning_fed.privacy.secure_sum import RingSum
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
+from lightning_fed.rounds.visit_flow import Answer as UpdateAnswer
+from lightning_fed.rounds.visit_flow import Ask, Flow, Step, run_to_step
 from lightning_fed.server.interface import ServerInterface
 from lightning_fed.server.schedule import Cohort, Visit
 
@@ -118,10 +120,7 @@ class RemoteClientSide(RemoteSide):
         fit.ignore_warning("Detected call of `lr_scheduler.step")  # before `optimizer.step`, which clients do
 
     def exchange(self, round: Round) -> None:
-        """Sends the round's broadcasts, and receives what comes back, in the order of the cohort.
-
-        Whatever is wrong with a client's answer is that client's fault, and nothing that one says ends the run.
-        """
+        """Runs the round's visits, in the order of the cohort; a fault in an answer excludes only its client."""
         fit, server, optimizers = round.fit, round.fit.server, round.optimizers
         if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in optimizers.step_schedulers):
             raise MisconfigurationException(
@@ -144,87 +143,81 @@ class RemoteClientSide(RemoteSide):
         self._train_request = self._common(frozen) | {"hyperparameters": start}
         secure_sum = self._start_sum(fit)
         requests = self._requests(fit, round.state)
-        visits = {visit.client: visit for visit in self._cohort.visits}
-
-        broadcasts: dict[Client, Broadcast] = {}
-        reports: dict[Client, _Steps] = {}
+        visits = {
+            visit.client: _RemoteVisit(visit, position, requests.get(visit.client))
+            for position, visit in enumerate(self._cohort.visits)
+            if visit.client not in server.report.failed
+        }
+        flows = {client: self._run_visit(round, remote) for client, remote in visits.items()}
 
         def messages() -> Iterator[tuple[Visit, Broadcast, str]]:
-            for visit in self._cohort.visits:
-                request = requests.get(visit.client)
-                if visit.client in server.report.failed:
-                    continue
+            for client, remote in visits.items():
                 try:
-                    broadcast = round.server_half.ask(request or Request(visit.client))
+                    run_to_step(fit, flows[client])
                 except Exception as error:
-                    if request is None:
+                    if remote.request is None:
                         raise
-                    # It asks for rows that the model does not have.
-                    server.refuse(
-                        visit.client, f"its request cannot be answered: {describe(error)}", without_frames(error)
-                    )
+                    # The request names rows outside the model.
+                    server.refuse(client, f"its request cannot be answered: {describe(error)}", without_frames(error))
                     continue
-                broadcasts[visit.client] = broadcast
-                yield visit, broadcast, digest_request(request) if request is not None else ""
+                yield remote.visit, remote.broadcast, "" if remote.request is None else digest_request(remote.request)
 
         for client, reply in self._ask(server, VISIT, messages()):
-            steps = self._receive(round, visits[client], reply, broadcasts[client])
-            del reply  # a large model, while the next one is waited for
-            if steps is not None:
-                reports[client] = steps
-        self._go_on(round, reports)
+            run_to_step(fit, flows.pop(client), reply)
+            del reply  # a large model, during the wait for the next one
+        self._end_optimizers(round, [remote for remote in visits.values() if remote.steps is not None])
         if secure_sum is not None:
             secure_sum.unmask([client for client in secure_sum.peers if client in server.report.received])
 
-    def _receive(self, round: Round, visit: Visit, reply: Packet | str, broadcast: Broadcast) -> _Steps | None:
-        """Takes a client's answer; returns its word on the steps of its visit, if the update is used."""
-        fit, server, client = round.fit, round.fit.server, visit.client
-        answer = self._open(reply, client, round.state)
+    def _run_visit(self, round: Round, remote: _RemoteVisit) -> Flow:
+        """The server's half of a visit, in the steps of :meth:`ClientVisit.run`: broadcast, training, answer, state."""
+        fit, server, client = round.fit, round.fit.server, remote.visit.client
+        remote.broadcast = yield Ask(remote.request or Request(client))
+        answer = self._open((yield Step()), client, round.state)
         if not isinstance(answer, tuple):
-            _leave_out(server, client, answer, "it asks, and does not answer")
-            return None
-        update, said = answer
+            _exclude(server, client, answer, "it asks, and does not answer")
+            return
+        update, reported = answer
         try:
-            steps = _read_steps(said, round.optimizers, _most_steps(visit, fit.module.automatic_optimization))
+            steps = _read_steps(
+                reported, round.optimizers, _most_steps(remote.visit, fit.module.automatic_optimization)
+            )
             device = fit.module.device
             update.state, update.extras = on_device(update.state, device), on_device(update.extras, device)
-            _fill_in(update, broadcast.state, said.unsent)
+            _fill_in(update, remote.broadcast.state, reported.unsent)
         except BadUpdate as error:
             server.refuse(client, str(error))
-            return None
+            return
         except Exception as error:
             server.refuse(client, f"its answer cannot be used: {describe(error)}", without_frames(error))
-            return None
-        if not round.server_half.answer(update):
-            return None
-        if said.keeps:
-            self._client_store.note(client, server.report.round)
-        return steps
+            return
+        if (yield UpdateAnswer(update)):
+            remote.steps = steps
+            if reported.keeps:
+                self._client_store.note(client, server.report.round)
 
-    def _go_on(self, round: Round, reports: Mapping[Client, _Steps]) -> None:
-        """Counts the round's steps, and has schedulers and loss scale go on from the visits."""
+    def _end_optimizers(self, round: Round, visits: Sequence[_RemoteVisit]) -> None:
+        """Counts the round's steps, and repeats the visits' scheduler steps."""
         optimizers, trainer = round.optimizers, round.fit.trainer
-        counts = sorted(each.num_steps for each in reports.values())
+        counts = sorted(remote.steps.num_steps for remote in visits if remote.steps is not None)
         most = _MOST_TIMES * counts[(len(counts) - 1) // 2] if counts else 0
-        for position, visit in enumerate(self._cohort.visits):
-            reported = reports.get(visit.client)
-            if reported is None:
+        for remote in visits:
+            assert remote.steps is not None
+            add_optimizer_steps(trainer, min(remote.steps.num_steps, most))
+            if remote.steps.of_schedulers is None:
                 continue
-            add_optimizer_steps(trainer, min(reported.num_steps, most))
-            if reported.of_schedulers is None:
-                continue
-            of_schedulers = [min(steps, most) for steps in reported.of_schedulers]
+            of_schedulers = [min(steps, most) for steps in remote.steps.of_schedulers]
             try:
                 final = optimizers.advanced(of_schedulers)
-            except Exception as error:  # a schedule that ends before
+            except Exception as error:  # a schedule with fewer steps
                 _log.warning(
-                    "Round %d: the schedulers do not go on from client %r, which reports %s steps: %s.",
-                    round_number(visit.round), visit.client, of_schedulers, describe(error),
+                    "Round %d: the schedulers do not continue from client %r, which reports %s steps: %s.",
+                    round_number(remote.visit.round), remote.visit.client, of_schedulers, describe(error),
                 )  # fmt: skip
                 continue
-            if reported.scaler:
-                final["scaler"] = reported.scaler
-            optimizers.note_visit(position, final)
+            if remote.steps.scaler:
+                final["scaler"] = remote.steps.scaler
+            optimizers.note_visit(remote.position, final)
 
     def ask(
         self,
@@ -361,7 +354,7 @@ class RemoteClientSide(RemoteSide):
         for client, reply in self._transport.ask(REQUEST, packets, number):
             answer = self._open(reply, client, model)
             if not isinstance(answer, Request):
-                _leave_out(fit.server, client, answer, "it does not ask")
+                _exclude(fit.server, client, answer, "it does not ask")
                 continue
             answer.extras = on_device(answer.extras, fit.module.device)
             requests[client] = answer
@@ -422,12 +415,12 @@ def _most_steps(visit: Visit, is_automatic: bool) -> int:
 
 @dataclass(frozen=True)
 class _Steps:
-    """A client's word on the steps of its visit.
+    """Steps in a visit, as reported by the client.
 
     Args:
         num_steps: Steps of the optimizers.
-        of_schedulers: Steps of every per-step scheduler; ``None`` where neither they nor a loss scale go on from it.
-        scaler: State of the loss scale; empty where there is none.
+        of_schedulers: Steps of every per-step scheduler; ``None`` without per-step schedulers and loss scale.
+        scaler: State of the loss scale; empty without a loss scale.
 
     """
 
@@ -468,11 +461,31 @@ def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
     return _Steps(said.steps, steps, fitted)
 
 
+@dataclass
+class _RemoteVisit:
+    """A visit on another machine.
+
+    Args:
+        visit: The visit.
+        position: Index of the visit in the round.
+        request: The client's request; ``None`` without one.
+        broadcast: The message; set by the visit.
+        steps: The reported steps; ``None`` without a good update.
+
+    """
+
+    visit: Visit
+    position: int
+    request: Request | None
+    broadcast: Broadcast = field(init=False)
+    steps: _Steps | None = None
+
+
 class _Unreadable(Fault):
-    """A reply that came and cannot be read."""
+    """An unreadable reply."""
 
 
-def _leave_out(
+def _exclude(
     server: ServerInterface, client: Client, answer: Request | tuple[ClientUpdate, Answer] | Fault, otherwise: str
 ) -> None:
     """Leaves out a client without a good answer: refused where one came, failed where none did or it says so itself.

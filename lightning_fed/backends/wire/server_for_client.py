@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections import ChainMap
 from collections.abc import Callable, Iterable
-from typing import Any
+from contextlib import closing
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -24,7 +25,7 @@ from lightning_fed.backends.wire.packets import NOT_HELD, QUESTION, REQUEST, VIS
 from lightning_fed.client.client_store import FolderStore
 from lightning_fed.compression import VERSION, Downlink
 from lightning_fed.console import round_number
-from lightning_fed.data.population import Population, seed_everything
+from lightning_fed.data.population import PlannedVisit, Population, seed_everything
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import ClientFault, VisitTimeout, describe
 from lightning_fed.federated_callback import federated_callbacks, tell_of_model
@@ -42,6 +43,7 @@ from lightning_fed.model.entries import (
 from lightning_fed.rounds.batch_norm import client_statistics, load_own_model, measured_layers
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
+from lightning_fed.rounds.visit_flow import Ask, ask_server
 from lightning_fed.rule import RoundInfo
 from lightning_fed.server.interface import RoundReport, ServerInterface
 from lightning_fed.server.schedule import Cohort, Visit
@@ -286,7 +288,7 @@ class RemoteServerSide(RemoteSide):
             return
         (planned,) = loader.visits
         if self._kind == REQUEST:
-            self.request = round.driver.request(planned)
+            self._request(round, planned)
             return
         if self._kind == QUESTION:
             self._answer(round, visit)
@@ -296,26 +298,38 @@ class RemoteServerSide(RemoteSide):
         try:
             if step is None:
                 raise ClientFault("its module has no step to run")
-            round.local.load_client(visit.client, round.server_half.ask(Request(visit.client)).state)
+            round.local.load_client(visit.client, ask_server(fit, Request(visit.client)).state)
             measured = client_statistics(trainer, module, fit.population, visit, measured_layers(fit), step)
             self.answer = ClientUpdate(visit.client, fit.population.num_samples(visit.client), {}, measured)
         except Exception as error:
             self.server.fail(visit.client, describe(error), error)
 
+    def _request(self, round: Round, planned: PlannedVisit) -> None:
+        """Runs a visit up to the request."""
+        round.driver.current = visit = round.driver.open_visit(planned)
+        try:
+            with closing(visit.run()) as flow:
+                self.request = cast(Ask, next(flow)).request
+        except ClientFault as error:
+            self.server.fail(planned.visit.client, str(error), error)
+        finally:
+            round.driver.current = None
+
     def _answer(self, round: Round, visit: Visit) -> None:
         """Calls the requested callback for an answer, with the client's own model or the global one."""
-        trainer, module, question = round.fit.trainer, round.fit.module, self._train_request.question or {}
+        fit, trainer, module = round.fit, round.fit.trainer, round.fit.module
+        question = self._train_request.question or {}
         name = question.get("callback")
         try:
             callback = next((one for one in federated_callbacks(trainer) if type(one).__name__ == name), None)
             if callback is None:
                 raise ClientFault(f"its half has no callback {str(name)[:100]!r}, which is asked")
-            state = round.server_half.ask(Request(visit.client)).state
-            round.fit.decide("own" if question.get("decision") == "own" else "")
+            state = ask_server(fit, Request(visit.client)).state
+            fit.decision = "own" if question.get("decision") == "own" else ""
             if question.get("own"):
                 measured = question.get("statistics_round")
                 measured = measured if type(measured) is int and measured >= 0 else None
-                load_own_model(round.fit, round.local, visit.client, state, measured)
+                load_own_model(fit, round.local, visit.client, state, measured)
             else:
                 round.local.load_global(state)
             tell_of_model(trainer, module, visit.client if question.get("own") else None)

@@ -89,7 +89,7 @@ def test_a_checkpoint_with_other_classes_is_refused(federated_trainer, tmp_path,
     run(FedMA(score="published", gamma=7.0) if kind == "fedma" else FedAvg(), 3, (4, 7, 6, 5))
     words = r"but got 'net\.4\.weight' of shape \(5, \d+\) for the module's \(3, 6\)"
     with pytest.raises(
-        ValueError, match=words if kind == "fedma" else "is of the method 'FedAvg', and this fit is one"
+        ValueError, match=words if kind == "fedma" else "Expected `method` to be FedAvg, as in the checkpoint"
     ):
         run(FedMA(), 6, (4, 7, 6, 3), ckpt_path=tmp_path / "last.ckpt")
     if kind == "fedma":
