@@ -302,7 +302,7 @@ def neuron_features(
 
 
 def is_compared(name: str, value: Tensor) -> bool:
-    """Whether to compare neurons by an entry: excludes integers and running statistics."""
+    """True for entries used to compare neurons: excludes integers and running statistics."""
     return value.is_floating_point() and name.rpartition(".")[2] not in ("running_mean", "running_var")
 
 

@@ -44,7 +44,7 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
     Args:
         groups: Permutation groups of the network.
         names: Names of the exchanged entries. Tied entries appear under the first name.
-        choice: ``"auto"``; the maximum number of stages (narrow neighbours are merged, the output layer last); or
+        choice: ``"auto"``; the maximum number of stages (narrow neighbors are merged, the output layer last); or
             patterns for entry names by stage (the first match counts).
 
     Returns:

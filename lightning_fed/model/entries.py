@@ -597,7 +597,7 @@ def batch_norm_statistics(module: nn.Module) -> set[str]:
 
 
 def is_running_statistic(name: str) -> bool:
-    """Whether an entry name denotes a running mean or variance.
+    """True for an entry name of a running mean or variance.
 
     The server uses names, because states contain no layers.
 

@@ -222,7 +222,7 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
 
 
 def has_channels_last(layer: nn.Module) -> bool:
-    """Whether channels are last in both input and output: linear layers.
+    """True for layers with channels last in input and output: linear layers.
 
     Example:
         >>> has_channels_last(nn.Linear(2, 3)), has_channels_last(nn.Conv1d(2, 3, 1))

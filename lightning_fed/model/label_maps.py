@@ -73,7 +73,7 @@ def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:
 
 
 def resize_labels(labels: Tensor, size: Sequence[int]) -> Tensor:
-    r"""Nearest-neighbour resize: position i of n takes the label at :math:`\lfloor i m / n \rfloor` of m.
+    r"""Nearest-neighbor resize: position i of n takes the label at :math:`\lfloor i m / n \rfloor` of m.
 
     Equals ``torch.nn.functional.interpolate(mode="nearest")``, but without rounding large labels or positions.
 

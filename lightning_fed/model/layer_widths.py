@@ -99,7 +99,7 @@ def _ratios_along(prefix: str, layers: nn.Sequential) -> Iterator[WidthRatio]:
                 yield WidthRatio(*producer, prefix + key, in_width)
             producer = (prefix + key, numbers["out_channels" if wants_channels else "out_features"])
             is_channels, is_flat = wants_channels, False
-        elif isinstance(layer, nn.modules.batchnorm._NormBase):  # noqa: SLF001  batch and instance normalisation
+        elif isinstance(layer, nn.modules.batchnorm._NormBase):  # noqa: SLF001  batch and instance normalization
             if producer is not None and is_channels and not is_flat and "num_features" in numbers:
                 yield WidthRatio(*producer, prefix + key, numbers["num_features"])
         elif isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) == (1, -1):
@@ -122,7 +122,7 @@ def layer_numbers(layer: nn.Module) -> dict[str, Any]:
         return {"in_channels": second * groups, "out_channels": first, "groups": groups}
     if isinstance(layer, nn.Linear):
         return {"in_features": layer.weight.shape[1], "out_features": layer.weight.shape[0]}
-    if isinstance(layer, nn.modules.batchnorm._NormBase):  # noqa: SLF001  batch and instance normalisation
+    if isinstance(layer, nn.modules.batchnorm._NormBase):  # noqa: SLF001  batch and instance normalization
         vector = layer.weight if layer.weight is not None else layer.running_mean
         return {} if vector is None else {"num_features": len(vector)}
     if isinstance(layer, nn.LayerNorm):

@@ -134,7 +134,7 @@ def find_bad_rows(rows: Tensor, table: Tensor) -> str | None:
 
 
 def is_increasing(values: Tensor) -> bool:
-    """Whether integers increase strictly.
+    """True for strictly increasing integers.
 
     Example:
         >>> is_increasing(torch.tensor([2**31 - 1, -(2**31), 0], dtype=torch.int32))

@@ -32,9 +32,9 @@ class Budget:
     r"""Privacy budget over rounds (unit: a client) or over DP-SGD steps (unit: an example).
 
     For :class:`DPSGD` read examples, batches and steps instead of clients, cohorts and rounds. With ``"poisson"``
-    sampling each client is drawn independently, and neighbouring populations differ by the presence of one client: a
-    sum of updates with norm at most C gets noise with standard deviation :math:`z C`. With ``"fixed"`` sampling the
-    cohort size is fixed, and neighbouring populations replace one client: the sum changes by up to 2 C, so the standard
+    sampling each client is drawn independently, and neighboring populations differ by the presence of one client: a sum
+    of updates with norm at most C gets noise with standard deviation :math:`z C`. With ``"fixed"`` sampling the cohort
+    size is fixed, and neighboring populations replace one client: the sum changes by up to 2 C, so the standard
     deviation is :math:`2 z C`.
 
     Args:

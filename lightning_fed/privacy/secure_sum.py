@@ -114,7 +114,7 @@ class SecureSum(UpdateStep):
 
     @property
     def is_private(self) -> bool:
-        """Whether an inner step adds noise."""
+        """True if an inner step adds noise."""
         return self._private is not None
 
     @property

@@ -94,7 +94,7 @@ class Chain:
 
     @property
     def is_coded(self) -> bool:
-        """Whether a step encodes updates, so the payload is not a model."""
+        """True if a step encodes updates, so the payload is not a model."""
         return self._plain < len(self.steps)
 
     def start(self, info: RoundInfo, state: State) -> None:

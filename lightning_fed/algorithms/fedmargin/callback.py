@@ -77,7 +77,7 @@ class ClassPrototypes(FederatedCallback):
         target: Index, key or function for the labels; by default the labels in the loss. With a given ``layer`` and
             ``num_classes`` there is no trial step, and the default is the second element, or ``batch["target"]``,
             ``["label"]``, ``["mask"]``, ``["y"]`` or a plural. Integers with shape ``(N,)`` or ``(N, [1,] *size)``;
-            label maps are resized to the features by nearest neighbour.
+            label maps are resized to the features by nearest neighbor.
         passes: ``"exact"`` or ``"online"``.
         max_batches: Maximum number of batches in an exact pass; ``None`` for all.
         margin: Margin of a class in LPM, see :func:`~lightning_fed.algorithms.fedmargin.class_margins`.

@@ -70,8 +70,7 @@ def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
 def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
     """Sorts clients by :func:`krum_scores`, lowest first.
 
-    Mutual nearest neighbours have equal scores. The next neighbour breaks ties, so the order of clients does not
-    matter.
+    Mutual nearest neighbors have equal scores. The next neighbor breaks ties, so the order of clients does not matter.
 
     Args:
         distances: Squared distances, shape ``(n, n)``.
@@ -199,7 +198,7 @@ def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: in
         Weights, shape ``(n + 1,)``, with sum 1; and the factors in the last iteration, shape ``(n,)``.
 
     Example:
-        >>> rows = torch.tensor([[1.0], [3.0], [0.0]]).double()  # two clients, and the centre
+        >>> rows = torch.tensor([[1.0], [3.0], [0.0]]).double()  # two clients, and the center
         >>> weights, _ = centered_clipping_weights(rows @ rows.T, radius=1.0, iterations=1)
         >>> weights @ rows
         tensor([1.], dtype=torch.float64)

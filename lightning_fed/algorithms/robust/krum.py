@@ -1,4 +1,4 @@
-"""Krum, Multi-Krum and Bulyan: select clients with close nearest neighbours.
+"""Krum, Multi-Krum and Bulyan: select clients with close nearest neighbors.
 
 Blanchard, El Mhamdi, Guerraoui & Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent",
 NeurIPS 2017. https://arxiv.org/abs/1703.02757
@@ -28,7 +28,7 @@ from lightning_fed.method import register
 
 @register
 class Krum(RobustAggregator):
-    """Model of the client with the smallest sum of squared distances to its ``n - f - 2`` nearest neighbours.
+    """Model of the client with the smallest sum of squared distances to its ``n - f - 2`` nearest neighbors.
 
     Requires at least ``2 f + 3`` clients.
 
