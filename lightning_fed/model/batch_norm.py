@@ -165,7 +165,7 @@ def pool_statistics(
 
     With f malicious clients counts are ignored, and each channel excludes the f smallest and f largest values: first
     among the client means, then among the mean squared distances from the pooled mean. Both results stay within the
-    range of the other clients. With equal counts and no malicious client, f = 0 gives the same result.
+    range of the other clients.
 
     Args:
         reports: Mean, variance and count by client, from :meth:`InputStatistics.as_extras`.

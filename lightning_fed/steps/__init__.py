@@ -1,4 +1,4 @@
-"""Update steps: an ordered transforms between local training and aggregation."""
+"""Update steps: ordered transforms between local training and aggregation."""
 
 from lightning_fed.steps.bounds import MaxMedianNorm as MaxMedianNorm
 from lightning_fed.steps.bounds import MaxNorm as MaxNorm

@@ -53,9 +53,9 @@ class FedMA(Aggregator):
     starts from its neurons of the global model, at its original width.
 
     Neurons are found in any network (:class:`~lightning_fed.matching.PermutationGroups`), as are stages
-    (:func:`~lightning_fed.matching.find_stages`): all blocks of a residual stage form one stage. Module layers are
-    resized in place; :func:`~lightning_fed.matching.load_matched` loads checkpoints of wider models. Failed clients are
-    excluded for the rest of the pass. With too few clients a new pass starts.
+    (:func:`~lightning_fed.matching.find_stages`): all residual blocks with tied channels form one stage. Module layers
+    are resized in place; :func:`~lightning_fed.matching.load_matched` loads checkpoints of wider models. Failed clients
+    are excluded for the rest of the pass. With too few clients a new pass starts.
 
     Clients measure BatchNorm statistics for a matched stage (``batch_norm="recalibrate"``). The statistics are fixed
     while later layers train, and measured again for the complete model.
