@@ -51,8 +51,8 @@ def refuse_foreign(*objects: Any) -> None:
         for base in type(value).__mro__:
             if base.__module__.partition(".")[0] == "pytorch_lightning" and not _is_one():
                 raise TypeError(
-                    f"Expected objects of the package `lightning`, but got a {type(value).__name__}, which is a"
-                    f" {base.__name__} of the package `pytorch_lightning`. {_advice()}"
+                    f"Expected objects from the package `lightning`, but got {type(value).__name__}, a {base.__name__}"
+                    f" from the package `pytorch_lightning`. {_advice()}"
                 )
 
 
@@ -61,8 +61,8 @@ def warn_of_two() -> None:
     """Warns once if both packages are imported: each Trainer rejects callbacks from the other package."""
     if "pytorch_lightning" in sys.modules and not _is_one():
         _log.warning(
-            "Both `lightning` and `pytorch_lightning` are imported, which are different packages with the same code."
-            ' `Federation` goes with `lightning`; a Trainer of `pytorch_lightning` refuses it ("Expected a parent").'
+            "Both `lightning` and `pytorch_lightning` are imported: two packages with the same code. `Federation` needs"
+            ' `lightning`; a Trainer from `pytorch_lightning` refuses `Federation` ("Expected a parent").'
             " %s",
             _advice(),
         )
@@ -75,8 +75,8 @@ def _is_one() -> bool:
 def _advice() -> str:
     versions = {name: _version(name) for name in ("lightning", "pytorch-lightning")}
     if len({*versions.values()}) > 1:
-        return f"Install the same version of both, which then are one; there are {versions}."
-    return "Import one of the two only, or `lightning_fed` before the second: both names then mean the first."
+        return f"Install the same version of both packages: got {versions}."
+    return "Import only one of the packages, or import `lightning_fed` before the second package, to unify both names."
 
 
 def _version(distribution: str) -> str | None:

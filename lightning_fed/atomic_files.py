@@ -50,7 +50,7 @@ def atomic_write(path: Path, suffix: str = ".partial") -> Iterator[Path]:
             os.fsync(file.fileno())
         partial.replace(path)
     except Exception as error:
-        error.add_note(f"This was raised while {str(path)!r} was written, which is as it was before.")
+        error.add_note(f"Raised while writing {str(path)!r}: the file is unchanged.")
         raise
     finally:
         with suppress(OSError):  # an error here, such as a read-only disk, would hide the cause
@@ -97,15 +97,15 @@ class SafeCheckpointIO(TorchCheckpointIO):
             ValueError: If the file contains objects other than tensors and primitives, unless ``weights_only=False``.
         """
         if weights_only is False:
-            _log.warning("The checkpoint %r is loaded with `weights_only=False`: objects in it run code.", str(path))
+            _log.warning("Loading %r with `weights_only=False`: pickled objects can execute code.", str(path))
         with get_filesystem(path).open(str(path), "rb") as file:
             try:
                 content: dict[str, Any] = torch.load(file, map_location, weights_only=weights_only is not False)
             except UnpicklingError as error:
                 raise ValueError(
                     f"Expected tensors and primitives in the checkpoint {str(path)!r}, but got"
-                    f" {describe_objects(path)}: store plain values there. If you trust the file's origin, load it with"
-                    " `fit(..., weights_only=False)`, which executes code in it (from Lightning 2.6 on)."
+                    f" {describe_objects(path)}: store plain values instead. If you trust the file, load it with"
+                    " `fit(..., weights_only=False)` (from Lightning 2.6), which executes code in the file."
                 ) from error
         return content
 
@@ -124,7 +124,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
             tempfile.tempdir = str(folder)
             super().save_checkpoint(checkpoint, path, storage_options)
         except OSError as error:
-            error.add_note(f"This was raised while {str(file)!r} was written, which is as it was before.")
+            error.add_note(f"Raised while writing {str(file)!r}: the file is unchanged.")
             raise
         finally:
             tempfile.tempdir = before

@@ -63,8 +63,8 @@ class Compression(UpdateStep, ABC):
         exact = next((step for step in steps if step.reveals != "update"), None)
         if exact is not None:
             raise OptionError(
-                f"Expected no `{type(self).__name__}` with `{type(exact).__name__}`, which needs the exact numbers: a"
-                " compressed step may be longer than a clip, and its codes do not add up."
+                f"Expected no `{type(self).__name__}` with `{type(exact).__name__}`, which needs exact values:"
+                " compressed updates can exceed the clipping norm, and codes cannot be summed. Remove one of the steps."
             )
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Compression(UpdateStep, ABC):
         for name in self.names(sent):
             extra = update.extras.pop(_PREFIX + name, None)
             if extra is None:
-                raise BadUpdate(f"it sends a code of {name!r} that cannot be read")
+                raise BadUpdate(f"its code for {name!r} has no scale or positions")
             start = to_float64(sent[name])
             update.state[name] = cast_back(start + self.decode(update.state[name], extra, start), sent[name])
         return update
@@ -233,7 +233,7 @@ class TopK(Compression):
         """Restores the values at their positions. All other values are 0."""
         is_list = extra.dtype == torch.int32 and extra.shape == code.shape
         if not is_list or int(extra[0]) < 0 or int(extra[-1]) >= like.numel() or not is_increasing(extra):
-            raise BadUpdate("it sends positions that are none")
+            raise BadUpdate("it sends invalid positions")
         step = torch.zeros(like.numel(), dtype=torch.float64, device=like.device)
         step[extra.long().to(like.device)] = code.to(like.device, torch.float64)
         return step.reshape(like.shape)
@@ -403,5 +403,5 @@ class HeldModels(FederatedCallback):
 def read_scale(extra: Tensor) -> Tensor:
     """Validates a received scale. An invalid scale raises :class:`BadUpdate`."""
     if extra.shape != torch.Size([]) or extra.dtype != torch.float64 or not float(extra) >= 0:
-        raise BadUpdate("it sends a scale that is none")
+        raise BadUpdate("it sends an invalid scale")
     return extra

@@ -35,9 +35,9 @@ for _name in dir(lightning_fed.callbacks):
 # Recipe commands of `LightningCLI`, with descriptions.
 COMMANDS = {
     "fit": "Train a model federatedly; one epoch is one round.",
-    "validate": "Evaluate a checkpoint (--ckpt_path) on the validation data; without one, the model as it is made.",
-    "test": "Evaluate a checkpoint (--ckpt_path) on the test data; without one, the model as it is made.",
-    "predict": "Run a checkpoint (--ckpt_path) on the data to predict; without one, the model as it is made.",
+    "validate": "Evaluate a checkpoint (--ckpt_path) on the validation data, or else the initial model.",
+    "test": "Evaluate a checkpoint (--ckpt_path) on the test data, or else the initial model.",
+    "predict": "Run a checkpoint (--ckpt_path) on the prediction data, or else the initial model.",
 }
 
 
@@ -116,9 +116,7 @@ class FederatedCLI(LightningCLI):
             # model.
             if saved and "_class_path" not in saved:
                 self._kept_path, own["ckpt_path"] = path, None
-                sys.stderr.write(
-                    f"note: {path} was saved from Python: the model is the recipe's, with its arguments.\n"
-                )
+                sys.stderr.write(f"note: {path} was saved from Python: using the model and arguments in the recipe.\n")
 
     def before_instantiate_classes(self) -> None:
         """Restores a checkpoint path hidden from Lightning's parser."""
@@ -143,7 +141,7 @@ class FederatedCLI(LightningCLI):
 
     def _look_for_checkpoint(self) -> None:
         if self.config[self.subcommand].ckpt_path is None:
-            sys.stderr.write("warning: There is no `--ckpt_path`: the model has the weights that it is made with.\n")
+            sys.stderr.write("warning: No `--ckpt_path`: using the initial weights of the model.\n")
 
     def predict(self, **arguments: Any) -> None:
         """Predicts, and saves the list of batch predictions as ``predictions.pt`` next to the logs.

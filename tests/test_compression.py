@@ -91,13 +91,13 @@ WRAPPING = torch.tensor([0, 2**31 - 1, -(2**31), -1, *range(5)], dtype=torch.int
 
 BAD = {
     "no scale": (Quantized(8), lambda update: update.extras.clear(), "a code of 'w'"),
-    "a scale below 0": (Quantized(8), lambda update: update.extras["short:w"].neg_(), "a scale that is none"),
+    "a scale below 0": (Quantized(8), lambda update: update.extras["short:w"].neg_(), "an invalid scale"),
     "a list of scales": (
-        Quantized(4), lambda update: update.extras.update({"short:w": torch.ones(3).double()}), "a scale that is none",
+        Quantized(4), lambda update: update.extras.update({"short:w": torch.ones(3).double()}), "an invalid scale",
     ),
-    "half a scale": (Float16(), lambda update: update.extras["short:w"].neg_(), "a scale that is none"),
-    "positions outside": (TopK(0.3), lambda update: update.extras["short:w"].add_(99), "positions that are none"),
-    "a position twice": (TopK(0.3), lambda update: update.extras["short:w"].fill_(3), "positions that are none"),
+    "half a scale": (Float16(), lambda update: update.extras["short:w"].neg_(), "an invalid scale"),
+    "positions outside": (TopK(0.3), lambda update: update.extras["short:w"].add_(99), "invalid positions"),
+    "a position twice": (TopK(0.3), lambda update: update.extras["short:w"].fill_(3), "invalid positions"),
     "positions whose differences wrap around": (
         TopK(0.6), lambda update: update.extras["short:w"].copy_(WRAPPING[: len(update.extras["short:w"])]), "positions"
     ),
@@ -131,10 +131,10 @@ def test_what_cannot_be_read_leaves_its_client_out(step, spoil, reason):
         ("fedma", [Quantized()], "Expected no `Quantized` with FedMA"),
         ("fedavg", [UniformWeights(), TopK(0.1), SecureSum(1.0)], "Expected no `TopK` with `SecureSum`"),
         ("fedavg", [Quantized(), CentralDP(1.0, 1e-3, 1.0)], "Expected no `Quantized` with `CentralDP`"),
-        ("fedavg", [Quantized(4), MaxNorm(0.1)], "Expected `MaxNorm` inside of `Quantized`, before it in `steps`"),
-        ("fedavg", [Float16(), MaxMedianNorm(2.0)], "Expected `MaxMedianNorm` inside of `Float16`"),
-        ("fedavg", [TopK(0.1), Quantized(8)], "Expected `Quantized` inside of `TopK`"),
-        ("fedavg", [Quantized(4), SignFlip(1)], "Expected `SignFlip` inside of `Quantized`"),
+        ("fedavg", [Quantized(4), MaxNorm(0.1)], "Expected `MaxNorm` before `Quantized` in `steps`"),
+        ("fedavg", [Float16(), MaxMedianNorm(2.0)], "Expected `MaxMedianNorm` before `Float16`"),
+        ("fedavg", [TopK(0.1), Quantized(8)], "Expected `Quantized` before `TopK`"),
+        ("fedavg", [Quantized(4), SignFlip(1)], "Expected `SignFlip` before `Quantized`"),
     ],
 )
 def test_what_does_not_fit_is_refused(method, steps, reason):

@@ -273,7 +273,7 @@ def test_the_guides_collecting_step_leaves_out_the_longest(guide):
 
 
 def test_a_secure_sum_outside_of_the_guides_collecting_step_is_refused(guide):
-    with pytest.raises(ValueError, match="no `WithoutLongest` inside of `SecureSum`"):
+    with pytest.raises(ValueError, match="no `WithoutLongest` before `SecureSum` in `steps`"):
         Chain(guide.ByRoot(), [guide.WithoutLongest(), SecureSum(clip=1.0)])
 
 

@@ -58,7 +58,7 @@ def as_classes(labels: Tensor, feature_dims: int) -> Tensor:
     """
     if labels.is_floating_point():
         if not bool((labels == labels.round()).all()):
-            raise ValueError("Expected labels to be classes, but they are fractions: say where with `target`.")
+            raise ValueError("Expected integer class labels, but got fractions: select other labels with `target`.")
         labels = labels.long()
     has_channel = labels.ndim > 1 and labels.shape[1] == 1 and labels.ndim != feature_dims - 1
     return labels.squeeze(1) if has_channel else labels
@@ -74,7 +74,7 @@ def _find(batch: Any, key: BatchKey, usual_keys: Sequence[str], default: Any, na
         except (LookupError, TypeError) as error:
             contents = f"keys {list(batch)}" if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
             if isinstance(batch, Sequence):
-                contents = f"places 0 to {len(batch) - 1}"
+                contents = f"positions 0 to {len(batch) - 1}"
             raise ValueError(
                 f"Expected `{name}` to be in the batch, but got {key!r} for a batch of {contents}."
             ) from error
@@ -84,5 +84,7 @@ def _find(batch: Any, key: BatchKey, usual_keys: Sequence[str], default: Any, na
         value = default
     if not isinstance(value, Tensor):
         kind = "labels" if name == "target" else name
-        raise ValueError(f"Expected a batch with {kind}, but found {type(value).__name__}: say where with `{name}`.")
+        raise ValueError(
+            f"Expected a batch with {kind}, but got {type(value).__name__}: select the {kind} with `{name}`."
+        )
     return value

@@ -448,7 +448,7 @@ def _find_excessive(state: Mapping[str, Tensor]) -> str | None:
     root = float(norm(values)) / max(1, count) ** 0.5
     if root <= _MOST_MEAN_SQUARE:
         return None
-    return f"its numbers have the root mean square {root:.3g}, above {_MOST_MEAN_SQUARE:.3g}"
+    return f"its values have the root mean square {root:.3g}, above {_MOST_MEAN_SQUARE:.3g}"
 
 
 def _is_never_negative(name: str) -> bool:
@@ -540,7 +540,7 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
                 if layer not in inner:
                     raise OptionError(
                         f"Expected `{option}` to match tied entries by their first layer, but {selector.__name__}"
-                        f" matches a layer that shares {name!r} with {type(layer).__name__}, and not the latter."
+                        f" matches a later layer of {name!r} and not the first, {type(layer).__name__}."
                     )
         if not selected:
             raise OptionError(
@@ -551,8 +551,8 @@ def select_entries(module: nn.Module, names: Iterable[str], selectors: Sequence[
     for name in sorted(matched.intersection(later)):
         if later[name] not in matched:
             raise OptionError(
-                f"Expected `{option}` to match tied entries by their first name, but it matches {name!r}, which is"
-                f" {later[name]!r}, and not the latter."
+                f"Expected `{option}` to match tied entries by their first name, but it matches {name!r} and not"
+                f" {later[name]!r}, the same tensor."
             )
     return matched.difference(later)
 

@@ -81,8 +81,8 @@ def require_classifier(module: nn.Module) -> str:
     classifier = find_classifier(module)
     if classifier is None:
         raise ValueError(
-            f"Expected {type(module).__name__} to have an encoder, a backbone, a linear layer or a convolution, but it"
-            " has none: name the layer of its features."
+            f"Expected {type(module).__name__} to have an encoder, a backbone, a linear layer or a convolution, but"
+            " found none: name the feature layer."
         )
     return classifier
 
@@ -170,9 +170,7 @@ class FeatureTap:
         features = next((value for value in map(_last_map, values) if value is not None), None)
         if features is None:
             kinds = ", ".join(type(value).__name__ for value in values)
-            raise ValueError(
-                f"Expected a layer with tensors at its ends, but got {kinds or 'nothing'} as {self.layer}."
-            )
+            raise ValueError(f"Expected a tensor as {self.layer}, but got {kinds or 'nothing'}: name another layer.")
         features = features.detach()
         self.features = features.movedim(-1, 1) if self._channels_last and features.ndim > 2 else features
         if self.on_features is not None:
@@ -208,8 +206,8 @@ def tap_features(module: nn.Module, layer: FeatureLayer) -> Iterator[FeatureTap]
             parent = parent.rpartition(".")[0]
         names = [f"{parent}.{name}".lstrip(".") for name, _ in layers[parent].named_children()]
         raise ValueError(
-            f"Expected `layer` to be the name of a layer of {type(module).__name__}, but got {layer.path!r}:"
-            f" {repr(parent) if parent else 'it'} has {names}."
+            f"Expected `layer` to be the name of a layer in {type(module).__name__}, but got {layer.path!r}:"
+            f" {repr(parent) if parent else 'the module'} contains {names}."
         )
     tapped = layers[layer.path]
     tap = FeatureTap(layer, has_channels_last(tapped))

@@ -41,8 +41,8 @@ def class_indices(
     ignore_index = void_label(ignore_index, num_classes)
     if ignore_index is not None and 0 <= ignore_index < num_classes:
         raise ValueError(
-            f"Expected `ignore_index` to be no class (0 to {num_classes - 1}), but got {ignore_index}. Pass"
-            " `ignore_index=None`; a class is left out with `exclude_classes`."
+            f"Expected `ignore_index` outside the classes (0 to {num_classes - 1}), but got {ignore_index}: pass"
+            " `ignore_index=None`, and exclude classes with `exclude_classes`."
         )
     for excluded in exclude_classes:
         if not 0 <= excluded < num_classes:

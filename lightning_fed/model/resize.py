@@ -91,8 +91,8 @@ def match_widths(module: nn.Module, state: Mapping[str, Any]) -> None:
                 set_tensor_data(tensors[name], value)
             update_layer_sizes(module)
             raise ValueError(
-                f"Expected layers that fit each other, where {old.producer} has {old.out_width} and"
-                f" {old.consumer} {old.in_width}, but got {new.out_width} and {new.in_width}."
+                f"Expected compatible widths, such as {old.out_width} for {old.producer} and {old.in_width} for"
+                f" {old.consumer}, but got {new.out_width} and {new.in_width}."
             )
 
 

@@ -121,8 +121,8 @@ def refuse_rows(step: UpdateStep, info: RoundInfo) -> None:
     """Refuses entries with partial rows, because the step compares whole entries."""
     if info.sliced:
         raise OptionError(
-            f"Expected no `{type(step).__name__}` where clients hold some rows of {sorted(info.sliced)} only: it"
-            " compares whole entries."
+            f"Expected no `{type(step).__name__}` with partial rows of {sorted(info.sliced)}: the step compares whole"
+            " entries. Remove the step, or send whole entries."
         )
 
 
@@ -133,6 +133,6 @@ def refuse_rule(step: UpdateStep, rule: Aggregator, *capabilities: str) -> None:
     """
     if any(getattr(rule, name) for name in capabilities):
         raise OptionError(
-            f"Expected no `{type(step).__name__}` with {type(rule).__name__}, whose clients do not all start from one"
-            " model of the same shapes."
+            f"Expected no `{type(step).__name__}` with {type(rule).__name__}: not all clients start from one model of"
+            " the same shapes. Remove the step, or use another method."
         )

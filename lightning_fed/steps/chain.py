@@ -61,16 +61,16 @@ class Chain:
         for step in self.steps[: self._hidden]:
             if isinstance(step, CollectingStep):
                 raise OptionError(
-                    f"Expected no `{type(step).__name__}` inside of `{type(self.steps[self._hidden]).__name__}`: it"
-                    " compares single updates, and from there inwards the server has none."
+                    f"Expected no `{type(step).__name__}` before `{type(self.steps[self._hidden]).__name__}` in"
+                    " `steps`, because it compares single updates, but the server sees no single update there."
                 )
         for step in self.steps:
             step.check(rule, self.steps)
         for step in self.steps[self._plain + 1 :]:
             if any(is_overridden(hook, step, UpdateStep) for hook in ("on_client", "on_server", "hold")):
                 raise OptionError(
-                    f"Expected `{type(step).__name__}` inside of `{type(self.steps[self._plain]).__name__}`, before it"
-                    " in `steps`, but it is outside, where updates are codes and not models."
+                    f"Expected `{type(step).__name__}` before `{type(self.steps[self._plain]).__name__}` in `steps`,"
+                    " but got the reverse order: after it, updates are codes instead of models."
                 )
         self.held: list[Held | None] = [None] * len(self.steps)
         self._state: State = {}
@@ -236,7 +236,7 @@ class Chain:
         steps = self._named_steps()
         unused = [name for name, step_state in state["steps"].items() if step_state and name not in steps]
         if unused:
-            _log.warning("The checkpoint has states of update steps that are not used any more: %s.", ", ".join(unused))
+            _log.warning("The checkpoint contains states of unused update steps: %s.", ", ".join(unused))
         self.rule.load_state_dict(state["rule"])
         for name, step in steps.items():
             step.load_state_dict(state["steps"].get(name, {}))

@@ -603,7 +603,7 @@ def test_states_of_others(caplog):
     chain.load_state_dict(chain_of("fedavg").state_dict())
     assert not memory_of(chain)
     chain_of("fedavg").load_state_dict(with_memory)
-    assert "states of update steps that are not used any more: ServerOptimizer:0" in caplog.text
+    assert "states of unused update steps: ServerOptimizer:0" in caplog.text
 
 
 # --- Fits -------------------------------------------------------------------------------------------------------------

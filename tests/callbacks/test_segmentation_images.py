@@ -408,7 +408,7 @@ def test_only_the_first_batches_are_touched(tmp_path):
     options = {"max_epochs": 1, "num_sanity_val_steps": 0}
     fit(Ignores(), logger, [SegmentationImages(num_images=2)], loader([good, odd]), **options)
     assert steps(logger) == [0]
-    with pytest.raises(ValueError, match="a batch with labels, but found NoneType: say where with `target`"):
+    with pytest.raises(ValueError, match="a batch with labels, but got NoneType: select the labels with `target`"):
         fit(Ignores(), logger, [SegmentationImages(num_images=3)], loader([good, odd]), **options)
 
 

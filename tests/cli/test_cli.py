@@ -400,7 +400,7 @@ def test_a_checkpoint_that_was_saved_from_python(command, capsys):
     main([command, "-c", recipe, "--ckpt_path", "python.ckpt", *options])
     said = capsys.readouterr()
     assert float(re.search(rf"{name}\W+([\d.]+)", said.out)[1]) == pytest.approx(expected[name])
-    assert "python.ckpt was saved from Python: the model is the recipe's" in said.err
+    assert "python.ckpt was saved from Python: using the model" in said.err
     main([command, "-c", recipe, *options])
     assert "warning: There is no `--ckpt_path`: the model has the weights that it is made" in capsys.readouterr().err
 

@@ -45,7 +45,7 @@ def test_what_the_margin_refuses():
         AggregateMeanMargin(4, 3, kind="all")
     with pytest.raises(ValueError, match="`exclude_classes` to be in 0 to 3, but got 4"):
         AggregateMeanMargin(4, 3, exclude_classes=[4])
-    with pytest.raises(ValueError, match="`ignore_index` to be no class"):
+    with pytest.raises(ValueError, match="`ignore_index` outside the classes"):
         AggregateMeanMargin(300, 3, ignore_index=255)
     with pytest.raises(ValueError, match=r"Expected 5 features \(`num_features`\), but got 3"):
         AggregateMeanMargin(4, 5).update(*vectors([2])[0])

@@ -36,16 +36,21 @@ def test_other_usual_keys():
 
 def test_nothing_there():
     for batch in ((X,), X, {"image": X}, {"target": "cat"}, [X, ["cat"]]):
-        with pytest.raises(ValueError, match=r"a batch with labels, but found \w+: say where with `target`"):
+        with pytest.raises(ValueError, match=r"a batch with labels, but got \w+: select the labels with `target`"):
             find_target(batch)
     for batch in ((), {"picture": X}, ["text", Y], 3):
-        with pytest.raises(ValueError, match=r"a batch with inputs, but found \w+: say where with `inputs`"):
+        with pytest.raises(ValueError, match=r"a batch with inputs, but got \w+: select the inputs with `inputs`"):
             find_inputs(batch)
 
 
 @pytest.mark.parametrize(
     ("batch", "key", "has"),
-    [((X, Y), "z", "places 0 to 1"), ([X, Y], 2, "places 0 to 1"), ({"a": X}, 1, r"keys \['a'\]"), (3, 0, "type int")],
+    [
+        ((X, Y), "z", "positions 0 to 1"),
+        ([X, Y], 2, "positions 0 to 1"),
+        ({"a": X}, 1, r"keys \['a'\]"),
+        (3, 0, "type int"),
+    ],
 )
 def test_places_that_are_not_there(batch, key, has):
     with pytest.raises(ValueError, match=f"Expected `target` to be in the batch, but got {key!r} for a batch of {has}"):
@@ -72,5 +77,5 @@ def test_classes(labels, dims, shape):
 
 
 def test_fractions_are_no_classes():
-    with pytest.raises(ValueError, match="labels to be classes, but they are fractions: say where with `target`"):
+    with pytest.raises(ValueError, match="integer class labels, but got fractions: select other labels with `target`"):
         as_classes(torch.tensor([0.5]), 2)

@@ -195,7 +195,7 @@ def test_refusals():
         extract_features(net, batches(), "neck")
     with pytest.raises(ValueError, match="at least one batch, but got none"):
         extract_features(net, [])
-    with pytest.raises(ValueError, match="with inputs, but found NoneType: say where with `inputs`"):
+    with pytest.raises(ValueError, match="with inputs, but got NoneType: select the inputs with `inputs`"):
         extract_features(net, [{"picture": batches(1)[0][0]}])
     net.add_module("unused", nn.Linear(1, 1))
     net.forward = lambda x: net[3](net[0](x))

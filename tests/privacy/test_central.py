@@ -506,10 +506,10 @@ def test_methods_that_can():
     ("steps", "words"),
     [
         ([DP, DP], "Expected one `CentralDP`, but got several"),
-        ([MaxMedianNorm(2.0), DP], "no `MaxMedianNorm` inside of `KnownKey`: it compares single updates"),
+        ([MaxMedianNorm(2.0), DP], "no `MaxMedianNorm` before `KnownKey` in `steps`, because it compares"),
         ([DP, MaxMedianNorm(2.0)], "no `MaxMedianNorm` with `CentralDP`: through it one client changes what others"),
         ([DP, ALIE(1)], "no `ALIE` with `CentralDP`"),
-        ([UniformWeights(), SecureSum(1.0), DP], "Expected `KnownKey` inside of `SecureSum`"),
+        ([UniformWeights(), SecureSum(1.0), DP], "Expected `KnownKey` before `SecureSum`"),
     ],
 )
 def test_steps_beside_which_it_cannot_be_right(steps, words):

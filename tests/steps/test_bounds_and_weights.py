@@ -195,9 +195,9 @@ BAD = {
     "weights that overflow": (
         {"w": torch.full((2, 2), 3e38)},
         1,
-        "its numbers have the root mean square inf, above 1e+10",
+        "its values have the root mean square inf, above 1e+10",
     ),
-    "weights of no model": ({"w": torch.full((2, 2), 1e12)}, 1, "its numbers have the root mean square 7.56e+11"),
+    "weights of no model": ({"w": torch.full((2, 2), 1e12)}, 1, "its values have the root mean square 7.56e+11"),
     "a step of no training": ({"w": torch.full((2, 2), 9e9)}, 1, "its step has the length 1.8e+10, and the model 1.58"),
     "a negative variance": ({"n.running_var": torch.tensor([1.0, -1.0])}, 1, "entry 'n.running_var' is negative"),
     "a negative count": ({"n.num_batches_tracked": torch.tensor(-1)}, 1, "'n.num_batches_tracked' is negative"),

@@ -672,7 +672,7 @@ def test_labels_at_another_place_of_a_tuple(target, federated_trainer):
     visits = sent(federated_trainer, ClassPrototypes(target=target), Last(models.mlp()), data)
     for client, visit in visits.items():
         assert_close(unpacked(visit.extras)[0], measured(loaded(models.mlp(), visit.end)[:2], *clients[client])[0])
-    with pytest.raises(ValueError, match="Expected labels to be classes, but they are fractions") as caught:
+    with pytest.raises(ValueError, match="Expected integer class labels, but got fractions") as caught:
         sent(federated_trainer, ClassPrototypes(target=1), Last(models.mlp()), data)
     assert any("all 2 clients failed by this error" in note for note in caught.value.__notes__)
     with pytest.raises(ValueError, match="a batch with labels, but found float"):
@@ -983,11 +983,11 @@ def test_options_that_are_wrong(options, message):
     [
         ({"layer": "net.9"}, r"`layer` .* but got 'net.9': 'net' has \['net.0', 'net.1', 'net.2'\]"),
         ({"num_classes": 0}, "`num_classes` to be at least 1, but got 0"),
-        ({"ignore_index": 2}, "`ignore_index` to be no class"),
+        ({"ignore_index": 2}, "`ignore_index` outside the classes"),
         ({"num_classes": 300, "ignore_index": 255}, "Pass `ignore_index=None`"),
         ({"exclude_classes": [3]}, "`exclude_classes` to be in 0 to 2, but got 3"),
-        ({"target": "z"}, "`target` to be in the batch, but got 'z' for a batch of places 0 to 1"),
-        ({"target": 5}, "`target` to be in the batch, but got 5 for a batch of places 0 to 1"),
+        ({"target": "z"}, "`target` to be in the batch, but got 'z' for a batch of positions 0 to 1"),
+        ({"target": 5}, "`target` to be in the batch, but got 5 for a batch of positions 0 to 1"),
         ({"num_classes": 2}, r"`labels` to be in 0 to 1 or `ignore_index` \(255\), but got 2"),
     ],
 )

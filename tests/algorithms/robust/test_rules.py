@@ -504,7 +504,7 @@ def test_a_step_that_cannot_be_compared_leaves_its_client_out():
     clients = in_order(6)
     state, report = finished(Krum(1), rows)
     assert list(report.failed) == [clients[0]]
-    assert report.failed[clients[0]] == "its numbers have the root mean square inf, above 1e+10"
+    assert report.failed[clients[0]] == "its values have the root mean square inf, above 1e+10"
     rule = Krum(1)
     rule.start(RoundInfo(0), {"w": torch.zeros(1, dtype=torch.float64)})
     for client, value in zip(clients, [1e200, 1.0, 2.0, 3.0, 4.0, 5.0], strict=True):

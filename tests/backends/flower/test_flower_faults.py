@@ -150,7 +150,7 @@ NONSENSE = {
     "tensors without end": (table(lambda said, data: (json.dumps(said), data + bytes(2**26 + 10_000))), "are read"),
     "10**18 examples": (changed(num_samples=10**15), "it reports 1000000000000000 examples"),
     "steps of a year": (changed(steps=10**9), "it reports 1000000000 steps, and"),
-    "weights that overflow": (table(filled(3e38)), "its numbers have the root mean square inf, above 1e+10"),
+    "weights that overflow": (table(filled(3e38)), "its values have the root mean square inf, above 1e+10"),
     "a number for a name": (
         table(lambda said, data: (json.dumps({**said, "tensors": {"state": [[1, "float32", [1]]]}}), data)),
         "which is no entry",
