@@ -40,7 +40,7 @@ class Attack:
     def needs_population(self) -> str:
         """Reason why the attack needs to know all clients, or an empty string."""
         drawn = isinstance(self.clients, int)
-        return "it draws the malicious clients among all: name them instead" if drawn else ""
+        return "it draws the malicious clients from all clients: name the clients instead" if drawn else ""
 
     def malicious(self, population: Sequence[Client]) -> frozenset[Client]:
         """Returns the malicious clients.

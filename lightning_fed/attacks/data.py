@@ -173,7 +173,7 @@ def _parts(batch: Any) -> list[Any]:
     parts = list(batch) if isinstance(batch, Sequence) and not isinstance(batch, str) else []
     if len(parts) < 2 or not isinstance(parts[1], Tensor) or parts[1].is_floating_point():
         raise ValueError(
-            "Expected batches of inputs and labels, whole numbers, for an attack on the data, but got"
+            "Expected batches with inputs and integer labels for an attack on the data, but got"
             f" {type(batch).__name__}."
         )
     return parts

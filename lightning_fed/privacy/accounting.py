@@ -70,7 +70,9 @@ class Budget:
         check_positive("noise_multiplier", self.noise_multiplier)
         check_inside("delta", self.delta)
         if self.sampling == "fixed" and self.accountant == "pld":
-            raise ValueError("Expected accountant='rdp' for sampling='fixed': the other has no bound for it.")
+            raise ValueError(
+                "Expected accountant='rdp' for sampling='fixed', but got 'pld', which has no bound for it."
+            )
 
     def epsilon(self, rounds: int) -> float:
         r"""Computes the bound :math:`\epsilon` after a number of rounds.
@@ -125,7 +127,9 @@ def calibrate(
     while excess(high) > 0:
         low, high = high, high + math.log(2)
         if high > math.log(1e4):
-            raise OptionError(f"Expected an epsilon that noise can reach, but {epsilon} is too small for it.")
+            raise OptionError(
+                f"Expected an epsilon within reach of a noise multiplier of 10,000, but got {epsilon}: increase it."
+            )
     while low == high or excess(low) <= 0:
         low, high = low - math.log(2), low
         if low < math.log(_LEAST_NOISE):
@@ -155,8 +159,8 @@ def plan_budget(
         return Budget(noise_multiplier, delta, population, cohort, sampling, accountant)
     if epsilon is None or rounds is None or rounds < 1:
         raise OptionError(
-            f"Expected a number of rounds (`max_rounds`) to find the noise of an epsilon, but got {rounds}: give a"
-            " `noise_multiplier` instead."
+            f"Expected a number of rounds (`max_rounds`) to find the noise for an epsilon, but got {rounds}: set it, or"
+            " pass a `noise_multiplier`."
         )
     return calibrate(epsilon, delta, population, cohort, rounds, sampling, accountant)
 

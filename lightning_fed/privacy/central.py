@@ -150,7 +150,9 @@ class CentralDP(UpdateStep):
         check_option("sampling", sampling, ("poisson", "fixed"))
         check_option("accountant", accountant, ("rdp", "pld"))
         if sampling == "fixed" and accountant == "pld":
-            raise ValueError("Expected accountant='rdp' for sampling='fixed': the other has no bound for it.")
+            raise ValueError(
+                "Expected accountant='rdp' for sampling='fixed', but got 'pld', which has no bound for it."
+            )
         self.delta, self.noise_multiplier, self.epsilon = delta, noise_multiplier, epsilon
         self.adaptive, self.max_epsilon = adaptive, epsilon if max_epsilon is None else max_epsilon
         self.sampling, self.accountant = sampling, accountant
@@ -198,7 +200,7 @@ class CentralDP(UpdateStep):
             ValueError: If the resumed fit had a different budget, or the count requires more noise.
         """
         if self.budget is not None and self.budget != budget:
-            raise OptionError(f"Expected the budget that the rounds so far had, {self.budget}, but got {budget}.")
+            raise OptionError(f"Expected the budget of the earlier rounds, {self.budget}, but got {budget}.")
         self.budget, self.key = budget, key
         self.step_noise  # noqa: B018 - raises
 
@@ -223,8 +225,8 @@ class CentralDP(UpdateStep):
         twice = 2 * self.count_noise * self.budget.cohort / self.sensitivity
         if z >= twice:
             raise OptionError(
-                f"Expected a noise multiplier below {twice:g}, twice the noise of the count of an adaptive clip, but"
-                f" got {z:g}: take more clients in a round."
+                f"Expected a noise multiplier below {twice:g}, twice the noise of the adaptive clip's count, but got"
+                f" {z:g}: use more clients per round."
             )
         return float((z**-2 - twice**-2) ** -0.5)
 
@@ -247,16 +249,16 @@ class CentralDP(UpdateStep):
         """
         if type(rule) is not FedAvg:
             raise OptionError(
-                "Expected a method whose result is a sum of clients' steps for differential privacy, but"
-                f" {type(rule).__name__} is none: take 'fedavg', 'fedprox', or a server's optimizer after them."
+                "Expected an averaging method for differential privacy ('fedavg', 'fedprox', or a server optimizer),"
+                f" but got {type(rule).__name__}."
             )
         if sum(isinstance(step, CentralDP) for step in steps) > 1:
             raise OptionError("Expected one `CentralDP`, but got several.")
         comparing = next((step for step in steps if isinstance(step, CollectingStep)), None)
         if comparing is not None:  # outer steps; the chain refuses inner steps
             raise OptionError(
-                f"Expected no `{type(comparing).__name__}` with `CentralDP`: through it one client changes what others"
-                " send, and the noise covers the step of one alone."
+                f"Expected no `{type(comparing).__name__}` with `CentralDP`: one client could change the contributions"
+                " of others, but the noise only covers one client's update."
             )
 
     def callbacks(self) -> Sequence[Any]:
@@ -276,7 +278,7 @@ class CentralDP(UpdateStep):
         """
         clip = float(sent.extras[CLIP])
         if clip != self.clip and not self.adaptive:
-            raise ClientFault(f"its federation has a clip of {self.clip:g}, and the server {clip:g}")
+            raise ClientFault(f"its federation has a clip of {self.clip:g}, but the server {clip:g}")
         update.state |= {name: sent.state[name] for name in self.info.untrained if name in update.state}
         steps = self.steps_of(update, sent.state)
         length = step_length(steps)
@@ -384,11 +386,13 @@ class PrivateSum(Held):
         """
         step, expected = self._step, {IS_SHORT} if self._step.adaptive else set()
         if update.extras.keys() != expected:
-            raise BadUpdate(f"it sends {sorted(update.extras)} along, and not {sorted(expected)}: no noise covers it")
+            raise BadUpdate(
+                f"it sends the extras {sorted(update.extras)} instead of {sorted(expected)}: extras have no noise"
+            )
         steps = step.steps_of(update, sent)
         length = step_length(steps)
         if not length <= step.clip + rounding_of(sent, step.clip):
-            raise BadUpdate(f"its step is {length:g} long, longer than the clip of {step.clip:g}")
+            raise BadUpdate(f"its update has the norm {length:g}, above the clip {step.clip:g}")
         factor = clip_factor(length, step.clip) * len(update.clients)  # ignores the reported weight
         self._join({name: value * factor for name, value in steps.items()})
         if step.adaptive:
@@ -440,7 +444,7 @@ class PrivacyBudget(FederatedCallback):
         budget.epsilon(1)  # raises now, not after a round, if the accountant is not installed
         if budget.delta >= 1 / budget.population:
             _log.warning(
-                "delta=%g is not less than one over the number of clients (%d): it allows to give one of them away.",
+                "delta=%g is not below one over the number of clients (%d): the bound allows to reveal a whole client.",
                 budget.delta,
                 budget.population,
             )
@@ -456,9 +460,9 @@ class PrivacyBudget(FederatedCallback):
         spent = [f"{budget.epsilon(rounds):.4g}" for key, (budget, rounds) in fits.items() if key != self.step.key]
         if spent:
             _log.warning(
-                "Earlier fits of this process on clients of these names have spent an epsilon of %s. That of this fit"
-                " counts its own rounds alone: what the clients have lost is the sum. A fit that goes on from a"
-                " checkpoint counts on.",
+                "Earlier fits in this process on clients with the same names spent epsilon %s. The epsilon of this fit"
+                " only counts new rounds; the total privacy loss is the sum. Resume from a checkpoint to continue the"
+                " count.",
                 " and ".join(spent),
             )
 
@@ -482,7 +486,7 @@ class PrivacyBudget(FederatedCallback):
         if following > step.max_epsilon * (1 + 1e-9):
             if trainer.max_epochs is None or step.rounds != trainer.max_epochs:
                 _log.warning(
-                    "The fit ends after %d rounds: with one more epsilon would be %.4g, more than max_epsilon=%g.",
+                    "The fit ends after %d rounds: another round would raise epsilon to %.4g, above max_epsilon=%g.",
                     step.rounds,
                     following,
                     step.max_epsilon,
@@ -502,7 +506,7 @@ def refuse_other_messages(trainer: L.Trainer) -> None:
             is_harmless = getattr(callback, "keeps_privacy", False) or getattr(callback, "leaves_update", False)
             if not is_harmless and is_overridden(hook, callback, FederatedCallback):
                 raise MisconfigurationException(
-                    f"Expected clients that send steps alone, but `{type(callback).__name__}.{hook}` may send more."
+                    f"Expected clients to send updates only, but `{type(callback).__name__}.{hook}` may send more."
                 )
 
 
@@ -510,19 +514,19 @@ def _refuse_other_releases(trainer: L.Trainer, module: L.LightningModule, federa
     refuse_statistics(module, federation, "without noise")
     if federation.server.min_clients > 1:
         raise MisconfigurationException(
-            f"Expected min_clients=1 with differential privacy, but got {federation.server.min_clients}: a round that"
-            " is left out for want of clients tells who was not there."
+            f"Expected min_clients=1 with differential privacy, but got {federation.server.min_clients}: a skipped"
+            " round would reveal absent clients."
         )
     is_manual = not module.automatic_optimization
     if any(is_manual or config.interval == "step" for config in trainer.lr_scheduler_configs):
         raise MisconfigurationException(
-            "A scheduler per step, as every one is with manual optimization, goes on from the clients' numbers of"
-            " steps, which have no noise: take automatic optimization and one per epoch, that is per round."
+            "Expected learning rate schedulers per epoch (round) and automatic optimization with differential privacy,"
+            " but got a scheduler per step: it depends on the clients' numbers of steps, which have no noise."
         )
     if loss_scaler(trainer) is not None:
         raise MisconfigurationException(
-            "The loss scale goes on from that of a client, which has no noise: expected precision='bf16-mixed' or"
-            f" '32-true', but got {trainer.precision!r}."
+            "Expected precision='bf16-mixed' or '32-true' with differential privacy, but got"
+            f" {trainer.precision!r}: the loss scale depends on clients without noise."
         )
 
 
@@ -532,7 +536,7 @@ def refuse_statistics(module: L.LightningModule, federation: Federation, how: st
     is_local = option.unseen != "pooled" if isinstance(option, LocalStatistics) else option in _LOCAL_TREATMENTS
     if statistics and not is_local:
         raise MisconfigurationException(
-            f"BatchNorm's statistics ({statistics[0]}, ...) would leave the clients {how}: take batch_norm='personal',"
+            f"BatchNorm statistics ({statistics[0]}, ...) would leave the clients {how}: use batch_norm='personal',"
             " 'frozen' or LocalStatistics(), or GroupNorm (`lightning_fed.modules.to_group_norm`)."
         )
 

@@ -173,20 +173,20 @@ class DPSGD(FederatedCallback):
         if epsilon is not None:
             check_positive("epsilon", epsilon)
             self.needs_local_clients = (
-                "the noise of an `epsilon` follows from the numbers of examples of all clients, which stay with them;"
-                " give it a `noise_multiplier`, which `lightning_fed.privacy.calibrate` finds"
+                "the noise for an `epsilon` depends on all clients' numbers of examples, which stay on the clients;"
+                " pass a `noise_multiplier` from `lightning_fed.privacy.calibrate`"
             )
             max_epsilon = epsilon if max_epsilon is None else max_epsilon
             noise_multiplier = math.nan  # set in the fit
         else:
             noise_multiplier = check_nonnegative("noise_multiplier", noise_multiplier)
         if noise_multiplier and max_grad_norm == math.inf:
-            raise ValueError("Expected `max_grad_norm` to be finite where there is noise, but got inf.")
+            raise ValueError("Expected `max_grad_norm` to be finite with noise, but got inf.")
         check_inside("delta", delta)
         if max_epsilon is not None and not (noise_multiplier and check_number("max_epsilon", max_epsilon) > 0):
             raise ValueError(
-                f"Expected `max_epsilon` to be greater than 0, and noise, but got {max_epsilon} with"
-                f" noise_multiplier={noise_multiplier}."
+                f"Expected `max_epsilon` and `noise_multiplier` to be greater than 0, but got {max_epsilon} and"
+                f" {noise_multiplier}."
             )
         check_option("accountant", accountant, ("rdp", "pld"))
         self.max_grad_norm, self.noise_multiplier, self.delta = max_grad_norm, noise_multiplier, delta
@@ -248,7 +248,7 @@ class DPSGD(FederatedCallback):
             check_federation(trainer, federation, self)
             federation.find_population().sampling = PoissonSampling(self._key)
             if self.planned_epsilon is not None and not federation.has_server:
-                raise MisconfigurationException(f"`DPSGD` cannot find its noise here: {self.needs_local_clients}.")
+                raise MisconfigurationException(f"`DPSGD` cannot find the noise here: {self.needs_local_clients}.")
             self._plan_noise(trainer.max_epochs, lambda: map(_visit_of(federation), federation.population.clients))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -288,8 +288,8 @@ class DPSGD(FederatedCallback):
         account = visit.of_all if known is None else known.after(visit.of_all)
         if self.max_epsilon is not None and self._epsilon(account) > self.max_epsilon:
             raise ClientFault(
-                f"its visit of {account.last} steps would take epsilon from {self.epsilon(client):.4g} to"
-                f" {self._epsilon(account):.4g}, more than max_epsilon={self.max_epsilon:g}"
+                f"its visit of {account.last} steps would raise epsilon from {self.epsilon(client):.4g} to"
+                f" {self._epsilon(account):.4g}, above max_epsilon={self.max_epsilon:g}"
             )
 
     def on_client_start(
@@ -373,21 +373,21 @@ class DPSGD(FederatedCallback):
             return
         if visit.has_step:
             raise MisconfigurationException(
-                "`DPSGD` needs an optimizer that asks for one loss a step, but got a second one in the same batch: the"
-                " step's noise is that of the first."
+                "`DPSGD` needs an optimizer with one loss per step, but got a second loss in one batch: the noise only"
+                " covers the first."
             )
         values, visit.gradients.values = visit.gradients.values, {}
         for name, parameter in visit.trained.items():
             rows = len(values[parameter]) if parameter in values else None
             if rows is None and parameter.grad is not None and parameter.requires_grad:
                 raise MisconfigurationException(
-                    f"The parameter {name!r} has a gradient that came from outside of the call of its layer: the"
-                    " gradients of single examples are not known."
+                    f"The gradient of the parameter {name!r} comes from outside its layer's `forward`, so gradients per"
+                    " example are unknown: use the parameter in the layer only."
                 )
             if rows is not None and rows != max(visit.count, 1):
                 raise MisconfigurationException(
-                    f"The layer of the parameter {name!r} sees {rows} rows in a batch of {visit.count} examples: the"
-                    " gradients of single examples cannot be told apart."
+                    f"The layer of the parameter {name!r} sees {rows} rows in a batch of {visit.count} examples, so"
+                    " gradients per example are unknown."
                 )
         sums = clipped_sum(values, visit.count, self.max_grad_norm) if visit.count else {}
         noise = self._noise(visit)
@@ -418,7 +418,7 @@ class DPSGD(FederatedCallback):
         has_failed = federation is not None and (federation.current_visit is None or federation.current_visit.fault)
         if not visit.has_step and not has_failed:
             raise MisconfigurationException(
-                "`training_step` gave no loss for a batch: which batches it leaves out would tell of their examples."
+                "`training_step` returned no loss for a batch: skipped batches would reveal information on examples."
             )
         if visit.client is None:
             self._stop_in_time(trainer, trainer.current_epoch + trainer.is_last_batch)
@@ -458,7 +458,7 @@ class DPSGD(FederatedCallback):
             self.noise_multiplier = before
         if before != self.noise_multiplier and state_dict["accounts"]:
             raise OptionError(
-                f"Expected the `noise_multiplier` of the steps so far, {before}, but got {self.noise_multiplier}."
+                f"Expected the `noise_multiplier` of earlier steps, {before}, but got {self.noise_multiplier}."
             )
         self._key = int(state_dict["key"], 16) if state_dict["key"] else None
         self._accounts = {client: _Account(*counts) for client, counts in state_dict["accounts"].items()}
@@ -480,8 +480,8 @@ class DPSGD(FederatedCallback):
             return
         if times is None or times < 1:
             raise OptionError(
-                f"Expected a number of epochs (`max_rounds`, `max_epochs`) to find the noise of an epsilon, but got"
-                f" {times}: give a `noise_multiplier` instead."
+                f"Expected a number of epochs (`max_rounds`, `max_epochs`) to find the noise for an epsilon, but got"
+                f" {times}: set it, or pass a `noise_multiplier`."
             )
         self.noise_multiplier = 0.0
         for visit in visits():
@@ -491,9 +491,9 @@ class DPSGD(FederatedCallback):
                     epsilon, self.delta, visit.num_samples, visit.expected, account.steps, "poisson", self.accountant
                 ).noise_multiplier
         if not self.noise_multiplier:
-            raise OptionError("Expected clients with examples to find the noise of an epsilon, but there are none.")
+            raise OptionError("Expected clients with examples to find the noise for an epsilon, but got none.")
         _log.info(
-            "A noise multiplier of %.4g keeps epsilon at %g or below in %d visits of every client.",
+            "Noise multiplier %.4g: epsilon is at most %g after %d visits of every client.",
             self.noise_multiplier, epsilon, times,
         )  # fmt: skip
 
@@ -515,8 +515,8 @@ class DPSGD(FederatedCallback):
         known = json.loads(path.read_text())
         if known["noise_multiplier"] != self.noise_multiplier:
             raise ClientFault(
-                f"its steps so far were made with noise_multiplier={known['noise_multiplier']}, and not"
-                f" {self.noise_multiplier}: another noise needs another store"
+                f"its earlier steps had noise_multiplier={known['noise_multiplier']} instead of"
+                f" {self.noise_multiplier}: a different noise needs another store"
             )
         self._accounts[client] = _Account(*known["account"])
 
@@ -553,7 +553,7 @@ class DPSGD(FederatedCallback):
         self._end()
         if self.delta >= 1 / visit.of_all.num_samples and not self._has_warned:
             _log.warning(
-                "delta=%g is not less than one over the number of examples (%d): it allows to give one of them away.",
+                "delta=%g is not below one over the number of examples (%d): the bound allows to reveal an example.",
                 self.delta,
                 visit.of_all.num_samples,
             )
@@ -590,8 +590,8 @@ class DPSGD(FederatedCallback):
         known = self._accounts.setdefault(None, account)
         if (known.num_samples, known.batch_size) != (num_samples, batch_size):
             raise OptionError(
-                f"Expected {known.num_samples} examples in batches of {known.batch_size}, with which the steps so far"
-                f" were made, but got {num_samples} in batches of {batch_size}."
+                f"Expected {known.num_samples} examples in batches of {known.batch_size}, as in earlier steps, but got"
+                f" {num_samples} in batches of {batch_size}."
             )
         return _DrawnBatches(loader, self)
 
@@ -625,8 +625,8 @@ class DPSGD(FederatedCallback):
             return
         if epochs != trainer.max_epochs and trainer.global_step != trainer.max_steps:
             _log.warning(
-                "The fit ends after %d epochs and %d steps: with one more visit or step epsilon could be %.4g, more"
-                " than max_epsilon=%g.",
+                "The fit ends after %d epochs and %d steps: another visit or step could raise epsilon to %.4g, above"
+                " max_epsilon=%g.",
                 epochs,
                 trainer.global_step,
                 epsilon,
@@ -674,8 +674,8 @@ class _Visit:
         for name, value in self._untrained().items():
             if name in self._others and not torch.equal(value, self._others[name]):
                 raise MisconfigurationException(
-                    f"The entry {name!r} of the module has changed in training, and not by the noised steps of an"
-                    " optimizer: it tells of examples without noise."
+                    f"The entry {name!r} of the module has changed in training, but not by a noised optimizer step: it"
+                    " may reveal examples. Freeze the entry."
                 )
 
     def _untrained(self) -> Mapping[str, Tensor]:

@@ -34,9 +34,9 @@ def loader_owner(trainer: L.Trainer, module: L.LightningModule) -> Any:
         if owner is not None and is_overridden("train_dataloader", owner):
             return owner
     raise MisconfigurationException(
-        "Expected training data in a datamodule or in the module's own `train_dataloader`: `DPSGD` draws every example"
-        " by itself, and cannot reach loaders that are handed to `L.Trainer.fit(model, train_dataloaders=...)`. Put"
-        " them in a datamodule, for example `L.LightningDataModule.from_datasets(train_dataset, batch_size=64)`."
+        "Expected training data in a datamodule or in the module's `train_dataloader`, but got a loader in"
+        " `L.Trainer.fit(model, train_dataloaders=...)`, which `DPSGD` cannot replace: use a datamodule, for example"
+        " `L.LightningDataModule.from_datasets(train_dataset, batch_size=64)`."
     )
 
 
@@ -46,30 +46,30 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
     tied = set(names) - tensors_by_path(module).keys()
     own = set(map(id, module.parameters()))
     refused = {
-        "automatic optimization: with a manual one the module steps as it likes": not module.automatic_optimization,
-        f"accumulate_grad_batches=1, but got {trainer.accumulate_grad_batches}: take a larger batch size": (
+        "automatic optimization, because steps of manual optimization have no noise": not module.automatic_optimization,
+        f"accumulate_grad_batches=1, but got {trainer.accumulate_grad_batches}: use a larger batch size": (
             trainer.accumulate_grad_batches != 1
         ),
-        "no `GradientAccumulationScheduler`: take a larger batch size": (
+        "no `GradientAccumulationScheduler`: use a larger batch size": (
             any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer))
         ),
-        f"no `gradient_clip_val`, but got {trainer.gradient_clip_val}: `max_grad_norm` clips every example's": (
+        f"no `gradient_clip_val`, but got {trainer.gradient_clip_val}: `max_grad_norm` clips gradients per example": (
             bool(trainer.gradient_clip_val)
         ),
-        f"a precision of {list(_PRECISIONS)}, but got {trainer.precision!r}": trainer.precision not in _PRECISIONS,
-        "a module that is not compiled": is_compiled(module),
+        f"a precision from {list(_PRECISIONS)}, but got {trainer.precision!r}": trainer.precision not in _PRECISIONS,
+        "an uncompiled module": is_compiled(module),
         "one process, or strategy='client_parallel'": (trainer.world_size > 1 and process_group_of(trainer).size == 1),
         "no `overfit_batches`: every step draws its examples": bool(trainer.overfit_batches),  # type: ignore[attr-defined]
-        "an optimizer that asks for one loss a step, which LBFGS does not": (
+        "an optimizer with one loss per step, unlike LBFGS": (
             any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers)
         ),
-        "optimizers of the module's parameters alone: others would be trained without noise": (
+        "optimizers of the module's parameters only: others would train without noise": (
             not optimized_parameters(trainer) <= own
         ),
         "no `min_epochs` and `min_steps` with `max_epsilon`, which may end the fit earlier": (
             ends_early and bool(trainer.min_epochs or trainer.min_steps)
         ),
-        f"no parameters that belong to several layers, but got {sorted(tied)[:1]}": bool(tied),
+        f"no parameters in several layers, but got {sorted(tied)[:1]}": bool(tied),
     }
     for expected, is_refused in refused.items():
         if is_refused:
@@ -77,9 +77,9 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
     unsupported = find_unsupported(module)
     if unsupported:
         raise MisconfigurationException(
-            f"`DPSGD` needs layers that treat every example by itself, and whose gradients are known for each, but got"
-            f" {', '.join(unsupported[:5])}. `lightning_fed.modules.to_group_norm` replaces BatchNorm; Opacus has"
-            " layers in the place of LSTM, GRU and attention (`opacus.layers`)."
+            f"`DPSGD` needs layers with independent examples and gradients per example, but got"
+            f" {', '.join(unsupported[:5])}. `lightning_fed.modules.to_group_norm` replaces BatchNorm, and"
+            " `opacus.layers` replaces LSTM, GRU and attention."
         )
 
 
@@ -87,12 +87,12 @@ def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedC
     """Refuses concurrent clients, and callbacks (except ``own``) that may send values without noise."""
     if federation.options.visits_at_once is not None:
         raise MisconfigurationException(
-            f"`DPSGD` needs clients that train one after another, but got visits={federation.options.visits}."
+            f"`DPSGD` needs clients to train one after another, but got visits={federation.options.visits}."
         )
     if federation.server.chain.reveals == "model":
         raise MisconfigurationException(
-            "Expected one of `DPSGD` and `CentralDP`, but got both: clients of the latter say nothing of their steps,"
-            " from which examples' accounts are kept."
+            "Expected one of `DPSGD` and `CentralDP`, but got both: `DPSGD` accounts for clients' numbers of steps,"
+            " which `CentralDP` hides."
         )
     for callback in federated_callbacks(trainer):
         if callback is own or getattr(callback, "keeps_privacy", False):
@@ -100,8 +100,8 @@ def check_federation(trainer: L.Trainer, federation: Federation, own: FederatedC
         for hook in _CLIENT_HOOKS:
             if is_overridden(hook, callback, FederatedCallback):
                 raise MisconfigurationException(
-                    f"`{type(callback).__name__}.{hook}` may send, or write into the model, what it computes from a"
-                    " client's examples without noise: `DPSGD` goes with 'fedavg', 'fedprox', 'scaffold', 'fednova',"
-                    " 'feddyn', 'fedper', server optimizers and robust rules. If the callback uses nothing but models,"
-                    " set its `keeps_privacy`."
+                    f"`{type(callback).__name__}.{hook}` may send values, or write values into the model, computed from"
+                    " a client's examples without noise: `DPSGD` supports 'fedavg', 'fedprox', 'scaffold', 'fednova',"
+                    " 'feddyn', 'fedper', server optimizers and robust rules. If the callback only uses models, set its"
+                    " `keeps_privacy`."
                 )

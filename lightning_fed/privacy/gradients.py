@@ -69,13 +69,13 @@ class ExampleGradients:
             if not self._names[layer]:
                 names = [name for name, value in layer.named_parameters(recurse=False) if value in trained]
                 raise MisconfigurationException(
-                    f"{type(layer).__name__} has parameters of its own ({names[0]!r}), outside of any layer: of them"
-                    " the examples' gradients cannot be found. Put them into a layer (an `nn.Module`)."
+                    f"{type(layer).__name__} has parameters outside any layer ({names[0]!r}), without gradients per"
+                    " example: move the parameters into a layer (an `nn.Module`)."
                 )
             if any(True for _ in layer.buffers(recurse=False)):
                 raise MisconfigurationException(
                     f"The layer {self._names[layer]!r} ({type(layer).__name__}) has buffers, which depend on examples"
-                    " without noise: take one without (`lightning_fed.modules.to_group_norm` replaces BatchNorm)."
+                    " without noise: replace the layer (`lightning_fed.modules.to_group_norm` replaces BatchNorm)."
                 )
             yield layer
             if type(layer) not in self._samplers:  # layers without a rule are differentiated as a whole
@@ -89,8 +89,8 @@ class ExampleGradients:
             return
         if not isinstance(output, Tensor) or not inputs or not all(isinstance(value, Tensor) for value in inputs):
             raise MisconfigurationException(
-                f"The layer {self._names[layer]!r} ({type(layer).__name__}) is not called with tensors by position, or"
-                " gives no tensor: the gradients of single examples cannot be found."
+                f"The layer {self._names[layer]!r} ({type(layer).__name__}) is not called with positional tensors, or"
+                " returns no tensor, so gradients per example are unknown."
             )
         if output.requires_grad:
             # Inputs are detached now, because later operations may write into the output.
@@ -110,8 +110,8 @@ class ExampleGradients:
             known = self.values.get(parameter)
             if known is not None and len(known) != len(values):
                 raise MisconfigurationException(
-                    f"The layer {self._names[layer]!r} sees {len(known)} and {len(values)} rows of one batch: the"
-                    " gradients of single examples cannot be told apart."
+                    f"The layer {self._names[layer]!r} sees {len(known)} and {len(values)} rows of one batch, so"
+                    " gradients per example are unknown."
                 )
             self.values[parameter] = values if known is None else known + values
 
@@ -179,8 +179,8 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
     count = min(batch_length(batch), _TRIED)
     if count < 2:
         raise MisconfigurationException(
-            "`DPSGD` needs batches whose first tensor has a row for every example, but got one of a single row in a"
-            " batch of several: whether the loss mixes examples cannot be tried."
+            "`DPSGD` needs batches with one row per example in the first tensor, but got a single row for several"
+            " examples: the loss cannot be checked for mixed examples."
         )
     step: Any = module.training_step
     while isinstance(step, OverriddenMethod):
@@ -215,10 +215,9 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
             if (flat(slice(row, row + 1), 1) - alone).norm() > tolerance * alone.norm():
                 break  # the step draws random numbers
             raise MisconfigurationException(
-                "The gradient of an example is another one beside others than alone: `DPSGD` needs a loss that is"
-                " the mean over the examples of a batch, each by itself, and layers whose rows are examples. Of images"
-                " with ignored pixels, and for losses over regions, take the loss of every image and then the mean"
-                " (`SegmentationTask(per_image=True)`)."
+                "The gradient of an example depends on other examples in the batch: `DPSGD` needs a mean loss over"
+                " independent examples, and layers with one row per example. For ignored pixels and region losses,"
+                " average the losses of single images (`SegmentationTask(per_image=True)`)."
             )
     gradients.values = {}
 

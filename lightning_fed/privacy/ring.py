@@ -62,8 +62,8 @@ class Ring:
         if levels < _LEAST_LEVELS:
             raise OptionError(
                 f"Expected at most {(_SIZE // 2 - 1) // _LEAST_LEVELS // self.max_weight:,} clients in a secure sum"
-                f" with weights of up to {self.max_weight:,}, but got {self.clients:,}: of 32 bits too few are left for"
-                " each."
+                f" with weights of up to {self.max_weight:,}, but got {self.clients:,}: 32 bits do not suffice. Use"
+                " fewer clients per round or smaller weights."
             )
 
     @property
@@ -90,8 +90,8 @@ class Ring:
         length = self.clip - math.sqrt(size) / self.scale
         if length < self.clip / 2:
             raise OptionError(
-                f"Expected a smaller model or fewer clients in a secure sum, but the rounding of {size:,} entries can"
-                f" be as long as half the clip, with {self.clients:,} clients and weights of up to {self.max_weight:,}."
+                f"Expected a smaller model or fewer clients in a secure sum: the rounding error of {size:,} entries can"
+                f" reach half the clip, with {self.clients:,} clients and weights of up to {self.max_weight:,}."
             )
         return length
 

@@ -89,27 +89,27 @@ class SecureSum(UpdateStep):
         """Refuses rules other than an average, outer steps that change updates, and unbounded weights."""
         if type(rule) is not FedAvg:
             raise OptionError(
-                f"Expected a method whose result is a sum of clients' steps for a secure sum, but {type(rule).__name__}"
-                " is none: take 'fedavg', 'fedprox', or a server's optimizer after them."
+                "Expected an averaging method for a secure sum ('fedavg', 'fedprox', or a server optimizer), but got"
+                f" {type(rule).__name__}."
             )
         position = next(index for index, step in enumerate(steps) if step is self)
         inside = steps[:position]
         self._private = next((step for step in inside if isinstance(step, CentralDP)), None)
         if (self.clip is None) != (self._private is not None):
             raise OptionError(
-                "Expected a `clip` of a secure sum, unless there is one of `CentralDP` inside of it, but got"
-                f" clip={self.clip}."
+                "Expected a `clip` either in `SecureSum` or in `CentralDP`, but got"
+                f" {'both' if self._private is not None else 'none'}."
             )
         if self._private is not None and self._private.adaptive:
             raise OptionError(
-                "Expected a `CentralDP` with a clip that stays for a secure sum: of an adaptive one every client says"
-                " whether its step was short."
+                "Expected `CentralDP` with a fixed clip for a secure sum, but got adaptive=True: every client would"
+                " report whether its update was short."
             )
         self.max_weight = 1 if self._private is not None else counted_samples(inside, MOST_SAMPLES)
         if self.max_weight == MOST_SAMPLES:
             raise OptionError(
-                "Expected `MaxSamples`, the most examples that count of a client, or `UniformWeights` inside of a"
-                " secure sum: the weights are part of it, and 32 bits must have room for all."
+                "Expected `MaxSamples` or `UniformWeights` before `SecureSum` in `steps`: the sum of weights needs a"
+                " bound within 32 bits."
             )
 
     @property
@@ -149,8 +149,8 @@ class SecureSum(UpdateStep):
         scale = float(sent.extras[SCALE])
         if ring.scale != scale:
             raise ClientFault(
-                f"its federation has {ring.scale:.6g} units of a secure sum in 1, and the server {scale:.6g}: both need"
-                " the same `clip` and the same steps"
+                f"its secure sum has {ring.scale:.6g} units per 1.0, but the server {scale:.6g}: both need the same"
+                " `clip` and the same steps"
             )
         names = self._names(sent.state)
         steps = {name: to_float64(update.state[name]) - to_float64(sent.state[name]) for name in names}
@@ -183,11 +183,11 @@ class SecureSum(UpdateStep):
         numbers = {name: update.state[name] for name in self._names(self.state)}
         if self.is_private:
             if update.extras:
-                raise BadUpdate(f"it sends {sorted(update.extras)} along")
+                raise BadUpdate(f"it sends the extras {sorted(update.extras)} instead of none")
             return numbers
         weight = update.extras.get(WEIGHT)
         if weight is None or len(update.extras) > 1 or weight.shape != torch.Size([]) or weight.dtype != torch.int32:
-            raise BadUpdate(f"it sends {sorted(update.extras)} along, and not its weight alone")
+            raise BadUpdate(f"it sends the extras {sorted(update.extras)} instead of only its weight")
         return {**numbers, WEIGHT: weight}
 
     @torch.no_grad()
@@ -201,7 +201,7 @@ class SecureSum(UpdateStep):
         most = len(clients) * self.ring.max_weight
         weight = len(clients) if self.is_private else int(total[WEIGHT])
         if not 0 < weight <= most:
-            reason = f"the weights add up to {weight}, not to 1 to {most}: one of them is wrong, and whose is hidden"
+            reason = f"the weights add up to {weight} instead of 1 to {most}: a client sent a wrong weight"
             raise BadUpdates(dict.fromkeys(clients, reason))
         state = dict(self.state)
         for name in self._names(self.state):
@@ -232,7 +232,7 @@ class RingSum(Held):
         """Adds a client's update. A malformed or surplus update raises :class:`BadUpdate`."""
         assert self._step.ring is not None
         if len(self.clients) >= self._step.ring.clients:
-            raise BadUpdate(f"it is one more than the {self._step.ring.clients} clients whose sum has room in 32 bits")
+            raise BadUpdate(f"the ring only has room for {self._step.ring.clients} clients")
         self._join(self._step.vector(update))
         self.clients.append(update.client)
 
@@ -255,7 +255,7 @@ class RingSum(Held):
             BadUpdates: For all clients, with too few clients or a failed sum.
         """
         if self._fault is None and 0 < len(self.clients) < self.least:
-            self._fault = f"a secure sum is read of {self.least} clients or more, and of {len(self.clients)} it is not"
+            self._fault = f"the secure sum needs at least {self.least} clients, but got {len(self.clients)}"
         clients, total, fault = self.clients, self.total, self._fault
         self.clients, self.total, self._fault = [], {}, None
         if fault is not None and clients:
@@ -289,7 +289,7 @@ class RingSettings(FederatedCallback):
         cohort = federation.schedule.cohort_size(population)
         if cohort < 2 and not step.is_private:
             raise OptionError(
-                f"Expected at least 2 clients in a round of a secure sum, but got {cohort}: the sum would be its step."
+                f"Expected at least 2 clients per round for a secure sum, but got {cohort}: one update is no sum."
             )
         if step.is_private and cohort < population:  # bound for a Poisson cohort
             cohort = min(population, math.ceil(cohort + 10 * math.sqrt(cohort) + 10))

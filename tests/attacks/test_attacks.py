@@ -344,7 +344,7 @@ def test_labels_are_flipped(federated_trainer):
 
 def test_a_batch_without_labels(federated_trainer):
     data = {"ann": TensorDataset(torch.zeros(4, 2)), "bob": TensorDataset(torch.zeros(4, 2))}
-    with pytest.raises(ValueError, match="batches of inputs and labels, whole numbers, for an attack on the data"):
+    with pytest.raises(ValueError, match="batches with inputs and integer labels for an attack on the data"):
         federated_trainer(max_rounds=1, callbacks=[LabelFlip(["ann"], 3)]).fit(models.Quadratic(), data)
 
 

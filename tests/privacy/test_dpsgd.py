@@ -300,7 +300,7 @@ def test_a_client_whose_first_visit_would_exceed_the_budget_is_left_out(federate
     recorder, _, trainer = federated(federated_trainer, callback, 1, local_steps=1)
     assert {visit.client for visit in recorder.visits} == {"a", "b"}
     assert trainer.callback_metrics["fed/failed"] == 1
-    assert "its visit of 1 steps would take epsilon from 0 to" in caplog.text
+    assert "its visit of 1 steps would raise epsilon from 0 to" in caplog.text
 
 
 @pytest.mark.parametrize(("epochs", "accountant"), quick(product([9, 3], ["rdp", "pld"]), [(9, "rdp"), (3, "pld")]))
@@ -384,9 +384,9 @@ def test_a_fit_does_not_resume_with_other_privacy(first, second, federated_train
 
 def test_the_noise_of_an_epsilon_needs_a_number_of_epochs(federated_trainer, plain_trainer):
     callback = DPSGD(0.5, None, 1e-3, epsilon=6.0)
-    with pytest.raises(ValueError, match=r"a number of epochs .* to find the noise of an epsilon, but got"):
+    with pytest.raises(ValueError, match=r"a number of epochs .* to find the noise for an epsilon, but got"):
         federated(federated_trainer, callback, -1)
-    with pytest.raises(ValueError, match=r"a number of epochs .* to find the noise of an epsilon, but got None"):
+    with pytest.raises(ValueError, match=r"a number of epochs .* to find the noise for an epsilon, but got None"):
         plain(plain_trainer, callback, -1)
 
 
@@ -410,7 +410,7 @@ def test_a_resumed_federation_has_the_same_noise_and_pays_once(federated_trainer
     assert first.state_dict() == again.state_dict()
     assert trainer.callback_metrics["dp/epsilon"] == second.callback_metrics["dp/epsilon"]
     other = federated_trainer(method=FedAvgM(), max_rounds=4, seed=1, clients_per_round=2, callbacks=[dpsgd()])
-    with pytest.raises(ValueError, match=r"Expected the `noise_multiplier` of the steps so far, 1.0, but got 0.8"):
+    with pytest.raises(ValueError, match=r"Expected the `noise_multiplier` of earlier steps, 1.0, but got 0.8"):
         other.fit(resumed, clients_of(), ckpt_path=path, **loading(weights_only=True))
 
 
@@ -458,7 +458,7 @@ def test_a_resumed_plain_fit_has_the_same_noise(plain_trainer, tmp_path, step):
     assert first.state_dict() == again.state_dict()
     assert again.epsilon() == pytest.approx(Budget(1.0, 1e-3, 30, BATCH).epsilon(15))
     fewer = models.PooledData(models.vectors({"a": 29}), batch_size=BATCH)
-    with pytest.raises(ValueError, match="Expected 30 examples in batches of 6, with which the steps so far were made"):
+    with pytest.raises(ValueError, match="Expected 30 examples in batches of 6, as in earlier steps"):
         plain_trainer(max_epochs=9, callbacks=[DPSGD(0.5, 1.0, 1e-3)]).fit(
             modules[1], datamodule=fewer, ckpt_path=path, **loading(weights_only=True)
         )
@@ -676,16 +676,16 @@ def lbfgs(parameters):
 REFUSED = [
     (lambda: models.Module(models.norm_mlp()), r"'net.1' \(BatchNorm1d\), 'net.5' \(BatchNorm1d\)"),
     (lambda: models.ManualModule(models.mlp()), "needs automatic optimization"),
-    (lambda: models.Module(models.mlp(), lbfgs), "asks for one loss a step, which LBFGS does not"),
+    (lambda: models.Module(models.mlp(), lbfgs), "one loss per step, unlike LBFGS"),
     (lambda: models.Module(models.mlp(), asks_twice), "but got a second one in the same batch"),
-    (TrainsOthers, "optimizers of the module's parameters alone"),
+    (TrainsOthers, "optimizers of the module's parameters only"),
     (WritesUnsaved, "The entry 'centre' of the module has changed in training"),
-    (lambda: Spreads(models.mlp()), "is another one beside others than alone"),
+    (lambda: Spreads(models.mlp()), "depends on other examples"),
     (WritesBuffer, "The entry 'centre' of the module has changed in training"),
     (lambda: models.Quadratic(6), r"Quadratic has parameters of its own \('w'\)"),
-    (lambda: Skips(models.mlp()), "gave no loss for a batch"),
-    (lambda: models.Module(torch.compile(models.mlp())), "a module that is not compiled"),
-    (lambda: Frequent(models.mlp()), "is another one beside others than alone|from outside of the call"),
+    (lambda: Skips(models.mlp()), "returned no loss for a batch"),
+    (lambda: models.Module(torch.compile(models.mlp())), "an uncompiled module"),
+    (lambda: Frequent(models.mlp()), "depends on other examples|from outside its layer"),
 ]
 
 
@@ -706,7 +706,7 @@ def test_modules_that_are_refused(make, words, kind, federated_trainer, plain_tr
 def test_tied_weights_are_refused(plain_trainer):
     net = models.mlp()
     net.append(net[0])
-    with pytest.raises(MisconfigurationException, match=r"belong to several layers, but got \['net.3.bias'\]"):
+    with pytest.raises(MisconfigurationException, match=r"no parameters in several layers, but got \['net.3.bias'\]"):
         plain(plain_trainer, dpsgd(), 1, models.Module(net))
 
 
@@ -720,13 +720,13 @@ class LooksIn(FederatedCallback):
     [
         ({"gradient_clip_val": 1.0}, "no `gradient_clip_val`, but got 1.0: `max_grad_norm` clips"),
         ({"accumulate_grad_batches": 2, "local_steps": 2}, "accumulate_grad_batches=1, but got 2"),
-        ({"precision": "bf16-true"}, r"a precision of \['32-true', '64-true', 'bf16-mixed'\], but got 'bf16-true'"),
-        ({"visits": Vectorized(2)}, "clients that train one after another, but got visits=Vectorized\\(clients=2\\)"),
+        ({"precision": "bf16-true"}, r"a precision from \['32-true', '64-true', 'bf16-mixed'\], but got 'bf16-true'"),
+        ({"visits": Vectorized(2)}, "clients to train one after another, but got visits=Vectorized\\(clients=2\\)"),
         ({"steps": [CentralDP(1.0, 1e-3, noise_multiplier=1.0)]}, "Expected one of `DPSGD` and `CentralDP`"),
-        ({"method": "qffl"}, "may send, or write into the model"),
-        ({"method": "moon"}, "may send, or write into the model"),
-        ({"method": "ditto"}, "may send, or write into the model"),
-        ({"method": "fedala"}, "may send, or write into the model"),
+        ({"method": "qffl"}, "may send values, or write values into the model"),
+        ({"method": "moon"}, "may send values, or write values into the model"),
+        ({"method": "ditto"}, "may send values, or write values into the model"),
+        ({"method": "fedala"}, "may send values, or write values into the model"),
         ({"callbacks": [ClassPrototypes()]}, "`ClassPrototypes.on_client_start` may send"),
         ({"callbacks": [LooksIn()]}, "`LooksIn.on_client_receive` may send"),
     ],
@@ -801,7 +801,7 @@ def test_a_batch_that_cannot_be_divided_is_refused(plain_trainer):
             return DataLoader(TensorDataset(*models.vectors({"a": 30})["a"]), BATCH, collate_fn=scaled)
 
     trainer = plain_trainer(max_epochs=1, callbacks=[dpsgd()])
-    with pytest.raises(MisconfigurationException, match="whose first tensor has a row for every example"):
+    with pytest.raises(MisconfigurationException, match="with one row per example in the first tensor"):
         trainer.fit(Mixes(models.mlp()), datamodule=Data())
 
 
@@ -810,9 +810,9 @@ def test_a_batch_that_cannot_be_divided_is_refused(plain_trainer):
     [
         ({"max_grad_norm": 0.0}, "`max_grad_norm` to be greater than 0, but got 0.0"),
         ({"noise_multiplier": -1.0}, "`noise_multiplier` to be at least 0 and finite, but got -1.0"),
-        ({"max_grad_norm": math.inf}, "`max_grad_norm` to be finite where there is noise"),
+        ({"max_grad_norm": math.inf}, "`max_grad_norm` to be finite with noise"),
         ({"delta": 1.0}, r"`delta` to be in \(0, 1\), but got 1.0"),
-        ({"noise_multiplier": 0.0, "max_epsilon": 1.0}, "greater than 0, and noise, but got 1.0 with"),
+        ({"noise_multiplier": 0.0, "max_epsilon": 1.0}, "greater than 0, but got 1.0 and"),
         ({"epsilon": 1.0}, "one of `noise_multiplier` and `epsilon`, but got noise_multiplier=1.0 and"),
         ({"noise_multiplier": None}, "one of `noise_multiplier` and `epsilon`, but got noise_multiplier=None and"),
         ({"noise_multiplier": None, "epsilon": 0.0}, "`epsilon` to be greater than 0 and finite, but got 0.0"),

@@ -150,7 +150,7 @@ def test_the_mean_and_its_parts():
     merged = chain_of(ring)
     for part in (updates[4:], [], updates[:4]):
         merged.merge(pickle.loads(pickle.dumps(chain_of(ring, part).part)))
-    with pytest.raises(BadUpdate, match="one more than the 6 clients whose sum has room"):
+    with pytest.raises(BadUpdate, match="the ring only has room for 6 clients"):
         merged.receive(updates[0], START)
     assert_same(whole, merged.aggregate())
 
@@ -175,7 +175,7 @@ def test_weights_that_cannot_be_are_those_of_all(weights):
     """The server does not see single weights, so the whole sum is rejected."""
     ring = Ring(5.0, 6, 40)
     chain = chain_of(ring, [update_of(ring, torch.zeros(12), weight, seed) for seed, weight in enumerate(weights)])
-    reason = f"the weights add up to {sum(weights)}, not to 1 to 80: one of them is wrong, and whose is hidden"
+    reason = f"the weights add up to {sum(weights)}, instead of 1 to 80: a client sent a wrong weight"
     with pytest.raises(BadUpdates) as refused:
         chain.aggregate()
     assert refused.value.reasons == {"c0": reason, "c1": reason}
@@ -422,7 +422,7 @@ def test_methods_that_are_no_sum(method):
 
 @pytest.mark.parametrize("method", ["moon", "fedala", "fedfusion"])
 def test_methods_that_send_more(method, federated_trainer):
-    with pytest.raises(MisconfigurationException, match=r"clients that send steps alone, but `\w+\.on_client_end`"):
+    with pytest.raises(MisconfigurationException, match=r"clients to send updates only, but `\w+\.on_client_end`"):
         fit(federated_trainer, 1, [UniformWeights(), SecureSum(1.0)], method)
 
 
@@ -432,8 +432,8 @@ DP = CentralDP(1.0, 1e-3, noise_multiplier=1.0)
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([SecureSum(1.0)], "Expected `MaxSamples`, the most examples that count of a client, or `UniformWeights`"),
-        ([SecureSum(1.0), UniformWeights()], "Expected `MaxSamples`, the most examples that count of a client, or"),
+        ([SecureSum(1.0)], "Expected `MaxSamples` or `UniformWeights` before `SecureSum`"),
+        ([SecureSum(1.0), UniformWeights()], "Expected `MaxSamples` or `UniformWeights` before"),
         ([MaxSamples(9), SecureSum(1.0), UniformWeights()], "Expected `UniformWeights` before `SecureSum`"),
         ([MaxSamples(9), SecureSum(1.0), MaxNorm(1.0)], "Expected `MaxNorm` before `SecureSum` in `steps`"),
         ([MaxSamples(9), SecureSum(1.0), SignFlip(1)], "Expected `SignFlip` before `SecureSum` in `steps`"),
@@ -449,8 +449,8 @@ DP = CentralDP(1.0, 1e-3, noise_multiplier=1.0)
             "no `Bucketing` before `SecureSum` in `steps`, because it compares",
         ),
         ([ALIE(1), UniformWeights(), SecureSum(1.0)], "no `ALIE` before `SecureSum` in `steps`, because it compares"),
-        ([SecureSum()], "Expected a `clip` of a secure sum, unless there is one of `CentralDP`"),
-        ([DP, SecureSum(1.0)], "Expected a `clip` of a secure sum, unless there is one of `CentralDP`"),
+        ([SecureSum()], "Expected a `clip` either in `SecureSum` or in `CentralDP`"),
+        ([DP, SecureSum(1.0)], "Expected a `clip` either in `SecureSum` or in `CentralDP`"),
         ([CentralDP(1.0, 1e-3, 1.0, adaptive=True), SecureSum()], "of an adaptive one every client says"),
         ([DP, DP, SecureSum()], "Expected one `CentralDP`, but got several"),
     ],
@@ -467,7 +467,7 @@ def test_steps_that_cannot_be(steps, message):
             [UniformWeights(), SecureSum(1.0)], {"clients_per_round": 1},
             "Expected at least 2 clients in a round of a secure sum, but got 1",
         ),
-        ([MaxSamples(10**7), SecureSum(1.0)], {}, "of 32 bits too few are left"),
+        ([MaxSamples(10**7), SecureSum(1.0)], {}, "32 bits do not suffice"),
     ],
 )  # fmt: skip
 def test_fits_that_cannot_be(steps, options, message, federated_trainer):

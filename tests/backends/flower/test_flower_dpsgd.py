@@ -78,7 +78,7 @@ def test_a_client_answers_until_its_budget_is_used_up(tmp_path, caplog):
         caplog.clear()
         on_flower(tmp_path, module, data, Federation, 3 + fit, made)
         assert accounts(tmp_path)[20] == 4
-        words = "client 'bob' is left out: its visit of 2 steps would take epsilon from"
+        words = "client 'bob' is left out: its visit of 2 steps would raise epsilon from"
         rounds = [round for round in range(5) if f"Round {round + 1}: {words}" in caplog.text]
         assert rounds == [2 + fit]
 
@@ -109,7 +109,7 @@ def test_two_visits_at_once_are_paid_for(tmp_path):
 def test_a_large_delta_is_told_once(tmp_path, caplog):
     """Not at every visit, although a visit is a separate fit."""
     on_flower(tmp_path, module, models.vectors(SIZES), Federation, 2, lambda: [DPSGD(1.0, 0.5, 0.1)])
-    assert caplog.text.count("it allows to give one of them away") == 2  # once per node
+    assert caplog.text.count("the bound allows to reveal an example") == 2  # once per node
 
 
 def test_another_noise_needs_another_account(tmp_path, caplog):
@@ -117,7 +117,7 @@ def test_another_noise_needs_another_account(tmp_path, caplog):
     on_flower(tmp_path, module, data, Federation, 1, lambda: [DPSGD(1.0, 0.5, 1e-3)])
     on_flower(tmp_path, module, data, Federation, 2, lambda: [DPSGD(1.0, 0.6, 1e-3)])
     for client in SIZES:
-        words = f"Round 2: client {client!r} is left out: its steps so far were made with noise_multiplier=0.5"
+        words = f"Round 2: client {client!r} is left out: its earlier steps had noise_multiplier=0.5"
         assert words in caplog.text
     assert accounts(tmp_path) == STEPS
 

@@ -147,7 +147,7 @@ def test_one_more_and_the_round_comes_to_nothing(stage, federated_trainer, tmp_p
     assert len(asked) == (5 if stage == "unmask" else 0)
     assert_same(state_of(masked), state_of(plain))
     assert [row["fed/failed"] for row in here.logged] == [row["fed/failed"] for row in there.logged] == [0, 5, 0]
-    words = {"unmask": "3 clients have answered, and 4 must have", "train": "is read of 4 clients or more, and"}
+    words = {"unmask": "3 clients have answered, and 4 must have", "train": "the secure sum needs at least 4 clients"}
     words = words.get(stage, "have come to it")  # before training
     lost_on_flower = "does not help" if stage == "unmask" else "its answer cannot be read"
     assert words in caplog.text[caplog.text.index(lost_on_flower) :]  # the simulation logs first
@@ -303,9 +303,9 @@ SUM = [MaxSamples(40), SecureSum(5.0)]
             [MaxSamples(40), SecureSum(5.0, 0.6)], SUM,
             "is to be read of 3 of 5 clients, and its federation says 0.667",
         ),
-        ([MaxSamples(40), SecureSum(10.0)], SUM, "units of a secure sum in 1, and the server"),
-        ([MaxSamples(400), SecureSum(5.0)], SUM, "units of a secure sum in 1, and the server"),
-        (SUM, [UniformWeights(), SecureSum(5.0)], "units of a secure sum in 1, and the server"),
+        ([MaxSamples(40), SecureSum(10.0)], SUM, "units per 1.0, but the server"),
+        ([MaxSamples(400), SecureSum(5.0)], SUM, "units per 1.0, but the server"),
+        (SUM, [UniformWeights(), SecureSum(5.0)], "units per 1.0, but the server"),
     ],
 )  # fmt: skip
 def test_halves_that_do_not_agree(ours, theirs, words, tmp_path):
@@ -323,5 +323,5 @@ def test_private_halves_with_other_clips(clip, secure, tmp_path, caplog):
     halves = iter([Federation(steps=[KnownKey(own, 1e-3, 0.5), *secure]) for own in (0.05, 0.05, clip)])
     on_flower(tmp_path, module, models.vectors(SIZES), lambda: next(halves), 1)
     for name in SIZES:
-        words = f"client {name!r} is left out: its federation has a clip of 0.05, and the server {clip}"
+        words = f"client {name!r} is left out: its federation has a clip of 0.05, but the server {clip}"
         assert words in caplog.text
