@@ -16,7 +16,6 @@ def quick(cases, chosen):
 
 
 def slow(case):
-    """Marks a case as slow."""
     if isinstance(case, type(pytest.param())):
         return pytest.param(*case.values, marks=[*case.marks, pytest.mark.slow], id=case.id)
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)

@@ -23,8 +23,6 @@ QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 
 
 class Regression(L.LightningModule):
-    """A linear layer."""
-
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(2, 1)
@@ -77,7 +75,6 @@ class VisitCensus(FederatedCallback):
 
 
 def build_fit(*callbacks):
-    """A prepared fit as a function without arguments."""
     data = FederatedDataModule({name: TensorDataset(torch.ones(8, 2)) for name in "ab"}, batch_size=4)
     trainer, module = FederatedTrainer(max_rounds=1, callbacks=[*callbacks], **QUIET), Regression()
     return lambda: trainer.fit(module, datamodule=data)

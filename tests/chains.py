@@ -21,7 +21,6 @@ def receive(chain, state, updates):
 
 
 def one_round(chain, number, state, updates):
-    """The new state after one round."""
     rows = frozenset(name for update in updates for name in update.rows)
     chain.start(RoundInfo(number, sliced=rows), state)
     receive(chain, state, updates)

@@ -24,8 +24,6 @@ QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 
 
 class Regression(L.LightningModule):
-    """A linear layer without randomness."""
-
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(2, 1)

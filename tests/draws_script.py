@@ -41,8 +41,6 @@ def examples(count, seed, classes=3):
 
 
 class Net(L.LightningModule):
-    """A small classifier with dropout and fixed initial weights."""
-
     def __init__(self, batch_norm=False, classes=3):
         super().__init__()
         generator = torch.Generator().manual_seed(1)
@@ -69,8 +67,6 @@ class Net(L.LightningModule):
 
 
 class ServerNoise(FederatedCallback):
-    """Draws from the global generators in server hooks."""
-
     def on_server_round_start(self, trainer, module):
         self.scale = 0.01 * (1 + random.random())
 
@@ -95,7 +91,6 @@ class Slow(L.Callback):
 
 
 def fit(federation, processes, callbacks=(), module=None, rounds=2, classes=3):
-    """The weights after a fit."""
     data = {name: examples(size, place, classes) for place, (name, size) in enumerate(SIZES.items())}
     module = Net(classes=classes) if module is None else module
     trainer = L.Trainer(max_epochs=rounds, callbacks=[federation, *callbacks], **{**QUIET, **processes})
@@ -112,7 +107,6 @@ def by_rule(name):
 
 
 def in_shares(processes):
-    """Shares are equal with and without delays."""
     runs = []
     for seconds in (0.05, 0.0):
         slow = Slow(seconds)
@@ -157,7 +151,6 @@ JOBS = {
 
 
 def work(folder, size, names):
-    """Runs jobs in this process, one of several."""
     rank = os.environ["LOCAL_RANK"]
     os.environ["PL_GLOBAL_SEED"] = "11"  # Lightning's strategy seeds the generators again before `setup`
     for place, name in enumerate(names):

@@ -82,8 +82,6 @@ class Segmenter(models.Module):
 
 
 class Tagger(models.Module):
-    """Several labels per example."""
-
     def __init__(self):
         super().__init__(models.mlp(), loss=self.of_labels)
         self.f1 = MultilabelF1Score(models.CLASSES)
@@ -138,7 +136,6 @@ CASES = {
 
 
 def held_out(make_data, loaders, sizes=None):
-    """One or two validation loaders by client."""
     datasets = models.as_datasets(make_data(HELD_OUT if sizes is None else sizes))
     if loaders == 1:
         return {name: DataLoader(data, 8) for name, data in datasets.items()}

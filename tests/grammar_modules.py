@@ -146,8 +146,6 @@ class Tied(Block):
 
 
 class Aliased(Block):
-    """Two parameters with shared memory."""
-
     def prepare(self):
         self.other = nn.Linear(WIDTH, WIDTH)
         self.other.weight = nn.Parameter(self.inner.weight.data)
@@ -346,7 +344,6 @@ class Chain(L.LightningModule):
 
 @st.composite
 def cases(draw):
-    """A chain's arguments, numbers of batches and rounds."""
     blocks = draw(st.lists(st.sampled_from(list(BLOCKS)), min_size=1, max_size=3))
     return {
         "blocks": blocks,
@@ -369,7 +366,6 @@ def data(batches, seed):
 
 
 def tensors(module):
-    """Parameters and buffers by path."""
     return {
         name: value
         for find in (module.named_parameters, module.named_buffers)

@@ -158,7 +158,6 @@ def dropout_mlp():
 
 
 def norm_mlp():
-    """BatchNorm, dropout."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 8), nn.BatchNorm1d(8),
@@ -167,7 +166,6 @@ def norm_mlp():
 
 
 def cnn():
-    """Convolutions with BatchNorm, for images of 1 x 8 x 8."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2),
@@ -219,13 +217,11 @@ class Recurrent(nn.Module):
 
 
 def deeplab():
-    """DeepLabV3+ of `segmentation_models_pytorch`, from scratch."""
     torch.manual_seed(0)
     return smp.DeepLabV3Plus("mobilenet_v2", encoder_weights=None, classes=CLASSES, decoder_channels=16)
 
 
 def unet():
-    """U-Net of `segmentation_models_pytorch`, from scratch."""
     torch.manual_seed(0)
     return smp.Unet("resnet18", encoder_depth=3, encoder_weights=None, classes=CLASSES, decoder_channels=(16, 8, 8))
 

@@ -66,7 +66,6 @@ def capabilities():
 
 
 def environment_of(setting):
-    """Environment variables for a setting."""
     old = OLD_LIBRARIES if setting["libraries"] != OWN else {}
     rest = {name: value for name, value in setting.items() if value != OWN and name not in ("libraries", "order")}
     return {**rest, **old}

@@ -1,4 +1,4 @@
-"""Callbacks and a logger that record fits."""
+"""Callbacks and a logger to record fits."""
 
 import copy
 import inspect
@@ -14,7 +14,6 @@ from lightning_fed import FederatedCallback
 
 
 def state_of(module):
-    """A copy of the module's state, with tied entries under all names."""
     return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
 
 
@@ -28,7 +27,7 @@ def bytes_of(*states):
 
 
 def assert_same(left, right, names=None):
-    """Asserts that two non-empty states are bit-equal."""
+    """Asserts bit-equal, non-empty states."""
     if names is None:
         assert left.keys() == right.keys()
         names = sorted(left)
@@ -51,8 +50,6 @@ class SavesOnException(L.Callback):
 
 @dataclass
 class SeenVisit:
-    """One visit: both messages, the module at start and end, and the batches."""
-
     round: int
     client: object
     broadcast: dict
@@ -71,8 +68,6 @@ def travelling(message):
 
 
 class Recorder(FederatedCallback):
-    """Records every message, visit, aggregate, and the validated states."""
-
     keeps_privacy = True  # sends no data
 
     def __init__(self):
@@ -148,15 +143,12 @@ class FixedBatches:
 
 
 def fit_fixed(trainer, module, epochs):
-    """A plain Lightning fit on given batches."""
     loader = FixedBatches(*epochs)
     loader.trainer = trainer
     trainer.fit(module, loader)
 
 
 class MemoryLogger(Logger):
-    """Stores logged values: (step, values)."""
-
     def __init__(self):
         super().__init__()
         self.lines: list[tuple[int, dict]] = []
@@ -176,7 +168,6 @@ class MemoryLogger(Logger):
         self.lines.append((step, dict(metrics)))
 
     def curve(self, name):
-        """(round, value) for every logged value of this name."""
         return [(metrics.get("epoch", step), metrics[name]) for step, metrics in self.lines if name in metrics]
 
 
@@ -192,8 +183,6 @@ class SpoilsFiles(FederatedCallback):
 
 
 class StepCheckpoint(ModelCheckpoint):
-    """Saves inside rounds, with the step in the file name."""
-
     def __init__(self, folder, every, **options):
         super().__init__(folder, "inside", every_n_train_steps=every, save_top_k=-1, **options)
 

@@ -162,7 +162,6 @@ def recalibration_seed_reference(visit_seed):
 
 
 def cohort_reference(seed, round, clients, size):
-    """A round's cohort in population order."""
     clients = list(clients)
     if size == len(clients):
         return clients

@@ -39,8 +39,6 @@ def steps_reference(net, batches, loss, stepper, change=None, seen=None):
 
 
 class Visits:
-    """The visits of a round: clients, seeds and batches."""
-
     def __init__(self, clients, rounds, cohort_size, seed, batch_size=32, epochs=1, work=None):
         self.clients, self.rounds, self.cohort_size, self.seed = clients, rounds, cohort_size, seed
         self.batch_size, self.epochs, self.work = batch_size, epochs, work

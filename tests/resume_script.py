@@ -174,8 +174,6 @@ class Interruption(Exception):
 
 
 class Net(L.LightningModule):
-    """With dropout, optional BatchNorm, and a head that may be personal."""
-
     def __init__(self, optimizer="sgd", batch_norm=True, schedulers=False, num_classes=None):
         super().__init__()
         self.optimizer = optimizer
@@ -221,8 +219,6 @@ class Net(L.LightningModule):
 
 
 class Data(L.LightningDataModule):
-    """An ordinary datamodule, split by a partition."""
-
     def train_dataloader(self):
         return DataLoader(examples(60, seed=7), batch_size=5, shuffle=True)
 
@@ -295,7 +291,6 @@ def examples(count, seed):
 
 
 def fit(run, folder, version, callbacks=(), ckpt_path=None, **trainer_options):
-    """Trains `RUNS[run]` in `folder`; returns the Trainer."""
     trainer, module, data = prepare(run, folder, version, callbacks, **trainer_options)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return trainer
@@ -342,12 +337,10 @@ def prepare(run, folder, version, callbacks=(), **trainer_options):
 
 
 def last_checkpoint(folder, name="checkpoints"):
-    """The newest "last" checkpoint with any version."""
     return max((Path(folder) / name).glob("last*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def rows(folder, version):
-    """Logged values by round and name; empty without a log."""
     by_round = {}
     if not os.path.exists(os.path.join(folder, f"log-{version}", "metrics.csv")):
         return by_round
@@ -359,7 +352,6 @@ def rows(folder, version):
 
 
 def in_child(job):
-    """One run, up to the breaking point."""
 
     def wait_for_the_end(trainer, module):
         (Path(job["folder"]) / "reached").touch()

@@ -27,8 +27,6 @@ WIDTH = 256
 
 
 class Net(L.LightningModule):
-    """Two large layers, BatchNorm, and a head."""
-
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(
@@ -52,8 +50,6 @@ class Net(L.LightningModule):
 
 
 class Watch(L.Callback):
-    """Records the resource use of the process."""
-
     def __init__(self, folder):
         self.folder = folder
         self.seen = {"bytes": [], "descriptors": [], "threads": [], "files": []}

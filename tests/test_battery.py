@@ -230,7 +230,6 @@ ONCE = {"deeplab": "fedavg", "unet": "fairavg"}  # large models: only one rule
 
 
 def fit(row, door, aggregator, plain_trainer, federated_trainer):
-    """Trains a row through an entry point."""
     recorder, module = Recorder(), row.module()
     options = {"batch_norm": "average", **row.options, "method": aggregator, "seed": SEED}
     trainer_options = {**row.trainer, "callbacks": [recorder]}
@@ -281,7 +280,6 @@ def test_table(name, aggregator, door, plain_trainer, federated_trainer):
 
 
 def check_cohorts(row, recorder):
-    """Checks participants and amounts of work."""
     options, availability = row.options, row.options.get("availability", Availability())
     size = options.get("clients_per_round", 1.0)
     size = math.ceil(size * len(row.clients)) if isinstance(size, float) else size
@@ -382,7 +380,6 @@ def check_log(row, recorder, aggregator):
 
 
 def check_replay(row, visit, plain_trainer):
-    """A plain Trainer gives the same result from the same start, batches and seed."""
     module = (row.plain or row.module)()
     module.load_state_dict(visit.start)
     seed_reference(visit_seed_reference(SEED, visit.round, visit.client))
@@ -635,8 +632,6 @@ def test_a_clients_own_model_at_the_wrong_time(federated_trainer):
 
 
 class Scored(models.Module):
-    """Metric objects in training and validation."""
-
     def __init__(self):
         super().__init__(models.BaseAndHead(), models.momentum)
         kind = {"task": "multiclass", "num_classes": models.CLASSES}
@@ -757,8 +752,6 @@ def test_clients_are_evaluated_through_the_hooks_of_the_datamodule(federated_tra
 
 
 class Counter(nn.Module):
-    """A layer with extra state: once a tensor, once another object."""
-
     def __init__(self, extra):
         super().__init__()
         torch.manual_seed(0)

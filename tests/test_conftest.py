@@ -49,8 +49,6 @@ def test_a_shared_fixture_that_leaves_a_seed_behind_is_an_error(seed, monkeypatc
 
 
 class Case:
-    """A collected test."""
-
     originalname, path = "test_it", "test_it.py"
 
     def __init__(self, door, **params):

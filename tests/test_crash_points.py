@@ -28,7 +28,6 @@ def killed(folder, runs, **options):
 
 
 def ours(points, found):
-    """Differences from this package, by point."""
     return {f"{point} {points[int(point)]}": names for point, (names, _) in found.items() if names}
 
 

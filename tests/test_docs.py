@@ -64,7 +64,6 @@ def blocks(page, language):
 
 
 def documented():
-    """Objects in the API pages by path."""
     pages = sorted((DOCS / "api").glob("*.md"))
     paths = [path for page in pages for path in re.findall(r"^::: (\S+)$", page.read_text(), re.M)]
     assert len(paths) == len(set(paths))
@@ -106,7 +105,6 @@ def test_every_export_is_importable_and_documented(room):
 
 
 def test_nothing_is_documented_twice():
-    """No object may appear under two exported names."""
     paths = {}
     for path, value in documented().items():
         paths.setdefault(id(value), []).append(path)

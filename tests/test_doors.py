@@ -86,8 +86,6 @@ def names():
 
 
 class OwnData(models.Module):
-    """A module with a training and a validation loader."""
-
     def __init__(self, **options):
         super().__init__(models.mlp(), **options)
 
@@ -112,8 +110,6 @@ def bad_scheduler(**config):
 
 
 class Fetching(models.Module):
-    """Fetches batches in the training step."""
-
     def training_step(self, dataloader_iter):
         batch, batch_idx, _ = next(dataloader_iter)
         return super().training_step(batch, batch_idx)
@@ -174,7 +170,6 @@ if AVERAGES_WEIGHTS:
 @pytest.mark.parametrize("door", ["trainer", "callback"])
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
 def test_refused_in_setup(case, door, plain_trainer, federated_trainer):
-    """Before training, and without side effects."""
     arguments, options, make, message = case
     own = make()
     before = state_of(own)
@@ -422,7 +417,6 @@ BAD_DATA = {  # data for FederatedTrainer.fit, options, error, message
 
 
 def test_a_bare_data_set_is_split(federated_trainer):
-    """As for a loader with batches of 32."""
     own, other = module(), module()
     dataset = loader().dataset
     federated_trainer(max_rounds=2, partition=IID(2), seed=1).fit(own, dataset)
@@ -584,7 +578,6 @@ class Predicting(models.Module):
 
 @pytest.mark.parametrize("door", ["trainer", "callback"])
 def test_validate_test_and_predict(door, plain_trainer, federated_trainer):
-    """As with a plain Trainer, before and after the fit, with a datamodule and with loaders."""
     own, data = Predicting(), models.ValidatedData(CLIENTS, HELD_OUT)
     if door == "trainer":
         trainer = federated_trainer(max_rounds=2, partition=ByGroup(names()))
@@ -671,8 +664,6 @@ def test_a_trainer_that_goes_on(federated_trainer):
 
 
 class Kept(FederatedCallback):
-    """Records client and server state at the start of every round."""
-
     def __init__(self):
         self.seen = []
 
@@ -737,7 +728,6 @@ def test_a_plain_trainer_afterwards_is_plain(plain_trainer, federated_trainer):
 
 
 def test_a_plain_trainer_pools_the_clients_of_a_federated_datamodule(plain_trainer):
-    """The centralised baseline on the same data."""
     clients = datasets()
     seen = []
 
@@ -946,8 +936,6 @@ def test_the_seed_is_lightnings_if_there_is_one():
 
 
 class Counting(models.Module):
-    """Counts steps, including client evaluation."""
-
     def __init__(self):
         super().__init__(models.mlp())
         self.validated = SimpleNamespace(batches=0)  # a plain number in the module would be restored
@@ -1060,7 +1048,6 @@ def test_the_x_axis_of_a_logger_is_the_round(workers, federated_trainer):
 
 
 def test_the_sanity_check_changes_nothing(federated_trainer):
-    """Lightning validates two batches before the fit: no step, client or metric remains."""
     runs = []
     for steps in (0, 2):
         logger, own = MemoryLogger(), module(optimizer=models.momentum)

@@ -154,8 +154,6 @@ FITS = {
 
 
 class Replaces(FederatedCallback):
-    """Sends another model to one client from round 1."""
-
     def on_server_send(self, trainer, module, client, broadcast):
         if client == "bob" and trainer.current_epoch:
             broadcast.state["net.0.weight"] = broadcast.state["net.0.weight"] / 2

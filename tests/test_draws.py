@@ -39,7 +39,6 @@ pytestmark = [
 
 
 def states():
-    """Comparable states of the three global generators."""
     return random.getstate(), repr(np.random.get_state(legacy=False)), torch.get_rng_state().tolist()  # noqa: NPY002
 
 

@@ -180,8 +180,6 @@ def guide(tmp_path_factory):
 
 
 class Wire(UpdateStep):
-    """Records the sent updates of the last round."""
-
     def __init__(self):
         self.messages = []
 

@@ -79,8 +79,6 @@ class Net(L.LightningModule):
 
 
 class Rows(Logger):
-    """Stores logged values by round."""
-
     name = version = "rows"
 
     def __init__(self):
@@ -102,8 +100,6 @@ def examples(count, seed=0, value=None):
 
 
 class Breaks(Dataset):
-    """Raises for one example."""
-
     def __init__(self, at, count=3 * BATCH):
         self.at = at
         self.inner = examples(count)
@@ -154,8 +150,6 @@ class Loader:
 
 
 class Ends(Breaks):
-    """Raises `StopIteration` by mistake."""
-
     def __getitem__(self, index):
         if index == self.at:
             raise StopIteration
@@ -184,8 +178,6 @@ def hang():
 
 
 class Astronomical(Breaks):
-    """A data set with a wrong length."""
-
     def __len__(self):
         return 10**18
 
@@ -357,7 +349,6 @@ class Build:
 
 
 def train(clients, callbacks=(), data_options=None, module=None, door="trainer", **options):
-    """Module and logged rows of a federated fit with three rounds."""
     data = FederatedDataModule(
         clients,
         DataLoader(examples(6, 9), batch_size=3),
@@ -385,7 +376,6 @@ def train(clients, callbacks=(), data_options=None, module=None, door="trainer",
 
 
 def assert_left_out(caplog, reason, rounds=range(ROUNDS)):
-    """Only the bad client is excluded, once per round, with the reason."""
     left_out = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
     assert len(left_out) == len(rounds)
     for round, message in zip(rounds, left_out, strict=True):
@@ -456,7 +446,6 @@ IN_WORKERS = [("batch in the middle raises", 0), ("first batch raises", 1), ("ca
 
 @pytest.mark.parametrize(("fault", "place"), quick(IN_WORKERS, IN_WORKERS[::2]))
 def test_data_in_workers(fault, place, without, caplog):
-    """Worker processes prefetch the data."""
     bad, reason = DATA[fault]
     run = train(with_bad(good_clients(), place, bad), data_options={"num_workers": 2, "persistent_workers": True})
     assert_left_out(caplog, reason)
@@ -477,7 +466,6 @@ LATE = "its visit took longer than visit_timeout=500 seconds"
     ids=["first", "in the middle", "last", "its length"],
 )
 def test_data_that_hang(place, bad, without, caplog):
-    """`visit_timeout` interrupts the visit."""
     before = signal.getsignal(signal.SIGALRM)
     run = train(with_bad(good_clients(), place, bad), faults=Faults(visit_timeout=500))
     assert_left_out(caplog, LATE)
@@ -580,7 +568,6 @@ def test_messages(fault, place, without, caplog):
     ids=lambda value: None if isinstance(value, dict) else value,
 )
 def test_a_plain_trainer_with_the_callback(table, fault, place, without, caplog):
-    """Some rows of each table through the other entry point."""
     what, reason = table[fault]
     clients = with_loaders(good_clients()) if table is LOADERS else good_clients()
     callbacks = [Sabotages("bad", what)] if table is MESSAGES else []
@@ -789,8 +776,6 @@ def test_an_aggregate_that_is_never_finite_ends_the_fit():
 
 
 class SaveSecond(L.Callback):
-    """Saves a checkpoint after round 1."""
-
     def __init__(self, path):
         self.path = path
 
@@ -846,8 +831,6 @@ def test_learning_rates_after_rounds_without_visits():
 
 
 class Exploding(AveragingAggregator):
-    """Divides by zero."""
-
     def weight(self, update):
         return 1.0
 
@@ -926,7 +909,6 @@ def test_personal_entries_that_cannot_be_kept(change, reason, caplog):
 
 @pytest.mark.parametrize("place", [0, 3], ids=["first", "last"])
 def test_a_loader_shorter_than_its_length(place, caplog):
-    """The client trains on the available batches, as in Lightning."""
     clients = with_loaders(good_clients())
     short = train(with_bad(clients, place, lambda: Loader(2, length=3)), local_epochs=1)
     exact = train(with_bad(clients, place, Exact), local_epochs=1)
@@ -1013,8 +995,6 @@ def test_ctrl_c_in_a_data_set_is_not_a_fault_of_the_client():
 
 
 class BreaksDown(torch.autograd.Function):
-    """Raises in the backward pass."""
-
     @staticmethod
     def forward(context, loss):
         return loss.clone()
@@ -1047,8 +1027,6 @@ class NeverTrains(Net):
 
 
 class Classes(Net):
-    """A label out of range."""
-
     def loss(self, batch):
         labels = torch.zeros(len(batch[0]), dtype=torch.long)
         if is_bad(self):
@@ -1119,8 +1097,6 @@ def test_a_single_example_from_a_users_loader(caplog):
 
 
 class ByHand(Net):
-    """The same with manual optimization."""
-
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False

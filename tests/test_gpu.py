@@ -62,7 +62,6 @@ def trainer_on(accelerator, **options):
 
 
 def fit(accelerator, module, data, val=None, **options):
-    """The module's state on the CPU after a fit, and the Trainer."""
     trainer = trainer_on(accelerator, **{"max_rounds": 2, **options})
     trainer.fit(module, FederatedDataModule(models.as_datasets(data), val, batch_size=16))
     return state_of(module), trainer
@@ -294,8 +293,6 @@ def test_processes_give_what_one_gives(kind, tmp_path):
 
 
 class Stop(FederatedCallback):
-    """Ends the fit after a round, as Ctrl-C or a lost machine would."""
-
     def __init__(self, after):
         self.after = after
 

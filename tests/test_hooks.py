@@ -31,8 +31,6 @@ def module():
 
 
 class Counter(FederatedCallback):
-    """Counts a visit's batches, and records the client."""
-
     def __init__(self):
         self.count, self.at_start, self.at_end, self.clients, self.per_visit = 0, [], [], [], {}
 
@@ -124,8 +122,6 @@ def test_a_callback_that_changes_weights_after_a_batch_changes_the_update_and_no
 
 
 class HalfDown(FederatedCallback):
-    """Sends the model in half precision, and converts back on receipt."""
-
     def __init__(self):
         self.received = []
 

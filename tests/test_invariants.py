@@ -182,8 +182,6 @@ def cross_entropy_reference(net, batch):
 
 
 class ModuleWithData(models.Module):
-    """A module with a training loader."""
-
     def train_dataloader(self):
         return models.pooled(models.vectors())[0]
 
@@ -435,7 +433,6 @@ def test_the_order_of_the_clients_does_not_matter(aggregator, cohort, either_tra
 
 
 def test_the_order_in_which_clients_are_visited_does_not_matter(federated_trainer):
-    """A lazy mapping preserves the order."""
     clients = models.as_datasets(models.vectors())
     states = []
     for names in (list(clients), list(clients)[::-1], sorted(clients, key=lambda name: name[-1])):

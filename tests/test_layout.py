@@ -103,7 +103,6 @@ def imports_of(path):
 
 @cache
 def imports():
-    """:func:`imports_of` for each file."""
     return {name: imports_of(path) for name, path in FILES.items()}
 
 
@@ -199,7 +198,7 @@ def test_files_import_from_the_files_that_define():
 
 @pytest.mark.parametrize("room", ["messages", "numerics", "model", "rule", "steps", "server", "client"])
 def test_the_halves_import_no_lightning(room):
-    """No direct import, so that both sides can be tested without a Trainer."""
+    """Without direct imports both sides can be tested without a Trainer."""
     for name in FILES:
         if name.partition(".")[0] == room:
             statements = list(ast.walk(tree_of(FILES[name])))
@@ -304,7 +303,6 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 @cache
 def docstrings_of(path):
-    """Line numbers of all docstrings in a file."""
     return {
         line
         for node in ast.walk(tree_of(path))
@@ -315,7 +313,6 @@ def docstrings_of(path):
 
 @cache
 def imports_in(path):
-    """Line numbers of all import statements in a file."""
     return {
         line
         for node in ast.walk(tree_of(path))
@@ -346,12 +343,10 @@ def count_code_lines(paths):
 
 
 def count_lines(paths):
-    """All lines: code, docstrings, comments and blank lines."""
     return sum(len(path.read_text().splitlines()) for path in paths)
 
 
 def count_members(file, name):
-    """Public methods and attributes in a class body. Inherited members do not count."""
     body = next(node for node in tree_of(FILES[file]).body if isinstance(node, ast.ClassDef) and node.name == name).body
     names = {node.name for node in body if isinstance(node, ast.FunctionDef)}
     names |= {node.target.id for node in body if isinstance(node, ast.AnnAssign)}
@@ -359,7 +354,6 @@ def count_members(file, name):
 
 
 def count_arguments(file, name):
-    """Arguments for `__init__` without `self`."""
     owner = next(node for node in tree_of(FILES[file]).body if isinstance(node, ast.ClassDef) and node.name == name)
     arguments = next(node for node in owner.body if getattr(node, "name", "") == "__init__").args
     return len(arguments.args) + len(arguments.kwonlyargs) - 1
@@ -399,7 +393,6 @@ def measured():
 
 
 def limits():
-    """Columns "limit" and "budget" in the architecture page's table, by name."""
     rows = re.findall(r"^\| ([^|]+) \| [\d,]* \| ([\d,]+) \| ([\d,]+) \|$", ARCHITECTURE.read_text(), re.M)
     return {name: (int(limit.replace(",", "")), int(budget.replace(",", ""))) for name, limit, budget in rows}
 

@@ -272,8 +272,6 @@ class Counts:
 
 
 class Reset(FederatedCallback):
-    """Counts a single round."""
-
     def on_train_epoch_start(self, trainer, module):
         module.counts.batches.clear()
 
@@ -323,7 +321,6 @@ def test_what_a_method_says_of_its_costs_is_what_is_measured(name, federated_tra
 
 
 def tensors_in(value):
-    """Tensors in nested dictionaries and lists."""
     if isinstance(value, torch.Tensor):
         return [value]
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()

@@ -14,8 +14,6 @@ SIZES = {"ann": 6, "bob": 9, "cid": 4}, {"eve": 7, "fay": 5}
 
 
 class Rising(FederatedCallback):
-    """Adds the number of visits so far to a client's update."""
-
     changes_update = True
 
     def __init__(self):
@@ -37,7 +35,6 @@ SHARED = {
 
 
 def clients_of(place):
-    """Training and validation data of a federation."""
     clients = models.as_datasets(models.vectors(SIZES[place]))
     return clients, next(iter(clients.values()))
 

@@ -48,7 +48,6 @@ CODE = re.compile(r"```.*?```|`[^`]*`", re.S)
 
 
 def written(text):
-    """Numbers in the tables of generated sections."""
     sections = [match.group() for match in SECTION.finditer(text)]
     rows = [line for section in sections for line in section.splitlines() if line.startswith("|")]
     return [float(number) for row in rows for number in re.findall(r"\d+\.\d+", row)]

@@ -66,7 +66,6 @@ def assert_ends_alike(trainer, expected, folder, *versions, since=0):
 
 
 def together(folder, *versions):
-    """Rows logged by the run's parts, by round."""
     parts = {}
     for version in versions:
         for round, values in rows(folder, version).items():
@@ -79,7 +78,6 @@ def interrupt(trainer, module):
 
 
 def break_off(run, folder, version, *callbacks, **options):
-    """Trains until a callback raises; returns the Trainer."""
     trainer, module, data = prepare(run, folder, version, callbacks, **options)
     with pytest.raises(Interruption):
         trainer.fit(module, datamodule=data)
@@ -274,7 +272,6 @@ def copied(module):
 
 @pytest.mark.parametrize("run", quick(RUNS, INSIDE_A_ROUND))
 def test_a_checkpoint_inside_a_round(run, whole, tmp_path):
-    """Contains the last complete global model; the resumed run equals the uninterrupted run."""
     saves = Saves(tmp_path, 1)
     trainer = fit(run, tmp_path, "a", [saves])
     assert_same(trainer.lightning_module.state_dict(), whole(run)[0])  # saving does not change the run
@@ -365,7 +362,6 @@ class Globals(L.Callback):
 
 @pytest.fixture(scope="module")
 def rounds(tmp_path_factory):
-    """Global models after every round and step counts, by run."""
     done = {}
 
     def get(run):
@@ -406,7 +402,6 @@ RAISED = {
 
 
 def assert_given_back(module, data):
-    """The user's methods are restored."""
     for owner, name in ((module, "on_save_checkpoint"), (module, "on_train_batch_end"), (data, "train_dataloader")):
         assert name not in vars(owner)
 

@@ -38,7 +38,6 @@ def own_model(trainer, client):
     ),
 )
 def test_a_fit_against_a_plain_loop(lam, personal_epochs, optimizer, federated_trainer):
-    """With BatchNorm and dropout, three of five clients per round."""
     clients, recorder = models.vectors(SIZES), Recorder()
     visits = Visits(clients, rounds=3, cohort_size=3, seed=4, epochs=2)
     history, own = ditto_reference(models.norm_mlp(), visits, cross_entropy, optimizer, lam, personal_epochs or 2)
@@ -158,8 +157,6 @@ def test_corrections_of_the_rule_are_not_of_the_clients_own_models(rule, federat
 
 
 class Rates(FederatedCallback):
-    """Records the learning rate at the start of every round."""
-
     def __init__(self):
         self.at_start = []
 
@@ -168,7 +165,6 @@ class Rates(FederatedCallback):
 
 
 def test_clients_are_evaluated_with_their_own_models(federated_trainer):
-    """Before the first visit a client is evaluated with the global model."""
     held_out = models.vectors({name: 20 + size for name, size in SIZES.items()})
     module = models.Module(models.norm_mlp(), models.momentum)
     trainer = federated_trainer(max_rounds=1, clients_per_round=3, method=Ditto(0.0, 1, 3), seed=1)
@@ -282,7 +278,6 @@ def test_a_clients_own_model_that_is_not_finite(federated_trainer, caplog):
 
 
 def test_two_optimizers_by_hand(federated_trainer):
-    """A GAN with manual optimization: the global GAN equals FedAvg's, and every client has a personal GAN."""
     states = []
     for method, epochs in (("fedavg", 2), (Ditto(0.1, 2), None)):
         module = models.TwoOptimizers()

@@ -30,8 +30,6 @@ def cross_entropy(net, batch):
 
 
 class Keep(FederatedCallback):
-    """Records the corrections and extras at the start of every visit."""
-
     def __init__(self):
         self.corrections = []
         self.extras = []
@@ -100,7 +98,6 @@ def test_a_fit_against_a_plain_loop(mu, batch_size, federated_trainer):
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_clients_that_are_alike_need_no_correction(count, federated_trainer):
-    """Without a proximal term FedDANE equals FedAvg."""
     data, states = models.vectors({"x": 19})["x"], []
     for aggregator in ("fedavg", "feddane"):
         module = models.Module(models.norm_mlp(), models.momentum)
@@ -366,8 +363,6 @@ def test_nothing_comes_of_a_round_without_any_gradient(federated_trainer):
     """All clients in the round fail by name; the next round trains again."""
 
     class Late(Dataset):
-        """Raises in the first pass over the data."""
-
         def __init__(self, tensors):
             self.tensors, self.broken = tensors, False
 
@@ -461,7 +456,6 @@ class Following(models.Module):
 
 
 def test_what_a_step_writes_is_taken_back(federated_trainer):
-    """Without corrections FedDANE equals FedAvg bit for bit."""
     states, counts[:] = [], []
     for aggregator, callbacks in (("fedavg", []), ("feddane", [Uncorrected()])):
         module = Following()
@@ -486,7 +480,6 @@ def test_strengths_that_cannot_be(mu):
 
 
 def test_resuming(federated_trainer, tmp_path):
-    """Interrupted during a visit; compares weights and logs."""
 
     class Break(FederatedCallback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):

@@ -25,7 +25,6 @@ def cross_entropy(net, batch):
 
 @pytest.mark.parametrize("optimizer", [models.sgd, models.momentum, models.adam])
 def test_a_fit_against_a_plain_loop(optimizer, either_trainer):
-    """Unequal clients, three of five per round."""
     clients, recorder = models.vectors({"ann": 33, "bob": 20, "cid": 40, "dan": 7, "eve": 16}), Recorder()
     visits = Visits(clients, rounds=4, cohort_size=3, seed=4, batch_size=16, epochs=2)
     history = feddyn_reference(models.mlp(), visits, cross_entropy, optimizer, alpha=0.1)

@@ -110,7 +110,6 @@ def test_lengths_are_the_response_to_gradients_of_one(federated_trainer):
     ("options", "mu"), [({}, 0.0), ({"momentum": 0.9}, 0.0), ({}, 1.0)], ids=["sgd", "momentum", "proximal"]
 )
 def test_a_fit_against_a_plain_loop(options, mu, either_trainer):
-    """Unequal clients, three of five per round."""
     clients, recorder = models.vectors(SIZES), Recorder()
     visits = Visits(clients, rounds=3, cohort_size=3, seed=4, batch_size=16, epochs=2)
     history = fednova_reference(

@@ -58,7 +58,6 @@ def test_the_same_clients_straggle_for_every_method(federated_trainer):
 
 
 def test_without_pull_it_is_fedavg_bit_for_bit(federated_trainer):
-    """With BatchNorm, momentum, stragglers, clipping and unequal clients."""
     states = []
     for aggregator in ("fedavg", FedProx(mu=0.0)):
         module = models.Module(models.norm_mlp(), models.momentum)

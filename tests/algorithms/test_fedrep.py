@@ -81,8 +81,6 @@ def test_a_fit_against_a_plain_loop(head_epochs, body_epochs, optimizer, federat
 
 
 class Phases(FederatedCallback):
-    """Records for every batch whether the head, the body or both are trainable."""
-
     def __init__(self):
         self.visits = []
 
@@ -255,7 +253,6 @@ def test_manual_optimization(federated_trainer):
 
 
 def test_resuming(federated_trainer, tmp_path):
-    """Interrupted in the second phase of a visit."""
 
     class Break(FederatedCallback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):

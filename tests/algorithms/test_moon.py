@@ -25,8 +25,6 @@ def cross_entropy(net, batch):
 
 
 class Seen(models.BaseAndHead):
-    """Stores the features of the last forward pass for the reference."""
-
     def forward(self, inputs):
         self.seen = self.base(inputs)
         return self.head(self.seen)
@@ -216,7 +214,6 @@ def test_nothing_is_left_on_the_module(federated_trainer):
 
 
 def test_going_on(federated_trainer, tmp_path):
-    """Interrupted during a visit with a contrastive term."""
 
     class Break(FederatedCallback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):

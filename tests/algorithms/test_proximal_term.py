@@ -30,13 +30,10 @@ def quadratic(lr=0.1, start=1.0):
 
 
 def at(value, count=1):
-    """A client with this optimum."""
     return torch.utils.data.TensorDataset(torch.full((count, 1), value))
 
 
 class Steps(FederatedCallback):
-    """Records a parameter after every batch."""
-
     def __init__(self, name="w"):
         self.name = name
         self.values = []
@@ -145,7 +142,6 @@ def test_a_fit_against_a_plain_loop(net, data, clip, federated_trainer):
 
 
 def test_with_another_rule_against_a_plain_loop(federated_trainer):
-    """FedAtt with a proximal term."""
     clients, recorder = models.vectors(), Recorder()
     history = fedprox_reference(
         models.mlp(), clients, cross_entropy, models.momentum, mu=0.2, rounds=2, cohort_size=5, seed=0, epochs=2,
@@ -255,7 +251,6 @@ def test_manual_optimization_with_several_optimizers(federated_trainer):
 
 
 def test_what_stays_at_home_is_not_pulled(federated_trainer):
-    """For any strength, personal parameters train freely and frozen parameters do not move."""
 
     class Three(models.Quadratic):
         def __init__(self):

@@ -98,8 +98,6 @@ def test_bad_updates(extras, reason):
 
 
 class Lost(Dataset):
-    """Raises after some examples."""
-
     def __init__(self, tensors, served=0):
         self.tensors, self.served = tensors, served
 

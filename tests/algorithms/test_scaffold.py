@@ -75,7 +75,6 @@ class NoControls(FederatedCallback):
 
 
 def test_without_controls_it_is_averaging(federated_trainer):
-    """With BatchNorm, dropout and momentum: bit for bit."""
     states = []
     options = {"max_rounds": 3, "clients_per_round": 3, "steps": [UniformWeights()]}
     for method, callbacks in (("fedavg", []), ("scaffold", [NoControls()])):
@@ -87,7 +86,6 @@ def test_without_controls_it_is_averaging(federated_trainer):
 
 
 def test_what_travels(federated_trainer):
-    """Control variates of trained shared parameters: up from the first round, down from the second."""
     recorder, module = Recorder(), models.Module(models.BaseAndHead(), models.momentum)
     trainer = federated_trainer(
         max_rounds=3, method="scaffold", personal=["net.head.*"], batch_norm="average", callbacks=[recorder]

@@ -66,7 +66,6 @@ def net_state(seed, dtype=torch.float32):
 
 
 def round_of(number, count=3, dtype=torch.float32):
-    """Updates of one round with unequal clients."""
     seeds = range(100 * number + 1, 100 * number + 1 + count)
     return [ClientUpdate(f"c{seed % 100}", 1 + 7 * seed % 11, net_state(seed, dtype)) for seed in seeds]
 
@@ -80,7 +79,6 @@ def memory_of(chain):
 
 
 def trained(chain, rounds=5):
-    """Global states after each round."""
     states = [net_state(0)]
     for number in range(rounds):
         states.append(one_round(chain, number, states[-1], round_of(number)))
@@ -232,8 +230,6 @@ def test_rows_step_alone_as_they_do_together(optimizer, options, lazy, monkeypat
 
 
 class Whole(torch.optim.Optimizer):
-    """Steps by a fixed length."""
-
     def __init__(self, params):
         super().__init__(params, {})
 
@@ -335,8 +331,6 @@ def test_what_is_no_parameter_is_averaged(name):
 
 
 class Frozen(models.Module):
-    """A frozen body and constant inputs."""
-
     def __init__(self):
         super().__init__(models.norm_mlp(), lambda parameters: torch.optim.SGD(list(parameters), lr=0.1))
         self.net[0].requires_grad_(False)
@@ -501,7 +495,6 @@ def test_a_held_row_without_a_mean_change_steps(rule, values):
 
 
 def test_lazy_rows_in_shards():
-    """A row is held if any shard holds the row."""
     clients = drawn_rows(rounds=2)
     whole, *parts = [chain_of(FedAvgM(lazy_rows=True)) for _ in range(3)]
     first = rows_round(whole, 0, torch.zeros(9, 1), clients[0])
@@ -611,7 +604,6 @@ def test_states_of_others(caplog):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_fit_against_a_plain_loop(name, federated_trainer):
-    """Unequal clients, three of five per round, BatchNorm."""
     clients, recorder = models.images(SIZES), Recorder()
     history = fedprox_reference(
         models.cnn(), clients, lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]), models.momentum, mu=0.0,

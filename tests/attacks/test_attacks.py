@@ -45,8 +45,6 @@ NET = models.norm_mlp
 
 
 class WireRecorder(Recorder):
-    """Records updates as received by the server."""
-
     def on_server_receive(self, trainer, module, update):
         super().on_server_receive(trainer, module, update)
         visit = next(visit for visit in reversed(self.visits) if visit.client == update.client)
@@ -72,7 +70,6 @@ def is_statistic(name):
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory):
-    """A round without attack."""
     return fit(functools.partial(FederatedTrainer, **QUIET, default_root_dir=tmp_path_factory.mktemp("honest")))[0]
 
 
@@ -129,7 +126,6 @@ def test_values_that_are_none_are_left_out(kind, federated_trainer):
 
 
 def test_a_number_of_clients_is_drawn(federated_trainer):
-    """Drawn from all clients by seed; equal in every round."""
     attack = FreeRider(2, 1)
     recorder, _, trainer = fit(federated_trainer, [attack], "median", 2)
     clients = trainer.federation.population.clients
@@ -234,7 +230,6 @@ def test_rules_that_an_attack_cannot_know(federated_trainer):
 
 
 def vectors_of(clients, width=6, seed=0):
-    """A random float64 step for each client."""
     return dict(zip(clients, np.random.default_rng(seed).normal(size=(len(clients), width)), strict=True))
 
 
@@ -278,7 +273,6 @@ SHARES = [[CLIENTS], [[*"gca", "cid"], ["ann", *"bdef"]], [[], MALICIOUS, [*"gfe
 @pytest.mark.parametrize("attack", [IPM(MALICIOUS), ALIE(MALICIOUS), Mimic(MALICIOUS)])
 @pytest.mark.parametrize("inner", [FedAvg, lambda: Krum(1), lambda: FedAvgM(aggregator=TrimmedMean(1))])
 def test_in_several_processes(attack, inner):
-    """Merged parts equal a single process, for any order and any shares of the updates."""
     start, steps = vectors_of(["start"], seed=1)["start"], vectors_of(CLIENTS)
     results = [aggregated(lambda: chain_of(inner(), attack), start, steps, shares) for shares in SHARES]
     for result in results[1:]:
@@ -326,7 +320,6 @@ def test_nobody_honest_is_there():
 
 
 def test_labels_are_flipped(federated_trainer):
-    """Malicious clients train as on data with flipped labels; the other clients do not change."""
     clients = models.vectors(SIZES)
     flipped = {
         name: (inputs, 2 - labels if name in MALICIOUS else labels) for name, (inputs, labels) in clients.items()
@@ -436,7 +429,6 @@ def test_a_robust_rule_stands_what_an_average_does_not(federated_trainer):
 
 
 def test_a_resumed_fit_under_attack(federated_trainer, tmp_path):
-    """The checkpoint contains the rule's state as without an attack."""
     attacks = [ALIE(["ann"])]
     _, module, trainer = fit(federated_trainer, attacks, "centered_clipping", 3)
     _, _, first = fit(federated_trainer, attacks, "centered_clipping", 2)

@@ -44,8 +44,6 @@ def masks(count=4, side=32, classes=C):
 
 
 class Base(L.LightningModule):
-    """``step`` computes the loss."""
-
     def __init__(self, step=None, **layers):
         super().__init__()
         self.step = step
@@ -269,7 +267,6 @@ def test_masks_of_zeros_and_ones(federated_trainer, name, kind):
 
 
 def test_a_real_network(federated_trainer):
-    """DeepLabV3+ with a Dice loss; the loss ignores one class."""
     task = task_of(federated_trainer, segmentation(dice("multiclass", 2)), images(), masks())
     assert (task.layer, task.num_classes, task.ignore_index) == ("net.segmentation_head.0", C, 2)
 
@@ -325,7 +322,6 @@ def with_head(head):
 
 
 def logged_teacher(self, batch):
-    """The teacher's loss has no gradient."""
     with torch.no_grad():
         self.log("teacher_loss", F.cross_entropy(self.teacher(batch[0]), batch[1]))
     return F.cross_entropy(self.student(batch[0]), batch[1])
@@ -361,7 +357,6 @@ def test_forms_of_modules(federated_trainer, name):
 
 
 def test_labels_by_name(federated_trainer):
-    """For any name at any depth."""
     rows = [
         {"pixels": x, "meta": {"z": torch.tensor(9.0), "kind": y}} for x, y in zip(numbers(), labels(), strict=True)
     ]
@@ -395,7 +390,6 @@ CHANGED = {
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_other_labels_need_a_target(federated_trainer, name):
-    """The layer is known, but the labels are unknown."""
     assert task_of(federated_trainer, classifier(CHANGED[name])).layer == "zz_head"
     trainer = federated_trainer(max_rounds=1, partition=IID(2), callbacks=[ClassPrototypes()])
     module = classifier(CHANGED[name])
@@ -409,7 +403,6 @@ def test_other_labels_need_a_target(federated_trainer, name):
 
 
 def vae(target):
-    """An autoencoder with binary inputs."""
 
     def step(self, batch):
         x = (batch[0] > 0).float()
@@ -466,7 +459,6 @@ def two_heads(self, batch):
 
 
 def mixture(self, batch):
-    """The layer contributes only a part of the scores."""
     features = self.body(batch[0])
     return F.cross_entropy(self.projector(features) + features @ torch.ones(8, 4), batch[1])
 

@@ -138,8 +138,6 @@ def test_an_error_in_an_evaluation_names_client_and_stage(stage, federated_train
 
 
 class OneFails(Both):
-    """Raises for the data of one client."""
-
     def fail(self, batch):
         if bool((batch[0] == 9).any()):
             raise KeyError("no mask")
@@ -228,7 +226,6 @@ def test_privacy_says_that_clients_are_not_evaluated(steps, is_of_clients, feder
 
 @pytest.mark.parametrize("callbacks", [[ClientEvaluation()], [SiteMatrix("val_acc")]])
 def test_a_callback_without_data_of_clients_is_refused(callbacks, federated_trainer):
-    """Without such a callback the same fit runs."""
     pooled = DataLoader(models.as_datasets({"all": CLIENTS["ann"]})["all"], 8)
     trainer = federated_trainer(max_rounds=1, partition=IID(2), callbacks=callbacks)
     message = rf"`{type(callbacks[0]).__name__}` has nothing to evaluate: .* as a mapping of clients, split the data"

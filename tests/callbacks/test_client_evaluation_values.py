@@ -208,8 +208,6 @@ def test_a_client_with_few_examples_reports_nothing(federated_trainer, caplog):
 
 
 class OfLastClass(models.Module):
-    """Accuracy of the last class, undefined for clients without this class."""
-
     def __init__(self):
         super().__init__(models.mlp())
         self.accuracy = MeanMetric()

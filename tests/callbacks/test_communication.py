@@ -119,8 +119,6 @@ def test_fedss_sends_the_rows_of_its_classes(num_classes, bias, position):
 
 
 class Halved(FederatedCallback):
-    """Sends half precision in both directions and converts back on receipt."""
-
     changes_update = True
 
     changes_update = True
@@ -190,8 +188,6 @@ def test_a_client_that_does_not_answer():
 
 
 class Breaking(Dataset):
-    """Only the first batch is valid."""
-
     def __init__(self, data):
         self.data = data
 
@@ -260,8 +256,6 @@ def test_a_fit_with_a_report_is_one_without():
 
 
 class Present(L.Callback):
-    """Counts its fits."""
-
     def __init__(self):
         self.fits = 0
 

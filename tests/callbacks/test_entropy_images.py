@@ -36,7 +36,6 @@ TAG = "segmentation/input_truth_prediction_softmax_entropy_feature_entropy"
 
 
 def entropy(shares):
-    """Entropy along the first axis."""
     shares = np.asarray(shares, dtype=np.float64)
     return -sum(np.where(share > 0, share * np.log(np.where(share > 0, share, 1)), 0) for share in shares)
 

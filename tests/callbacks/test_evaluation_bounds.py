@@ -17,8 +17,6 @@ from tests import evaluations, models
 
 
 class Scored(models.Module):
-    """Logs a loss and a score."""
-
     def __init__(self):
         super().__init__(models.mlp())
         self.acc = MulticlassAccuracy(models.CLASSES)
@@ -40,8 +38,6 @@ class Scored(models.Module):
 
 
 class Forged(ClientEvaluation):
-    """Forges the answer of `bob` in one round."""
-
     def __init__(self, forge, round):
         super().__init__()
         self.forge, self.round = forge, round
@@ -124,7 +120,6 @@ FORGERIES = {
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forged_evaluation_is_excluded_by_name(name, federated_trainer, caplog):
-    """The values over all clients equal the values over the other clients."""
     forge, round, reason = FORGERIES[name]
     trainer = federated_trainer(max_rounds=round + 1, callbacks=[Forged(forge, round)])
     clients = models.as_datasets(models.vectors(evaluations.TRAIN))
@@ -150,7 +145,6 @@ class Broken(Dataset):
 
 
 def test_validation_data_that_raise_exclude_their_client(federated_trainer, caplog):
-    """As for a remote client, and the fit continues."""
     trainer = federated_trainer(max_rounds=2)
     clients = models.as_datasets(models.vectors(evaluations.TRAIN))
     held_out = {**models.as_datasets(models.vectors(evaluations.HELD_OUT)), "bob": Broken()}

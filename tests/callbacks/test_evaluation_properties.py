@@ -185,7 +185,6 @@ def draw_case(seed):
 
 
 def by_hand(draw, batches):
-    """The value in one process."""
     _, kind, hook = draw
     make, arguments = KINDS[kind]
     if hook == "constant":

@@ -312,8 +312,6 @@ def test_the_first_images_of_the_first_loader_stay_the_same(tmp_path):
     seen = []
 
     class Loader:
-        """A loader with a new order in every pass."""
-
         def __init__(self, seed):
             self.pairs, self.order = dataset(3, seed=seed), [0, 1, 2]
 

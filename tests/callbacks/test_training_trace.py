@@ -23,8 +23,6 @@ def data():
 
 
 class NoForward(L.LightningModule):
-    """A network, and a step that calls the network."""
-
     def __init__(self):
         super().__init__()
         self.net = models.mlp()
@@ -95,7 +93,6 @@ def test_the_student_is_fused(federated_trainer, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_students_class_vectors_are_spread_out(federated_trainer, kind):
-    """The teacher stays unchanged."""
     module = Distilled(kind)
     teacher = state_of(module.teacher)
     spread = SpreadOut(strength=10.0, lr=1.0)
@@ -154,8 +151,6 @@ def test_without_forward_as_with_it(federated_trainer, method):
 
 
 class TwoNetworks(NoForward):
-    """Two networks, metrics and a log."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)

@@ -44,7 +44,6 @@ def task(**options):
 
 
 def test_a_checkpoint_gets_the_statistics_of_the_data(capsys):
-    """The weights do not change."""
     module = task()
     torch.save({"state_dict": module.state_dict(), "epoch": 3}, "last.ckpt")
     main(["adapt", "last.ckpt", "--recipe", "recipe.yaml", "--data.num_train", "8"])

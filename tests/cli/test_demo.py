@@ -127,7 +127,6 @@ def test_the_picture_shows_clients_curves_and_predictions(small):
 
 @pytest.mark.slow
 def test_it_takes_camvid(tmp_path, monkeypatch, capsys):
-    """Frames in the real format, from two clients, at a quarter of the size."""
     write_camvid_npz(tmp_path / "camvid", {"train": {"A1": 24}, "val": {"A1": 9}}, plain_masks=True)
     monkeypatch.setattr(demo, "CamVid", lambda *args, **options: CamVid(*args, **{**options, "image_size": (32, 32)}))
     result = run_demo(tmp_path, rounds=1, out=tmp_path / "runs", num_clients=2, clients_per_round=1)

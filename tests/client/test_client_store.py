@@ -199,7 +199,6 @@ def test_starting_anew(make):
 
 
 def test_every_history(make):
-    """Random puts with a checkpoint after every round; resumed from either of the last two checkpoints."""
     generator = np.random.default_rng(0)
     clients = "abcd"
     for _ in range(6):
@@ -412,7 +411,6 @@ def test_checkpoints_of_any_clients_load(kind, tmp_path):
 
 
 def test_two_fits_with_one_folder(tmp_path):
-    """The second fit has no client state at the start."""
     data = [torch.utils.data.TensorDataset(torch.randn(4, 3), torch.randint(0, 2, (4,))) for _ in range(5)]
     federation = Federation(clients_per_round=2, personal=["net.1.*"], store=tmp_path / "clients", seed=0)
     results = []
@@ -536,7 +534,6 @@ def test_a_checkpoint_inside_a_round_does_not_miss_what_the_round_wrote(tmp_path
 
 
 def test_files_of_others_are_left_alone(tmp_path):
-    """In the store's folder and in a client's folder."""
     store = FolderStore(tmp_path)
     store.put("a", 0, value(0))
     (tmp_path / "run-old").mkdir()
@@ -554,7 +551,6 @@ def test_files_of_others_are_left_alone(tmp_path):
 
 
 def test_a_client_whose_folder_is_gone_is_left_out(tmp_path, caplog):
-    """In training and evaluation, by name; the other clients continue."""
 
     class Lose(L.Callback):
         def on_train_epoch_end(self, trainer, module):

@@ -87,7 +87,6 @@ class Job:
         return loss
 
     def start(self):
-        """Resets the parameters."""
         with torch.no_grad():
             for parameter, fresh in zip(self.parameters, self.fresh_parameters(), strict=True):
                 parameter.copy_(fresh)
@@ -99,7 +98,6 @@ class Job:
 
 
 def assert_equal(left, right):
-    """Deep equality."""
     assert type(left) is type(right)
     if isinstance(left, torch.Tensor):
         assert left.dtype == right.dtype
@@ -121,7 +119,6 @@ def assert_equal(left, right):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_visit_starts_with_a_fresh_optimizer(name):
-    """With the learning rates of the round, and equal to training with a new optimizer."""
     job = Job(name)
     for group in job.optimizer.param_groups:
         group["lr"] = 0.03  # as set by an epoch scheduler in earlier rounds

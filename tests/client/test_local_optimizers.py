@@ -41,8 +41,6 @@ class Forwards(LRScheduler):
 
 
 class Wraps:
-    """Plain class with every attribute in the state."""
-
     def __init__(self, optimizer):
         self.optimizer, self.inner = optimizer, ExponentialLR(optimizer, 0.8)
         self.lock, self.circle = threading.Lock(), self
@@ -69,8 +67,6 @@ SCHEDULERS = {
 
 
 class Watched(models.Module):
-    """Records each step's learning rate."""
-
     def __init__(self, make, interval):
         super().__init__(models.mlp())
         self.make, self.interval, self.rates = make, interval, []

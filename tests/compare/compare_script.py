@@ -54,7 +54,7 @@ trainer:
 
 
 class Interruption(Exception):
-    """Simulates a kill."""
+    pass
 
 
 def interrupt():
@@ -62,8 +62,6 @@ def interrupt():
 
 
 class Attached(Data):
-    """Data that need the Trainer."""
-
     def setup(self, stage):
         assert self.trainer.world_size == 1
 

@@ -100,7 +100,6 @@ def compare(*arguments):
 
 @contextmanager
 def shared_folder(tmp_path_factory):
-    """A folder with the recipes, for a comparison used by several tests."""
     folder = tmp_path_factory.mktemp("shared")
     for name, text in (("own.yaml", OWN), ("clients.yaml", CLIENTS)):
         (folder / name).write_text(text)
@@ -119,12 +118,10 @@ def read_csv(path):
 
 
 def rows(path):
-    """Reads a CSV file, without the time columns."""
     return [{name: value for name, value in row.items() if "seconds" not in name} for row in read_csv(path)]
 
 
 def files(out):
-    """A comparison's files without times, and the weights."""
     table = (out / "summary.md").read_text()
     return {
         "names": sorted(str(path.relative_to(out)) for path in out.rglob("*") if "events.out" not in path.name),
@@ -197,7 +194,6 @@ def test_what_seeds_and_stragglers_change(tmp_path):
 
 @pytest.mark.parametrize("stragglers", quick(["", "    stragglers: 0.5\n"], ["    stragglers: 0.5\n"]))
 def test_fedavg_is_the_recipe_itself(stragglers, tmp_path):
-    """Bit for bit equal to `lightning-fed fit`, including logged values."""
     recipe = tmp_path / "own.yaml"
     recipe.write_text(OWN.replace("    client_dropout", f"{stragglers}    client_dropout"))
     main(["fit", "-c", "own.yaml", "--trainer.enable_progress_bar", "false", "--trainer.logger", "false"])
@@ -346,7 +342,6 @@ ALL = ("own.yaml", "--methods", "central,fedper,fedmargin", "--stragglers", "0.5
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The files and weights of an uninterrupted comparison."""
     with shared_folder(tmp_path_factory) as folder:
         compare(*ALL, "out")
     return files(folder / "out")
@@ -583,7 +578,6 @@ def test_arguments_after_the_dashes(tmp_path):
 
 @pytest.fixture(scope="module")
 def with_options(tmp_path_factory):
-    """A comparison of one round, and its methods."""
     methods = "fedprox:mu=0,fedavg,fedprox:mu=1e1,FedAvg:batch_norm=average,fedper:head=head?*"
     methods += ",fedmargin,fedmargin:layer=body:passes=online,fedmargin:layer=body.0"
     with shared_folder(tmp_path_factory) as folder:
@@ -700,7 +694,6 @@ def test_fedrep_divides_the_recipes_epochs(text, epochs):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A comparison with separate data per client, and the output."""
     said = []
     with shared_folder(tmp_path_factory) as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.stdout, "write", said.append)
@@ -803,7 +796,6 @@ OF_MODELS = ("val/seg/iou", "fesem/clients/0", "fed/acc/mean", "fedmargin/amm")
 
 
 def made_up(mode="max", seeds=3):
-    """Synthetic results."""
     rng = np.random.default_rng(0)
     results = []
     for seed in range(seeds):
@@ -851,7 +843,6 @@ def test_pictures_of_what_not_every_comparison_has(monkeypatch, tmp_path):
 @pytest.mark.parametrize("mode", ["max", "min"])
 @pytest.mark.parametrize("last", [1, 3])
 def test_the_numbers_of_the_summary(mode, last, tmp_path):
-    """Computed independently from the rounds."""
     results = made_up(mode)
     write_report(results, tmp_path, 0.7, last)
     table = {(row["method"], row["stragglers"]): row for row in read_csv(tmp_path / "summary.csv")}

@@ -56,7 +56,6 @@ def plan(population, *visits):
 
 
 def served(population, *visits):
-    """The batches of the visits: (position of the visit, numbers in the batch)."""
     try:
         return [(item.position, item.batch[0].tolist()) for item in population.stream(plan(population, *visits))]
     finally:
@@ -64,7 +63,6 @@ def served(population, *visits):
 
 
 def by_hand(client, seed, epochs=1, batch_size=4, shuffle=True):
-    """Numbers in a visit's batches, over all epochs."""
     first, size = 100 * (1 + list(SIZES).index(client)), SIZES[client]
     batches = []
     for epoch in range(epochs):
@@ -261,8 +259,6 @@ def test_workers_live_on_until_the_population_is_closed():
 
 
 class Doubled(TensorDataset):
-    """A subclass with samples different from the tensors' rows."""
-
     def __getitem__(self, index):
         return tuple(2 * tensor for tensor in super().__getitem__(index))
 
@@ -275,8 +271,6 @@ class Batched(TensorDataset):
 
 
 class AtOnce(Dataset):
-    """Gives several samples at a time."""
-
     def __len__(self):
         return 10
 
@@ -431,8 +425,6 @@ def test_a_clients_data_are_known_by_its_key_alone():
 
 
 class Breaks(Dataset):
-    """Raises for a single example."""
-
     def __init__(self, at, size=8):
         self.at, self.size = at, size
 

@@ -22,8 +22,6 @@ WRITERS = [f"writer {number}" for number in np.random.default_rng(1).integers(0,
 
 
 class Refusing:
-    """A partitioner with an assigned data set."""
-
     def is_dataset_assigned(self):
         return True
 

@@ -323,7 +323,6 @@ def test_attribute_y():
 
 
 def test_a_text_of_a_function():
-    """In alphabetical order."""
     assert_labels(labels_of(Samples(list("dbbd")), lambda sample: sample), [1, 0, 0, 1])
 
 

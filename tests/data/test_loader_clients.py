@@ -31,8 +31,6 @@ DATASET = TensorDataset(torch.arange(10))
 
 
 class Stream(IterableDataset):
-    """An iterable data set, with or without a length."""
-
     def __iter__(self):
         return iter(torch.arange(5))
 
@@ -141,8 +139,6 @@ def test_a_stream_counts_as_the_examples_of_a_visit():
 
 
 class Endless(IterableDataset):
-    """Repeats the examples of a table endlessly."""
-
     def __init__(self, *tensors):
         self.tensors = tensors
 
@@ -444,8 +440,6 @@ def test_nested_loaders_are_several_loaders():
 
 
 class Consistent(models.Module):
-    """A step with labelled and unlabelled examples."""
-
     def __init__(self):
         super().__init__(models.mlp(), models.momentum)
 

@@ -22,8 +22,6 @@ DATASET = TensorDataset(torch.zeros(4, 1))
 
 
 class Built:
-    """Builds a client's data set and records the client."""
-
     def __init__(self):
         self.clients = []
 
@@ -94,7 +92,6 @@ def test_seeding_is_lightnings(seed):
 
 
 def test_what_is_drawn_aside_leaves_no_trace():
-    """Even if the function raises."""
     seed_everything(3)
     expected = draws()
     seed_everything(3)

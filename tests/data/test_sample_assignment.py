@@ -20,8 +20,6 @@ BALANCED = np.arange(1000) % 10
 
 
 class Labelled(list):
-    """A data set with labels only."""
-
     def __init__(self, labels):
         super().__init__(labels)
         self.targets = np.asarray(labels)

@@ -64,8 +64,6 @@ class Reversed(SequentialSampler):
 
 
 class Draws(Sampler):
-    """Draws with a function."""
-
     def __init__(self, draw, length=SIZE):
         self.draw, self.length = draw, length
 
@@ -77,8 +75,6 @@ class Draws(Sampler):
 
 
 class Caches(Draws):
-    """Stores the order of the last pass."""
-
     def __iter__(self):
         self.order = torch.randperm(self.length).tolist()
         return iter(self.order)
@@ -423,8 +419,6 @@ def test_held_out_data_need_a_loader_of_all_examples():
 
 
 class Overlapping(Partition):
-    """Clients may share examples."""
-
     def __init__(self, parts):
         self.parts = parts
 
@@ -482,7 +476,7 @@ def has_state(loader):
 
 
 class Bare(DataLoader):
-    """Equals the base class."""
+    pass
 
 
 @st.composite

@@ -26,7 +26,6 @@ DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
 
 def real(path):
-    """Skips a test without the real data."""
     return pytest.mark.skipif(not (DATA / path).exists(), reason=f"the real data are absent ({DATA / path})")
 
 

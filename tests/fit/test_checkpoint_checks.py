@@ -70,7 +70,6 @@ def test_files_without_checksums_are_taken(tmp_path, monkeypatch):
 
 
 def test_a_model_that_nobody_can_train_is_refused(fit, checkpoint, tmp_path):
-    """Before the first round, not after the last round."""
     content = torch.load(checkpoint, weights_only=True)
     next(iter(content["state_dict"].values())).view(-1)[0] = torch.nan
     torch.save(content, tmp_path / "nan.ckpt")

@@ -1,4 +1,4 @@
-"""Checkpoints of a fit: names match the state inside, and users can load the files."""
+"""A fit's checkpoints: names match the state inside, and users can load the files."""
 
 import logging
 from datetime import timedelta
@@ -46,7 +46,6 @@ def test_a_name_of_another_state_is_refused(kind, count, federated_trainer, tmp_
 
 
 def test_names_that_hold_are_taken(federated_trainer, tmp_path):
-    """A name after a round has the state after this round."""
 
     class Rounds(L.Callback):
         def on_train_epoch_end(self, trainer, pl_module):

@@ -88,7 +88,6 @@ def test_the_seed_is_read_when_the_fit_begins(federated_trainer, caplog, monkeyp
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_the_table_at_the_end(federated_trainer, caplog):
-    """Counts equal the logged rounds; a resumed fit counts only its rounds."""
     module = models.Module(models.mlp())
     options = {"federation": Federation(availability=Availability(client_dropout=0.4), seed=2)}
     table = fit(federated_trainer, caplog, module, rounds=4, **options)[-1].splitlines()
@@ -139,8 +138,6 @@ def test_lightnings_advice_on_the_logging_interval_comes_once(interval, federate
 
 
 class Stops(models.Module):
-    """Raises in round 2."""
-
     def on_train_epoch_start(self):
         if self.current_epoch == 2:
             raise KeyboardInterrupt

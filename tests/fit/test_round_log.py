@@ -26,7 +26,7 @@ OWN = {
 
 
 class Stop(Exception):
-    """Raised to interrupt a fit."""
+    pass
 
 
 class BreakOff(L.Callback):
@@ -59,7 +59,6 @@ def module():
 
 
 def own_rows(folder, name):
-    """Rows of the log with the round's metrics."""
     with open(folder / name / "metrics.csv", newline="") as file:
         return [row for row in csv.DictReader(file) if row.get("fed/clients")]
 
@@ -78,8 +77,6 @@ def test_every_round_is_one_row_with_the_round_as_its_epoch(tmp_path):
 
 
 class Chatty(Module):
-    """Logs in every possible hook."""
-
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("batch_loss", loss.detach(), on_step=True)
@@ -98,7 +95,6 @@ class ChoosesAxis(Chatty):
 
 @pytest.mark.parametrize("kind", [Chatty, ChoosesAxis])
 def test_a_log_has_the_rows_of_a_plain_fit(kind, tmp_path, plain_trainer):
-    """Equal positions and columns in fit and validation; checkpoints have equal names."""
     train = DataLoader(TensorDataset(*vectors({"a": 40})["a"]), 8)
     fits = []
     for federation in ([], [Federation(partition=IID(1))]):
@@ -229,8 +225,6 @@ class Margins(FedAvg):
 
 
 class Seldom(L.Callback):
-    """Logs a value once."""
-
     def on_validation_end(self, trainer, pl_module):
         if trainer.current_epoch == 0:
             trainer.federation.round_log.put(trainer, 0, {"seldom": 1.0})
@@ -241,8 +235,6 @@ def test_numbers_of_clients_are_those_of_the_newest_round(federated_trainer, tmp
     validated = [dict(list(clients.items())[first : first + 3]) for first in (0, 3, 6, 9)]
 
     class Data(FederatedDataModule):
-        """Evaluates other clients in every round."""
-
         def val_clients(self):
             return {
                 key: self.evaluation_loader(data) for key, data in validated[self.trainer.current_epoch % 4].items()

@@ -13,8 +13,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 class Watch(FederatedCallback):
-    """Records the order of a round's hooks, and the model at the start."""
-
     def __init__(self):
         self.seen, self.models, self.ends = [], [], []
 
@@ -65,22 +63,16 @@ def test_it_comes_in_a_round_without_visits_too(federated_trainer):
 
 
 class Spoil(FederatedCallback):
-    """Makes the aggregate invalid."""
-
     def on_server_aggregate(self, trainer, module, state):
         state["net.0.weight"] = torch.full_like(state["net.0.weight"], torch.nan)
 
 
 class Stop(FederatedCallback):
-    """Interrupts the fit in a visit."""
-
     def on_train_batch_end(self, trainer, module, *arguments):
         raise KeyError("broken off")
 
 
 class Enough(FederatedCallback):
-    """Stops the Trainer in a visit."""
-
     def on_train_batch_end(self, trainer, module, *arguments):
         trainer.should_stop = True
 

@@ -37,8 +37,6 @@ class Center:
 
 
 class Writing(models.Module):
-    """Calls a function with module and outputs in every step."""
-
     def __init__(self, write, **attributes):
         super().__init__(models.mlp(), models.momentum)
         self.write = write
@@ -104,7 +102,7 @@ class Slots:
 
 
 class Table(dict):
-    """A user's mapping."""
+    pass
 
 
 Pair = namedtuple("Pair", ["tensor", "objects"])
@@ -197,7 +195,6 @@ KEPT = {
 
 
 def carried(caplog):
-    """The messages about attributes."""
     return [record.getMessage() for record in caplog.records if record.name.endswith(".carried_attributes")]
 
 
@@ -318,8 +315,6 @@ def test_weights_that_hooks_compute_are_no_state(norm, federated_trainer, caplog
 
 
 class Keeps(L.Callback):
-    """Calls a function after each batch."""
-
     def __init__(self, write, kept):
         self.write, self.kept = write, kept
 
@@ -405,8 +400,6 @@ def test_a_metric_that_a_callback_resets_is_not_named(resets, federated_trainer,
 
 
 class Steps(Keeps):
-    """Calls the function before each step instead."""
-
     def on_train_batch_end(self, *args):
         pass
 
@@ -442,8 +435,6 @@ def test_numbers_of_a_callback_that_changes_the_training_are_refused(write, kept
 
 
 class Momentum(torch.optim.SGD):
-    """Stores momentum in an attribute."""
-
     def __init__(self, parameters):
         super().__init__(parameters, 0.01)
         self.buffers = {}
@@ -458,8 +449,6 @@ class Momentum(torch.optim.SGD):
 
 
 class Counting(torch.optim.SGD):
-    """Divides the rate by a counter."""
-
     def __init__(self, parameters):
         super().__init__(parameters, 0.01)
         self._count = 0
@@ -471,8 +460,6 @@ class Counting(torch.optim.SGD):
 
 
 class Lookahead(torch.optim.SGD):
-    """Wraps an optimizer with a state."""
-
     def __init__(self, parameters):
         super().__init__(parameters, 0.01)
         self.fast = torch.optim.Adam(self.param_groups[0]["params"], 0.01)
@@ -679,7 +666,7 @@ class Stops(L.pytorch.callbacks.EarlyStopping):
 
 
 class Times(L.pytorch.callbacks.Timer):
-    """A user's subclass measures time."""
+    pass
 
 
 class FollowsLosses(L.Callback):

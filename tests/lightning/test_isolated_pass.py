@@ -56,7 +56,6 @@ class Counting(models.Module):
         return self.count(batch)
 
     def kept(self):
-        """All state as plain values."""
         return {
             **{f"metric {place}": metric.compute() for place, metric in enumerate(self.every_metric())},
             "updates": [metric.update_count for metric in self.every_metric() if hasattr(metric, "update_count")],

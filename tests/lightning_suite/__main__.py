@@ -31,7 +31,6 @@ FIRST = ("trainer", "loops", "callbacks", "checkpointing", "models", "tuner", "c
 
 
 def main():
-    """Runs the tests without a result, and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", metavar="LIGHTNING", type=Path, help="a working tree of Lightning")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
@@ -55,12 +54,10 @@ def main():
 
 
 def results_of(out, door):
-    """File with the results of one run."""
     return (out / f"{door}.jsonl").resolve()
 
 
 def forget_failures(path):
-    """Removes failed tests from a file of results."""
     kept = [result for result in read(path).values() if result["outcome"] == "passed"]
     path.write_text("".join(f"{json.dumps(result)}\n" for result in kept))
 

@@ -58,7 +58,6 @@ def use_trainer():
 
 
 def count_rounds():
-    """Counts closed rounds."""
     close = Round.close
 
     def counted(self, *args, **kwargs):
@@ -89,7 +88,6 @@ leave_out_processes()
 
 
 def write(**result):
-    """Appends a line to the results."""
     with RESULTS.open("a") as file:
         file.write(json.dumps(result) + "\n")
 
@@ -104,7 +102,6 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_runtest_logstart(nodeid):
-    """Records the start of a test, to detect a crash."""
     global rounds, failure
     rounds, failure = 0, None
     write(test=nodeid, outcome="crashed")
@@ -123,7 +120,6 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_runtest_logreport(report):
-    """Records the result of a test."""
     if report.when == "teardown":
         outcome = "skipped" if failure is None else "failed" if failure else "passed"
         write(test=report.nodeid, outcome=outcome, rounds=rounds, **(failure or {}))

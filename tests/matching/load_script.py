@@ -12,8 +12,6 @@ from torch.nn import functional as F
 
 
 class Letters(nn.Module):
-    """Two separate LSTM layers."""
-
     def __init__(self):
         super().__init__()
         self.embedding, self.decoder = nn.Embedding(20, 4), nn.Linear(6, 20)
@@ -38,8 +36,6 @@ class Normed(nn.Module):
 
 
 class Depthwise(nn.Sequential):
-    """A depthwise convolution."""
-
     def __init__(self):
         super().__init__(
             nn.Conv2d(3, 6, 1), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.BatchNorm2d(6),
@@ -48,8 +44,6 @@ class Depthwise(nn.Sequential):
 
 
 class Tied(nn.Module):
-    """The embedding is the output layer."""
-
     def __init__(self):
         super().__init__()
         self.embedding, self.mix, self.output = nn.Embedding(20, 6), nn.Linear(6, 6), nn.Linear(6, 20)

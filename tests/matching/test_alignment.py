@@ -64,7 +64,6 @@ def drawn(name, count):
 
 
 def distance(states, groups, orders):
-    """Sum of squared deviations from the mean."""
     moved = [
         groups.permute(state, dict(zip(groups.names, network_orders, strict=True)))
         for state, network_orders in zip(states, orders, strict=True)

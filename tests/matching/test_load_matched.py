@@ -27,7 +27,6 @@ def grown(make, example, seed=0):
 
 
 def test_in_another_process(tmp_path):
-    """Checks outputs, layer attributes and ties."""
     expected = {}
     for name, (make, draw) in CASES.items():
         example = draw()
@@ -140,7 +139,6 @@ def test_what_is_no_checkpoint(tmp_path, monkeypatch):
     ],
 )
 def test_layers_that_do_not_fit_each_other(make, shapes, message):
-    """Neither tensors nor layer attributes change."""
     module = make()
     text, before = repr(module), copy.deepcopy(module.state_dict())
     shapes = {name if "_ih" in name else name.replace("_", "."): shape for name, shape in shapes.items()}

@@ -39,7 +39,6 @@ def resnet():
 
 
 def permuted(module, example, seed, groups=None):
-    """The module with permuted neurons in every group."""
     groups, generator = groups or PermutationGroups.of(module, example), torch.Generator().manual_seed(seed)
     orders = {group.name: torch.randperm(group.size, generator=generator) for group in groups}
     result = copy.deepcopy(module)

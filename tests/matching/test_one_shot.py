@@ -19,7 +19,6 @@ CASES = {
 
 
 def permuted(module, groups, count):
-    """Copies of a network in separate orders."""
     state, copies = module.state_dict(), []
     for _ in range(count):
         orders = {}
@@ -66,7 +65,6 @@ def test_permuted_copies_of_residual_networks_are_only_ordered():
 
 
 def test_private_neurons_are_kept():
-    """The merged network has all private neurons, with summed weights."""
     torch.manual_seed(0)
     shared, private_sets = torch.randn(30, 40), [torch.randn(10, 40) for _ in range(2)]
     states = []

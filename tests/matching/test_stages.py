@@ -26,7 +26,6 @@ def first_layers(stages):
 
 
 def check(net, groups, stages):
-    """Every entry is in one stage and only reads neurons matched before."""
     names = [name for stage in stages for name in stage.entries]
     assert sorted(names) == sorted(net.state_dict())
     assert sorted(name for stage in stages for name in stage.groups) == sorted(groups.names)

@@ -11,7 +11,6 @@ from tests.matching.networks import QUICK, SLOW, build, compute, outputs
 
 
 def random_order(group):
-    """Moves every neuron."""
     width = group.size // group.blocks
     return torch.cat([block * width + cycle(width) for block in cycle(group.blocks).tolist()])
 

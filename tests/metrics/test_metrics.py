@@ -18,7 +18,6 @@ from tests.warm_process import PROCESSES
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Results from two processes."""
     folder = tmp_path_factory.mktemp("processes")
     start_processes(work, (folder,), nprocs=2, start_method=PROCESSES.get_start_method())
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
@@ -125,8 +124,6 @@ def test_nothing_gives_nan(name):
 
 
 class Logged(L.LightningModule):
-    """Logs all metrics for a classifier and for its hidden features."""
-
     def __init__(self):
         super().__init__()
         self.encoder, self.head = torch.nn.Linear(3, 5), torch.nn.Linear(5, 4)

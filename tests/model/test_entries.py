@@ -245,7 +245,6 @@ def test_a_type_means_its_subclasses_and_what_is_in_them():
 
 
 def test_names_that_begin_alike():
-    """Layer 1 is not layer 10."""
     module = nn.Sequential(*[nn.Linear(1, 1) for _ in range(11)])
     module[1] = nn.BatchNorm1d(1)
     selected = select_entries(module, live_entries(module), [nn.BatchNorm1d], "frozen")

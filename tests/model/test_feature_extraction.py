@@ -79,7 +79,6 @@ def test_every_vector_is_drawn_as_often():
 
 
 def test_two_models_give_the_same_positions():
-    """The second model's features are doubled."""
     net, data = maps_net(), batches()
     scaled_net = copy.deepcopy(net)
     with torch.no_grad():

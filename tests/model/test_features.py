@@ -1,4 +1,4 @@
-"""Feature layers of common networks, against the outputs of their extractors."""
+"""Feature layers of common networks, against the outputs of the extractors."""
 
 import copy
 
@@ -21,14 +21,12 @@ CLASSES = 5
 
 
 def tapped(net, inputs, layer=None):
-    """Features tapped in a forward pass."""
     with torch.no_grad(), tap_features(net, layer or find_feature_layer(net)) as tap:
         net(inputs)
     return tap.features
 
 
 def without(net, *path):
-    """The network with an identity as last layer."""
     net = copy.deepcopy(net)
     parent = net
     for name in path[:-1]:
@@ -75,7 +73,6 @@ CLASSIFIERS = {
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_classifiers(name):
-    """Input of the logits layer, also for a network inside a module."""
     build, (channels, size), path, expected = CLASSIFIERS[name]
     net = build().eval()
     inputs = torch.randn(2, channels, size, size)
@@ -96,7 +93,6 @@ SEGMENTATION += ["UPerNet", "Segformer", "DPT"]
 
 @pytest.mark.parametrize("architecture", quick(SEGMENTATION, ["Unet", "DeepLabV3Plus", "Segformer", "DPT"]))
 def test_segmentation_models(architecture):
-    """The encoder's deepest map."""
     options = {"encoder_weights": None, "classes": CLASSES}
     if architecture == "DPT":
         net = smp.DPT("tu-vit_tiny_patch16_224", dynamic_img_size=True, **options)

@@ -30,7 +30,6 @@ NUMBERS = [
 
 
 def numbers(module):
-    """The width attributes of all layers."""
     numbers = {}
     for name, layer in module.named_modules():
         numbers[name] = {number: getattr(layer, number) for number in NUMBERS if hasattr(layer, number)}

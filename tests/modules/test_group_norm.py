@@ -16,7 +16,6 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def randomise(model, seed=0):
-    """Randomises the weights of all norms."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, BATCH_NORMS) and module.affine:
@@ -46,7 +45,6 @@ def test_vectors_keep_their_signal():
 
 
 def network(norm):
-    """A small network with nested norms."""
     return nn.Sequential(
         nn.Conv2d(3, 24, 3, bias=False),
         norm(24),
@@ -181,7 +179,7 @@ def test_refusals_leave_the_model_as_it_was():
             return super().forward(x) + 1
 
     class Renamed(nn.BatchNorm2d):
-        """A subclass with the same computation."""
+        pass
 
     model = nn.Sequential(nn.BatchNorm2d(4), nn.Sequential(Odd(4)))
     with pytest.raises(TypeError, match=r"but '1.0' \(Odd\) has a `forward` of its own"):

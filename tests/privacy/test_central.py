@@ -629,7 +629,6 @@ def test_both_doors():
 
 @pytest.fixture(scope="module")
 def private_rounds(tmp_path_factory):
-    """A checkpoint after three private rounds."""
     path = tmp_path_factory.mktemp("private") / "last.ckpt"
     fit_steps(None, 3, [private()]).save_checkpoint(path)
     return path
@@ -672,5 +671,4 @@ def test_a_checkpoint_without_a_record_of_its_steps_is_refused(private_rounds, t
 
 
 def test_a_fit_resumes_with_the_same_steps(private_rounds):
-    """Even with a larger number of rounds."""
     assert fit_steps(private_rounds, 6, [private()]).logged_metrics["privacy/epsilon"] > 0

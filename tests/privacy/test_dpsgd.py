@@ -355,7 +355,6 @@ def test_the_noise_of_an_epsilon_of_a_plain_fit(options, steps, plain_trainer):
 
 
 def test_a_fit_with_more_rounds_has_the_noise_that_it_began_with(federated_trainer, tmp_path):
-    """The fit ends with the budget."""
     path, callbacks = tmp_path / "last.ckpt", [DPSGD(0.5, None, 1e-3, epsilon=6.0) for _ in range(2)]
     _, _, trainer = federated(federated_trainer, callbacks[0], 2)
     trainer.save_checkpoint(path)

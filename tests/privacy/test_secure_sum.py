@@ -123,7 +123,6 @@ START = {"w": torch.linspace(-1, 1, 12).view(4, 3), "n": torch.tensor(3)}
 
 
 def chain_of(ring, updates=(), least=0, steps=None):
-    """A chain with a fixed ring after receiving updates."""
     chain = Chain(FedAvg(), [MaxSamples(ring.max_weight), SecureSum(ring.clip)] if steps is None else steps)
     secure = chain.steps[-1]
     secure.ring, secure.least = ring, least
@@ -203,7 +202,6 @@ def test_a_sum_of_too_few(count, threshold, least):
 
 
 def sent_by(chain, client, step, num_samples=8):
-    """A client's message for a step."""
     broadcast = Broadcast(0, dict(START))
     chain.on_send(broadcast)
     state = {"w": (START["w"].double() + step.view(4, 3)).float(), "n": torch.tensor(9)}
@@ -368,7 +366,6 @@ def test_a_step_that_is_not_finite_is_left_out(value, size, federated_trainer):
 @needs_accountant
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 def test_with_central_differential_privacy(sampling, federated_trainer):
-    """The same noise is added to the sum; no client's integers encode a step longer than the clip."""
     dp = KnownKey(0.01, 1e-3, noise_multiplier=0.5, sampling=sampling)
     plain, _, _ = fit(federated_trainer, 3, [dp], clients_per_round=3)
     secure, _, trainer = fit(federated_trainer, 3, [dp, SecureSum()], clients_per_round=3)

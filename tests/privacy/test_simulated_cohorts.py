@@ -31,7 +31,6 @@ class Simulated(simulated_privacy.SimulatedDP):
 
 
 def chain_of(trained, adaptive, is_silent=False):
-    """A chain with `trained` of 100 clients."""
     dp = Simulated(1.0, 1e-3, 1.0, cohort=100, population=1000, key=KEY, adaptive=adaptive)
     dp.begin(dp.plan(50, trained, None) if trained < 100 else dp.plan(1000, trained, None), KEY)
     chain = Chain(FedAvg(), [dp])

@@ -207,7 +207,6 @@ def federated(name, door):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs a script's `main` without output; returns the Trainer and the log."""
 
     def run(source, name, *callbacks):
         monkeypatch.setattr(sys, "argv", ["script.py"])
@@ -296,7 +295,6 @@ def test_a_federated_project_trains_at_the_first_try(name, run, caplog, plain_tr
 
 @pytest.mark.parametrize("name", quick_projects("distillation", "metric_learning"))
 def test_fused_visits_are_ordinary_ones(name, run, monkeypatch):
-    """Bit for bit."""
     source = federated(name, "trainer")
     fused, _ = run(source, name)
     monkeypatch.setattr(loop, "find_obstacle", lambda *arguments: "a test says so")

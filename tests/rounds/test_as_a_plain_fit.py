@@ -44,8 +44,6 @@ def momentum_module(**options):
 
 
 class Combines(models.Module):
-    """Trains on one batch from every loader."""
-
     def training_step(self, batch, batch_idx):
         batches = batch.values() if isinstance(batch, dict) else batch
         losses = [super(Combines, self).training_step(each, batch_idx) for each in batches if each is not None]
@@ -65,8 +63,6 @@ PLAIN = {  # arguments of the Trainer, callbacks
 
 
 class Watch(L.Callback):
-    """Records the model at every validation."""
-
     def __init__(self):
         self.seen = []
 
@@ -151,7 +147,6 @@ def test_a_second_fit_begins_with_new_optimizers(plain_trainer):
 
 @pytest.mark.parametrize("visits", ["fused", "lightning"])
 def test_a_hook_that_something_has_wrapped_is_called(visits, plain_trainer):
-    """Even if the module does not implement the hook."""
     called, own = [], models.Module(models.mlp())
     own.on_train_batch_end = wraps(own.on_train_batch_end)(lambda *args: called.append(args))
     trainer = plain_trainer(max_epochs=2, callbacks=[Federation(partition=IID(1), visits=visits)])
@@ -160,8 +155,6 @@ def test_a_hook_that_something_has_wrapped_is_called(visits, plain_trainer):
 
 
 class Clears(models.Module):
-    """Counts calls of `zero_grad`."""
-
     cleared = 0
 
     def zero_grad(self, set_to_none=True):
@@ -179,8 +172,6 @@ def test_a_visit_clears_gradients_without_the_modules_own_method(plain_trainer):
 
 
 class Fails(models.Module):
-    """Raises in the third batch."""
-
     def training_step(self, batch, batch_idx):
         if batch_idx == 2:
             raise ArithmeticError("no number")
@@ -226,8 +217,6 @@ def test_a_module_without_an_optimizer(state, plain_trainer):
 
 
 class NoState:
-    """A scheduler without state."""
-
     def __init__(self, optimizer):
         self.optimizer, self.last_epoch = optimizer, 0
 
@@ -281,8 +270,6 @@ def test_what_falls_on_the_ends_of_visits_or_rounds_is_taken(options, plain_trai
 
 
 class Reads(models.Module):
-    """Records the first number of every training example."""
-
     def training_step(self, batch, batch_idx):
         self.read = [*getattr(self, "read", []), *batch[0][:, 0].tolist()]
         return super().training_step(batch, batch_idx)
@@ -300,7 +287,6 @@ SHUFFLED = {  # builds the loader of a data set, in batches of 4
 @pytest.mark.parametrize("kind", SHUFFLED)
 @pytest.mark.parametrize(("overfit", "counts"), [(2, (8, 8, 4)), (0.5, (20, 4, 4))])
 def test_every_client_overfits_on_its_first_batches(kind, overfit, counts, plain_trainer):
-    """In every pass, for any data order."""
     data = {name: TensorDataset(*part) for name, part in models.vectors(SIZES).items()}
     own = Reads(models.mlp())
     trainer = plain_trainer(max_epochs=2, overfit_batches=overfit, callbacks=[Federation(local_epochs=2)])
@@ -503,7 +489,6 @@ def test_one_client_takes_whatever_a_plain_trainer_takes(case, visits, plain_tra
 
 @pytest.mark.parametrize(("data", "options"), [(Batches, {"local_epochs": 2}), (Stream, {})])
 def test_examples_are_counted_as_they_come(data, options, plain_trainer):
-    """Each example counts once, for any number of passes."""
     trainer = plain_trainer(max_epochs=2, callbacks=[Federation(partition=IID(1), **options)])
     trainer.fit(models.Module(models.mlp()), data())
     assert trainer.callback_metrics["fed/num_samples"] == 40

@@ -116,8 +116,6 @@ def test_known_clients_are_evaluated_with_their_statistics(federated_trainer):
 
 
 class Decisions(FederatedCallback):
-    """Records decision and cohort of each round."""
-
     def __init__(self):
         self.clients, self.decisions = [], []
 
@@ -162,7 +160,6 @@ def test_a_decision_survives_similar_clients(federated_trainer, caplog):
 
 
 def test_one_client_equals_plain_lightning(federated_trainer, plain_trainer, caplog):
-    """Compares weights and running statistics bit for bit."""
     clients = models.vectors({"ann": 40})
     with caplog.at_level(logging.INFO, "lightning_fed"):
         trainer, module, _ = fit(federated_trainer, clients, max_rounds=2)
@@ -246,8 +243,6 @@ def test_clients_with_some_rows_of_an_entry_have_own_statistics(federated_traine
 
 
 class Fails:
-    """Makes clients fail to measure in some rounds."""
-
     def __init__(self, monkeypatch, clients, rounds=range(ROUNDS)):
         measure = batch_norm.client_statistics
 
@@ -503,8 +498,6 @@ def test_a_clients_model_is_a_plain_module(federated_trainer):
 
 
 class OnlySteps(L.LightningModule):
-    """A module without `forward`."""
-
     def __init__(self):
         super().__init__()
         self.net = models.norm_mlp()

@@ -264,7 +264,6 @@ def test_share_between_clients_is_that_of_all_values_at_once():
 
 
 def report_of(*values):
-    """Builds a client's report for one layer with one channel."""
     net = nn.Sequential(nn.BatchNorm1d(1))
     statistics = InputStatistics(batch_norm_layers(net))
     with statistics.watching():

@@ -22,8 +22,6 @@ def find(trainer):
 
 
 class Tally(FederatedCallback):
-    """Counts each client's visits in the client memory, and records the found values."""
-
     def __init__(self):
         self.found = []
 
@@ -80,8 +78,6 @@ def test_nothing_is_kept_by_itself(federated_trainer):
 
 
 class Watch(FederatedCallback):
-    """Records the visiting client in every hook."""
-
     def __init__(self):
         self.seen = []
 

@@ -32,8 +32,6 @@ class Stops(L.Callback):
 
 
 class Skips(models.Module):
-    """Ends every epoch but the first after two batches."""
-
     def on_train_batch_start(self, batch, batch_idx):
         return -1 if self.trainer.current_epoch and batch_idx == 2 else None
 
@@ -163,7 +161,7 @@ def test_a_round_whose_validation_is_left_is_not_trained_again(plain_trainer, tm
 
 
 class FullError(Exception):
-    """Raised at the end of the second round."""
+    pass
 
 
 class RaisesInHook(FederatedCallback):

@@ -113,8 +113,6 @@ class Logging(models.Module):
 
 
 class Hooked(models.Module):
-    """Implements the batch hooks and logs in some."""
-
     def on_before_zero_grad(self, optimizer):
         self.log("zeroed", float(len(optimizer.param_groups)), on_step=False, on_epoch=True, reduce_fx="sum")
 
@@ -159,8 +157,6 @@ class Skipping(models.Module):
 
 
 class Failing(models.Module):
-    """Raises in the step or in the backward pass of some batches."""
-
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and len(batch[0]) == 3:
             raise ValueError("this batch is not for me")
@@ -185,8 +181,6 @@ class StopsAfterStep(L.Callback):
 
 
 class Broken(Dataset):
-    """Raises from the third example."""
-
     def __len__(self):
         return 9
 
@@ -280,7 +274,6 @@ ALIKE += ("stopped after a step", "min_epochs", "limited", "nobody", "vectorized
 
 @pytest.fixture
 def fit(tmp_path):
-    """Fits one row of the table; returns module and Trainer."""
 
     def run(row, visits, *callbacks, ckpt_path=None, **options):
         own = {name: value() if callable(value) else value for name, value in row.trainer.items()}
@@ -302,7 +295,6 @@ def fit(tmp_path):
 
 
 def outcome(module, trainer):
-    """State to compare after a fit."""
     logger = trainer.logger
     return {
         "weights": fingerprint(state_of(module)),
@@ -317,7 +309,6 @@ def outcome(module, trainer):
 
 
 def take_checkpoints(folder):
-    """Contents of the checkpoints in a folder by name; empties the folder."""
     found = {path.name: fingerprint(torch.load(path, weights_only=True)) for path in folder.glob("*.ckpt")}
     shutil.rmtree(folder, ignore_errors=True)
     return found
@@ -352,8 +343,6 @@ def test_a_fit_goes_on_from_a_checkpoint_of_the_other_way(fit, tmp_path):
 
 
 class Bar(FederatedProgressBar):
-    """Records the drawn values."""
-
     def __init__(self):
         super().__init__()
         self.drawn = []
@@ -398,8 +387,6 @@ class Starting(models.Module):
 
 
 class Counting(L.Callback):
-    """Counts the batches of Lightning's loop."""
-
     def __init__(self):
         self.batches = 0
 

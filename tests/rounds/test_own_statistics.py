@@ -28,7 +28,6 @@ PREFIX = "batch_norm:"
 
 
 def stored_statistics(states):
-    """BatchNorm statistics in a store, by client and entry."""
     return {
         client: {name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX + "net")}
         for client, state in states.items()
@@ -36,7 +35,6 @@ def stored_statistics(states):
 
 
 def in_checkpoint(path):
-    """BatchNorm statistics in a checkpoint, by client and entry."""
     store = torch.load(path, weights_only=True)["callbacks"]["Federation"]["store"]
     return stored_statistics(dict(zip(store["clients"], store["states"], strict=True)))
 
@@ -75,8 +73,6 @@ def test_averaged_weights_have_their_statistics(cohort, federated_trainer, tmp_p
 
 
 class SavesAtEnds(L.Callback):
-    """Saves a checkpoint after each round and at the end of the fit."""
-
     def __init__(self, folder):
         self.folder = folder
 

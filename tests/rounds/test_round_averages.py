@@ -198,8 +198,6 @@ def test_a_failed_round_is_not_averaged(federated_trainer):
 
 
 class StopsIn(L.Callback):
-    """Saves a checkpoint in one hook of a round, then ends the fit."""
-
     def __init__(self, round, path, hook="on_train_batch_end"):
         self.round, self.path = round, path
         setattr(self, hook, self.stop)

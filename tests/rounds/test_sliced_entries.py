@@ -219,8 +219,6 @@ def test_an_exception_leaves_the_whole_table(federated_trainer):
 
 
 class Diverging(OwnWords):
-    """The last client sends NaN."""
-
     changes_update = True
 
     def on_client_end(self, trainer, module, client, update):

@@ -17,8 +17,6 @@ CLIENTS = {"ann": 9, "bob": 14, "cid": 6}
 
 
 class RefusesLate(CollectingStep):
-    """Excludes a client in round 1 after all updates have arrived."""
-
     def collect(self, updates):
         if self.info.round == 1 and "bob" in [update.client for update, _ in updates]:
             raise BadUpdates({"bob": "it is too late"})
@@ -26,16 +24,12 @@ class RefusesLate(CollectingStep):
 
 
 class Implausible(FederatedCallback):
-    """Spoils the new model of round 1."""
-
     def on_server_aggregate(self, trainer, module, state):
         if trainer.current_epoch == 1:
             next(iter(state.values())).fill_(torch.nan)
 
 
 class Remembers(FederatedCallback):
-    """Counts visits in the client memory."""
-
     def on_client_end(self, trainer, module, client, update):
         memory = trainer.federation.client_memory
         memory["visits"] = memory.get("visits", torch.tensor(0)) + 1
@@ -67,7 +61,7 @@ def test_a_refused_client_keeps_what_it_had(kind, options, callbacks, refused, f
     def store(name):
         return MemoryStore() if kind == "memory" else FolderStore(tmp_path / name)
 
-    never = "method" in options  # every round of these fits fails
+    never = "method" in options  # every round in these fits fails
     before = fit(federated_trainer, store("one"), 1, [Remembers(), *callbacks], **options)
     after = fit(federated_trainer, store("two"), 2, [Remembers(), *callbacks], **options)
     for client in CLIENTS:

@@ -43,16 +43,12 @@ class Adapted(models.Module):
 
 
 class Following(Adapted):
-    """The frozen layer follows the head, as a teacher model does."""
-
     @torch.no_grad()
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.base[0].weight[:3].lerp_(self.net.weight, 0.1)
 
 
 class Switched(Adapted):
-    """The base trains only in rounds 2 and 3."""
-
     def on_train_epoch_start(self):
         self.base[0].requires_grad_(self.current_epoch in (2, 3))
 
@@ -155,7 +151,6 @@ def test_entries_that_train_for_some_rounds(fit):
 
 @pytest.mark.parametrize(("make_module", "stop"), [slow((Switched, 1)), (Switched, 3), (Switched, 5), (Following, 2)])
 def test_resuming(make_module, stop, fit, tmp_path):
-    """Compares weights and bytes of later rounds."""
     options = {"clients_per_round": 2, "seed": 3, "method": "fedadam"}
     whole, _ = fit(expected := make_module(models.adam), rounds=9, **options)
     _, trainer = fit(make_module(models.adam), rounds=stop, **options)
@@ -208,8 +203,6 @@ def test_backbone_finetuning(fit):
 
 
 class Writes(L.Callback):
-    """Changes the frozen layer between two rounds."""
-
     def on_train_epoch_start(self, trainer, module):
         if trainer.current_epoch == 1:
             with torch.no_grad():
@@ -254,8 +247,6 @@ def test_differential_privacy_adds_no_noise_to_what_does_not_train(outside, fit)
 
 
 class OneClient(FedAvg):
-    """The new model is the update of the first client."""
-
     def start(self, info, state):
         super().start(info, state)
         self.chosen = None
@@ -281,8 +272,6 @@ def test_a_callback_may_write_into_an_aggregate_that_is_one_clients_update(fit):
 
 
 class SumsInPlace(OneClient):
-    """Writes into the tensors of updates."""
-
     def receive(self, update):
         super().receive(update)
         for name, value in update.state.items():
@@ -358,8 +347,6 @@ def test_buffers_that_are_not_finite_stay(either_trainer, caplog):
 
 
 class FillsThreshold(WithThreshold):
-    """Visits also write into the threshold."""
-
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.threshold.fill_(batch[0].sum())

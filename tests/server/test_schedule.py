@@ -22,8 +22,6 @@ OPTIONS = {
 
 
 class Counted(Sequence):
-    """A population that counts lookups."""
-
     def __init__(self, size):
         self.size = size
         self.lookups = 0

@@ -25,13 +25,11 @@ RULES = ["fedavg", "fairavg", "fedprox", "fedavgm", "fedadam", "fedatt", "fesem"
 
 
 def moved(step):
-    """The start moved by a step of this length."""
     direction = {"w": torch.tensor([[0.5, 0.5], [-0.5, 0.1]]), "b": torch.tensor([-0.4898979])}
     return {name: value + step * direction[name] if name in direction else value + 1 for name, value in START.items()}
 
 
 def serve(server, steps=STEPS, samples=SAMPLES, trainable=None):
-    """One round on a server with these clients; returns the aggregate."""
     server.start_round(RoundInfo(0, trainable=trainable), {name: value.clone() for name, value in START.items()})
     for client in steps:
         server.prepare(client)
@@ -43,7 +41,6 @@ def serve(server, steps=STEPS, samples=SAMPLES, trainable=None):
 
 
 def server_of(method="fedavg", *steps):
-    """A server for a method with additional steps."""
     method = build_method(method)
     return Server(Chain(method.aggregator, [*method.steps, *steps]))
 
@@ -226,8 +223,6 @@ def test_what_no_training_can_make_is_left_out(change, samples, reason, resizes)
 
 
 class Careless(FedAvg):
-    """A rule without checks on extras."""
-
     def receive(self, update):
         update.extras["needed"].item()
         super().receive(update)

@@ -9,8 +9,6 @@ from lightning_fed.steps import Chain, UpdateStep
 
 
 class Starts(UpdateStep):
-    """Records each start."""
-
     def __init__(self):
         self.rounds = []
 

@@ -422,7 +422,7 @@ def test_prediction_by_tiles():
 
 @pytest.fixture(scope="module")
 def pretrained():
-    """An encoder with other weights than any new encoder."""
+    """An encoder with distinctive weights."""
     torch.manual_seed(7)
     return smp.Unet("tu-resnet10t", encoder_weights=None, encoder_depth=3, decoder_channels=(8, 8, 8)).encoder
 
@@ -479,7 +479,6 @@ def test_without_a_network(monkeypatch):
 
 
 def test_by_clients(federated_trainer):
-    """Scores by class in client evaluation, with classes missing at clients."""
     from lightning_fed import FederatedDataModule
     from tests import models
 

@@ -336,8 +336,6 @@ def test_other_batches_are_refused(task, batch, message):
 
 
 class Rates(L.Callback):
-    """Records the learning rate of every optimizer step."""
-
     def __init__(self):
         self.seen = []
 

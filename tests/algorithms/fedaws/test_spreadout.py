@@ -125,7 +125,6 @@ def test_margins(federated_trainer):
     ],
 )
 def test_the_learning_rate(module, lr, rates, federated_trainer):
-    """The layer's learning rate at the start of the round, unless `lr` is given."""
     before, after, _ = fit(federated_trainer, module(), models.vectors(), SpreadOut(strength=2.0, lr=lr), rounds=2)
     for number, (old, new) in enumerate(zip(before.aggregates, after.aggregates, strict=True)):
         rate = before.round(number)[0].learning_rates[0][-1] if rates is None else rates[number]
@@ -200,8 +199,6 @@ def test_a_row_of_zeros_stays(lr, federated_trainer):
 
 
 class Broken(FederatedCallback):
-    """Sends a non-finite update."""
-
     changes_update = True
 
     def on_client_end(self, trainer, module, client, update):
@@ -376,7 +373,6 @@ class NoLayers(nn.Module):
     ],
 )
 def test_layers_that_cannot_be(net, options, personal, message, federated_trainer):
-    """The fit ends before training."""
     module = models.Module(net())
     start = state_of(module)
     with pytest.raises(ValueError, match=message):

@@ -33,7 +33,6 @@ def fuse(kind, local, reference, weight, bias=None, axis=None):
 
 
 def weights(kind, channels=6, **options):
-    """The operator's weights, and a bias for "conv"."""
     shape = {"conv": (channels, 2 * channels), "multi": (channels,), "single": ()}[kind]
     return [draw(shape, **options), *([draw((channels,), **options)] if kind == "conv" else [])]
 

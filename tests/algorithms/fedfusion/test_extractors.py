@@ -23,8 +23,6 @@ class Task(L.LightningModule):
 
 
 class Flat(L.LightningModule):
-    """Layers directly in the LightningModule."""
-
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(1, 4, 3)

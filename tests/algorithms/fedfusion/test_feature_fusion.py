@@ -60,7 +60,6 @@ def make(operator="conv", **options):
 
 
 def fit(federated_trainer, callback, module=None, clients=None, val=None, rounds=2, callbacks=(), **options):
-    """Fits small images; returns the module."""
     module = models.Module(Net(), models.momentum) if module is None else module
     clients = models.images(FEW) if clients is None else clients
     trainer = federated_trainer(
@@ -151,8 +150,6 @@ def test_what_travels_grows_by_the_operator_alone(federated_trainer):
 
 
 class Looks(FederatedCallback):
-    """Checks the frozen extractor in every batch."""
-
     def __init__(self):
         self.seen = 0
 
@@ -581,8 +578,6 @@ def test_personal_batch_norm_has_the_clients_own_statistics_in_both_extractors(f
 
 
 class Evaluated(models.Module):
-    """Records model and reference at every evaluation."""
-
     def __init__(self, net, *arguments):
         super().__init__(net, *arguments)
         self.noted = Noted()
@@ -834,8 +829,6 @@ def test_another_fusion_is_refused(federated_trainer):
 
 
 class Late(models.Module):
-    """Builds the network too late."""
-
     def __init__(self):
         super().__init__(None)
 
@@ -844,8 +837,6 @@ class Late(models.Module):
 
 
 class Aside(models.Module):
-    """The training step does not run the network."""
-
     def training_step(self, batch, batch_idx):
         features = batch[0]
         for layer in self.net.features:

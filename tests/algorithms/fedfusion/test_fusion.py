@@ -66,7 +66,6 @@ def images(count=6, size=8, channels=1):
 
 @torch.no_grad()
 def disturb(module):
-    """Changes all floating-point parameters and buffers."""
     for value in (*module.parameters(), *module.buffers()):
         if value.is_floating_point():
             value.add_(0.1 * torch.rand_like(value))
@@ -333,7 +332,6 @@ def test_fusion_in_every_encoder_of_smp(name):
 
 
 def is_extractor(name, fusion):
-    """Whether an entry of the network belongs to the extractor."""
     prefixes = {"model.features": "features.", "model.encoder": "encoder."}
     return name in fusion.frozen.entries or any(
         name == f"{prefix}{entry}" for prefix in prefixes.values() for entry in fusion.frozen.entries

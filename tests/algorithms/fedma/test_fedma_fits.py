@@ -131,7 +131,6 @@ def test_options_out_of_range(options, message):
 
 
 def test_what_cannot_be_in_a_fit(federated_trainer):
-    """Each error names a remedy."""
 
     def run(rule=None, optimizer=momentum, **arguments):
         trainer = federated_trainer(max_rounds=2, method=rule or FedMA(), **arguments)
@@ -270,7 +269,6 @@ def test_counts_that_cannot_be_leave_the_client_out(federated_trainer, caplog):
 
 
 def test_targets_without_classes_are_averaged_by_size(federated_trainer):
-    """A regression has no class counts, and no client fails."""
     clients_data = {c: (part[0], part[0][:, :3].clone()) for c, part in parts().items()}
     states = []
     for last in ("class", "size"):

@@ -48,7 +48,6 @@ def test_statistics_of_a_matched_stage_are_measured_and_kept(federated_trainer):
 
 
 def test_statistics_that_the_user_holds_stay(federated_trainer):
-    """Layers in evaluation mode keep their statistics."""
 
     class Held(models.Module):
         def on_train_epoch_start(self):

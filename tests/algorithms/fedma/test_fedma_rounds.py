@@ -31,8 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 class Forget(L.Callback):
-    """Deletes the state of client c2 before a round."""
-
     def __init__(self, round):
         self.round = round
 
@@ -132,8 +130,6 @@ def test_a_model_is_in_a_checkpoint_once(federated_trainer):
 
 
 class Watch(FederatedCallback):
-    """Records the models at the start of a pass."""
-
     def __init__(self):
         self.states = []
 
@@ -245,7 +241,6 @@ def test_only_clients_of_the_last_pass_keep_a_model(federated_trainer, tmp_path,
 
 
 def test_a_client_that_fails_is_left_out_for_the_rest_of_the_pass(federated_trainer, caplog):
-    """In the next pass the client starts as a new client."""
     watch = Visitors()
 
     class Broken(FederatedCallback):

@@ -27,7 +27,6 @@ TAG = AttentionMap.tag
 
 
 def table(attention):
-    """Clients as rows and rounds as columns."""
     names = sorted({name for row in attention for name in row})
     return names, np.array([[row.get(name, math.nan) for row in attention] for name in names])
 
@@ -62,7 +61,6 @@ def run(tmp_path):
 
 
 def test_the_bare_map(run, monkeypatch):
-    """Without matplotlib every cell has 16 by 16 pixels."""
     monkeypatch.setattr(pictures, "find_spec", lambda name: None)
     drawn, attention = run()
     for number, picture in zip((0, 2, 4), drawn, strict=True):

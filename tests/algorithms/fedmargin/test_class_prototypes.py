@@ -39,8 +39,6 @@ LPM = "prototypes:lpm:semantic:mean"
 
 
 class Mail(Recorder):
-    """Also records extras and metrics of every update."""
-
     def on_server_receive(self, trainer, module, update):
         super().on_server_receive(trainer, module, update)
         self.visits[-1].extras = {name: value.clone() for name, value in update.extras.items()}
@@ -48,7 +46,6 @@ class Mail(Recorder):
 
 
 def unpacked(extras):
-    """Means by class, and counts by class."""
     classes = extras["prototypes:classes"].tolist()
     means = dict(zip(classes, extras["prototypes:means"].double().numpy(), strict=True))
     return means, dict(zip(classes, extras["prototypes:counts"].tolist(), strict=True))
@@ -413,8 +410,6 @@ def test_a_plain_trainer_trains_the_same(passes, has_generator, workers, plain_t
 
 
 class Epochs(L.Callback):
-    """Copies the module at the start and end of every epoch."""
-
     def __init__(self):
         self.starts, self.ends, self.logged = [], [], []
 
@@ -612,7 +607,6 @@ def test_a_client_without_any_of_the_classes(federated_trainer):
 
 
 def test_few_batches(federated_trainer):
-    """The same batches before and after: with a learning rate of 0 the margin is 0."""
     clients = models.as_datasets(models.vectors(TWO))
     frozen = models.Module(models.mlp(), lambda parameters: torch.optim.SGD(parameters, lr=0.0))
     visits = sent(federated_trainer, ClassPrototypes(max_batches=2), frozen, clients)
@@ -622,8 +616,6 @@ def test_few_batches(federated_trainer):
 
 
 class Keyed(models.Module):
-    """Batches are dictionaries."""
-
     def training_step(self, batch):
         return self.loss(self(batch["x"]), batch[self.key])
 
@@ -734,7 +726,6 @@ def test_a_convolution_by_its_name(federated_trainer):
 
 
 def test_sequences(federated_trainer):
-    """One class per token."""
     clients = models.sentences(TWO)
     visits = sent(federated_trainer, ClassPrototypes(), models.Module(models.Tied()), models.as_datasets(clients))
     for client, visit in visits.items():
@@ -787,8 +778,6 @@ def test_a_single_class_is_compared_with_those_that_the_server_sends(federated_t
 
 
 class Sending(FederatedCallback):
-    """A server with aggregate prototypes."""
-
     def on_server_send(self, trainer, module, client, broadcast):
         if broadcast.round:
             broadcast.extras["prototypes:classes"] = torch.tensor([1])
@@ -858,8 +847,6 @@ class Fragile(TensorDataset):
 
 
 class Break(FederatedCallback):
-    """Breaks a data set in the named hooks, and repairs the data set in others."""
-
     def __init__(self, data, broken, hooks):
         self.data, self.broken, self.hooks = data, broken, hooks
 
@@ -1064,7 +1051,6 @@ def test_compiled_models(passes, is_ready, federated_trainer):
 
 
 def test_repeated_fits(federated_trainer, plain_trainer):
-    """No state remains from one fit to the next."""
     prototypes = ClassPrototypes(passes="online")
     clients = models.as_datasets(models.vectors(TWO))
     results = []

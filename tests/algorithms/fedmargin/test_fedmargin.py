@@ -52,7 +52,7 @@ def close(values, expected):
 
 
 def prototypes(vectors, counts=None, size=3):
-    """From dictionaries of vectors and counts by class."""
+    """From dictionaries with vectors and counts by class."""
     width = len(next(iter(vectors.values())))
     means, numbers = torch.zeros(size, width), torch.zeros(size, dtype=torch.int64)
     for name, vector in vectors.items():
@@ -84,7 +84,6 @@ def example(margin="semantic", scale=1, order=(0, 1, 2)):
 
 
 def started(rule, state=None, scale=1):
-    """The rule before the round of the example."""
     previous = prototypes(PREVIOUS, size=2)
     rule.load_state_dict({"means": scale * previous.means, "counts": previous.counts})
     rule.start(RoundInfo(3), state or {"w": torch.tensor(0.0)})
@@ -234,7 +233,6 @@ def test_clients_that_move_alike_are_fairavg(combine, attention, count):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_copies_of_one_client_are_that_client(dtype):
-    """Even with different margins."""
     state = states(1, dtype)[0]
     received = [
         message(index, dict(state), {0: (0, 0)}, {0: (0.1 * index, 0.3)}, None, 1 + index) for index in range(5)
@@ -452,7 +450,6 @@ BAD = {  # change to the message, and reason
 @pytest.mark.parametrize("known", ["from before", "from the round"])
 @pytest.mark.parametrize("name", BAD)
 def test_prototypes_that_cannot_be_used(name, known):
-    """Refused on arrival; earlier and later messages are aggregated as without the bad message."""
     changes, reason = BAD[name]
     rule, without = (started(FedMargin()) if known == "from before" else FedMargin() for _ in range(2))
     bad = ClientUpdate("bad", 10, {"w": torch.tensor(9.0)}, pack_prototypes(prototypes({0: (1, 1), 1: (2, 2)})))
@@ -546,8 +543,6 @@ def test_a_client_alone_locks_nobody_out(caplog):
 
 
 class Tampers(FederatedCallback):
-    """Changes one client's prototypes in the first round."""
-
     def __init__(self, client, change):
         self.client, self.change = client, change
 
@@ -578,7 +573,6 @@ def another_class(extras):
     ),
 )
 def test_a_fit_goes_on_without_one_client(change, who, margin, federated_trainer):
-    """For any client and any cohort size."""
     data, failed, is_alone = models.vectors(FEW), [], who == "one"
     per_round = 1 if is_alone else 1.0
     first = Federation("fedavg", clients_per_round=per_round).schedule.cohort(0, list(data)).visits[0].client
@@ -783,7 +777,6 @@ def test_options_that_contradict_those_of_the_callback(federated_trainer):
 
 
 def test_one_client_with_another_margin_is_left_out():
-    """A remote client with another margin only excludes this client."""
     server = Server(Chain(FedMargin(margin="semantic")))
     server.start_round(RoundInfo(0), {"w": torch.tensor(WEIGHTS[0])})
     for update in example():
@@ -854,7 +847,6 @@ def test_margins_of_two_clients_are_not_compared():
 
 
 def test_what_travels_is_counted(federated_trainer):
-    """For margins between classes the aggregate is sent down from the second round."""
     recorder = Recorder()
     trainer = federated_trainer(max_rounds=2, method=FedMargin(margin="hypothesis"), callbacks=[recorder])
     trainer.fit(models.Module(models.mlp()), models.as_datasets(models.vectors(FEW)))

@@ -29,8 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 class Counted(nn.Module):
-    """A layer that counts calls by mode."""
-
     def __init__(self, layer):
         super().__init__()
         self.layer, self.calls = layer, {True: 0, False: 0}
@@ -80,7 +78,6 @@ def test_what_comes_after_the_features_is_not_run(manual, federated_trainer):
 
 
 def test_all_examples_are_measured(federated_trainer):
-    """Includes a trailing batch dropped in training."""
     clients = models.vectors({"a": 46, "b": 15})
     data = FederatedDataModule(models.as_datasets(clients), batch_size=8, drop_last=True)
     visits = sent(federated_trainer, ClassPrototypes(), models.Module(models.mlp()), data)
@@ -100,8 +97,6 @@ class Picky(models.Module):
 
 
 class PickyByHand(models.ManualModule):
-    """The step ignores batches starting with class 0."""
-
     def training_step(self, batch, batch_idx):
         if batch[1][0] == 0:
             return

@@ -46,7 +46,6 @@ def plane(means, before=None):
 
 
 def planes(history):
-    """The plane of every picture."""
     views = []
     for _, means in history:
         views.append(plane(means, views[-1] if views else None))
@@ -89,8 +88,6 @@ def clients():
 
 
 class Notes(FederatedCallback):
-    """Records the prototypes and FedMargin's attention of every round."""
-
     def __init__(self):
         self.history, self.attention = [], []
 
@@ -106,8 +103,6 @@ class Stop(Exception):
 
 
 class StopAt(L.Callback):
-    """Interrupts a fit at a batch of a round."""
-
     def __init__(self, round, batch):
         self.at = round, batch
 
@@ -225,8 +220,6 @@ def test_prototypes_that_cannot_be_drawn(tmp_path, caplog):
 
 
 class Inputs(models.Module):
-    """The features are the inputs."""
-
     def __init__(self):
         super().__init__(nn.Linear(6, 5))
 

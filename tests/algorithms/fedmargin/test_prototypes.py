@@ -20,7 +20,7 @@ WEIGHTINGS = ["class_count", "num_samples", "uniform"]
 
 
 def prototypes(means, counts=None, num_classes=3, dtype=torch.float64, garbage=0.0):
-    """From dictionaries; rows of absent classes hold ``garbage``, which must not matter."""
+    """From dictionaries; the unused rows of absent classes hold ``garbage``."""
     width = len(next(iter(means.values())))
     rows = torch.full((num_classes, width), garbage, dtype=dtype)
     numbers = torch.zeros(num_classes, dtype=torch.int64)
@@ -226,7 +226,6 @@ def test_the_aggregate_of_equal_clients_is_that_client(weighting):
 
 
 def test_clients_without_examples():
-    """If all clients with a class have weight 0, the class is absent."""
     clients = [prototypes({0: (1,)}, num_classes=2), prototypes({0: (2,), 1: (5,)}, num_classes=2)]
     result = aggregate_prototypes(clients, "num_samples", [4, 0])
     assert result.means.tolist() == [[1.0], [0.0]]

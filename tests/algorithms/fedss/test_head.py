@@ -26,7 +26,6 @@ def held(classes=CLASSES, positives=POSITIVES, **options):
 
 
 def put_rows(head, classes):
-    """Replaces the parameters with the rows for these classes."""
     for parameter in head.parameters():
         parameter.data = parameter.data[classes].clone()
 
@@ -41,7 +40,6 @@ def holding(kind="cosine", classes=CLASSES, positives=POSITIVES, **options):
 
 
 def batch(positives=POSITIVES, ignored=1):
-    """Features, and labels among all classes."""
     labels = torch.tensor([positives[i % len(positives)] for i in range(BATCH)])
     labels[BATCH - ignored :] = -100
     return torch.randn(BATCH, D, dtype=torch.float64), labels
@@ -121,7 +119,6 @@ def test_loss_of_all_classes_is_the_full_softmax(reduction):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_cross_entropy_is_the_clients_loss(kind, objective):
-    """With an unchanged `training_step`."""
     head, full = holding(kind, objective=objective)
     features, labels = batch()
     target = head.begin_batch(labels)

@@ -242,7 +242,6 @@ def test_negatives_against_the_reference(positives, n, m):
 
 
 def test_negatives_are_uniform():
-    """All subsets with 2 of the 5 other classes are equally likely."""
     generator, draws = np.random.default_rng(0), 4000
     counts = Counter(tuple(sample_negatives(torch.tensor([1, 4]), 7, 2, generator).tolist()) for _ in range(draws))
     assert set(counts) == set(itertools.combinations([0, 2, 3, 5, 6], 2))

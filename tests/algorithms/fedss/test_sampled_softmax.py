@@ -98,8 +98,6 @@ def written_round(state, visits, objective):
 
 
 class Notes(FederatedCallback):
-    """Records messages and batches of every visit."""
-
     def __init__(self, data):
         self.data, self.visits = data, []
 
@@ -161,7 +159,6 @@ def test_the_bytes_are_those_of_the_held_classes(bias, federated_trainer):
 
 
 def test_a_step_may_call_the_heads_loss(federated_trainer):
-    """Equals cross-entropy of the output, bit for bit."""
 
     class Own(models.Module):
         def training_step(self, batch, batch_idx):
@@ -176,8 +173,6 @@ def test_a_step_may_call_the_heads_loss(federated_trainer):
 
 
 class Draws(FederatedCallback):
-    """Records the classes requested by each client."""
-
     def __init__(self):
         self.rows = {}
 
@@ -269,8 +264,6 @@ def test_training_does_not_notice_the_search_for_labels(federated_trainer):
 
 
 class Counting(Dataset):
-    """Counts how often an example was read."""
-
     def __init__(self, dataset):
         self.dataset, self.reads = dataset, 0
 
@@ -317,7 +310,6 @@ def test_data_that_raise_leave_the_client_out(federated_trainer):
 
 
 def test_a_label_that_is_not_its_own_leaves_the_client_out(federated_trainer, caplog):
-    """The other clients' round equals a round without this client."""
     data = clients()
 
     def known(client):

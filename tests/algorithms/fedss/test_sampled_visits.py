@@ -59,8 +59,6 @@ def per_step(optimizer):
 
 
 class Rows(FederatedCallback):
-    """Records the rows held in every visit."""
-
     def __init__(self):
         self.held = []
 

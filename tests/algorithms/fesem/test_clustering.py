@@ -47,7 +47,6 @@ def test_the_best_of_several_starts():
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_embedded_points_are_as_far_from_one_another_as_states(count, monkeypatch):
-    """Also across chunks; half precision and a common offset do not matter."""
     monkeypatch.setattr("lightning_fed.algorithms.fesem.clustering.CHUNK_ELEMENTS", 10)
     states = [{"a": torch.randn(3, 4) + 1000, "b": torch.randn(5).half(), "c": torch.randn(2)} for _ in range(count)]
     points = embed(states, ["a", "b"])

@@ -39,13 +39,11 @@ def net_state(seed, shift=0.0):
 
 
 def received(round, count=7, of=None):
-    """Updates from two groups of clients."""
     clients = range(count) if of is None else of
     return [ClientUpdate(c, 1 << c, net_state(10 * round + c, shift=3.0 * (c % 2))) for c in clients]
 
 
 def run(rule, rounds, start=None):
-    """Aggregates after each round."""
     state, history = net_state(99) if start is None else start, []
     for number, updates in enumerate(rounds):
         rule.start(RoundInfo(number), state)
@@ -214,7 +212,6 @@ def test_random_first_centres_depend_on_the_seed():
 
 @pytest.mark.parametrize("init", ["k-means++", "random"])
 def test_its_state_is_tensors_and_primitives(init, tmp_path):
-    """After round 0 some clients have no centre."""
     rule, again = FeSEM(2, init=init), FeSEM(2, init=init)
     run(rule, ROUNDS[:1])
     torch.save(rule.state_dict(), tmp_path / "state.pt")
@@ -271,7 +268,6 @@ def test_options_that_cannot_be(options, message):
     ),
 )
 def test_a_fit_against_a_plain_loop(num_centers, pattern, init, federated_trainer):
-    """Unequal clients, three of five per round."""
     clients = models.vectors({"ann": 33, "bob": 20, "cid": 40, "dan": 7, "eve": 16})
     history = fesem_reference(
         models.mlp(), clients, cross_entropy, models.momentum, num_centers, rounds=4, cohort_size=3, seed=4, epochs=2,
@@ -406,8 +402,6 @@ def test_centres_are_evaluated_where_lightning_validates(federated_trainer, capl
 
 
 class Stopping(EarlyStopping):
-    """Records the monitored values."""
-
     def __init__(self):
         super().__init__("fesem/val_loss", patience=100)
         self.seen = []
@@ -421,7 +415,6 @@ class Stopping(EarlyStopping):
 def test_callbacks_that_monitor_the_centres_see_this_validation(
     first, every, plain_trainer, federated_trainer, tmp_path
 ):
-    """For any order of callbacks."""
     logger, stopping = MemoryLogger(), Stopping()
     saving = ModelCheckpoint(tmp_path, "{epoch}", "fesem/val_loss", save_top_k=-1, save_on_train_epoch_end=False)
     options = {"logger": logger, "check_val_every_n_epoch": every, "enable_checkpointing": True}
@@ -488,7 +481,6 @@ def test_bytes_are_those_of_one_model(federated_trainer):
 
 
 def test_statistics_of_batch_norm_are_measured_for_every_centre(federated_trainer):
-    """Each centre is measured with its weights on the assigned clients' data."""
     trainer, _ = fit_opposed(federated_trainer, FeSEM(2), rounds=3, net=models.norm_mlp, batch_norm="recalibrate")
     rule = trainer.federation.server.rule
     for index, center in enumerate(rule.centers):
@@ -574,7 +566,6 @@ def test_a_second_fit_starts_anew(federated_trainer):
 
 
 def test_failed_rounds_leave_the_centres(federated_trainer):
-    """In one round all clients send invalid updates."""
 
     class Nonsense(Recorder):
         changes_update = True

@@ -66,7 +66,6 @@ TRUSTED = "server"
 
 
 def split(row):
-    """Model entries from a vector."""
     sizes = [int(np.prod(shape)) for shape in SHAPES.values()]
     parts = torch.split(torch.as_tensor(row), sizes)
     return {name: part.reshape(shape).clone() for (name, shape), part in zip(SHAPES.items(), parts, strict=True)}
@@ -84,7 +83,6 @@ def matrix(size, seed=0, outliers=0):
 
 
 def in_order(size):
-    """Client names in the rules' order."""
     return sorted([f"c{number}" for number in range(size)], key=client_key)
 
 
@@ -103,7 +101,6 @@ def mixtures(before, f):
 
 
 def aggregated(rule, rows, start=None, round=0, trusted=None, clients=None, steps=()):
-    """Aggregated step in float64."""
     start = np.zeros(WIDTH) if start is None else start
     clients = in_order(len(rows)) if clients is None else clients
     chain = chain_of(rule, steps)
@@ -273,7 +270,6 @@ def test_without_malicious_clients_it_is_the_mean(rule, before, size):
 @pytest.mark.parametrize("before", [[], ["nnm"], ["arc"], ["arc", "nnm"]])
 @pytest.mark.parametrize("rule", [Median, TrimmedMean])
 def test_the_result_is_inside_the_range_of_the_honest(rule, before, value):
-    """For any malicious steps, and after clipping too."""
     rows = matrix(9)
     rows[:4] = value * np.sign(matrix(4, 7))
     result = aggregated(rule(4), rows, steps=mixtures(before, 4))
@@ -384,7 +380,6 @@ def test_numbers_of_examples_do_not_matter():
 
 
 def finished(rule, rows, start=None, clients=None, steps=()):
-    """A round through a server."""
     server = Server(chain_of(rule, steps))
     server.start_round(RoundInfo(0), split(np.zeros(WIDTH) if start is None else start))
     for client, row in zip(clients or in_order(len(rows)), rows, strict=True):
@@ -406,7 +401,6 @@ def finished(rule, rows, start=None, clients=None, steps=()):
     ],
 )
 def test_too_few_updates(rule, size, needed, caplog):
-    """The model and the rule's state do not change."""
     state, report = finished(rule, matrix(size))
     assert state is None
     assert len(report.failed) == size
@@ -441,7 +435,6 @@ def test_a_client_whose_update_is_refused_is_one_of_the_malicious(make, value, b
 
 
 def aggregated_as_by_a_server(chain, info):
-    """New state, and number of excluded clients."""
     while True:
         try:
             return chain.aggregate(), len(info.refused)
@@ -498,7 +491,6 @@ def test_nobody_to_trust(caplog):
 
 
 def test_a_step_that_cannot_be_compared_leaves_its_client_out():
-    """The server refuses the step before the rule does."""
     rows = matrix(6)
     rows[0] = 1e200
     clients = in_order(6)

@@ -1,4 +1,4 @@
-"""BatchNorm statistics measured by clients with the new model, some of them false."""
+"""BatchNorm statistics from clients, measured with the new model; some reports are false."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def report(data):
 
 
 def lie(kind, number):
-    """False statistics that pass the checks on a single message."""
+    """False statistics, valid for the checks on a single message."""
     value = {"huge": 1e17, "far": 50.0 * (-1) ** number, "small": 0.0}[kind]
     return {
         "batch_norm:0:mean": torch.full((3,), value),
@@ -38,7 +38,6 @@ def lie(kind, number):
 
 
 def pooled_reference(reports, layer, num_malicious):
-    """The same in NumPy."""
     means, variances, counts = (
         np.stack([one[f"batch_norm:{layer}:{name}"].double().numpy() for one in reports])
         for name in ("mean", "var", "count")
@@ -92,7 +91,6 @@ RULES = {
 @pytest.mark.parametrize("mode", ["recalibrate", "local"])
 @pytest.mark.parametrize("name", [*RULES, "fedavg"])
 def test_one_liar_in_a_fit(name, mode, federated_trainer, monkeypatch):
-    """The pooled statistics exclude the false report; with FedAvg the false report dominates."""
     measured = {}
     measure = batch_norm.client_statistics
 

@@ -135,8 +135,6 @@ class Talkative(Net):
 
 
 class ManyClasses(L.LightningModule):
-    """Twelve classes, three per client."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -248,7 +246,6 @@ def result(trainer, module, logger=None):
 
 
 def by_round(logger):
-    """Logged values by round."""
     rounds = {}
     for _, values in logger.lines:
         if "fed/clients" in values or "val_loss" in values or "train_loss" in values or "loss_epoch" in values:
@@ -290,8 +287,6 @@ def talkative(folder, processes):
 
 
 class Loaders(FederatedDataModule):
-    """Clients, and several validation loaders by name."""
-
     def __init__(self, val):
         super().__init__(clients(), batch_size=4)
         self.loaders = val
@@ -318,8 +313,6 @@ def three_clients(folder, processes):
 
 
 class Switched(Net):
-    """The first layer trains in round 1 only."""
-
     def on_train_epoch_start(self):
         self.net[0].requires_grad_(self.current_epoch == 1)
 
@@ -348,14 +341,12 @@ def skipping(folder, processes):
 
 
 def by_batches(folder, processes):
-    """The shares depend only on the data."""
     if "strategy" in processes:
         processes = {**processes, "strategy": ClientParallelStrategy(balance="batches")}
     return train(folder, processes, Net, FederatedDataModule(clients(), batch_size=4))
 
 
 def nobody(folder, processes):
-    """Rounds without any available client."""
     return train(
         folder,
         processes,
@@ -389,8 +380,6 @@ def limits(folder, processes):
 
 
 class StopOne(L.Callback):
-    """Stops a single process, in the middle of a round."""
-
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if (trainer.current_epoch, batch_idx, os.environ.get("LOCAL_RANK", "1")) == (1, 2, "1"):
             trainer.should_stop = True
@@ -510,7 +499,6 @@ def second_door(folder, processes):
 
 
 def resumed(folder, processes):
-    """Two rounds, and two more in another Trainer."""
     options = {**QUIET, "enable_checkpointing": True, **processes}
     federation = {"clients_per_round": 3, "personal": ["net.4.*"], "method": "fedavgm", "seed": 3}
     for rounds, path in ((2, None), (4, f"{folder}/resumed.ckpt")):
@@ -529,8 +517,6 @@ def four_rounds(folder, processes):
 
 
 class Raise(L.Callback):
-    """Raises in the second process, in its first visit of the second round."""
-
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.current_epoch == 1 and batch is not None and os.environ.get("LOCAL_RANK") == "1":
             raise ValueError("in the second process")
@@ -557,8 +543,6 @@ class Reach(L.Callback):
 
 
 class Slow(L.Callback):
-    """Makes the second process late in the second round."""
-
     def on_train_epoch_start(self, trainer, module):
         if trainer.current_epoch == 1 and os.environ.get("LOCAL_RANK") == "1":
             time.sleep(1)
@@ -591,7 +575,6 @@ def broken_off(name, callback, timeout=None):
 
 
 def after(name):
-    """The remaining rounds of :func:`broken_off`."""
 
     def job(folder, processes):
         torch.manual_seed(0)
@@ -620,8 +603,6 @@ class Forgetful(FederatedCallback):
 
 
 class Diverging(FederatedCallback):
-    """Acts differently in every process."""
-
     def on_server_aggregate(self, trainer, module, state):
         for value in state.values():
             value += 1 + trainer.global_rank
@@ -640,8 +621,6 @@ class Wider(Net):
 
 
 class OwnStore(ClientStore):
-    """For one process."""
-
     def get(self, client):
         return None
 
@@ -716,7 +695,6 @@ SECONDS = 240  # time limit for a job
 
 
 def work(folder, name):
-    """Runs a job in this process, one of two."""
     own = Path(folder) / name
     own.mkdir(exist_ok=True)
     found = JOBS[name](str(own), TWO)
@@ -725,7 +703,6 @@ def work(folder, name):
 
 @contextmanager
 def children(folder, job):
-    """Forks two worker processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

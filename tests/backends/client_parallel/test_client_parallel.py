@@ -53,7 +53,6 @@ class Pair:
         self.ends = {}
 
     def ended(self, job):
-        """Exit codes and durations of both processes."""
         if job not in self.ends:
             if job in AFTER:
                 self.ended(AFTER[job])
@@ -63,7 +62,6 @@ class Pair:
         return self.ends[job]
 
     def found(self, job):
-        """Results from both processes."""
         codes = [code for code, _ in self.ended(job).values()]
         assert codes == [0, 0], "\n".join(self.log(rank, job)[-4000:] for rank in range(2))
         return [torch.load(self.folder / f"{job}-{rank}.pt", weights_only=False) for rank in range(2)]
@@ -167,7 +165,6 @@ def test_one_client_is_trained_by_one_process(two):
 
 
 def test_a_visit_is_alone(two, tmp_path):
-    """A training step sees one process, even when asking `torch.distributed`; after the fit there are two."""
     one = JOBS["worlds"](str(tmp_path), {"devices": 1})
     for found in two.found("worlds"):
         assert found["worlds"] == one["worlds"] == [(1, ())]

@@ -37,7 +37,6 @@ ROUND, LOST = 1, "bob"
 
 
 def is_lost(message, content):
-    """Whether to drop this answer."""
     sent = json.loads(from_records(message.content).text)["header"]
     return (sent.get("visit") or {}).get("client") == LOST and sent["visit"]["round"] == ROUND
 

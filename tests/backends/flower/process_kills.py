@@ -144,7 +144,6 @@ class Fit:
         self.deployment.configure()
 
     def start(self, *names):
-        """Starts workers and nodes, and waits for all."""
         said = {"worker": "Waiting for messages", "node": "SuperNode ID"}
         for name in names:
             kind, node = name[:-1], name[-1]
@@ -162,7 +161,6 @@ class Fit:
         self.deployment.run(self.app, "--run-config", config)
 
     def restart(self, process):
-        """Restarts the killed process, as described in the guide."""
         deployment = self.deployment
         if process in deployment.processes:
             deployment.processes[process].wait(60)  # a zombie still counts as a running process for its children

@@ -112,7 +112,6 @@ class Deployment:
         return [int(process) for process in result.stdout.split()]
 
     def kill_server_app(self) -> None:
-        """Kills the server app, but not the SuperLink."""
         for process in self.server_apps():
             os.kill(process, signal.SIGKILL)
 

@@ -45,7 +45,6 @@ def two_nodes(folder):
 
 @pytest.mark.parametrize("phase", ["download", "training", "upload"])
 def test_the_link_is_back_within_the_time_limit(phase, federated_trainer, tmp_path, sleeper):
-    """The run ends with the weights of one process: no message is lost, no visit is repeated."""
     asleep = sleeper("bob", 2 * SECONDS if phase == "training" else 0)
     here, _ = in_process(federated_trainer, CASE.module, CASE.data(SIZES), CASE.federation(), ROUNDS)
     asleep.unlink(missing_ok=True)

@@ -100,7 +100,6 @@ class EndsMeanwhile(FederatedCallback):
 
 
 def test_two_visits_at_once_are_paid_for(tmp_path):
-    """For example, a restarted server asks again while clients still train."""
     made = lambda: [DPSGD(1.0, 0.5, 1e-3), EndsMeanwhile(tmp_path)]  # noqa: E731
     on_flower(tmp_path, module, models.vectors(SIZES), Federation, 2, made)
     assert accounts(tmp_path) == {samples: 2 * steps + 2 for samples, steps in STEPS.items()}

@@ -276,8 +276,6 @@ def test_models_before_they_are_averaged_as_in_one_process(federated_trainer, tm
 
 
 class Refuses(models.Module):
-    """Refuses a batch with a single example, in the step or in BatchNorm."""
-
     def __init__(self, has_norm):
         super().__init__(models.mlp())
         self.norm = torch.nn.BatchNorm1d(6, track_running_stats=False) if has_norm else torch.nn.Identity()
@@ -321,8 +319,6 @@ class Confusions(models.Module):
 
 
 class Gallery(MemoryLogger):
-    """Stores logged images: (name, image)."""
-
     def __init__(self):
         super().__init__()
         self.pictures = []

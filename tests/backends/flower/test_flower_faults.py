@@ -58,7 +58,6 @@ def spoilt(message_type, changes):
 
 
 def changed(text=None, **header):
-    """Changes the header of an answer."""
 
     def change(content):
         packet = from_records(content)
@@ -200,7 +199,6 @@ def test_a_robust_rule_counts_an_answer_that_was_refused(tmp_path, caplog):
 
 
 def test_statistics_that_cannot_be_used(tmp_path, caplog):
-    """The statistics are dropped, but the update counts."""
     changes = [table(reshaped_statistics), table(poisoned), table(huge)]
     failed = []
 
@@ -343,7 +341,7 @@ def test_full_disks_that_cost_nothing(tmp_path, monkeypatch, caplog, federated_t
 
 
 class KilledError(BaseException):
-    """Simulates a killed process."""
+    pass
 
 
 def head_module():
@@ -364,7 +362,6 @@ KILLS = [(name, moment) for name in RESUMED for moment in ("between rounds", "in
     ("name", "moment"), quick(KILLS, [("fedper", "inside a round"), ("fedmargin", "between rounds")])
 )
 def test_the_server_is_killed_and_started_again(name, moment, federated_trainer, tmp_path):
-    """The run equals an uninterrupted run; client state from the unfinished round is ignored."""
     federation, module, callbacks = RESUMED[name]
     data = models.vectors(SIZES)
     here, _ = in_process(federated_trainer, module, data, federation(), callbacks=callbacks())
@@ -428,7 +425,6 @@ def test_programs_that_all_fail_end_the_run(tmp_path):
 
 
 def test_one_client_that_says_its_program_is_at_fault_ends_no_run(tmp_path, caplog):
-    """Even if the client is the whole cohort."""
 
     def on_the_way(node, message, content):
         if message.metadata.message_type != "train" or not is_of(message, LOST):

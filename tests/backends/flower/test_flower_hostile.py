@@ -69,7 +69,6 @@ NUMBERS = {
 
 @pytest.mark.parametrize(("case", "header", "reason"), NUMBERS.values(), ids=NUMBERS)
 def test_numbers_that_cannot_be_used(case, header, reason, tmp_path, caplog):
-    """The client is excluded by name, and the run continues."""
     case = CASES[case]
 
     def on_the_way(node, message, content):
@@ -93,7 +92,6 @@ def base_and_head():
 
 @pytest.fixture(scope="module")
 def an_order(tmp_path_factory):
-    """A valid training request."""
     train_requests = []
 
     def listen(node, message, content):
@@ -108,7 +106,6 @@ def an_order(tmp_path_factory):
 
 @pytest.fixture
 def runner(tmp_path):
-    """The runner that answers the request."""
     clients = clients_of(models.vectors(SIZES))
     return client_app(private_head(), base_and_head, clients, OPTIONS, store=tmp_path / "a" / "store").runner
 
@@ -138,7 +135,6 @@ def test_orders_of_nonsense(change, an_order, runner):
 
 
 def test_keys_that_are_no_names(tmp_path, caplog):
-    """Clients of another node still train."""
     good = client_app(Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path)
     data = {"\ud800": models.as_datasets(models.vectors(SIZES))["ann"]}
     bad = client_app(Federation(), make_module, data, OPTIONS, store=tmp_path)

@@ -230,7 +230,6 @@ def wait_until(condition, seconds=300):
 
 @pytest.mark.slow
 def test_a_node_is_killed_in_a_visit(federated_trainer, tmp_path, sleeper):
-    """The client is excluded by name; the round equals a round without this client."""
     asleep, case = sleeper("bob", 300), CASES["sleeping"]
     here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), 2, [Loses()])
     asleep.unlink(missing_ok=True)
@@ -278,7 +277,6 @@ def kill_server(deployment):
 @pytest.mark.parametrize("point", process_kills.POINTS)
 @pytest.mark.parametrize("process", PROCESSES.values(), ids=PROCESSES)
 def test_a_process_is_killed(process, point, tmp_path):
-    """After a restart, or without the missed rounds of the client, the fit equals an uninterrupted fit."""
     ours, of_lightning = process_kills.compare(tmp_path, process, point)
     assert (ours, of_lightning) == ([], [])
 
@@ -310,7 +308,6 @@ def register(deployment):
 
 
 def is_let_in(deployment, node, options):
-    """Starts a node; returns whether the node is admitted."""
     start_node(deployment, node, *options)
     name = f"node{node}"
     process = deployment.processes[name]
@@ -355,7 +352,6 @@ def test_a_node_that_comes_back(has_key, tmp_path):
 
 @pytest.mark.slow
 def test_encrypted_and_authenticated(federated_trainer, tmp_path):
-    """Nodes with registered keys train; nodes with another key or without a key get no messages."""
     case = CASES["fedavg"]
     here, _ = in_process(federated_trainer, case.module, case.data(SIZES), case.federation(), 2)
     with with_keys(tmp_path) as deployment, Workers(tmp_path, "fedavg"):

@@ -50,7 +50,6 @@ class Loses(FederatedCallback):
 
 
 def stage_of(message):
-    """Step, round and client of a message."""
     header = json.loads(from_records(message.content).text)["header"]
     if message.metadata.message_type == "train":
         return "train", header["visit"]["round"], header["visit"]["client"]

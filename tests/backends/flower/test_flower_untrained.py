@@ -40,7 +40,6 @@ def federation():
 
 
 def both(federated_trainer, folder, make_module, rounds, **options):
-    """Fits in one process and on Flower; weights and bytes must be equal."""
     here, there = Recorder(), Recorder()
     module, _ = in_process(federated_trainer, make_module, DATA, federation(), rounds, [here])
     remote, _, transport, grid = on_flower(
@@ -61,7 +60,6 @@ def test_the_same_travels_as_in_one_process(make_module, federated_trainer, tmp_
 
 
 def asked_again(grid):
-    """Clients with two training requests in one round."""
     visits = [json.loads(from_records(message.content).text) for _, message in grid.sent]
     rounds = [
         (visit["header"]["visit"]["round"], visit["header"]["visit"]["client"])
@@ -128,7 +126,6 @@ def test_a_server_with_other_weights_sends_them_once(keeps_process, federated_tr
 
 
 def test_an_update_that_leaves_out_what_it_does_not_say(federated_trainer, tmp_path):
-    """The client is excluded by name, and the other clients train."""
 
     def change(node, message, content):
         packet = from_records(content)

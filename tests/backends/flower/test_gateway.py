@@ -250,7 +250,6 @@ def test_slow_strangers_take_no_place_from_nodes(kind, keys, registry, monkeypat
 
 
 def test_a_body_without_a_signature_is_not_read(keys, registry):
-    """Twenty bodies of 64 MiB are refused by their headers."""
     head = b"POST /v1/fleet/push-messages HTTP/1.1\r\nhost: x\r\ncontent-length: 67108864\r\n\r\n"
     with guarded(keys, registry) as (port, _):
         for connection in open_connections(port, 20, keys / "ca.crt", head):

@@ -35,7 +35,6 @@ def environment(folder, case, **deadline):
 
 
 def simulate(folder, case, job=JOB, seconds=240, **deadline):
-    """Runs a job in the simulator; returns the log."""
     command = [sys.executable, "-m", f"{MAIN}.simulator.simulator", str(job), "-w", str(folder / "simulator")]
     done = subprocess.run(
         [*command, "-c", "site-1,site-2", "-t", "2"],
@@ -103,7 +102,6 @@ class Poc:
             )  # fmt: skip
 
     def kill(self, name):
-        """Kills a server or site, and all processes for its jobs."""
         process = psutil.Process(self.processes[name].pid)
         for each in [process, *process.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -125,7 +123,6 @@ class Poc:
         return self.ask(2, "submit", str(job))
 
     def wait(self, job, seconds=180):
-        """Waits for the end of a job; returns the status."""
         deadline = time.monotonic() + seconds
         while not (status := self.ask(1, "status", job)).startswith("FINISHED"):
             assert time.monotonic() < deadline, status

@@ -186,7 +186,6 @@ def test_orders_of_another_key_or_changed_on_their_way(tmp_path):
 
 @pytest.mark.parametrize("kind", ["update", "clients", "fault", ""])
 def test_messages_of_no_known_type_are_not_answered(kind, tmp_path):
-    """Includes names of answers, with and without a policy."""
     runner = client_app(Federation(), lambda: None, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path).runner
     for _ in range(2):
         with pytest.raises(PacketError):
@@ -374,7 +373,6 @@ def test_the_example_of_the_guide_lets_its_study_leave_and_its_first_half_nothin
 
 
 def test_the_threat_model_has_every_field_that_leaves():
-    """The tables equal the messages, and the named tests exist."""
     root = Path(models.__file__).parents[1]
     page = (root / "docs" / "guides" / "threat_model.md").read_text()
     rows = {row[0]: row[1] for row in re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.M)}

@@ -32,7 +32,6 @@ def content(number):
 
 @pytest.fixture
 def record(tmp_path):
-    """A record with four lines."""
     written = Record(tmp_path / "record.jsonl", tmp_path / HEAD_FILE)
     for number in range(4):
         with written.open():
@@ -90,7 +89,6 @@ def test_a_line_that_a_crash_has_cut_off_stays_and_is_vouched_for_by_the_next(re
 
 
 def test_several_may_write_one_record(record):
-    """Each writer has a separate open file, as processes have."""
     start = threading.Barrier(4)
 
     def write(_):
@@ -198,7 +196,6 @@ def test_the_command(tmp_path, capsys):
 )
 @pytest.mark.parametrize("is_new", [False, True])
 def test_a_record_that_is_shorter_than_its_head_closes_the_site(spoil, reason, is_new, tmp_path, caplog):
-    """While the worker runs, and after a restart: daily limits must not restart."""
     runner, path = site(tmp_path)
     for _ in range(3):
         runner.answer("query", HELLO, {})
@@ -211,7 +208,6 @@ def test_a_record_that_is_shorter_than_its_head_closes_the_site(spoil, reason, i
 
 
 def test_a_rotated_record_begins_anew(tmp_path):
-    """The operator moves both files."""
     runner, path = site(tmp_path)
     runner.answer("query", HELLO, {})
     (tmp_path / "old").mkdir()

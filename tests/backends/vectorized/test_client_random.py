@@ -68,6 +68,5 @@ def test_what_is_not_known_is_an_error(function):
 
 
 def test_a_generator_of_the_users_own_is_an_error():
-    """The generator would be shared by all clients."""
     with pytest.raises(RuntimeError, match="random"):
         together(lambda own: own + torch.rand(6, generator=torch.Generator()))

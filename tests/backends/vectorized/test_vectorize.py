@@ -116,7 +116,6 @@ def wrapped(net, **options):
     ids=["mlp", "momentum", "adam", "adagrad", "dropout", "norms", "tied"],
 )
 def test_results_are_those_of_one_after_another(make, data, federated_trainer):
-    """Clients of different sizes, short last batches, two epochs, equal dropout masks."""
     compare(federated_trainer, make, data(), local_epochs=2)
 
 
@@ -138,7 +137,6 @@ def test_a_stack_has_room_for_the_cohort_only(options, rooms, federated_trainer,
 
 @pytest.mark.slow
 def test_ten_rounds_differ_by_rounding(federated_trainer):
-    """In single precision, with a smooth network."""
     options = {"max_rounds": 10, "precision": "32-true", "tolerance": 1e-5}
     compare(federated_trainer, wrapped(smooth_mlp, optimizer=models.momentum), models.vectors(), **options)
 
@@ -232,8 +230,6 @@ def test_schedulers(per_step, federated_trainer):
 
 
 class Shared(models.Module):
-    """A layer with two names."""
-
     def __init__(self):
         super().__init__(models.norm_mlp(), models.momentum)
         self.encoder = self.net[0]
@@ -245,8 +241,6 @@ def test_layers_with_two_names(federated_trainer):
 
 
 class Teacher(models.Module):
-    """A second network follows the trained network."""
-
     def __init__(self):
         super().__init__(models.mlp(), models.momentum)
         self.teacher = models.mlp().requires_grad_(False)
@@ -474,8 +468,6 @@ def test_a_step_without_vmap_support_runs_row_by_row(federated_trainer):
 
 
 class Raises(models.Module):
-    """Raises after the trial."""
-
     def training_step(self, batch, batch_idx):
         if self.current_epoch == 1:
             raise ZeroDivisionError("of the module")
@@ -505,7 +497,6 @@ def test_an_error_of_the_module_ends_the_fit_and_leaves_the_global_model(federat
 
 
 def test_a_checkpoint_inside_a_round_holds_the_global_model(federated_trainer, tmp_path):
-    """A run resumed from the checkpoint equals an uninterrupted run."""
     data, make = models.as_datasets(models.vectors()), wrapped(models.mlp, optimizer=models.momentum)
     whole, _, _ = fit(federated_trainer, make(), data, 3, max_rounds=2, batch_size=16)
     saved = tmp_path / "inside.ckpt"
@@ -654,8 +645,6 @@ class Centred(models.Module):
 
 
 class Lars(torch.optim.SGD):
-    """A step size that depends on norms."""
-
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():

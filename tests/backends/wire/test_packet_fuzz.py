@@ -109,7 +109,6 @@ values = st.recursive(
 
 
 def paths(value, path=()):
-    """Paths in nested containers."""
     yield path
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in parts:
@@ -180,7 +179,6 @@ def read(reader, packet, *arguments):
 
 
 def check_reply(packet):
-    """Reads, checks and aggregates a reply as the server does: the round ends with a finite model."""
     reply = read(read_reply, packet, "a")
     if reply is None:
         return
@@ -199,7 +197,6 @@ def check_reply(packet):
 
 
 def check_order(packet):
-    """Reads a training request as a client does."""
     order = read(read_train_request, packet, "train")
     if order is None:
         return
@@ -214,7 +211,6 @@ def check_hello(packet):
 
 
 def check_sum_request(packet):
-    """Reads a secure-sum request as a client does."""
     request = read(read_sum_request, packet)
     if request is None:
         return
@@ -224,7 +220,6 @@ def check_sum_request(packet):
 
 
 def check_sum_reply(packet):
-    """Reads a secure-sum reply as the server does, for every request."""
     for request in SUMS:
         reply = read(read_sum_reply, packet, request)
         assert reply is None or isinstance(reply, Fault) or all(type(row) is bytes for row in reply)

@@ -14,8 +14,6 @@ from lightning_fed.backends.wire.transport import Deadline, Transport
 
 
 class Clock:
-    """A clock that only advances by sleeping."""
-
     def __init__(self):
         self.now = 0.0
 
@@ -165,8 +163,6 @@ def test_deadlines_that_there_are_not(options, message):
 
 
 class Counting(Network):
-    """Records the number of packets while waiting for an answer."""
-
     def __init__(self, clock):
         super().__init__(clock, 60, {"ann": 1, "bob": 2})
         self.packets, self.alive = [], []

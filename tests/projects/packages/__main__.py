@@ -170,7 +170,6 @@ PROJECTS = {
 
 
 def install(packages):
-    """Installs packages; returns pip's last line on failure."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stderr.splitlines() if line.strip() and "WARNING" not in line]
@@ -178,7 +177,6 @@ def install(packages):
 
 
 def run_main(source, name, *callbacks):
-    """Runs a script's `main`; returns the Trainer and the log."""
     from tests.recorders import MemoryLogger
 
     path = Path(tempfile.mkdtemp()) / f"{name}.py"
@@ -195,8 +193,6 @@ def run_main(source, name, *callbacks):
 
 
 class Warnings(logging.Handler):
-    """Stores the package's warnings."""
-
     def __init__(self):
         super().__init__(logging.WARNING)
         self.lines = []
@@ -237,7 +233,6 @@ def try_project(name):
 
 
 def run_project(name):
-    """The result of :func:`try_project` from a separate process."""
     command = [sys.executable, "-m", "tests.projects.packages", "--only", name, "--here"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     try:
@@ -254,7 +249,6 @@ def run_project(name):
 
 
 def verdict(result):
-    """The fault in a result; empty without a fault."""
     if "error" in result:
         return result["error"]
     ways = [result[way] for way in ("plain", "trainer", "callback") if way in result]
@@ -271,14 +265,12 @@ def verdict(result):
 
 
 def shorten(warning):
-    """Shortens a logged warning for a table cell."""
     carried = re.search(r"these attributes of \w+ changed in the visits: (.*?)\. They", warning)
     text = f"the log names what passes between visits: {carried[1]}" if carried else warning
     return text.replace("|", "/")
 
 
 def table(results):
-    """Results as a Markdown table."""
     lines = [
         "| package | project | changed lines: Trainer, callback | plain | federated | remarks |",
         "|---|---|---|---|---|---|",
@@ -301,7 +293,6 @@ def table(results):
 
 
 def write_table(page, text):
-    """Writes the table between the markers in a page."""
     begin, end = "<!-- projects -->", "<!-- /projects -->"
     before, _, rest = page.read_text().partition(begin)
     _, _, after = rest.partition(end)
@@ -333,7 +324,6 @@ def main():
 
 
 def versions():
-    """Versions shared by all projects."""
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "lightning"))
 
 

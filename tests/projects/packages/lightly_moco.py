@@ -16,8 +16,6 @@ from torch import nn
 
 
 class Colours(torch.utils.data.Dataset):
-    """Images of squares in four colours, as a torchvision data set with a ``transform``."""
-
     transform = None
 
     def __init__(self, count=160):

@@ -8,8 +8,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 class Corridor:
-    """Five places in a row, with the reward at one end."""
-
     def __init__(self, start=2):
         self.start = start
 

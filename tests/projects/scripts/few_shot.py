@@ -8,8 +8,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 
 class Glyphs(Dataset):
-    """Twelve classes of noisy patterns."""
-
     def __init__(self, classes):
         patterns = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
         self.labels = torch.tensor(classes).repeat_interleave(20)

@@ -8,8 +8,6 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class TimeSeriesDataSet(Dataset):
-    """Windows of several series."""
-
     def __init__(self, num_series=12, length=40, encoder_length=12, prediction_length=4, validation=False):
         self.encoder_length, self.prediction_length = encoder_length, prediction_length
         time = torch.arange(length, dtype=torch.float32)

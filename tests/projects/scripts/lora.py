@@ -8,8 +8,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 
 class Countings(Dataset):
-    """Token sequences increasing by one or two."""
-
     def __init__(self, num_samples):
         starts = torch.arange(num_samples)[:, None]
         self.tokens = (starts + torch.arange(10) * (1 + starts % 2)) % 16
