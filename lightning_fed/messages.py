@@ -1,11 +1,11 @@
 """The wire: three messages between server and client.
 
-The server sends a :class:`Broadcast`, the client answers with a :class:`ClientUpdate`. Both hold flat dictionaries of
+The server sends a :class:`Broadcast`, the client answers with a :class:`ClientUpdate`. Both hold flat dictionaries with
 tensors: the same halves run in one process, in several processes or over a network, and bytes are counted, not
 estimated.
 
-A client may first send a :class:`Request`, for a few rows of a large table (classes of a head, words of an embedding),
-or with its parts of the model. Only requested rows travel, in both directions.
+A client may first send a :class:`Request`, for a few rows in a large table (a head's classes, an embedding's words), or
+with names of known parts of the model. Only requested rows travel, in both directions.
 
 Untrained entries (parameters without gradient, constant buffers) do not travel if the receiver has the values:
 ``unsent`` holds the names, and the receiver fills in the values.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 Client: TypeAlias = str | int
-"""Key of a client."""
+"""A client's key."""
 
 State: TypeAlias = dict[str, Tensor]
 """Flat model state: tensor by entry name."""
@@ -35,7 +35,7 @@ def plain_keys(clients: Iterable[Client]) -> list[Client]:
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Size of the tensors in bytes.
+    """The tensors' size in bytes.
 
     Example:
         >>> import torch
@@ -75,7 +75,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
 
 
 def distinct(tensors: Mapping[str, Tensor]) -> State:
-    """The tensors, without repetitions of an earlier tensor.
+    """The tensors, without repetitions.
 
     Example:
         >>> import torch
@@ -124,7 +124,7 @@ class Request:
     Args:
         client: The client's key.
         rows: Requested rows by entry name: int64, shape (rows,), strictly increasing, so the order tells nothing about
-            the client. Equal rows of several entries, such as a head's weight and bias, travel once.
+            the client. Equal rows for several entries, such as a head's weight and bias, travel once.
         extras: Further tensors for :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
 
     """
@@ -141,15 +141,15 @@ class Request:
 
 @dataclass
 class Broadcast:
-    """Message from the server to one client at the start of a visit.
+    """Message from the server to one client before a visit's training.
 
     Args:
         round: Index of the round, from 0.
-        state: Entries of the client's initial model.
+        state: Entries for the client's initial model.
         extras: Further tensors from the method (control variates, ...).
-        rows: Indices of the rows in ``state`` for sliced entries, from the client's :class:`Request`; the bytes count
-            for the request.
-        unsent: Names of entries in ``state`` that the client already has. Set by the server.
+        rows: Row indices in ``state`` for sliced entries, from the client's :class:`Request`; the bytes count for the
+            request.
+        unsent: Names in ``state`` for entries already at the client. Set by the server.
 
     """
 
@@ -172,7 +172,7 @@ class Broadcast:
 
 @dataclass
 class ClientUpdate:
-    """Message from one client to the server at the end of a visit.
+    """Message from one client to the server after a visit's training.
 
     Args:
         client: The client's key.
@@ -180,9 +180,9 @@ class ClientUpdate:
         state: Entries after the training (not differences).
         extras: Further tensors from the method (prototypes, statistics, ...).
         metrics: Plain numbers for the log.
-        rows: Indices of the rows in ``state`` for sliced entries. The server sets the rows of the broadcast: a client
-            cannot write into other rows.
-        unsent: Names of untrained entries in ``state`` with the broadcast's values, which do not travel. The tensors
+        rows: Row indices in ``state`` for sliced entries. The server sets the broadcast's rows: a client cannot write
+            into other rows.
+        unsent: Names in ``state`` for untrained entries with the broadcast's values, which do not travel. The tensors
             belong to the broadcast: replace the tensors, do not write into the memory.
         members: On the server, the clients behind an update joined by an update step.
 

@@ -171,7 +171,7 @@ WRITERS_OF_A_FIT = {
 
 
 def writers_of_a_fit():
-    """Files by attribute of a ``FederatedFit``, without the class itself."""
+    """Files by attribute, without ``fit.federated_fit``."""
     writers = {}
     for name, path in FILES.items():
         targets = [

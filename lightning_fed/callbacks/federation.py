@@ -670,7 +670,6 @@ class Federation(TrainerCallback):
         return count_scheduler_steps(self._fit, rounds, window)
 
     def _describe_steps(self) -> dict[str, str]:
-        """Describes update steps and private callbacks for a checkpoint."""
         callbacks = [] if self._trainer is None else callbacks_of(self._trainer)
         private = {type(callback).__name__: callback for callback in callbacks if hasattr(callback, "describe_privacy")}
         return {**self._steps, **{name: callback.describe_privacy() for name, callback in sorted(private.items())}}

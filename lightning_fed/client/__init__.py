@@ -1,4 +1,4 @@
-"""The client half of a round, a visit: the local model, its optimizers, and the store of a client's own tensors."""
+"""The client half: local model, optimizers, and store for client state."""
 
 from lightning_fed.client.client_store import ClientStore as ClientStore
 from lightning_fed.client.client_store import FolderStore as FolderStore

@@ -1,6 +1,6 @@
-"""Stores of the tensors that stay with a client between its visits: personal layers, optimizer state.
+"""Stores for client state between visits: personal layers, optimizer state, memories.
 
-Entries are versioned by round, so that a run resumed from an earlier checkpoint does not see what later rounds wrote.
+Entries have a version per round: a run resumed from an earlier checkpoint does not see tensors from later rounds.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _DIGEST = "sha256"
 
 
 class ClientStore(ABC):
-    """Store of per-client tensors that outlive a visit. Only the cohort's entries need to be in memory."""
+    """Store of tensors by client. Only the cohort's tensors need to be in memory."""
 
     @abstractmethod
     def get(self, client: Client) -> State | None:
-        """The client's newest tensors, or ``None`` if it has none; the caller may keep but not change them."""
+        """The client's newest tensors, which must not be changed, or ``None``."""
 
     def clients(self) -> Collection[Client]:
         """The clients with tensors. As a fit ends, these clients measure BatchNorm statistics again."""
@@ -46,39 +46,39 @@ class ClientStore(ABC):
 
     @abstractmethod
     def settle(self, round: int, clients: Collection[Client]) -> None:
-        """Takes back what was put as of ``round``, but for these clients': those whose updates counted."""
+        """Commits the tensors of ``round`` for clients with a good update, and removes the other clients' tensors."""
 
     @abstractmethod
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """State for a training checkpoint, as of the end of round ``round - 1``: tensors and primitives."""
+        """State at the end of round ``round - 1`` for a checkpoint: tensors and primitives."""
 
     @abstractmethod
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores the store as of that :meth:`checkpoint`; ``restore(0, {})`` empties it."""
+        """Restores the store to a :meth:`checkpoint`; ``restore(0, {})`` empties the store."""
 
     def start(self, process_group: ProcessGroup) -> None:  # noqa: B027 - optional
-        """Prepares the store in every one of several processes, before the first round and after a restore."""
+        """Prepares the store in each process, before the first round and after a restore."""
 
     def share(self, round: int) -> Any:
-        """Changes of this store in ``round`` that the stores of the other processes must know.
+        """Changes in ``round`` for the stores in other processes, as a picklable object.
 
-        The result can be anything that can be pickled. A store that does not implement the method serves one process.
+        A store without this method serves one process.
         """
-        raise NotImplementedError(f"{type(self).__name__} keeps what is the clients' for one process only.")
+        raise NotImplementedError(f"{type(self).__name__} stores client state for one process only.")
 
     def join(self, round: int, share: Any) -> None:  # noqa: B027 - optional
-        """Takes over the changes that :meth:`share` of another process's store returned."""
+        """Adds the changes from :meth:`share` in another process."""
 
 
 def build_store(store: str | os.PathLike[str] | ClientStore | None) -> ClientStore:
-    """Builds a store from an argument: a store itself, the path of a folder, or ``None`` for memory."""
+    """Builds a store from an argument: a store, the path of a folder, or ``None`` for memory."""
     if store is None:
         return MemoryStore()
     return store if isinstance(store, ClientStore) else FolderStore(store)
 
 
 class MemoryStore(ClientStore):
-    """Store in memory, saved in every checkpoint: for up to some hundreds of clients with small entries.
+    """Store in memory and in every checkpoint, for hundreds of clients with small entries.
 
     Example:
         >>> import torch
@@ -92,7 +92,7 @@ class MemoryStore(ClientStore):
     def __init__(self) -> None:
         self._states: dict[Client, State] = {}
         self._round = -1
-        self._of_round: dict[Client, State] = {}  # separate, so that a checkpoint inside a round can leave them out
+        self._of_round: dict[Client, State] = {}  # separate: a checkpoint inside a round excludes these
 
     def get(self, client: Client) -> State | None:
         """The client's tensors, or ``None``."""
@@ -103,19 +103,19 @@ class MemoryStore(ClientStore):
         return [client for client, state in (self._states | self._of_round).items() if state]
 
     def put(self, client: Client, round: int, state: State) -> None:
-        """Keeps a copy of the client's tensors."""
+        """Stores a copy of the client's tensors."""
         if round != self._round:
             self._add_round(self._states)
             self._round, self._of_round = round, {}
         self._of_round[client] = copy_state(state)
 
     def settle(self, round: int, clients: Collection[Client]) -> None:
-        """Takes back the tensors of the others."""
+        """Removes the other clients' tensors."""
         if round == self._round:
             self._of_round = {client: state for client, state in self._of_round.items() if client in clients}
 
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """All clients' tensors as of the end of round ``round - 1``."""
+        """All clients' tensors at the end of round ``round - 1``."""
         states = dict(self._states)
         if self._round < round:
             self._add_round(states)
@@ -125,13 +125,11 @@ class MemoryStore(ClientStore):
         """Restores all clients' tensors.
 
         Raises:
-            ValueError: If the checkpoint was taken with a folder.
+            ValueError: If the checkpoint belongs to a folder.
 
         """
         if "folder" in state:
-            raise ValueError(
-                f"The checkpoint's clients keep what is theirs in a folder: set store={state['folder']!r}."
-            )
+            raise ValueError(f"The checkpoint's client state is in a folder: set store={state['folder']!r}.")
         self._states = dict(zip(state.get("clients", ()), state.get("states", ()), strict=True))
         self._round, self._of_round = -1, {}
 
@@ -140,12 +138,11 @@ class MemoryStore(ClientStore):
         return self._of_round if self._round == round else {}
 
     def join(self, round: int, share: Any) -> None:
-        """Stores the other process's tensors too, because any process may train a client next."""
+        """Stores the tensors from another process, because any process may train a client next."""
         for client, state in share.items():
             self.put(client, round, state)
 
     def _add_round(self, states: dict[Client, State]) -> None:
-        """Adds the tensors of the round, and removes clients without any."""
         for client, state in self._of_round.items():
             states[client] = state
             if not state:
@@ -153,23 +150,21 @@ class MemoryStore(ClientStore):
 
 
 class FolderStore(ClientStore):
-    """Store in safetensors files of a folder: ``<folder>/run-0/<client>/<round>.safetensors``.
+    """Store in safetensors files: ``<folder>/run-0/<client>/<round>.safetensors``.
 
-    A fit that starts anew begins the folder's next run, and leaves the runs before it as they are; one that is resumed
-    goes on with the run of its checkpoint. Files and folders of other names are nobody's and are left alone.
+    A new fit begins the folder's next run, and leaves earlier runs unchanged; a resumed fit continues the checkpoint's
+    run. Files and folders with other names are ignored.
 
-    Every file has a checksum of its tensors. A client whose folder is gone, or whose file cannot be read or has other
-    bytes than were written, is left out of the round by name: it does not go on as if it had never taken part.
+    Every file has a checksum. A client with a missing folder, or with an unreadable or changed file, is excluded from
+    the round, because a silent restart from the initial state would be wrong.
 
-    Files are written atomically, so a killed run leaves no half-written one. A training checkpoint holds no tensors of
-    the store. So that a run can be resumed from either of the last two checkpoints, versions
-    are kept from the newest that the previous checkpoint saw; older ones are deleted when a checkpoint is taken, and
-    resuming from a checkpoint that would need them is an error. With ``keep_all`` nothing is deleted, for resuming from
-    the best checkpoint, say.
+    Files are written atomically, and a killed run leaves no partial file. A training checkpoint holds no tensors from
+    the store. Runs can resume from the last two checkpoints: a new checkpoint deletes versions older than the previous
+    checkpoint's. Resuming from an older checkpoint is an error, except with ``keep_all``.
 
     Args:
-        folder: Folder of the files; created if it does not exist. Several processes need one that all of them see.
-        keep_all: Whether every version is kept: every visit's, for as long as the run trains.
+        folder: Folder for the files, created if necessary; several processes need a shared folder.
+        keep_all: Whether to store every version, for example to resume from the best checkpoint.
 
     Example:
         >>> import tempfile, torch
@@ -185,10 +180,10 @@ class FolderStore(ClientStore):
         self.keep_all = keep_all
         self._run = self._last_run()  # `None` until this run's first `put`
         self._resumed_at: int | None = None
-        self._written: set[Client] = set()  # by this run: other clients' versions from `_resumed_at` on are older runs'
+        self._written: set[Client] = set()  # in this run; other versions after `_resumed_at` belong to older runs
         self._prunable: set[Client] = set()
         self._last_checkpoint = 0
-        self._rank = 0  # of several processes, of which the first deletes
+        self._rank = 0  # only the first process deletes files
         self._of_round: tuple[int, list[Client]] = (-1, [])
         self._kept: set[Client] = set()  # clients that must have a version
 
@@ -196,24 +191,24 @@ class FolderStore(ClientStore):
         """Reads the client's newest tensors.
 
         Raises:
-            ClientFault: If they are not there any more, or not as they were written.
+            ClientFault: If the file is missing, unreadable or changed.
 
         """
         versions = self._versions(client)
         if not versions:
             if client in self._kept:
-                _log.error("What client %r has kept is not there any more: %s is gone.", client, self._folder(client))
-                raise ClientFault("what it has kept is not there any more")
+                _log.error("The state of client %r is missing: %s does not exist.", client, self._folder(client))
+                raise ClientFault("its stored state is missing")
             return None
         path = versions[-1][1]
         try:
             state, known = load_file(path), _read_digest(path)
         except Exception as error:
-            _log.error("What client %r has kept cannot be read: %s: %s.", client, path, describe(error))
-            raise ClientFault("what it has kept cannot be read") from error
-        if known is not None and known != digest(state):  # files of earlier releases have none
-            _log.error("What client %r has kept has changed since it was written: %s.", client, path)
-            raise ClientFault("what it has kept has changed since it was written")
+            _log.error("The state of client %r cannot be read: %s: %s.", client, path, describe(error))
+            raise ClientFault("its stored state cannot be read") from error
+        if known != digest(state):
+            _log.error("The state of client %r has changed in the file: %s.", client, path)
+            raise ClientFault("its stored state has changed in the file")
         return state or None
 
     def clients(self) -> Collection[Client]:
@@ -221,7 +216,7 @@ class FolderStore(ClientStore):
         return self._kept
 
     def put(self, client: Client, round: int, state: State) -> None:
-        """Writes the client's tensors as of ``round``."""
+        """Writes the client's tensors of ``round``."""
         if self._run is None:
             last = self._last_run()
             self._run = 0 if last is None else last + 1
@@ -229,15 +224,15 @@ class FolderStore(ClientStore):
         versions = self._versions(client)
         run_paths = {path for _, path in versions}
         path = folder / f"{round:08d}.safetensors"
-        with atomic_write(path, f"-{self._rank}.partial") as partial:  # all processes write when a client is forgotten
+        with atomic_write(path, f"-{self._rank}.partial") as partial:  # all processes delete memories
             # Copies, because safetensors refuses tensors that share memory.
             copies = {name: value.contiguous().cpu() for name, value in copy_state(state).items()}
             save_file(copies, partial, metadata={_DIGEST: digest(copies)})
         for stale in folder.glob("*.safetensors"):
-            # Of a run that this one, resumed from an earlier round, replaces.
+            # From the run before this one resumed at an earlier round.
             if stale not in run_paths and stale != path and _is_number(stale.stem):
                 stale.unlink(missing_ok=True)
-        # No checkpoint, also of times to come, needs those between the last one and the newest before this one.
+        # No checkpoint needs the versions between the last checkpoint and the version before this one.
         between = [old for version, old in versions if self._last_checkpoint <= version < round]
         for old in () if self.keep_all else between[:-1]:
             old.unlink(missing_ok=True)
@@ -249,7 +244,7 @@ class FolderStore(ClientStore):
         self._of_round[1].append(client)
 
     def settle(self, round: int, clients: Collection[Client]) -> None:
-        """Deletes the others' versions of the round."""
+        """Deletes the other clients' versions of the round."""
         if self._of_round[0] != round:
             return
         refused = [client for client in self._of_round[1] if client not in clients]
@@ -260,7 +255,7 @@ class FolderStore(ClientStore):
                 self._kept.discard(client)
 
     def checkpoint(self, round: int) -> dict[str, Any]:
-        """Deletes the versions that neither this checkpoint nor the one before it needs."""
+        """Deletes old versions, not needed by this checkpoint and the previous one."""
         if round > self._last_checkpoint:
             obsolete: list[Path] = []
             for client in () if self.keep_all else list(self._prunable):
@@ -278,22 +273,22 @@ class FolderStore(ClientStore):
         return {"folder": str(self.folder), "run": self._run, "kept": plain_keys(self._kept_until(round))}
 
     def restore(self, round: int, state: dict[str, Any]) -> None:
-        """Restores the store: only versions of rounds before ``round``, and later ones of this run, exist for it.
+        """Restores the store: versions from ``round`` on are hidden, unless this run writes the version again.
 
         Raises:
-            ValueError: If the clients' tensors of that time were deleted, or were not kept in a folder.
+            ValueError: If the versions were deleted, or the checkpoint holds the tensors.
 
         """
         if state.get("clients"):
-            raise ValueError("The checkpoint holds what is the clients' itself: set store=None.")
+            raise ValueError("The checkpoint itself holds the client state: set store=None.")
         self._run = state.get("run")
         if self._run is not None and (type(self._run) is not int or self._run < 0):
-            raise ValueError(f"The checkpoint names {self._run!r} as the store's run, which is no number.")
+            raise ValueError(f"Expected a number for the store's run in the checkpoint, but got {self._run!r}.")
         if self._run is not None and self._oldest.exists() and round < int(self._oldest.read_text()):
             raise ValueError(
-                f"The folder {str(self.folder)!r} does not hold any more what the clients had after {round} rounds: it"
-                f" keeps what the last two checkpoints need, from {self._oldest.read_text()} rounds on. Resume from"
-                " one of them, or restore a copy of the folder from that time. For runs to come,"
+                f"The folder {str(self.folder)!r} does not hold any more the client state after {round} rounds: the"
+                f" folder holds the state for the last two checkpoints, from {self._oldest.read_text()} rounds on."
+                " Resume from one of these, or restore a copy of the folder. In future runs,"
                 f" store=FolderStore({str(self.folder)!r}, keep_all=True) deletes nothing."
             )
         self._resumed_at = self._last_checkpoint = round
@@ -302,27 +297,27 @@ class FolderStore(ClientStore):
         self._prunable.clear()
 
     def newest(self, client: Client) -> int:
-        """Index of the round of the version that :meth:`get` reads; -1 if there is none."""
+        """Round of the version for :meth:`get`; -1 for no version."""
         return max((version for version, _ in self._versions(client)), default=-1)
 
     def prune(self, client: Client, round: int) -> None:
-        """Deletes the client's versions that are older than its newest one of a round before ``round``."""
+        """Deletes the client's versions before ``round``, except the newest of these versions."""
         for _, path in [version for version in self._versions(client) if version[0] < round][:-1]:
             path.unlink()
 
     def start(self, process_group: ProcessGroup) -> None:
-        """Makes all processes write to the run of the first one; only the first one deletes files."""
+        """Sets the first process's run in all processes; only the first process deletes files."""
         if process_group.size > 1:
             last = self._last_run()
             self._run = process_group.broadcast((0 if last is None else last + 1) if self._run is None else self._run)
         self._rank = process_group.rank
 
     def share(self, round: int) -> Any:
-        """The clients that have new versions."""
+        """The clients with new versions."""
         return self._of_round[1] if self._of_round[0] == round else []
 
     def join(self, round: int, share: Any) -> None:
-        """Notes that the versions of these clients are this run's."""
+        """Records new versions from another process."""
         self._of_round = round, [*self.share(round), *share]
         self._written.update(share)
         self._kept.update(share)
@@ -330,7 +325,7 @@ class FolderStore(ClientStore):
 
     @property
     def _oldest(self) -> Path:
-        """File with the number of rounds from which on the run's folder is complete."""
+        # Holds the number of rounds of the oldest complete state.
         return self.folder / f"run-{self._run}" / "oldest"
 
     def _last_run(self) -> int | None:
@@ -338,7 +333,6 @@ class FolderStore(ClientStore):
         return max((int(name) for name in names if _is_number(name)), default=None)
 
     def _kept_until(self, round: int) -> list[Client]:
-        """Clients that must have a version of a round before ``round``."""
         if self._of_round[0] < round:
             return list(self._kept)
         return [

@@ -1,4 +1,4 @@
-"""The client half of a round: loads the broadcast, stores the client's own tensors, builds the update."""
+"""The client's model: loads the broadcast, stores client state, builds the update."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from lightning_fed.model.resize import resize_module, set_tensor_data
 from lightning_fed.numerics.precision import as_real
 
 OWN_MODEL = "model:"
-"""Prefix of names in a client's memory: of the entries of a model of its own, which it is evaluated with."""
+"""Prefix for names in a client's memory: entries of a personal model for evaluation."""
 
 STATISTICS = "batch_norm:"
-"""Prefix of names in the store: of a client's BatchNorm statistics, which the client is evaluated with."""
+"""Prefix for names in the store: a client's BatchNorm statistics for evaluation."""
 
 _MEMORY = "memory:"
 _TRAVELS = ("shared", "sliced")
 
 
 class LocalModel:
-    """The module as the model of one client after another.
+    """The module as each client's model in turn.
 
     Shared entries come from the broadcast, personal entries from the client's store (before the first visit: the
     server's initial values), frozen entries from the server. Outside a visit the module holds the global model. Every
@@ -124,7 +124,7 @@ class LocalModel:
         self._unsaved.return_additions()
 
     def changed_server_entries(self, names: Iterable[str]) -> list[str]:
-        """Filters names of untransmitted entries with values different from the server's; NaN equals NaN."""
+        """Filters names of untransmitted entries by difference from the server's values; NaN equals NaN."""
         self._find_entries()
         pairs = {name: (self.entries[name], self.server_entries[name]) for name in names if name in self.server_entries}
         return [
@@ -134,7 +134,7 @@ class LocalModel:
         ]
 
     def keep_server_entries(self) -> None:
-        """Stores the global model's values of untransmitted entries as the server's values."""
+        """Copies the global model's untransmitted entries as the server's values."""
         self.server_entries = copy_state({name: self.entries[name] for name in self.server_entries})
 
     def load_client(
@@ -255,7 +255,7 @@ class LocalModel:
     def find_personal_fault(self, client: Client) -> str | None:
         """Describes the first personal entry with another form or implausible values after the visit.
 
-        Entries with implausible values before the visit are accepted. ``None`` if there is no fault.
+        Entries with implausible values before the visit are accepted. ``None`` without a fault.
         """
         self._find_entries()
         personal = {name: self.entries[name] for name in self.personal}
@@ -267,7 +267,7 @@ class LocalModel:
         return find_implausible({name: personal[name] for name in was_plausible})
 
     def kept_optimizer_state(self, client: Client) -> State:
-        """The optimizer state stored with the client's loaded model, in the form of :func:`pack_optimizers`."""
+        """The stored optimizer state for the loaded client, as from :func:`pack_optimizers`."""
         return self._optimizer_state.pop(client, {})
 
     def answer(self, client: Client, num_samples: int, known: Mapping[str, Tensor] | None = None) -> ClientUpdate:
@@ -281,7 +281,7 @@ class LocalModel:
         return ClientUpdate(client, num_samples, self.global_state(known))
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
-        """Copies entries into the module; replaces the data of sliced entries."""
+        """Copies entries into the module; replaces sliced entries' data."""
         for name, owner in self.sliced.items():
             rows = state.get(name, owner)
             if rows.shape[1:] != owner.shape[1:] or rows.dtype != owner.dtype:
@@ -305,7 +305,7 @@ class LocalModel:
             self.entries[name] = owner.detach()
 
     def _find_entries(self) -> None:
-        """Finds the current tensors, because a module may assign tensors or data instead of writing in place."""
+        # A module may assign tensors or data instead of writing in place.
         for name, (path, layer, attribute, tensor) in self._slots.items():
             current = getattr(layer, attribute, None)
             if not isinstance(current, Tensor):

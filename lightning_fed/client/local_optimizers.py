@@ -1,4 +1,4 @@
-"""Optimizers of a visit, reset or restored from the client's last visit, with schedulers and loss scale."""
+"""Optimizers in a visit, reset or restored from the client's last visit, with schedulers and loss scale."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_fed.messages import State
 
 OPTIMIZER = "optimizer:"
-"""Prefix of the names of packed optimizer state."""
+"""Prefix for names in packed optimizer state."""
 
 _HYPERPARAMETERS = ("lr", "initial_lr", "momentum", "betas", "weight_decay")  # set by schedulers and users
 _GROUP = "group"
@@ -23,12 +23,12 @@ _DICTIONARIES = (dict, OrderedDict, defaultdict, Counter)
 
 
 class StepScheduler(Protocol):
-    """Interface of a learning-rate scheduler."""
+    """A learning-rate scheduler."""
 
     optimizer: Optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the scheduler."""
+        """The scheduler's state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the scheduler's state."""
@@ -38,25 +38,25 @@ class StepScheduler(Protocol):
 
 
 class LocalOptimizers:
-    """Optimizers, per-step schedulers and loss scaling of one round, reset for every visit.
+    """Optimizers, per-step schedulers and loss scale in a round, reset for every visit.
 
     Every visit starts from the round's state: the optimizers' initial buffers (or, with ``mode="keep"``, the buffers
-    after the client's last visit), the round's hyper-parameters (learning rates set by epoch schedulers), and the
-    round's state of per-batch schedulers and loss scale. After the round, the schedulers continue from the visit with
-    the median number of steps, and the loss scale from the median scale. No minority of clients can move the median
-    beyond the other clients' values; with one client this equals plain training.
+    after the client's last visit), the round's hyper-parameters (learning rates set by epoch schedulers), per-batch
+    schedulers and loss scale. After the round, the schedulers continue from the visit with the median step count, and
+    the loss scale from the median scale. A minority of clients cannot move the median beyond the other clients' values;
+    with one client this equals plain training.
 
     Args:
         optimizers: The optimizers.
         step_schedulers: The learning-rate schedulers with a step per batch.
         scaler: Holder of the loss scale, with ``state_dict`` and ``load_state_dict``.
         mode: ``"reset"`` or ``"keep"``.
-        epoch_schedulers: The schedulers stepped by the Trainer at the round's last batch. If an epoch scheduler shares
-            an optimizer with ``step_schedulers``, the epoch scheduler steps from the optimizer's state at the end of
-            the visit with the median number of steps.
+        epoch_schedulers: The schedulers stepped by the Trainer at the round's last batch. An epoch scheduler that
+            shares an optimizer with ``step_schedulers`` steps from the final state in the visit with the median step
+            count.
 
     Attributes:
-        finals: Final scheduler state of each visit, by position in the round; empty if no state outlives the visits.
+        finals: Final scheduler states by position in the round; empty if no state outlives the visits.
 
     """
 
@@ -79,27 +79,27 @@ class LocalOptimizers:
 
     @property
     def start(self) -> dict[str, Any]:
-        """Hyper-parameters, per-step schedulers and loss scale at the start of every visit."""
+        """Hyper-parameters, per-step schedulers and loss scale for the start of every visit."""
         return {name: self._start[name] for name in ("groups", "schedulers", "scaler")}
 
     def note_visit(self, position: int, final_state: Mapping[str, Any]) -> None:
-        """Records the final state of a visit trained by another process or machine.
+        """Records the final state after a visit in another process or on another machine.
 
         Args:
             position: Index of the visit in the round.
-            final_state: The state in its ``finals``.
+            final_state: The state from ``finals``.
 
         """
         if self.goes_on:
             self.finals[position] = {**self._start, **final_state}
 
     def advanced(self, steps: Sequence[int]) -> dict[str, Any]:
-        """The final state of a visit with known numbers of per-step scheduler steps, in the form of ``finals``.
+        """The final state after a visit on another machine, as in ``finals``.
 
-        The schedulers repeat the steps here: a visit elsewhere reports only the numbers of steps.
+        The schedulers repeat the steps here, because the visit reports only step counts.
 
         Args:
-            steps: Number of steps for every scheduler; the schedulers alternate, as in a visit.
+            steps: Step count for every per-step scheduler; the schedulers alternate, as in a visit.
 
         """
         self._load(self._start)
@@ -112,10 +112,10 @@ class LocalOptimizers:
         return state
 
     def steps_of(self, final_state: Mapping[str, Any]) -> list[int] | None:
-        """Number of steps of every per-step scheduler in a visit; ``None`` if a scheduler does not count steps.
+        """Step count in a visit for every per-step scheduler; ``None`` if a scheduler does not count steps.
 
         Args:
-            final_state: The state in its ``finals``.
+            final_state: The state from ``finals``.
 
         """
         pairs = zip(self._start["schedulers"], final_state["schedulers"], strict=True)
@@ -131,11 +131,11 @@ class LocalOptimizers:
     def start_visit(
         self, packed: Mapping[str, Tensor] | None = None, rows: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
-        """Resets all state to the start of the round, and restores the client's stored buffers, if any.
+        """Resets all state to the round's start, and restores the client's stored buffers, if any.
 
         Args:
             packed: Result of :meth:`end_visit` after the client's last visit.
-            rows: Parameters with only some rows at the client, and the indices of these rows.
+            rows: Parameters with only some rows at the client, and the rows' indices.
 
         """
         self._load({**self._start, "buffers": self._sliced(self._start["buffers"], rows)} if rows else self._start)
@@ -143,7 +143,7 @@ class LocalOptimizers:
             unpack_optimizers(self.optimizers, packed)
 
     def snapshot(self) -> dict[str, Any]:
-        """Copies all state in the middle of a visit, for :meth:`resume`."""
+        """Copies all state during a visit, for :meth:`resume`."""
         return self._capture()
 
     def resume(self, snapshot: Mapping[str, Any]) -> None:
@@ -167,7 +167,7 @@ class LocalOptimizers:
 
         Args:
             counting: Positions of the visits with a good update: the schedulers continue from the visit with the median
-                number of steps, in an even number of visits from the lower median.
+                step count, or the lower median.
 
         """
         finals = {position: self.finals[position] for position in counting if position in self.finals}
@@ -196,27 +196,23 @@ class LocalOptimizers:
         ]
 
     def _median(self, finals: Mapping[int, dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> dict[str, Any]:
-        """The final state with the median value; with an even number of visits, the lower median."""
+        # The lower median for an even number of visits.
         ordered = sorted(finals, key=lambda position: (value(finals[position]), position))
         return finals[ordered[(len(ordered) - 1) // 2]] if ordered else self._start
 
     def _step_again(self, before: Sequence[Mapping[str, Any]]) -> None:
-        """Repeats later steps of epoch schedulers, made from the learning rate of another client or model."""
+        # Epoch schedulers may have stepped from another client's or model's learning rate.
         for scheduler, state in zip(self.epoch_schedulers, before, strict=True):
             if state and getattr(scheduler, "last_epoch", None) != state.get("last_epoch"):
                 scheduler.load_state_dict(copy_state(state))
                 scheduler.step()
 
     def checkpoint(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-        """The states of optimizers, per-step schedulers and loss scale at the round's start, in checkpoint format.
-
-        Without a loss scale, the third state is empty.
-        """
+        """States at the round's start for a checkpoint: optimizers, per-step schedulers, loss scale (may be empty)."""
         start = self._start
         return self._optimizer_states(start), copy_state(start["schedulers"]), copy_state(start["scaler"])
 
     def _optimizer_states(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """States in the form of ``Optimizer.load_state_dict``."""
         return [
             {
                 "state": copy_state(buffers),
@@ -239,7 +235,7 @@ class LocalOptimizers:
     def _sliced(
         self, buffers: Sequence[Mapping[Any, Any]], rows: Sequence[tuple[Tensor, Tensor]]
     ) -> list[dict[Any, Any]]:
-        """Reduces initial buffers (Adagrad's sums) to the client's rows of sliced parameters."""
+        """Reduces initial buffers (Adagrad's sums) to the client's rows."""
         sliced = []
         for optimizer, states in zip(self.optimizers, buffers, strict=True):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -266,7 +262,7 @@ class LocalOptimizers:
 
 
 def _count_steps(scheduler_state: Mapping[str, Any]) -> int | None:
-    """Number of steps in a scheduler's state; for a chain, in the first scheduler's state."""
+    # In a chain, the first scheduler counts.
     steps = scheduler_state.get("last_epoch")
     if type(steps) is int:
         return steps
@@ -277,7 +273,7 @@ def _count_steps(scheduler_state: Mapping[str, Any]) -> int | None:
 
 
 def pack_optimizers(optimizers: Sequence[Optimizer]) -> State:
-    """Packs the optimizers' buffers, and counters in the groups, into a flat dictionary of tensors.
+    """Packs the optimizers' buffers, and counters in the groups, into a flat dictionary.
 
     Raises:
         TypeError: If a buffer is neither a tensor nor a number.
@@ -318,19 +314,18 @@ def unpack_optimizers(optimizers: Sequence[Optimizer], packed: Mapping[str, Tens
 
 
 def _buffers(optimizer: Optimizer) -> dict[Any, Any]:
-    """The optimizer's buffers; empty for Lightning's placeholder in a module without optimizers."""
+    # Empty for Lightning's placeholder in a module without optimizers.
     buffers: dict[Any, Any] = optimizer.state_dict().get("state", {})
     return buffers
 
 
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups in the optimizer's state; empty for Lightning's placeholder."""
     groups: list[dict[str, Any]] = optimizer.state_dict().get("param_groups", [])
     return groups
 
 
 def _counted(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Numbers in each group with a change since the optimizer's start, without hyper-parameters."""
+    # Numbers that differ from the optimizer's defaults, without hyper-parameters.
     return [
         {
             name: value

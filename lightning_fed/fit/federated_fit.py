@@ -47,16 +47,16 @@ class FederatedFit:
 
     Attributes:
         trainer: The Trainer; set by ``setup``.
-        policies: Policy of every entry in the module; empty before :meth:`decide_policies`.
+        policies: Policy by entry name; empty before :meth:`decide_policies`.
         unset: Names of shared buffers with NaN or infinite values at the start, which are frozen; ``None`` before the
             fit.
-        cohort: The clients of the current or last round.
+        cohort: The clients in the current or last round.
         rounds: Number of finished rounds.
         number: Number of earlier fits of this Trainer; each fit starts with new optimizers.
-        round_log: Log of the rounds.
+        round_log: Round log.
         progress: Lightning's progress in checkpoints.
         clock: Ends slow visits.
-        synchronisation: Steps of a round with several processes.
+        synchronisation: Steps for several processes in a round.
         initial_statistics: BatchNorm statistics for a client's first visit; empty unless the server pools statistics
             and clients measure separate statistics in visits.
         batch_norm: The option ``batch_norm``, or its replacement if ``"auto"`` has no choice.
@@ -265,7 +265,7 @@ class FederatedFit:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of a checkpoint."""
+        """Restores a checkpoint's state."""
         for name in _SAVED:
             setattr(self, name, state[name])
         if self.options.batch_norm != "auto":  # an evaluation may have another option than the checkpoint
@@ -282,7 +282,7 @@ class FederatedFit:
         self.rounds = min(self.rounds, self.trainer.current_epoch)  # fewer after an interrupted validation
 
     def draw_cohort(self, round: int) -> Cohort:
-        """Draws the clients of a round by schedule and rule."""
+        """Draws a round's clients by schedule and rule."""
         plan = self.server.rule.plan(round)
         cohort = self.schedule.cohort(round, self.population.clients, plan.drawn, plan.always)
         if plan.present is None:

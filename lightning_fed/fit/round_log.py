@@ -1,4 +1,4 @@
-"""Log of the rounds: clients, bytes and distances between models."""
+"""Round log: clients, bytes and distances between models."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lightning_fed.server.server import RoundReport
 
 _log = logging.getLogger(__name__)
 
-_MOST_METRICS = 64  # of one client in a round
-_MOST_NAMES = 256  # of all clients in a fit
+_MOST_METRICS = 64  # per client and round
+_MOST_NAMES = 256  # per fit
 _NAME = re.compile(r"[A-Za-z0-9._/-]{1,100}")
 
 
@@ -41,28 +41,28 @@ class RoundLog:
     ``fed/update_norm``        Euclidean norm of (local - global) over the trained entries, before any bound;
                                mean over clients, weighted by counted examples
     ``fed/global_update_norm`` norm of (new - old) global parameters
-    ``fed/batch_norm_shift``   share of the variance between clients in the inputs of a BatchNorm layer, for the
-                               layer with the largest share, if clients measure
+    ``fed/batch_norm_shift``   share of variance between clients in a BatchNorm layer's inputs, for the layer with
+                               the largest share, if clients measure
     ``fed/drift``              1 - global_update_norm / update_norm: 0 for equal updates, near 1 if updates
                                cancel. At least 0 for a weighted mean with these weights; other rules (a server
                                learning rate above 1, momentum, other weights) may go below 0
-    ``comm/up_bytes``          bytes of the round's updates; ``comm/total_up_bytes`` since the first round
-    ``comm/down_bytes``        bytes of the round's broadcasts; ``comm/total_down_bytes`` since the first round
+    ``comm/up_bytes``          bytes in the round's updates; ``comm/total_up_bytes`` since the first round
+    ``comm/down_bytes``        bytes in the round's broadcasts; ``comm/total_down_bytes`` since the first round
     ========================== ==========================================================================
 
     Clients' ``metrics`` are logged as ``clients/<name>``, the mean over the senders: no client can write into another
-    name. Limits: 64 names per client and round, 256 names per fit (more frequent names first), finite values, names of
-    at most 100 letters, digits and ``._-/``. Other numbers are skipped and counted, with one line in the log. Metrics
-    of the rule (:meth:`Aggregator.metrics <lightning_fed.Aggregator.metrics>`) and of update steps have separate names.
+    name. Limits: 64 names per client and round, 256 names per fit (more frequent names first), finite values, names up
+    to 100 letters, digits and ``._-/``. Other numbers are skipped and counted, with one line in the log. Metrics
+    from the rule (:meth:`Aggregator.metrics <lightning_fed.Aggregator.metrics>`) and update steps have separate names.
 
-    Callbacks can monitor the newest value of every name. Names of the aggregator and ``client/<id>/...`` may change
+    Callbacks can monitor the newest value for every name. The aggregator's names and ``client/<id>/...`` may change
     from round to round: only the last names stay.
 
     Attributes:
         totals: Sums over the finished rounds in this process: ``rounds``, ``clients`` with aggregated updates,
             ``failed`` and ``dropped`` clients, ``up_bytes`` and ``down_bytes``, skipped ``numbers`` from clients.
-        total_up_bytes: Bytes of all updates since the first round.
-        total_down_bytes: Bytes of all broadcasts since the first round.
+        total_up_bytes: Bytes in all updates since the first round.
+        total_down_bytes: Bytes in all broadcasts since the first round.
 
     """
 
@@ -71,7 +71,7 @@ class RoundLog:
         self.total_up_bytes = 0
         self.total_down_bytes = 0
         self._last: dict[str, float] = {}
-        self._passing: dict[str, list[str]] = {}  # names until the next ones of the same kind
+        self._passing: dict[str, list[str]] = {}  # names by kind, until the next names
 
     def state_dict(self) -> dict[str, Any]:
         """State for checkpoints."""
@@ -83,7 +83,7 @@ class RoundLog:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state of a checkpoint."""
+        """Restores a checkpoint's state."""
         self.total_up_bytes, self.total_down_bytes = state["up_bytes"], state["down_bytes"]
         self._last, self._passing = dict(state["last"]), dict(state["passing"])
 

@@ -309,7 +309,6 @@ class CarriedAttributes:
                     self._methods.append(method)
 
     def _call_hook(self, method: OverriddenMethod, *args: Any) -> Any:
-        """Calls a callback's hook, and compares the training before and after."""
         if self._num_visits > 2:
             return method.original(*args)
         before = self._training_state()
@@ -472,7 +471,7 @@ def _is_compiled(owner: Any) -> bool:
 
 
 def _is_width(module: nn.Module, name: str) -> bool:
-    """Returns whether an attribute states a tensor shape of the layer; messages hold the tensors."""
+    # Messages hold the tensors, and so the widths.
     path, _, attribute = name.rpartition(".")
     layer = dict(_layers(module)).get(path)
     try:
@@ -482,7 +481,7 @@ def _is_width(module: nn.Module, name: str) -> bool:
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields a module and all submodules once, by path, without metrics' submodules."""
+    # Without metrics' submodules.
     seen: set[int] = set()
     for path, layer in module.named_modules():
         if id(layer) not in seen:

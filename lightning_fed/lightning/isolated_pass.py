@@ -1,4 +1,4 @@
-"""Running a user's steps beside the Trainer's own loop without leaving traces in its logs, metrics or modes."""
+"""Runs a user's steps outside the Trainer's loop, without traces in logs, metrics and modes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_fed.lightning.internals import (
 from lightning_fed.model.feature_extraction import evaluating
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-_CONTAINERS = (*_MAPPINGS, list, tuple, set, deque)  # not their subclasses, which may be anything
+_CONTAINERS = (*_MAPPINGS, list, tuple, set, deque)  # subclasses may have other constructors
 _INTERNAL = frozenset(vars(nn.Module()))
 
 
@@ -42,22 +42,21 @@ def isolated_pass(
     is_alone: bool = True,
     is_muted: bool = True,
 ) -> Iterator[None]:
-    """Evaluation mode, in which logged values and metric updates do not reach the Trainer.
+    """Context in evaluation mode, without logged values and metric updates for the Trainer.
 
-    Meanwhile ``self.log`` is ``log``, and the module's metrics start afresh: ``torchmetrics`` objects that are its
-    submodules, or are in a list or dictionary of one. They stay the same objects and have their values back afterwards.
-    So have parameters and buffers that a step writes (a running centre, a teacher that follows), and the attributes of
-    the module and its submodules that are numbers, texts, tensors or plain containers, also where a step appends to
-    them, or random generators; modes come back as they were. What a step does to any other object is not undone.
+    Inside, ``self.log`` is ``log``, and metrics are reset: ``torchmetrics`` objects among submodules, or in a list or
+    dictionary of a submodule. Afterwards the context restores metrics, parameters, buffers, modes, and attributes of
+    module and submodules: numbers, texts, tensors, plain containers and random generators. Changes to other objects
+    stay.
 
     Args:
         module: The user's module.
-        log: Called instead of ``module.log``; by default nothing happens.
-        gradients: Whether gradients can be asked for.
-        is_reloaded: Whether the caller loads parameters and buffers afterwards: then they are not copied.
-        is_alone: Whether metrics are this process's, also where there are others, which may be elsewhere.
-        is_muted: Whether what is handed to loggers directly, such as pictures, goes nowhere: it is logged once, in
-            training or in the evaluation of the global model.
+        log: Replaces ``module.log``; by default nothing happens.
+        gradients: Whether to enable gradients.
+        is_reloaded: Whether the caller loads parameters and buffers afterwards, so copies are unnecessary.
+        is_alone: Whether metrics belong to this process only, because other processes may be elsewhere.
+        is_muted: Whether to mute the loggers: direct entries, such as pictures, are logged once, in training or in the
+            evaluation of the global model.
 
     """
     metrics = find_metrics(module)
@@ -65,11 +64,11 @@ def isolated_pass(
     try:
         with ExitStack() as stack:
             if not is_reloaded:
-                stack.enter_context(_values_aside(module))
+                stack.enter_context(_restored_values(module))
             for layer in {id(layer): layer for layer in (*module.modules(), *metrics)}.values():
                 left_out = lightning_attributes() if isinstance(layer, L.LightningModule) else frozenset()
-                stack.enter_context(_aside(layer, left_out))
-                stack.enter_context(_generators_aside(layer))
+                stack.enter_context(_restored_attributes(layer, left_out))
+                stack.enter_context(_restored_generators(layer))
             for metric in metrics:
                 if isinstance(metric, Metric):
                     metric.reset()
@@ -88,10 +87,10 @@ def isolated_pass(
 
 @contextmanager
 def unsynchronized(metrics: Iterable[nn.Module]) -> Iterator[None]:
-    """Metrics meanwhile compute what this process has seen, without asking others, and remember no result of it.
+    """Context in which metrics compute values for this process only, without a cache.
 
     Args:
-        metrics: Of :func:`find_metrics`; collections are passed over, for their metrics are among them.
+        metrics: Result of :func:`find_metrics`; collections are skipped, because the list contains the members.
 
     Example:
         >>> from torchmetrics import MeanMetric
@@ -114,7 +113,7 @@ def unsynchronized(metrics: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTracker]:
-    """The ``torchmetrics`` objects among a module's submodules and in their attributes' containers, each once."""
+    """Finds the ``torchmetrics`` objects among a module's submodules and in containers of attributes."""
     metrics: dict[int, Any] = {}
     waiting: list[Any] = [module]
     seen: set[int] = set()
@@ -136,7 +135,7 @@ def find_metrics(module: nn.Module) -> list[Metric | MetricCollection | MetricTr
 
 
 def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
-    """Copies, by name, of the attributes of a module, its submodules and metrics that an isolated pass puts aside.
+    """Copies of attributes in module, submodules and metrics by name, as restored after an isolated pass.
 
     Example:
         >>> module = L.LightningModule()
@@ -155,7 +154,7 @@ def noted_attributes(module: L.LightningModule) -> dict[str, Any]:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Compares two values of :func:`noted_attributes`."""
+    """Compares two values from :func:`noted_attributes`."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     if type(one) is not type(other):
@@ -168,26 +167,23 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def prepare_batch(trainer: L.Trainer, module: L.LightningModule, batch: Any, dataloader_idx: int = 0) -> Any:
-    """The batch as a step gets it: in the Trainer's precision, on its device.
-
-    The transfer hooks are those of the datamodule, or else of the module.
-    """
+    """Converts a batch to the Trainer's precision and device, with transfer hooks from datamodule or module."""
     owner: Any = datamodule_of(trainer)
-    if not is_overridden("on_before_batch_transfer", owner):  # nor if there is none
+    if not is_overridden("on_before_batch_transfer", owner):  # also without a datamodule
         owner = module
     batch = owner.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
 
 
 def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, *indices: int) -> Any:
-    """Calls ``module.<name>`` with what :func:`prepare_batch` made, in the Trainer's precision.
+    """Calls ``module.<name>`` with a result of :func:`prepare_batch`, in the Trainer's precision.
 
     Args:
         trainer: The Trainer.
-        module: Its module.
+        module: The module.
         name: The step's name.
         batch: The batch.
-        indices: Index of the batch, which a step need not take, and of the loader, where there are several.
+        indices: Index of the batch, optional for a step, and of the loader, for several loaders.
 
     """
     step = getattr(module, name)
@@ -197,28 +193,28 @@ def run_prepared(trainer: L.Trainer, module: L.LightningModule, name: str, batch
 
 
 def run_step(trainer: L.Trainer, module: L.LightningModule, name: str, batch: Any, batch_idx: int) -> Any:
-    """Calls ``module.<name>(batch[, batch_idx])`` with a batch as the loader gave it."""
+    """Calls ``module.<name>(batch[, batch_idx])`` with a loader's batch."""
     with trainer.precision_plugin.forward_context():
         batch = prepare_batch(trainer, module, batch)
     return run_prepared(trainer, module, name, batch, batch_idx)
 
 
 def loss_in(output: Any) -> Any:
-    """The loss in what a ``training_step`` returns: ``None`` where it skips the batch."""
+    """The loss in a ``training_step``'s output; ``None`` for a skipped batch."""
     return output["loss"] if isinstance(output, Mapping) else output
 
 
 def forward_step(module: L.LightningModule) -> str | None:
-    """The step that runs the module's forward pass without stepping an optimizer; ``None`` if there is none."""
+    """Name of the step with a forward pass and without an optimizer step; ``None`` for no such step."""
     if module.automatic_optimization:
         return "training_step"
     return "validation_step" if is_overridden("validation_step", module) else None
 
 
 def until_fault(batches: Iterable[Any], faults: list[Exception]) -> Generator[Any]:
-    """The batches up to the first that the data do not give; why they do not is added to ``faults``.
+    """Yields batches up to the first error in the data, and appends the error to ``faults``.
 
-    What fails in the module is raised by the step that a batch is given to, and so is told apart from this.
+    Errors in the module's step are raised elsewhere, and so are distinguished from errors in the data.
 
     Example:
         >>> faults = []
@@ -234,7 +230,6 @@ def until_fault(batches: Iterable[Any], faults: list[Exception]) -> Generator[An
 
 @contextmanager
 def _muted(module: L.LightningModule) -> Iterator[None]:
-    """The Trainer's loggers, where it has some, are one that does nothing."""
     loggers: Any = module.loggers
     if loggers:
         module.trainer.loggers = [DummyLogger()]
@@ -246,8 +241,7 @@ def _muted(module: L.LightningModule) -> Iterator[None]:
 
 
 @contextmanager
-def _values_aside(module: nn.Module) -> Iterator[None]:
-    """Parameters and buffers have their values back afterwards."""
+def _restored_values(module: nn.Module) -> Iterator[None]:
     before = [(entry, entry.detach().clone()) for entry in (*module.parameters(), *module.buffers())]
     try:
         yield
@@ -258,13 +252,9 @@ def _values_aside(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _aside(owner: nn.Module, but: frozenset[str]) -> Iterator[None]:
-    """Numbers, texts, tensors and containers among an object's attributes are copies meanwhile.
-
-    Among the containers are those in which a module has its parameters and buffers: what is put in their place is gone
-    afterwards.
-    """
-    before = _plain_attributes(owner, but)
+def _restored_attributes(owner: nn.Module, excluded: frozenset[str]) -> Iterator[None]:
+    # The containers include the module's dictionaries of parameters and buffers.
+    before = _plain_attributes(owner, excluded)
     names = set(vars(owner))
     vars(owner).update((name, _copied(value)) for name, value in before.items())
     try:
@@ -276,8 +266,7 @@ def _aside(owner: nn.Module, but: frozenset[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _generators_aside(owner: nn.Module) -> Iterator[None]:
-    """Random generators among an object's attributes draw the same numbers again afterwards."""
+def _restored_generators(owner: nn.Module) -> Iterator[None]:
     restores: list[Callable[[], Any]] = []
     for value in vars(owner).values():
         if isinstance(value, torch.Generator):
@@ -296,17 +285,17 @@ def _generators_aside(owner: nn.Module) -> Iterator[None]:
             restore()
 
 
-def _plain_attributes(owner: nn.Module, but: frozenset[str]) -> dict[str, Any]:
+def _plain_attributes(owner: nn.Module, excluded: frozenset[str]) -> dict[str, Any]:
     kinds = (int, float, str, Tensor)
     return {
         name: value
         for name, value in vars(owner).items()
-        if name not in but and (isinstance(value, kinds) or type(value) in _CONTAINERS)
+        if name not in excluded and (isinstance(value, kinds) or type(value) in _CONTAINERS)
     }
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a tensor, or of a container and the containers in it; anything else is left as it is."""
+    # Copies tensors and containers only.
     if isinstance(value, Tensor):
         return value.detach().clone()
     return _copied_container(value)

@@ -19,20 +19,20 @@ from lightning_fed.lightning.internals import (
 
 
 class RoundProgress:
-    """Takes back the batches of a round that is not complete from a checkpoint: it is trained again from its start.
+    """Corrects Lightning's progress in checkpoints: an incomplete round restarts from its first batch.
 
-    Lightning would go on after them, in a round that is shorter by as many. A fit that goes on from a checkpoint
-    between a round's last batch and its validation validates first; where none is due, the checkpoint is one of the
-    epoch's end.
+    Without a correction Lightning would continue after the trained batches, in a shorter round. A fit resumed from a
+    checkpoint between a round's last batch and validation validates first; without a validation, the checkpoint is a
+    checkpoint of the epoch's end.
     """
 
     def __init__(self) -> None:
-        self._first_step: int | None = None  # of the round that is open
-        self._correct: Callable[[dict[str, Any]], None] | None = None  # what a checkpoint needs now
+        self._first_step: int | None = None  # of the open round
+        self._correct: Callable[[dict[str, Any]], None] | None = None  # correction for a checkpoint
         self._is_cut = False
 
     def start_round(self, trainer: L.Trainer) -> None:
-        """Notes Lightning's progress before the round's first batch."""
+        """Records Lightning's progress before the round's first batch."""
         self._first_step = trainer.global_step
         self._correct = partial(
             restart_epoch,
@@ -46,10 +46,16 @@ class RoundProgress:
         return 0 if self._first_step is None else trainer.global_step - self._first_step
 
     def end_round(self, trainer: L.Trainer, is_cut: bool = False) -> None:
-        """The round is complete, and the epoch not yet; of a round that was cut short Lightning does not know it."""
+        """Marks the round as complete, before the end of the epoch.
+
+        Args:
+            trainer: The Trainer.
+            is_cut: Whether the round was interrupted, without Lightning's knowledge.
+
+        """
         self._first_step, self._is_cut = None, is_cut
 
-        def correct(checkpoint: dict[str, Any]) -> None:  # a hook of the round's end may stop the fit
+        def correct(checkpoint: dict[str, Any]) -> None:  # a hook at the round's end may stop the fit
             if not is_cut and validates_after_batch(trainer):
                 await_validation(checkpoint)
             else:
@@ -58,12 +64,12 @@ class RoundProgress:
         self._correct = correct
 
     def validate(self) -> None:
-        """Validation has begun."""
+        """Marks the start of validation."""
         if self._first_step is None:
             self._correct = partial(complete_epoch, is_counted=False) if self._is_cut else None
 
     def end_epoch(self) -> None:
-        """The epoch is complete, whatever became of the round."""
+        """Marks the epoch as complete, also after a failed round."""
         self._first_step, self._correct, self._is_cut = None, complete_epoch, False
 
     def patch(self, checkpoint: dict[str, Any]) -> None:

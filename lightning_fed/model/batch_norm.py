@@ -259,7 +259,7 @@ def _trimmed_mean(values: Tensor, num_trimmed: int) -> Tensor:
 
 
 def _stack_reports(reports: Sequence[Mapping[str, Tensor]], layer: str) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Counts, shape (clients, 1), and means and variances, shape (clients, channels), of clients with this layer."""
+    # Shapes (clients, 1) and twice (clients, channels), for clients with the layer in use.
     key = f"batch_norm:{layer}"
     used = [report for report in reports if f"{key}:mean" in report]
     if not used:

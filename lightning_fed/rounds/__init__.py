@@ -8,6 +8,7 @@ from lightning_fed.rounds.batch_norm import load_own_model as load_own_model
 from lightning_fed.rounds.batch_norm import measure_statistics as measure_statistics
 from lightning_fed.rounds.batch_norm import measured_layers as measured_layers
 from lightning_fed.rounds.batch_norm import pool_statistics as pool_statistics
+from lightning_fed.rounds.batch_norm import warn_of_report as warn_of_report
 from lightning_fed.rounds.client_errors import client_fault as client_fault
 from lightning_fed.rounds.client_models import Answers as Answers
 from lightning_fed.rounds.remote import RemoteSide as RemoteSide

@@ -143,7 +143,7 @@ class BatchHooks:
 
     @property
     def _is_stream_over(self) -> bool:
-        """True if a stream ends with this batch, and the round too: Lightning does not know the stream's length."""
+        # Lightning does not know a stream's length.
         planned = None if self.round is None else self.round.loader.current
         return planned is not None and planned.is_stream and self.round is not None and self.round.loader.is_over
 
@@ -166,10 +166,7 @@ class BatchHooks:
             self._close_round(round)
 
     def _is_cut(self, round: Round) -> bool:
-        """True if the fit ends after this batch, inside the round.
-
-        Several processes do not know each other's batches. Simultaneous visits end without an update.
-        """
+        # Several processes do not know each other's batches. Simultaneous visits end without an update.
         if process_group_of(self._fit.trainer).size > 1 or round.driver.trains_at_once:
             return False
         loader = round.loader
@@ -208,5 +205,5 @@ class BatchHooks:
 
 
 def _is_implemented(module: L.LightningModule, hook: str) -> bool:
-    """True if a hook is not Lightning's empty hook, or wraps the empty hook."""
+    # Also true for a wrapper around Lightning's empty hook.
     return is_overridden(hook, module) or hook in vars(module)

@@ -31,7 +31,7 @@ from lightning_fed.fit.options import FixedStatistics, LocalStatistics
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.internals import callbacks_of, is_overridden
 from lightning_fed.lightning.isolated_pass import forward_step, isolated_pass, run_step
-from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
+from lightning_fed.messages import Broadcast, Client, State, tensor_bytes
 from lightning_fed.model.batch_norm import InputStatistics as InputStatistics
 from lightning_fed.model.batch_norm import batch_norm_layers as batch_norm_layers
 from lightning_fed.model.batch_norm import find_bad_statistics, limit_counts, recalibrate_batch_norm, shift_between
@@ -59,13 +59,13 @@ LARGE_SHIFT = 0.2
 
 
 def freeze_batch_norm(module: nn.Module) -> None:
-    """Makes BatchNorm layers normalise with their running statistics in training too, and leave them as they are."""
+    """Makes BatchNorm layers normalise with constant running statistics in training too."""
     for layer in batch_norm_layers(module).values():
         layer.eval()
 
 
 def thaw_batch_norm(module: nn.Module) -> None:
-    """Puts BatchNorm layers in their parent's mode again."""
+    """Returns BatchNorm layers to the parent's mode."""
     for parent in module.modules():
         for child in parent.children():
             if isinstance(child, BatchNorm):
@@ -109,7 +109,7 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
 
 
 def warn_of_monitors(fit: FederatedFit) -> None:
-    """Warns once per fit if callbacks monitor a value of the global model, while clients have their own statistics.
+    """Warns once per fit if callbacks monitor a value of the global model, while clients have separate statistics.
 
     Args:
         fit: The fit, after a round.
@@ -137,7 +137,7 @@ def monitored_names(fit: FederatedFit) -> list[str]:
 def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
     """BatchNorm statistics behind each monitored value.
 
-    The statistics are ``"own"``, ``"batch"``, ``"data"``, ``"pooled"``, or those in the ``"model"``.
+    The statistics are ``"own"``, ``"batch"``, ``"data"``, ``"pooled"``, or ``"model"`` for the model's.
 
     Args:
         fit: The fit.
@@ -153,24 +153,24 @@ def statistics_of_monitored(fit: FederatedFit) -> dict[str, str]:
 def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float], str | None]:
     """Pools the clients' reports of BatchNorm statistics, measured with the new global model after a round.
 
-    A client runs its data once through the model, in evaluation mode except for BatchNorm, which normalises with each
-    batch's statistics as in training. The server pools the statistics for the global model, and the exchange is
-    counted: the global model down, the statistics up. With ``batch_norm="auto"`` the first reports decide between
-    pooled and own statistics, see :func:`decide_statistics`; own statistics need no more reports. A report
-    also gives the client's own statistics.
+    A client runs the local data once through the model in evaluation mode; only BatchNorm normalises with each batch's
+    statistics, as in training. The server pools the statistics for the global model, and counts the exchange: the
+    global model down, the statistics up. With ``batch_norm="auto"`` the first reports decide between pooled and own
+    statistics, see :func:`decide_statistics`; own statistics need no more reports. A report also gives the client's own
+    statistics.
 
-    Layers in evaluation mode (a frozen backbone's) keep their statistics; if no client can measure, the averages
-    stay. Values that a robust rule would trim do not count (:meth:`Aggregator.tolerated
-    <lightning_fed.rule.RuleCapabilities.tolerated>`). The clients of a cluster measure the cluster's model.
+    Layers in evaluation mode (a frozen backbone's) are unchanged; if no client can measure, the averages stay. Values
+    outside a robust rule's tolerance do not count (:meth:`Aggregator.tolerated
+    <lightning_fed.rule.RuleCapabilities.tolerated>`). A cluster's clients measure the cluster's model.
 
     Args:
-        fit: The fit, in a round; its module holds the new global model.
+        fit: The fit, in a round; the module holds the new global model.
         local: The module's entries.
 
     Returns:
         ``fed/batch_norm_shift``, the largest shift of a layer (:func:`~lightning_fed.model.batch_norm.shift_between`);
-        empty where fewer than two clients have reported. A fault in the pooled statistics: the round then does not
-        count, and nothing is decided or stored.
+        empty with fewer than two reports. A fault in the pooled statistics: the round then does not count, without a
+        decision and without stored statistics.
 
     """
     module, server = fit.module, fit.server
@@ -219,7 +219,7 @@ def pool_reports(
     """Pools the clients' reports in the global model and in the models of clusters.
 
     Args:
-        fit: The fit, in a round; its module holds the new global model.
+        fit: The fit, in a round; the module holds the new global model.
         local: The module's entries.
         measured: Client and report.
         layers: Names of the layers.
@@ -251,7 +251,7 @@ def pool_reports(
 def _group_by_model(
     rule: Aggregator, measured: Sequence[tuple[Client, State]]
 ) -> list[tuple[State | None, list[State]]]:
-    """Models of clusters with the reports of their clients; first the global model (``None``) if a client has none."""
+    # First the global model (`None`), for clients without a cluster.
     groups: dict[int, tuple[State | None, list[State]]] = {}
     for client, report in measured:
         model = rule.model_of(client)
@@ -262,7 +262,7 @@ def _group_by_model(
 def _find_shift(
     rule: Aggregator, measured: Sequence[tuple[Client, State]], layers: Iterable[str]
 ) -> tuple[str, float | None]:
-    """The layer with the largest shift between clients with the same model, and the shift."""
+    # Only clients with the same model compare.
     groups = [reports for _, reports in _group_by_model(rule, measured)]
     by_layer = {
         name: [shift_between(reports, name, rule.tolerated(len(reports))) for reports in groups] for name in layers
@@ -299,18 +299,18 @@ def _record_shift(
 
 
 def decide_statistics(fit: FederatedFit, layer: str, shift: float | None, num_reports: int) -> None:
-    """Decides, once in a fit, whether clients have their own BatchNorm statistics or share pooled ones.
+    """Decides, once in a fit, between own and pooled BatchNorm statistics.
 
-    The first round with reports decides; the second one if fewer than half of the cohort have reported in the first.
+    The first round with reports decides; the second round if fewer than half of the cohort have reported in the first.
     At least two clients must report, and at least ``min_clients``. In rounds with one report the clients' newest
     reports are collected until two clients have reported: the reports then belong to models of different rounds, and
-    the shift includes the change of the weights between the rounds. The log states once that the decision is open.
+    the shift includes the change of the weights between the rounds. The log states an open decision once.
 
     Args:
         fit: The fit, in a round.
         layer: The layer with the largest shift.
-        shift: The largest shift; ``None`` where fewer than two clients have reported.
-        num_reports: Number of clients that have reported.
+        shift: The largest shift; ``None`` with fewer than two reports.
+        num_reports: Number of clients with a report.
 
     """
     cohort = fit.cohort
@@ -343,7 +343,7 @@ def own_statistics(report: Mapping[str, Tensor]) -> State:
     """Running statistics of one client's data, in float64: mean and unbiased variance by name of the entry.
 
     Args:
-        report: Mean, variance and count, as :meth:`InputStatistics.as_extras` has it.
+        report: Mean, variance and count, from :meth:`InputStatistics.as_extras`.
 
     Example:
         >>> report = {"batch_norm:0:mean": torch.tensor([1.0]), "batch_norm:0:var": torch.tensor([1.0]),
@@ -364,25 +364,24 @@ def own_statistics(report: Mapping[str, Tensor]) -> State:
 def load_own_model(
     fit: FederatedFit, local: LocalModel, client: Client, state: State, measure_round: int | None
 ) -> State | None:
-    """Makes the module the model that a client is evaluated with.
+    """Loads a client's model for evaluation.
 
-    A client with statistics of other weights measures again if its training data are here. Otherwise the client counts
-    as one without statistics, and the log warns once.
+    A client with statistics of other weights measures again if the client's training data are in this process.
+    Otherwise the client counts as a client without statistics, and the log warns once.
 
     Args:
         fit: The fit.
         local: The module's entries.
         client: The client.
         state: The shared entries of the model.
-        measure_round: Round of the model if clients measure their BatchNorm statistics with the model; else ``None``.
+        measure_round: Round of the model if clients measure BatchNorm statistics with the model; else ``None``.
 
     Returns:
-        New statistics, which the store does not have yet; empty if the client cannot measure, ``None`` if no
-        measurement was due.
+        New statistics, not stored yet; empty if the client cannot measure, ``None`` without a measurement.
 
     """
     measured: State | None = None
-    served: State | None = None  # the stored ones
+    served: State | None = None  # `None` serves the stored statistics
     if measure_round is not None:
         stored = (local.store.get(client) or {}).get(STATISTICS)
         has_data = fit.is_population_known and not (fit.is_remote and fit.has_server)
@@ -412,7 +411,7 @@ def adapt(module: ModuleType, batches: Iterable[Any], inputs: BatchKey = None) -
     Args:
         module: Any module with BatchNorm layers.
         batches: The data, such as a ``DataLoader``.
-        inputs: Index, key or function of a batch's inputs; ``None`` for the usual ones.
+        inputs: Index, key or function of a batch's inputs; ``None`` for the usual position.
 
     Returns:
         The copy, in evaluation mode.
@@ -485,9 +484,14 @@ def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state:
     except Exception as error:
         fault = describe(error)
     if fault is not None:
-        _log.warning("Client %r's BatchNorm statistics are left out: %s.", client, fault)
+        warn_of_report(client, fault)
         return {}
     return own_statistics(report)
+
+
+def warn_of_report(client: Client, fault: object) -> None:
+    """Warns about a client without BatchNorm statistics."""
+    _log.warning("Client %r's BatchNorm statistics are excluded: %s.", client, fault)
 
 
 def _means_of(layers: Mapping[str, nn.BatchNorm2d]) -> State:
@@ -520,11 +524,11 @@ def client_statistics(
 
     Args:
         trainer: The Trainer.
-        module: The module, whose parameters and buffers are loaded anew afterwards.
+        module: The module; the caller reloads parameters and buffers afterwards.
         population: The clients' data.
         visit: The client's visit.
-        layers: The layers by name. They normalise with each batch's own statistics.
-        step: Which step of the module to run, of :func:`~lightning_fed.lightning.isolated_pass.forward_step`.
+        layers: The layers by name, which normalise with each batch's statistics.
+        step: Name of the module's step, from :func:`~lightning_fed.lightning.isolated_pass.forward_step`.
 
     Returns:
         :meth:`InputStatistics.as_extras`.
@@ -549,20 +553,20 @@ def measure_statistics(
     load: Callable[[Visit], None],
     clock: VisitClock | None = None,
 ) -> list[tuple[Client, State]]:
-    """Statistics of the inputs of BatchNorm layers when clients run their data once through a model, as each reports.
+    """Collects the clients' reports of BatchNorm inputs, from one pass over each client's data.
 
     Args:
         trainer: The Trainer.
-        module: The module; it is left with the last client's model.
+        module: The module, with the last client's model afterwards.
         server: Counts the reports.
         population: The clients' data.
-        visits: The clients with a used update in the round. Several processes share them.
-        layers: The layers by name. They normalise with each batch's own statistics.
-        load: Makes the module the model to measure, as a client has it.
-        clock: Ends a client's pass that takes longer than a visit may.
+        visits: The clients with a good update in the round, in shares for several processes.
+        layers: The layers by name, which normalise with each batch's statistics.
+        load: Loads a client's model to measure.
+        clock: Time limit for a client's pass.
 
     Returns:
-        Client and :meth:`InputStatistics.as_extras`, without clients that cannot measure: the log names them.
+        Client and :meth:`InputStatistics.as_extras`, without clients that cannot measure; the log gives the reason.
 
     """
     step, ranks = forward_step(module), process_group_of(trainer)
@@ -579,17 +583,15 @@ def measure_statistics(
             load(visit)
             tell_of_model(trainer, module, visit.client)
             with clock.visit():
-                extras = client_statistics(trainer, module, population, visit, layers, step)
+                report = client_statistics(trainer, module, population, visit, layers, step)
+            server.report.up_bytes += tensor_bytes(report)
+            fault = find_bad_statistics(report, sent)
         except Exception as error:
-            _log.warning("Client %r's BatchNorm statistics are left out: %s.", visit.client, describe(error))
-            continue
-        update = ClientUpdate(visit.client, server.report.received[visit.client], {}, extras)
-        server.report.up_bytes += update.nbytes
-        fault = find_bad_statistics(update.extras, sent)
+            fault = describe(error)
         if fault is None:
-            reports[visit.client] = update.extras
+            reports[visit.client] = report
         else:
-            _log.warning("Client %r's BatchNorm statistics are left out: %s.", visit.client, fault)
+            warn_of_report(visit.client, fault)
     parts = ranks.gather((reports, server.report.down_bytes - before[0], server.report.up_bytes - before[1]))
     server.report.down_bytes = before[0] + sum(down for _, down, _ in parts)
     server.report.up_bytes = before[1] + sum(up for _, _, up in parts)
@@ -618,7 +620,7 @@ def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> Non
 
     Args:
         module: The module, in training mode.
-        local: Its entries.
+        local: The module's entries.
         batches: Batches of the shortest visit.
 
     """

@@ -22,7 +22,7 @@ from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
 from lightning_fed.numerics.seeds import client_key, derive_seed
-from lightning_fed.rounds.batch_norm import load_own_model
+from lightning_fed.rounds.batch_norm import load_own_model, warn_of_report
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.server.schedule import Visit
 
@@ -231,7 +231,7 @@ class ClientModels:
                         served_state = self._shared(client, state)
                         statistics = load_own_model(fit, local, client, served_state, fit.statistics_round)
                     except ClientFault as fault:
-                        _log.warning("Client %r's BatchNorm statistics are left out: %s.", client, fault)
+                        warn_of_report(client, fault)
                         continue
                     measured.update({} if statistics is None else {client: statistics})
         finally:
@@ -240,14 +240,13 @@ class ClientModels:
         self._keep(trainer, local, measured, state)
 
     def _load(self, local: LocalModel, client: Client, state: State) -> None:
-        """Loads a client's own model; with several processes, no measurement by a single process is stored."""
+        # With several processes, a single process stores no measurement.
         fit = self._fit
         statistics = load_own_model(fit, local, client, self._shared(client, state), fit.statistics_round)
         if statistics is not None and process_group_of(fit.trainer).size == 1:
             self._keep(fit.trainer, local, {client: statistics}, state)
 
     def _keep(self, trainer: L.Trainer, local: LocalModel, measured: Mapping[Client, State], state: State) -> None:
-        """Stores the measurements of all processes in each process."""
         for part in process_group_of(trainer).gather(measured):
             for client, statistics in part.items():
                 local.keep_statistics(client, self._fit.rounds - 1, statistics, self._shared(client, state))
@@ -272,7 +271,7 @@ class ClientModels:
 
     @contextmanager
     def _counting(self) -> Iterator[Answers]:
-        """Context with a byte count separate from the last round's."""
+        # A byte count separate from the last round's.
         answers, server = Answers(), self._fit.server
         report, server.report = server.report, replace(server.report, up_bytes=0, down_bytes=0)
         try:
@@ -281,7 +280,7 @@ class ClientModels:
             answers.down_bytes, server.report = server.report.down_bytes, report
 
     def _shared(self, client: Client, state: State) -> State:
-        """Shared entries for a client; with most rules the global model's ``state``."""
+        # With most rules, the global model.
         served_state = self._fit.server.rule.model_of(client)
         return state if served_state is None else served_state
 

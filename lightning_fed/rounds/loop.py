@@ -1,7 +1,7 @@
-"""The rounds of a fit: planned, opened with their first batch, and closed after their last.
+"""The rounds of a fit in Lightning's loop: planned, opened with the first batch, and closed after the last batch.
 
-The inside of a round is in :mod:`lightning_fed.rounds.round`, the inside of a visit in
-:mod:`lightning_fed.rounds.visit_flow`.
+:mod:`lightning_fed.rounds.round` holds the steps of a round, :mod:`lightning_fed.rounds.visit_flow` the steps of a
+visit.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class RoundLoop:
             self._averages = RoundAverages(fit)
         if not is_one_client(partition):  # a failed visit is padded with `None` batches, and the log gives the reason
             fit.ignore_warning("train_dataloader yielded None")
-        # Lightning 2.6 with torch 2.13, about itself, and again whenever a library has changed the filters.
+        # Lightning 2.6 with torch 2.13 warns about Lightning's code, and again after each change of the filters.
         fit.ignore_warning(
             r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"(lightning\.pytorch|pytorch_lightning)\."
         )
@@ -211,7 +211,6 @@ class RoundLoop:
             thaw_batch_norm(fit.module)
 
     def _find_new_entries(self) -> bool:
-        """Decides policies of added entries; returns whether the module has any."""
         fit = self.fit
         self._check_entries()
         has_new = fit.decide_policies(fit.trainer, fit.module)
@@ -252,7 +251,7 @@ class RoundLoop:
         """Leaves the last complete global model in the module, with the layers' original training modes."""
         if self.hooks.open_round is not None:
             self.hooks.open_round.abandon()
-        if self._overridden and self.fit.is_batch_norm_fixed:  # not where `setup` was not reached
+        if self._overridden and self.fit.is_batch_norm_fixed:  # not without `setup`
             thaw_batch_norm(module)
 
     def detach(self) -> None:
@@ -294,7 +293,8 @@ class RoundLoop:
         else:
             loader = self._train_dataloader.original()
             if not fit.is_population_known:
-                interval = exchange_reload_interval(fit.trainer, self._reload_interval or 0)  # which it looks at, too
+                # Lightning's check includes the interval.
+                interval = exchange_reload_interval(fit.trainer, self._reload_interval or 0)
                 advise_workers(fit.trainer, loader)
                 exchange_reload_interval(fit.trainer, interval)
             if fit.trainer.overfit_batches:  # type: ignore[attr-defined]
@@ -317,7 +317,7 @@ class RoundLoop:
     # A round
 
     def _plan_round(self) -> RoundLoader:
-        """Override of ``train_dataloader``: the next round's loader, which opens it when its first batch is fetched."""
+        """Override of ``train_dataloader``: the next round's loader; the first batch opens the round."""
         if self.is_ready:
             self.start_fit()
             if self._find_new_entries():
@@ -357,7 +357,7 @@ class RoundLoop:
         if self.fit.trainer.train_dataloader is loader:
             interval: int = self.fit.trainer.log_every_n_steps  # type: ignore[attr-defined]
             if not self._has_advised and self.fit.trainer.num_training_batches < interval:
-                self._has_advised = True  # Lightning has said it; rounds of other lengths would repeat it
+                self._has_advised = True  # Lightning repeats the advice for rounds of other lengths
                 self.fit.ignore_warning("The number of training batches")
             if self.fit.rounds > self.fit.trainer.current_epoch:  # resumed from a checkpoint before validation
                 raise MisconfigurationException(
@@ -390,7 +390,7 @@ class RoundLoop:
             self._averages.end_round()
         if has_aggregate:
             self.measure_statistics(server.report.received)
-        round.end()  # what may raise comes when a checkpoint counts the round
+        round.end()  # hooks may raise: after the count, for checkpoints
         if fit.has_server:
             self.failed_rounds.end_round(
                 server.report,
@@ -404,7 +404,7 @@ class RoundLoop:
         return has_aggregate
 
     def _padded_steps(self, loader: RoundLoader) -> int:
-        """Steps on the log's axis that Lightning counts for the padding behind the last visit."""
+        # Lightning's steps for the padding after the last visit.
         window, real = self.fit.trainer.accumulate_grad_batches, sum(each.num_batches for each in loader.visits)
         return -(-(real + loader.padding) // window) + real // -window
 
@@ -430,14 +430,14 @@ class RoundLoop:
             round.abandon()
 
     def _on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Override of ``on_save_checkpoint``: a checkpoint inside a round holds the last complete global model."""
+        # A checkpoint inside a round holds the last complete global model.
         if self.hooks.open_round is not None:
             self.hooks.open_round.patch(checkpoint)
         self._save_checkpoint.original(checkpoint)
 
 
 def _without_none(owner: Any, name: str) -> OverriddenMethod:
-    """Replaces a user's hook on batches, which need not know the ``None`` that stands for a batch of a failed visit."""
+    # `None` pads a failed visit, and does not reach the user's hook.
     method = OverriddenMethod(
         owner, name, lambda batch, *args: None if batch is None else method.original(batch, *args)
     )

@@ -141,12 +141,6 @@ class Round:
         return {name: tensor_version(self.state[name]) for name in self._untrained}
 
     def _check_writes(self) -> None:
-        """Checks the tensors shared by all messages.
-
-        Raises:
-            MisconfigurationException: If a rule or a callback has written into a tensor.
-
-        """
         written = [name for name, count in self._count_writes().items() if count != self._writes[name]]
         if written:
             raise MisconfigurationException(

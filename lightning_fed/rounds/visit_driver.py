@@ -163,7 +163,6 @@ class VisitDriver:
         self._has_loss = False
 
     def _exclude(self, planned: PlannedVisit) -> None:
-        """Excludes a client without a first batch."""
         planned.fault = planned.fault or f"it had none of its {planned.num_batches} batches"
         self.fit.server.fail(planned.visit.client, planned.fault, planned.error)
 

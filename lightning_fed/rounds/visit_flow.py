@@ -140,7 +140,7 @@ class ClientVisit:
                         " state changed: use an update step, or set `changes_update = True` on the callback."
                     )
             update = self._fit.server.chain.on_client(update, broadcast, self.memory)
-            self._leave_out_unchanged(update, received)
+            self._mark_unchanged(update, received)
             if not (yield Answer(update)):
                 return
 
@@ -249,8 +249,7 @@ class ClientVisit:
                 warn_of_filled(filled)
         return update
 
-    def _leave_out_unchanged(self, update: ClientUpdate, received: State) -> None:
-        """Marks the entries with the received values, which the message need not hold."""
+    def _mark_unchanged(self, update: ClientUpdate, received: State) -> None:
         if update.state.keys() == received.keys():
             unchanged = self._unchanged(received)
             update.unsent = identical_entries(unchanged, update.state)

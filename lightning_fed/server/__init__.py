@@ -1,4 +1,4 @@
-"""The server half of a round: schedule, aggregation rules, messages checked and counted."""
+"""The server half: schedule, averages, checks and counts for messages."""
 
 from lightning_fed.server.averaging import AveragingAggregator as AveragingAggregator
 from lightning_fed.server.interface import RoundReport as RoundReport

@@ -1,4 +1,4 @@
-"""Base class of the averaging rules: one running weighted mean; a rule gives the weight of an update."""
+"""Base class for averaging rules: one running weighted mean, with a weight per update."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from lightning_fed.rule import Aggregator, RoundInfo
 
 
 class AveragingAggregator(Aggregator):
-    """Weighted mean of the clients' states, in the memory of one state. A rule implements :meth:`weight`.
+    """Weighted mean over client states, in the memory of one state. A rule implements :meth:`weight`.
 
     Args:
-        row_weighting: Divisor of a row's weighted changes, for entries that clients hold in part: the weights of all
-            clients of the round (``"global"``, as in the FedSS paper), so that a row which few clients hold moves
-            little, or those of the clients that hold the row (``"per_row"``).
+        row_weighting: Divisor for a row in sliced entries: total weight over all clients (``"global"``, as in the FedSS
+            paper: a row from few clients changes little), or over clients with the row (``"per_row"``).
 
     Raises:
         ValueError: If ``row_weighting`` is unknown.
@@ -34,22 +33,22 @@ class AveragingAggregator(Aggregator):
 
     @abstractmethod
     def weight(self, update: ClientUpdate) -> float:
-        """The weight of one update in the mean."""
+        """Weight for an update."""
 
     def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round from ``state``."""
         self._info, self._state, self.running = info, state, WeightedMean()
 
     def broadcast(self, request: Request) -> Broadcast:
-        """The global state, the same for every client."""
+        """The global state."""
         return Broadcast(self._info.round, dict(self._state))
 
     def receive(self, update: ClientUpdate) -> None:
-        """Adds the update to the mean."""
+        """Adds an update to the mean."""
         self.add_to(self.running, update, self.weight(update))
 
     def add_to(self, running: WeightedMean, update: ClientUpdate, weight: float) -> None:
-        """Adds an update to a mean, without the entries that are the round's own: most of a model with adapters."""
+        """Adds an update to a mean, without unsent entries, most entries for a model with adapters."""
         moved = {
             name: value
             for name, value in update.state.items()
@@ -58,11 +57,11 @@ class AveragingAggregator(Aggregator):
         running.add(moved, weight, update.num_samples, update.rows)
 
     def merge(self, other: Any) -> None:
-        """Joins the mean of another aggregator of the same kind."""
+        """Joins the mean from another aggregator."""
         self.running.merge(other.running)
 
     def aggregate(self) -> State:
-        """The mean of the updates received."""
+        """The mean over received updates."""
         means = self.running.mean(self._state, self.row_weighting)
         unmoved = {name: value.clone() for name, value in self._state.items() if name not in means}
         return {name: (means if name in means else unmoved)[name] for name in self._state} if unmoved else means

@@ -1,4 +1,4 @@
-"""Record of what the clients have already of the entries that do not train, so that it is not sent to them again."""
+"""Record of untrained entries already at the clients, to send each value once."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _ALWAYS = -1
 
 
 class HeldEntries:
-    """Record of the entries that do not train: since when they have their values, and which clients have these.
+    """Record of untrained entries: round of the last change by entry, and last round by client.
 
-    All clients have the model with which the first round begins. An entry that stops training later, or is given other
-    values by the server, is sent to a client once: with the first broadcast after that.
+    All clients have the initial model. After a change by the server, or the end of an entry's training, the next
+    broadcast to a client holds the entry once.
 
-    State: ``since``, the round at whose start an entry got its values, by name; ``clients`` and ``rounds``, the last
-    round of a good update, of the clients for which it matters.
+    State: ``since``, the round of an entry's last change, by name; ``clients`` and ``rounds``, the last round with a
+    good update, for clients after a change.
 
     Attributes:
-        values: The entries of the round that is under way, or was last.
+        values: The untrained entries in the current or last round.
 
     Example:
         >>> import torch
@@ -48,11 +48,11 @@ class HeldEntries:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the entries that a client which has them is not sent."""
+        """Names of the untrained entries."""
         return frozenset(self._since)
 
     def restore(self, entries: Mapping[str, Tensor]) -> None:
-        """Takes the values from the model with which a fit goes on, where they are not known."""
+        """Adds missing values, from a resumed fit's model."""
         self.values = {
             name: self.values[name].to(entries[name].device) if name in self.values else entries[name].detach().clone()
             for name in self._since
@@ -64,7 +64,7 @@ class HeldEntries:
 
         Args:
             round: Index of the round.
-            state: The entries that do not train, at the start of the round.
+            state: The untrained entries at the start of the round.
 
         """
         unchanged = identical_entries(self.values, state)
@@ -75,12 +75,12 @@ class HeldEntries:
         self._rounds = {} if oldest is None else {key: last for key, last in self._rounds.items() if last >= oldest}
 
     def held_by(self, client: Client, state: Mapping[str, Tensor], has_present: bool = False) -> frozenset[str]:
-        """Names of the entries of a message that its client has already.
+        """Names of the entries in a message that the client already has.
 
         Args:
             client: The client.
-            state: The entries of the message.
-            has_present: Whether the client has been sent the model of the round that is under way.
+            state: The entries in the message.
+            has_present: Whether the client has received the current round's model.
 
         """
         last = self._rounds.get(client, _ALWAYS)
@@ -88,16 +88,16 @@ class HeldEntries:
         return identical_entries(held, state)
 
     def note(self, round: int, clients: Iterable[Client]) -> None:
-        """Notes clients that have been sent the model of a round; nothing where all have all entries in any case."""
+        """Records clients with a round's model, unless all clients have the initial values."""
         if any(start != _ALWAYS for start in self._since.values()):
             self._rounds |= dict.fromkeys(clients, round)
 
     def state_dict(self, entries: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-        """See the class's note.
+        """State for checkpoints, described in the class docstring.
 
         Args:
-            entries: The model with which a resumed fit will begin: what has other values by now is left out, because
-                nobody has them. By default nothing has.
+            entries: A resumed fit's initial model: changed entries are excluded, because no client has the values. By
+                default no entry has changed.
 
         """
         entries = {} if entries is None else entries
@@ -108,7 +108,7 @@ class HeldEntries:
         return {} if self._is_new else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores it; an empty state is that of a fit that begins."""
+        """Restores the state of a checkpoint; an empty state is the initial state."""
         self._since, self.values = dict(state.get("since", {})), {}
         self._is_new = not state
         self._rounds = dict(zip(state.get("clients", ()), state.get("rounds", ()), strict=True))

@@ -1,4 +1,4 @@
-"""Interface of the server, and the report of a round."""
+"""Server interface and round report."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class RoundReport:
-    """Report of a round.
+    """Results of a round.
 
     Args:
         round: Index of the round, from 0.
-        received: Number of local examples of every client whose update was aggregated.
-        counted: Number of examples that counted of every client whose update was good.
-        failed: Reason for every client that was left out.
-        metrics: Numbers that the clients sent along.
-        norms: Length of every good client's step: the Euclidean norm of (local - global) over the entries that train,
-            as the server computes it; without clients whose models have other shapes.
-        up_bytes: Bytes of the updates that arrived, whether used or not.
-        down_bytes: Bytes of the broadcasts.
-        refused: Those of ``failed`` whose answer came, and was refused for what it held, with the reason.
+        received: Local examples by client, for good updates.
+        counted: Counted examples by client, for good updates.
+        failed: Reason by excluded client.
+        metrics: Clients' metrics.
+        norms: Step length by client: the Euclidean norm of (local - global) over the trained entries, computed by the
+            server, without clients with other shapes.
+        up_bytes: Bytes in received updates, good or not.
+        down_bytes: Bytes in broadcasts.
+        refused: Reason by client, for the part of ``failed`` with a bad answer.
 
     """
 
@@ -48,11 +48,11 @@ class RoundReport:
 
     @classmethod
     def joined(cls, parts: Sequence[RoundReport], positions: Mapping[Client, int]) -> RoundReport:
-        """Joins the reports of several processes that shared a round.
+        """Joins reports from several processes with shares of a round.
 
         Args:
-            parts: Their reports.
-            positions: Position of every client in the cohort: the order in which one process would report.
+            parts: The reports.
+            positions: Position by client in the cohort, for a single process's order.
 
         Example:
             >>> parts = RoundReport(0, {"b": 3}, up_bytes=8), RoundReport(0, {"a": 1}, {"c": "lost"}, up_bytes=4)
@@ -72,24 +72,24 @@ class RoundReport:
 
 
 class ServerInterface(ABC):
-    """Interface of the server as a round sees it: the server itself, or, on a client's machine, a connection to it.
+    """Interface of the server for a round: the server itself, or a connection from a client's machine.
 
-    For every client of a round: :meth:`prepare`, :meth:`sent`, :meth:`count`, :meth:`accept`; then
-    :meth:`finish_round`. In between the caller may change what is on its way.
+    For every client in a round: :meth:`prepare`, :meth:`sent`, :meth:`count`, :meth:`accept`; then
+    :meth:`finish_round`. The caller may change messages in between.
 
     Args:
-        chain: The server's rule and the steps around it; on a client's machine nothing is aggregated.
-        min_clients: Least number of good updates that changes the global model.
+        chain: The rule with the steps around it; a client's machine does not aggregate.
+        min_clients: Least number of good updates for a new global model.
 
     Attributes:
         chain: The chain.
-        report: Report of the round that is under way, or was last.
-        state_before: The chain's state when the round began.
-        errors: Exceptions by which updates of the round have failed here, without tracebacks.
-        held: Record of the entries without gradient that clients have already.
+        report: Report for the current or last round.
+        state_before: The chain's state before the round.
+        errors: Exceptions from updates in this process, without tracebacks.
+        held: Record about untrained entries at the clients.
 
     Raises:
-        ValueError: If ``min_clients`` is not a whole number from 1 on.
+        ValueError: If ``min_clients`` is not a positive whole number.
 
     """
 
@@ -108,60 +108,60 @@ class ServerInterface(ABC):
 
     @abstractmethod
     def start_round(self, info: RoundInfo, state: State) -> None:
-        """Starts a round from the shared entries of the global model."""
+        """Starts a round from the global model's shared entries."""
 
     @abstractmethod
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
-        """Makes the message for a client, which may be changed before it is sent.
+        """Prepares the message for a client; the caller may change the message before :meth:`sent`.
 
         Args:
             client: The client's key.
-            request: The client's request: rows that it wants of some entries, instead of all, and extras of the method.
+            request: The client's request, with rows and extras.
 
         """
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Counts a message that goes to a client, as it is now."""
+        """Counts a message to a client in its final form."""
         self.report.down_bytes += broadcast.nbytes
 
     @abstractmethod
     def count(self, update: ClientUpdate) -> bool:
-        """Counts an update as it has arrived.
+        """Counts a received update.
 
         Returns:
-            Whether it was asked for; if not, the client is left out.
+            Whether the server has asked for the update; otherwise the client is excluded.
 
         """
 
     @abstractmethod
     def accept(self, update: ClientUpdate) -> bool:
-        """Checks an update that was counted, and aggregates it.
+        """Checks and aggregates an update after :meth:`count`.
 
         Returns:
-            Whether it was good, as far as is known here; if not, the client is left out.
+            Whether the update is good; otherwise the client is excluded.
 
         """
 
     @abstractmethod
     def finish_round(self) -> State | None:
-        """Aggregates the round: the new global values of the shared entries, or ``None`` where there are none."""
+        """Aggregates the round: the new global values of the shared entries, or ``None``."""
 
     def start_chain(self) -> None:  # noqa: B027 - optional
-        """Starts the round in the chain; once more where it is to join what several processes have received."""
+        """Starts the round in the chain; again before the chain joins updates from several processes."""
 
     def end_visits(self) -> None:  # noqa: B027 - optional
-        """Marks clients that have not answered as failed."""
+        """Marks clients without an answer as failed."""
 
     def abandon_round(self) -> None:  # noqa: B027 - optional
-        """Restores the state that the chain had when the round began."""
+        """Restores the chain's state before the round."""
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Leaves a client out of the round, by name and with the reason in the log; always ``False``.
+        """Excludes a client from the round, and logs the reason; always ``False``.
 
         Args:
             client: The client.
             reason: The reason in words.
-            error: The exception by which its update failed here, if there was one.
+            error: The exception from the client's update in this process, if any.
 
         """
         self.report.failed[client] = reason
@@ -171,12 +171,12 @@ class ServerInterface(ABC):
         return False
 
     def refuse(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Leaves a client out for what its answer held, likewise; always ``False``.
+        """Excludes a client with a bad answer; always ``False``.
 
         Args:
             client: The client.
             reason: The reason in words.
-            error: The exception by which its update failed here, if there was one.
+            error: The exception from the client's update in this process, if any.
 
         """
         self.report.refused[client] = reason

@@ -1,7 +1,7 @@
 """The schedule: cohorts, stragglers, dropouts and seeds, a pure function of (seed, round).
 
 The schedule neither reads nor moves a global generator, so a resumed run, a run on N processes and two methods under
-comparison see the same rounds. The cost of a round is O(cohort), not O(population).
+comparison see the same rounds. A round costs O(cohort), not O(population).
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class Visit:
 
 @dataclass(frozen=True)
 class Cohort:
-    """The clients of one round.
+    """A round's clients.
 
     Args:
-        visits: Planned visits of all reporting clients.
+        visits: Planned visits for all reporting clients.
         dropped: Chosen clients without a report.
 
     """
@@ -105,12 +105,12 @@ class Availability:
     """``availability=``: stragglers, and clients that never report.
 
     Args:
-        stragglers: Fraction in [0, 1) of a cohort with only a part of the work.
+        stragglers: Fraction of a cohort in [0, 1) with partial work.
         partial_work: ``"keep"`` aggregates the stragglers' partial work, ``"drop"`` excludes stragglers.
         client_dropout: Probability in [0, 1) for a missing report, per chosen client.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is outside the range.
 
     Example:
         >>> from lightning_fed import Federation
@@ -131,24 +131,25 @@ class Availability:
 class Schedule:
     r"""Draws each round's cohort, stragglers, dropouts and seeds.
 
-    Clients are drawn uniformly without replacement, :math:`m = \max(\lceil C K \rceil, 1)` of :math:`K` for a fraction
-    :math:`C` (McMahan et al. 2017). Of a cohort of :math:`m` clients, :math:`m - \mathrm{round}(m (1 - \delta))`
-    straggle: a straggler does an integer number of epochs drawn uniformly from 1 to E - 1 (Li et al., "Federated
-    Optimization in Heterogeneous Networks", MLSys 2020, and the published code). If work is counted in steps, the draw
-    is over steps; if E = 1, over batches. Each chosen client fails to report with probability ``client_dropout``.
+    Clients are drawn uniformly without replacement: :math:`m = \max(\lceil C K \rceil, 1)` from :math:`K` for a
+    fraction :math:`C` (McMahan et al. 2017). In a cohort with :math:`m` clients,
+    :math:`m - \mathrm{round}(m (1 - \delta))` straggle: a straggler does an integer number of epochs drawn uniformly
+    from 1 to E - 1 (Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, and the published code).
+    If work is counted in steps, the draw is over steps; if E = 1, over batches. Each chosen client fails to report with
+    probability ``client_dropout``.
 
     Args:
         seed: Seed of the schedule, not negative.
-        clients_per_round: Number of clients (int) or fraction of the population (float in (0, 1]).
+        clients_per_round: Number of clients (int), or fraction (float in (0, 1]).
         local_epochs: Passes over a client's data in a visit.
         local_steps: Batches in a visit; replaces ``local_epochs``.
         availability: The stragglers, and the clients that never report.
 
     Attributes:
-        secret: A draw of clients independent of ``seed``; ``None`` for the schedule's draw.
+        secret: A draw independent from ``seed``; ``None`` for the schedule's draw.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is outside the range.
 
     Example:
         >>> schedule = Schedule(seed=1, clients_per_round=2)
@@ -201,7 +202,7 @@ class Schedule:
         return self.clients_per_round
 
     def active_size(self, size: int) -> int:
-        """Number of clients without partial work in a cohort with ``size`` clients."""
+        """Number of clients with complete work in a cohort with ``size`` clients."""
         return round_half_up(size * (1 - self.availability.stragglers))
 
     def cohort(
@@ -240,9 +241,9 @@ class Schedule:
         return Cohort(tuple(visits), tuple(dropped))
 
     def second_draw(self, round: int, clients: Sequence[Client]) -> list[Client]:
-        """Draws a second sample of clients, independent of the cohort and equally large, without dropouts.
+        """Draws a second, independent sample with the cohort's size, without dropouts.
 
-        For methods with two samples of clients in a round (FedDANE).
+        For methods with two samples in a round (FedDANE).
 
         Args:
             round: Index of the round, from 0.
@@ -257,7 +258,7 @@ class Schedule:
         return derive_seed(self.seed, round, _START)
 
     def end_seed(self, round: int) -> int:
-        """Seed for draws after a round's visits: in aggregation and in validation."""
+        """Seed for draws after a round's visits, in aggregation and validation."""
         return derive_seed(self.seed, round, _END)
 
     def visit_of(self, round: int, client: Client) -> Visit:

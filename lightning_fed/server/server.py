@@ -1,7 +1,4 @@
-"""The server half of a round: the rule that aggregates updates, and the server that counts and checks them.
-
-Nothing here knows Lightning: feed it messages and it aggregates.
-"""
+"""The server half of a round, without Lightning: counts, checks and aggregates messages."""
 
 from __future__ import annotations
 
@@ -24,28 +21,23 @@ from lightning_fed.steps.weights import find_bad_count
 
 _log = logging.getLogger(__name__)
 
-_FARTHEST = 1e10  # lengths of the model: no training moves it so far, and squares of what is nearer are finite
+_FARTHEST = 1e10  # model lengths: farther than any training, and finite when squared
 
 
 class Server(ServerInterface):
-    """The server: prepares the broadcasts of a round, counts the bytes, checks the updates, aggregates.
+    """The server: prepares broadcasts, counts bytes, checks updates, aggregates.
 
-    An update that does not fit the broadcast it answers (missing or unexpected entries, other shapes or dtypes, NaN or
-    infinite values, negative variances), that no training can have made, or that the rule cannot use, is left out by
-    name; the round goes on. So is one at which the rule raises any exception: of a single update it is its client's
-    fault. With fewer than ``min_clients`` good updates, or where the aggregate is not plausible, the global model stays
-    as it was.
+    The server excludes a client if the update does not fit the broadcast (missing or unexpected entries, other shapes
+    or dtypes, NaN or infinite values, negative variances), is farther from the model than any training, or makes the
+    rule raise an exception. The round continues. With fewer than ``min_clients`` good updates, or an implausible
+    aggregate, the global model does not change.
 
     Args:
-        chain: The rule, and the steps around it.
-        min_clients: Least number of good updates that changes the global model.
-
-    Attributes:
-        report: What happened in the round.
-        state_before: The chain's state when the round began.
+        chain: The rule with the steps around it.
+        min_clients: Least number of good updates for a new global model.
 
     Raises:
-        ValueError: If ``min_clients`` is not a whole number from 1 on.
+        ValueError: If ``min_clients`` is not a positive whole number.
 
     Example:
         >>> import torch
@@ -73,7 +65,7 @@ class Server(ServerInterface):
         self._length = 1.0  # of the global model
 
     def start_round(self, info: RoundInfo, state: State) -> None:
-        """Starts a round from the shared entries of the global model."""
+        """Starts a round from the global model's shared entries."""
         self.state_before = dict(self.chain.state_dict())
         self.report = RoundReport(info.round)
         self.errors = {}
@@ -89,14 +81,14 @@ class Server(ServerInterface):
         self.chain.start(replace(self._info, refused=self.report.refused), self._state)
 
     def prepare(self, client: Client, request: Request | None = None) -> Broadcast:
-        """Makes the message for a client, and notes what an answer to it must look like.
+        """Prepares the message for a client, and records the form of a good answer.
 
         Args:
             client: The client's key.
-            request: The client's request, which is counted.
+            request: The client's request, which counts.
 
         Raises:
-            ValueError: If the rule cannot do with rows, or the request does not fit the model.
+            ValueError: If the rule does not support rows, or the request does not fit the model.
 
         """
         request = Request(client) if request is None else request
@@ -111,20 +103,20 @@ class Server(ServerInterface):
         return broadcast
 
     def sent(self, client: Client, broadcast: Broadcast) -> None:
-        """Counts a message that goes to a client; of a whole model without what the client has already."""
+        """Counts a message to a client; of a whole model without entries already at the client."""
         if broadcast.state.keys() == self._state.keys():
             broadcast.unsent |= self.held.held_by(client, broadcast.state, client in self.report.received)
         self.chain.on_sent(client, broadcast)
         super().sent(client, broadcast)
 
     def count(self, update: ClientUpdate) -> bool:
-        """Counts an update as it has arrived; its rows are those that the client was sent."""
+        """Counts a received update, and sets the rows of the broadcast."""
         self.report.up_bytes += update.nbytes
         update.rows = self._rows.pop(update.client, {})
         return update.client in self._expected or self.fail(update.client, "it sent an update that was not asked for")
 
     def accept(self, update: ClientUpdate) -> bool:
-        """Checks an update that was counted, and hands it to the chain."""
+        """Checks an update after :meth:`count`, and passes the update to the chain."""
         client = update.client
         expected, sent = self._expected.pop(client), self._sent.pop(client)
         fault = find_bad_count(update.num_samples) or find_fault(update.state, expected, finite=False)
@@ -144,20 +136,20 @@ class Server(ServerInterface):
         return True
 
     def fail(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Leaves a client out of the round, by name and with the reason in the log; always ``False``."""
+        """Excludes a client from the round, and logs the reason; always ``False``."""
         self._expected.pop(client, None)
         self._sent.pop(client, None)
         return super().fail(client, reason, error)
 
     def end_visits(self) -> None:
-        """Marks clients that have not answered as failed."""
+        """Marks clients without an answer as failed."""
         for client in list(self._expected):
             self.fail(client, "it never answered")
 
     def finish_round(self) -> State | None:
-        """Aggregates the round; ``None`` where the global model stays as it was.
+        """Aggregates the round; ``None`` without a valid aggregate.
 
-        Where the rule has no new model yet, the very dictionary that :meth:`start_round` got.
+        If the rule has no new model yet, the result is the argument of :meth:`start_round`.
         """
         self.end_visits()
         state = self._aggregate()
@@ -171,7 +163,7 @@ class Server(ServerInterface):
         return state
 
     def abandon_round(self) -> None:
-        """Restores the state that the chain had when the round began."""
+        """Restores the chain's state before the round."""
         self.chain.load_state_dict(self.state_before)
 
     def _aggregate(self) -> State | None:
@@ -196,17 +188,17 @@ class Server(ServerInterface):
                 return self._state if state is None else state
 
     def _inspect(self, update: ClientUpdate, sent: State) -> None:
-        """Notes the length of a client's step.
+        """Records the length of a client's step.
 
         Raises:
-            BadUpdate: If no training can have made it.
+            BadUpdate: If the values are implausible or too far from the model.
 
         """
         fault = find_implausible(update.sent)
         if fault is not None:
             raise BadUpdate(fault)
         names = [name for name in trained_entries(self._info, update.state) if not _is_integer(update.state[name])]
-        if self.rule.resizes:  # the client's model has a shape, and so a length, of its own
+        if self.rule.resizes:  # models of other shapes have no difference
             length = float(norm(update.state[name] for name in names))
         else:
             length = distance(update.state, sent, names) or 0.0
@@ -215,7 +207,6 @@ class Server(ServerInterface):
             raise BadUpdate(f"its step has the length {length:.3g}, and the model {self._length:.3g}")
 
     def _take_back(self, client: Client, reason: str, error: Exception | None = None) -> bool:
-        """Leaves out a client whose update was good so far; always ``False``."""
         self.report.received.pop(client, None)
         self.report.metrics.pop(client, None)
         self.report.counted.pop(client, None)
@@ -223,7 +214,7 @@ class Server(ServerInterface):
         return self.refuse(client, reason, error)
 
     def _slice(self, broadcast: Broadcast, request: Request) -> None:
-        """Replaces entries of a message by the rows that the client asked for."""
+        """Replaces entries of a message by the requested rows."""
         if not self.rule.accepts_rows:
             raise ValueError(
                 f"Expected a rule that can do with some rows of {sorted(request.rows)}, but"

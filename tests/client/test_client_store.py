@@ -487,9 +487,9 @@ def flip_a_byte(path):
 
 
 DAMAGE = {
-    "a folder that is gone": (lambda path: shutil.rmtree(path.parent), "is not there any more"),
-    "a file that is gone": (lambda path: path.unlink(), "is not there any more"),
-    "another byte": (flip_a_byte, "has changed since it was written"),
+    "a folder that is gone": (lambda path: shutil.rmtree(path.parent), "is missing"),
+    "a file that is gone": (lambda path: path.unlink(), "is missing"),
+    "another byte": (flip_a_byte, "has changed in the file"),
     "an empty file": (lambda path: path.write_bytes(b""), "cannot be read"),
     "something else": (lambda path: path.write_text("my notes"), "cannot be read"),
 }
@@ -507,7 +507,7 @@ def test_damage_is_noticed_and_the_file_named(damage, reason, is_resumed, tmp_pa
         store = FolderStore(tmp_path)
         store.restore(1, state)
     # without the path, which contains the client
-    with pytest.raises(ClientFault, match=f"^what it has kept {reason}$"):
+    with pytest.raises(ClientFault, match=f"^its stored state {reason}$"):
         store.get("a")
     assert str(tmp_path / "run-0" / "s-a") in caplog.text
     assert number(store.get("b")) == 1
@@ -563,8 +563,8 @@ def test_a_client_whose_folder_is_gone_is_left_out(tmp_path, caplog):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
     )  # fmt: skip
     trainer.fit(Module(nn.Linear(2, 3)), data, data)
-    assert "Round 2: client 'a' is left out: what it has kept is not there any more." in caplog.text
-    assert "Client 'a' does not answer: what it has kept is not there any more." in caplog.text
+    assert "Round 2: client 'a' is left out: its stored state is missing." in caplog.text
+    assert "Client 'a' does not answer: its stored state is missing." in caplog.text
     assert trainer.callback_metrics["fed/clients"] == 2
 
 
@@ -586,10 +586,7 @@ def test_a_client_that_is_lost_before_batch_norm_is_measured_is_left_out_of_that
     )
     net = nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.Linear(2, 3))
     trainer.fit(Module(net), datamodule=FederatedDataModule(data))
-    assert (
-        "Client 'a''s BatchNorm statistics are left out: ClientFault: what it has kept is not there any more."
-        in caplog.text
-    )
+    assert "Client 'a''s BatchNorm statistics are excluded: ClientFault: its stored state is missing." in caplog.text
     assert measured == ["b", "c", None]
     assert trainer.current_epoch == 1
 
@@ -629,5 +626,5 @@ def test_without_checkpoints_the_folder_does_not_grow(tmp_path):
 
 @pytest.mark.parametrize("run", ["../../..", -1, True, "0"])
 def test_a_checkpoint_names_no_path(run, tmp_path):
-    with pytest.raises(ValueError, match="as the store's run, which is no number"):
+    with pytest.raises(ValueError, match="Expected a number for the store's run"):
         FolderStore(tmp_path).restore(1, {"run": run})

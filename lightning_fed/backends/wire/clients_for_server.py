@@ -1,4 +1,4 @@
-"""The server's half of a federation whose clients are remote: exchanges the messages of a round with them."""
+"""The server's half of a federation with remote clients: exchanges a round's messages."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, Sta
 from lightning_fed.model.batch_norm import find_bad_statistics
 from lightning_fed.model.entries import find_non_finite, live_entries
 from lightning_fed.privacy.secure_sum import RingSum
+from lightning_fed.rounds.batch_norm import warn_of_report
 from lightning_fed.rounds.remote import RemoteSide
 from lightning_fed.rounds.round import Round
 from lightning_fed.rounds.visit_flow import Answer as UpdateAnswer
@@ -58,43 +59,43 @@ from lightning_fed.server.schedule import Cohort, Visit
 _log = logging.getLogger(__name__)
 
 _MOST_STEPS, _MANUAL_STEPS = 1_000_000, 100
-_MOST_TIMES = 100  # times the median of the round's visits, as whose steps more are counted
+_MOST_TIMES = 100  # times the median step count, the limit for a visit's count
 _LOSS_SCALES = 2.0**-30, 2.0**40
 
 
 class RemotePopulation(Population):
-    """Clients by name alone: their data are on their machines."""
+    """Clients without data in this process."""
 
     def num_samples(self, client: Client) -> int:
-        """Not known here."""
+        """Unknown to the server."""
         raise self._error(client)
 
     def batches_per_epoch(self, client: Client, isolated: bool = False) -> int | None:
-        """Not known here."""
+        """Unknown to the server."""
         raise self._error(client)
 
     def stream(
         self, visits: Sequence[PlannedVisit], isolated: bool = False, groups: Sequence[range] = ()
     ) -> Iterator[VisitBatch]:
-        """Not here."""
+        """Not available on the server."""
         raise self._error(visits[0].visit.client)
 
     @staticmethod
     def _error(client: Client) -> MisconfigurationException:
         return MisconfigurationException(
-            f"The data of client {client!r} are on its own machine: the server cannot look at them. A callback or"
-            " option that needs them on the server works with clients in one process only."
+            f"The data of client {client!r} are on the client's machine, and unknown to the server. A callback or"
+            " option that needs data on the server works with clients in one process only."
         )
 
 
 class RemoteClientSide(RemoteSide):
-    """The clients of a federation, as the server sees them: reached by a transport.
+    """A federation's clients, for a server with a transport.
 
     Args:
         transport: Carries the packets.
-        client_store: Remembers which rounds' state the clients keep.
+        client_store: Record of the rounds with stored client state.
         clients: The clients' keys.
-        seed: Seed of the federation.
+        seed: The federation's seed.
 
     """
 
@@ -111,13 +112,13 @@ class RemoteClientSide(RemoteSide):
         self._server_entries: State = {}
 
     def visits_here(self, cohort: Cohort) -> Cohort:
-        """Returns no visits: Lightning is given an empty batch, at whose end the answers are waited for."""
+        """Returns no visits: Lightning trains an empty batch, and then waits for the answers."""
         self._cohort = cohort
         return Cohort((), cohort.dropped)
 
     def start(self, fit: FederatedFit) -> None:
-        """Changes nothing: the round has the Trainer's own optimizers and schedulers."""
-        fit.ignore_warning("Detected call of `lr_scheduler.step")  # before `optimizer.step`, which clients do
+        """Changes nothing: the Trainer's optimizers and schedulers are the round's."""
+        fit.ignore_warning("Detected call of `lr_scheduler.step")  # `optimizer.step` runs on the clients
 
     def exchange(self, round: Round) -> None:
         """Runs the round's visits, in the order of the cohort; a fault in an answer excludes only its client."""
@@ -226,7 +227,7 @@ class RemoteClientSide(RemoteSide):
         visits: Sequence[Visit],
         send: Callable[[Visit], Broadcast],
     ) -> Iterator[tuple[Client, ClientUpdate | str]]:
-        """Sends the question with the model, and receives what comes back, in the order of the clients."""
+        """Sends the question with the model, and receives answers in the order of the clients."""
         entries = live_entries(fit.module)
         frozen = {name: entries[name] for name in entries if fit.policies[name] == "frozen"}
         self._train_request = self._common(frozen) | {"hyperparameters": {}, "question": dict(question)}
@@ -235,7 +236,6 @@ class RemoteClientSide(RemoteSide):
             yield client, self._read_answer(reply, client, entries)
 
     def _common(self, frozen: State) -> dict[str, Any]:
-        """Fields that all requests of a fit have."""
         return {
             "run": self._client_store.run,
             "needed": self._client_store.needed,
@@ -244,7 +244,7 @@ class RemoteClientSide(RemoteSide):
         }
 
     def _start_sum(self, fit: FederatedFit) -> ServerSum | None:
-        """Has the round's clients share secrets, where the rule uses their updates in a secure sum alone."""
+        """Starts a secure sum, if the rule needs one: the clients share secrets."""
         self._train_request["peers"] = None
         sums = [held for held in fit.server.chain.held if isinstance(held, RingSum)]
         if not sums:
@@ -260,7 +260,7 @@ class RemoteClientSide(RemoteSide):
     def measure(
         self, server: ServerInterface, visits: Sequence[Visit], send: Callable[[Visit], Broadcast]
     ) -> list[tuple[Client, State]]:
-        """Has clients run their data through a model."""
+        """Measures BatchNorm inputs on the clients."""
         reports: list[tuple[Client, State]] = []
         models: dict[Client, State] = {}
 
@@ -283,15 +283,15 @@ class RemoteClientSide(RemoteSide):
                 if fault is None:
                     reports.append((client, answer.extras))
                     continue
-            _log.warning("Client %r's BatchNorm statistics are left out: %s.", client, fault)
+            warn_of_report(client, fault)
         return reports
 
     def _ask(
         self, server: ServerInterface, kind: str, messages: Iterable[tuple[Visit, Broadcast, str]]
     ) -> Iterator[tuple[Client, Packet | str]]:
-        """Sends messages, each with the digest of the request that it answers, and gives the answers in their order.
+        """Sends messages, each with the digest of the client's request, and yields the answers in order.
 
-        A client that does not have the entries which were left out of its message is sent all of them.
+        A client without the unsent entries receives all entries in a second message.
         """
         sent: dict[Client, tuple[Visit, Broadcast, str]] = {}
         digests: dict[frozenset[str], str] = {frozenset(): ""}
@@ -324,7 +324,7 @@ class RemoteClientSide(RemoteSide):
         for client, reply in self._transport.ask(kind, map(pack, messages), number, pack_again):
             if sent[client][1].unsent and _is_lacking(reply):
                 lacking.append(client)
-            if lacking:  # the answers stay in their order
+            if lacking:  # preserves the order of answers
                 waiting.append((client, reply))
             else:
                 yield client, reply
@@ -332,7 +332,7 @@ class RemoteClientSide(RemoteSide):
         if not lacking:
             return
         _log.info(
-            "Round %d: %d clients do not hold the model that they should, and are sent all of it.",
+            "Round %d: %d clients do not hold the expected model, and receive all entries.",
             round_number(number),
             len(lacking),
         )
@@ -341,7 +341,7 @@ class RemoteClientSide(RemoteSide):
             yield client, answers.get(client, reply)
 
     def _requests(self, fit: FederatedFit, model: State) -> dict[Client, Request]:
-        """Requests of the clients, where callbacks have them ask."""
+        """Asks clients for requests, if a callback implements ``on_client_request``."""
         requests: dict[Client, Request] = {}
         callbacks = federated_callbacks(fit.trainer)
         if not any(is_overridden("on_client_request", callback, FederatedCallback) for callback in callbacks):
@@ -364,16 +364,14 @@ class RemoteClientSide(RemoteSide):
         return requests
 
     def _read_answer(self, reply: Packet | str, client: Client, model: State) -> ClientUpdate | str:
-        """Reads the answer to a question, or the reason why there is none."""
         answer = self._open(reply, client, model)
         if isinstance(answer, tuple):
             return answer[0]
         return answer.reason if isinstance(answer, Fault) else "it does not answer what it was asked"
 
     def _open(self, reply: Packet | str, client: Client, model: State) -> Request | tuple[ClientUpdate, Answer] | Fault:
-        """Reads a reply; a client that is not at the node that was asked is looked for anew."""
         answer = read_answer(reply, client, model)
-        if isinstance(answer, Fault) and answer.reason == NOT_HERE:
+        if isinstance(answer, Fault) and answer.reason == NOT_HERE:  # the transport looks for another node
             self._transport.forget(client)
         return answer
 
@@ -382,32 +380,28 @@ class RemoteClientSide(RemoteSide):
 
 
 def _is_lacking(reply: Packet | str) -> bool:
-    """True if a client says that it does not have what it was not sent."""
     return isinstance(reply, Packet) and not reply.data and NOT_HELD in reply.text
 
 
 def _fill_in(update: ClientUpdate, sent: State, count: int) -> None:
-    """Adds the entries to an update that its client has left out, as it was sent them.
+    """Adds an update's unsent entries from the broadcast.
 
     Raises:
-        BadUpdate: If it says that they are more or fewer.
+        BadUpdate: If the client reports another number of unsent entries.
 
     """
     if not count:
         return
     missing = frozenset(sent.keys() - update.state.keys())
     if len(missing) != count:
-        raise BadUpdate(f"it leaves {count} entries out, and {len(missing)} are missing")
+        raise BadUpdate(f"it reports {count} unsent entries, and {len(missing)} are missing")
     whole = update.state | {name: sent[name] for name in missing}
     update.state = {name: whole[name] for name in (*sent, *(update.state.keys() - sent.keys()))}
     update.unsent = missing
 
 
 def _most_steps(visit: Visit, is_automatic: bool) -> int:
-    """Most optimizer steps that a visit can have, as far as the server knows: of epochs it does not know the batches.
-
-    With manual optimization a batch may have several.
-    """
+    # The server does not know a client's batches per epoch. Manual optimization may make several steps per batch.
     if visit.steps is None:
         return _MOST_STEPS
     return min(visit.steps * (1 if is_automatic else _MANUAL_STEPS), _MOST_STEPS)
@@ -430,13 +424,13 @@ class _Steps:
 
 
 def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
-    """Reads how many steps a client's visit has made, and its loss scale.
+    """Reads the step counts and the loss scale from an answer.
 
-    A client says how many steps its schedulers have made, and they are made here: a learning rate is never a client's
-    number. The loss scale is; it must be in a range of use.
+    The server repeats scheduler steps by count, because a learning rate must not come from a client. A loss scale comes
+    from the client, inside a plausible range.
 
     Raises:
-        BadUpdate: If it says what cannot be.
+        BadUpdate: If a number is implausible.
 
     """
     if said.steps > most:
@@ -447,7 +441,7 @@ def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
     steps: Any = after.get("steps") if isinstance(after, dict) else None
     is_list = isinstance(steps, list) and len(steps) == len(optimizers.step_schedulers)
     if not is_list or not all(type(step) is int and 0 <= step <= most for step in steps):
-        raise BadUpdate(f"where it left its schedulers cannot be used: {steps!r:.100} steps, of 0 to {most} each")
+        raise BadUpdate(f"its scheduler steps cannot be used: {steps!r:.100}, expected 0 to {most} each")
     start, scaler = pack_numbers(optimizers.start["scaler"]), after.get("scaler")
     if not start or not scaler:
         return _Steps(said.steps, steps)
@@ -488,13 +482,13 @@ class _Unreadable(Fault):
 def _exclude(
     server: ServerInterface, client: Client, answer: Request | tuple[ClientUpdate, Answer] | Fault, otherwise: str
 ) -> None:
-    """Leaves out a client without a good answer: refused where one came, failed where none did or it says so itself.
+    """Excludes a client without a good answer: refused after a bad answer, failed without an answer.
 
     Args:
         server: The server.
         client: The client.
-        answer: What :func:`read_answer` made of the reply.
-        otherwise: The reason where that is an answer to something else.
+        answer: Result of :func:`read_answer`.
+        otherwise: The reason for an answer of another kind.
 
     """
     if isinstance(answer, Fault) and not isinstance(answer, _Unreadable):
@@ -504,11 +498,11 @@ def _exclude(
 
 
 def read_answer(reply: Packet | str, client: Client, model: State) -> Request | tuple[ClientUpdate, Answer] | Fault:
-    """Reads a reply, whatever it is: what cannot be read is its client's fault."""
+    """Reads any reply; an unreadable reply is the client's fault."""
     if isinstance(reply, str):
         return Fault(client, reply)
     try:
         bad_size = find_bad_size(reply, model)
         return read_reply(reply, client) if bad_size is None else _Unreadable(client, bad_size)
-    except Exception as error:  # also what a reader of ours does not expect
+    except Exception as error:  # also unexpected errors in a reader
         return _Unreadable(client, unreadable(error))

@@ -305,7 +305,6 @@ class RemoteServerSide(RemoteSide):
             self.server.fail(visit.client, describe(error), error)
 
     def _request(self, round: Round, planned: PlannedVisit) -> None:
-        """Runs a visit up to the request."""
         round.driver.current = visit = round.driver.open_visit(planned)
         try:
             with closing(visit.run()) as flow:

@@ -213,7 +213,7 @@ def test_statistics_that_cannot_be_used(tmp_path, caplog):
     left_out = [message for message in caplog.messages if "left out" in message]
     reasons = ("does not fit the model", "NaN or infinite", "which is no entry")
     for message, reason in zip(left_out, reasons, strict=True):
-        assert message.startswith("Client 'bob''s BatchNorm statistics are left out")
+        assert message.startswith("Client 'bob''s BatchNorm statistics are excluded")
         assert reason in message
     assert failed == [0, 0, 0]
 

@@ -54,8 +54,8 @@ NUMBERS = {
     "a metric that no float is": ("fedavg", {"metrics": {"loss": 10**400}}, "no good header"),
     "more examples than there are": ("fedavg", {"num_samples": 10**400}, "examples"),
     "more steps than there are": ("fedavg", {"steps": 10**30}, "steps"),
-    "a list of schedulers": ("a schedule of steps", {"after": [1]}, "where it left its schedulers cannot be used"),
-    "no schedulers": ("a schedule of steps", {"after": {"steps": []}}, "where it left its schedulers cannot be used"),
+    "a list of schedulers": ("a schedule of steps", {"after": [1]}, "its scheduler steps cannot be used"),
+    "no schedulers": ("a schedule of steps", {"after": {"steps": []}}, "its scheduler steps cannot be used"),
     "steps back": ("a schedule of steps", {"after": {"steps": [-1]}}, "[-1] steps, of 0 to 1000000 each"),
     "steps without end": (
         "a schedule of steps",
