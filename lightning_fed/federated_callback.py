@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fed.errors import ClientFault
 from lightning_fed.lightning.internals import callbacks_of
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State
 
@@ -143,17 +143,27 @@ class FederatedCallback(TrainerCallback):
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Client side, when the visit is over, also where nothing came of it: to take back what it changed."""
 
-    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
-        """Notes of this process on its visits that all processes must know, where several share the clients.
+    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None] | None:
+        """Shares values between processes with different clients, before :meth:`on_server_aggregate`.
 
-        Asked before :meth:`on_server_aggregate`; tensors, numbers and plain containers. A callback that notes something
-        in
-        :meth:`on_server_receive` and uses it in :meth:`on_server_aggregate` must implement it, and :meth:`join_round`.
+        A generator yields a value (tensors, numbers and plain containers), and receives the values from all processes
+        in rank order. Required for a callback with data from :meth:`on_server_receive` in :meth:`on_server_aggregate`.
+
+        Example:
+            >>> class Sizes(FederatedCallback):
+            ...     '''Counts the examples in a round, in any number of processes.'''
+            ...
+            ...     size = 0
+            ...
+            ...     def on_server_receive(self, trainer, module, update):
+            ...         self.size += update.num_samples
+            ...
+            ...     def share_round(self, trainer, module):
+            ...         sizes = yield self.size
+            ...         self.size = sum(sizes)
+
         """
         return None
-
-    def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
-        """Takes what :meth:`share_round` returned in every process, this one's too, in the order of the ranks."""
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         """Server side, before the new global values of the shared entries are loaded: may change them.
@@ -171,23 +181,25 @@ class FederatedCallback(TrainerCallback):
 
         """
 
-    def on_client_question(
-        self, trainer: L.Trainer, module: L.LightningModule, client: Client, question: Mapping[str, Any]
-    ) -> ClientUpdate:
-        """Client side, outside of visits: the answer to :meth:`Federation.ask <lightning_fed.Federation.ask>`.
-
-        The module is the model to answer with; what is done to it is undone afterwards.
-
-        Raises:
-            ClientFault: If the client has no answer.
-
-        """
-        raise ClientFault(f"`{type(self).__name__}` is asked nothing")
-
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
         """Called when the module has become a client's model outside of its visit, to be evaluated or measured with.
 
         ``client`` is ``None`` when it is the global model again.
+        """
+
+
+class AskableCallback(FederatedCallback, ABC):
+    """A callback with answers to :meth:`Federation.ask <lightning_fed.Federation.ask>` outside visits."""
+
+    @abstractmethod
+    def on_client_question(
+        self, trainer: L.Trainer, module: L.LightningModule, client: Client, question: Mapping[str, Any]
+    ) -> ClientUpdate:
+        """Client side: answers a question with the module, loaded for the answer. Changes to the module are undone.
+
+        Raises:
+            ClientFault: If the client has no answer.
+
         """
 
 

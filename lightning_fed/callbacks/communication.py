@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,12 +165,9 @@ class CommunicationReport(FederatedCallback):
         for part, tensors in {**self._by_part(update.sent), _EXTRAS: update.extras}.items():
             self._add(trainer, update.client, part, tensors, "up")
 
-    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
-        """Returns the round's traffic in this process."""
-        return {key: traffic for key, traffic in self._visits.items() if key[0] == trainer.current_epoch}
-
-    def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
+    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None]:
         """Merges the traffic from all processes, in the order for a single process."""
+        shares = yield {key: traffic for key, traffic in self._visits.items() if key[0] == trainer.current_epoch}
         joint = {key: traffic for share in shares for key, traffic in share.items()}
         for visit in find_federation(trainer).cohort.visits:
             key = trainer.current_epoch, visit.client

@@ -27,7 +27,7 @@ from lightning_fed.data.federated import evaluated_client
 from lightning_fed.data.partitions import Partition
 from lightning_fed.data.population import PlannedVisit, Population
 from lightning_fed.errors import describe
-from lightning_fed.federated_callback import FederatedCallback, TrainerCallback
+from lightning_fed.federated_callback import AskableCallback, FederatedCallback, TrainerCallback
 from lightning_fed.fit.checkpoint_checks import (
     check_file,
     check_model,
@@ -401,7 +401,7 @@ class Federation(TrainerCallback):
         self,
         trainer: L.Trainer,
         module: L.LightningModule,
-        callback: FederatedCallback,
+        callback: AskableCallback,
         clients: Iterable[Client],
         question: Mapping[str, Any],
         own: bool = False,
@@ -409,8 +409,8 @@ class Federation(TrainerCallback):
         """Asks clients outside of a round: a model goes down, and an answer comes up.
 
         In this process, or in several processes with shared clients, ``callback`` answers
-        (:meth:`~lightning_fed.FederatedCallback.on_client_question`). On other machines, a callback with the same class
-        answers.
+        (:meth:`~lightning_fed.federated_callback.AskableCallback.on_client_question`). On other machines, a callback
+        with the same class answers.
 
         Args:
             trainer: The Trainer.

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -319,10 +319,8 @@ class DPSGD(FederatedCallback):
             self._enter_round()
             self._write_account(trainer, client)
 
-    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
-        return self._of_round
-
-    def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
+    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None]:
+        shares = yield self._of_round
         self._of_round = {client: account for share in shares for client, account in share.items()}
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:

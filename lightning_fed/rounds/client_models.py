@@ -17,7 +17,7 @@ from lightning_fed.client.local_optimizers import copy_state
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seed_everything, seeded_generators
 from lightning_fed.errors import ClientFault, VisitTimeout
-from lightning_fed.federated_callback import FederatedCallback, tell_of_model
+from lightning_fed.federated_callback import AskableCallback, tell_of_model
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
@@ -151,7 +151,7 @@ class ClientModels:
         self,
         trainer: L.Trainer,
         module: L.LightningModule,
-        callback: FederatedCallback,
+        callback: AskableCallback,
         clients: Iterable[Client],
         question: Mapping[str, Any],
         own: bool,

@@ -6,7 +6,7 @@ https://arxiv.org/abs/2004.10342
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable
 from typing import Any, Literal, TypeAlias
 
 import lightning as L
@@ -126,12 +126,9 @@ class SpreadOut(FederatedCallback):
         """Records the client's classes."""
         self._rows[update.client] = update.rows.get(self._name)
 
-    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
-        """Returns this process's classes."""
-        return self._rows
-
-    def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
+    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None]:
         """Joins the classes from all processes."""
+        shares = yield self._rows
         self._rows = {client: rows for share in shares for client, rows in share.items()}
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
@@ -158,7 +155,6 @@ class SpreadOut(FederatedCallback):
         return spreadout_top_k(weight, self._classes(report.received, len(weight)), self.k, comparison)
 
     def _classes(self, clients: Iterable[Client], count: int) -> Tensor:
-        """Returns the classes from accepted updates."""
         held = torch.zeros(count, dtype=torch.bool)
         for client in clients:
             rows = self._rows[client]
@@ -167,15 +163,14 @@ class SpreadOut(FederatedCallback):
 
 
 def _restore_lengths(new: Tensor, old: Tensor) -> Tensor:
-    """Rescales changed rows in ``new`` to the lengths in ``old``; unchanged rows keep every bit."""
     lengths = [torch.linalg.vector_norm(rows, dim=1, keepdim=True) for rows in (old, new)]
     changed = (new != old).any(1, keepdim=True)
+    # Unchanged rows keep every bit.
     return torch.where(changed, new * (lengths[0] / lengths[1]), old)
 
 
 def _learning_rate(trainer: L.Trainer, module: nn.Module, name: str) -> float:
-    """Returns a parameter's learning rate, or the first group's for a parameter without optimizer."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     weights = {parameter for parameter, entry in parameter_entries(module).items() if entry == name}
     own = [group for group in groups if not weights.isdisjoint(group["params"])]
-    return float((own or groups)[0]["lr"])
+    return float((own or groups)[0]["lr"])  # the first group for a parameter without optimizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -124,12 +124,9 @@ class PrototypePlots(FederatedCallback):
         """Stores the client's prototypes."""
         self._sent[update.client] = {name: value for name, value in update.extras.items() if name in PROTOTYPE_KEYS}
 
-    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
-        """Returns the prototypes from this process's clients."""
-        return self._sent
-
-    def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
+    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None]:
         """Merges the prototypes from all processes."""
+        shares = yield self._sent
         self._sent = {client: packed for share in shares for client, packed in share.items()}
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,7 +46,7 @@ class _Share:
         finals: Final scheduler states, see ``LocalOptimizers``.
         logged: Values logged in the visits.
         stored: Client states for the next rounds, see ``ClientStore.share``.
-        noted: Results of the callbacks' ``share_round``.
+        noted: Values yielded by the callbacks' ``share_round``.
     """
 
     is_cut: bool
@@ -127,7 +127,8 @@ class ProcessSynchronisation(RoundSynchronisation):
         self.end_batch()
         server.end_visits()
         steps = self._progress.steps(trainer)
-        sharing = [callback for callback in federated_callbacks(trainer) if shares_notes(callback)]
+        flows = [callback.share_round(trainer, module) for callback in federated_callbacks(trainer)]
+        sharing = [flow for flow in flows if flow is not None]
         shares: list[_Share] = self._processes.gather(
             _Share(
                 is_cut,
@@ -138,7 +139,7 @@ class ProcessSynchronisation(RoundSynchronisation):
                 optimizers.finals,
                 self._log.taken(),
                 self._store.share(number),
-                [callback.share_round(trainer, module) for callback in sharing],
+                [next(flow) for flow in sharing],
             )
         )
         cut = [rank for rank, share in enumerate(shares) if share.is_cut]
@@ -159,8 +160,9 @@ class ProcessSynchronisation(RoundSynchronisation):
                 self._store.join(number, share.stored)
         self._log.log_all(share.logged for share in shares)
         optimizers.finals = {position: final for share in shares for position, final in share.finals.items()}
-        for index, callback in enumerate(sharing):
-            callback.join_round(trainer, module, [share.noted[index] for share in shares])
+        for index, flow in enumerate(sharing):
+            with suppress(StopIteration):
+                flow.send([share.noted[index] for share in shares])
         seed_everything(self._schedule.start_seed(number))  # the chain restarts the round below
         self._merge(state)
 
@@ -239,8 +241,7 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
             if notes and uses:
                 raise MisconfigurationException(
                     f"`{name}` sees a client's update in the process that trained it, and aggregates in all processes:"
-                    " implement `share_round` and `join_round`, so that what it has noted reaches the others (or let"
-                    " `share_round` return None, if it notes nothing)."
+                    " implement `share_round` to share its data with all processes, or return None without data."
                 )
 
 

@@ -28,7 +28,7 @@ from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import ClientFault, VisitTimeout, describe
-from lightning_fed.federated_callback import federated_callbacks, tell_of_model
+from lightning_fed.federated_callback import AskableCallback, federated_callbacks, tell_of_model
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lightning.internals import keep_schedulers, loss_scaler
 from lightning_fed.lightning.isolated_pass import forward_step
@@ -321,7 +321,7 @@ class RemoteServerSide(RemoteSide):
         name = question.get("callback")
         try:
             callback = next((one for one in federated_callbacks(trainer) if type(one).__name__ == name), None)
-            if callback is None:
+            if not isinstance(callback, AskableCallback):
                 raise ClientFault(f"its half has no callback {str(name)[:100]!r}, which is asked")
             state = ask_server(fit, Request(visit.client)).state
             fit.decision = "own" if question.get("decision") == "own" else ""

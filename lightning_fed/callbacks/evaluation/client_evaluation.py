@@ -32,7 +32,7 @@ from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.console import round_number
 from lightning_fed.data.federated import EvaluationData
 from lightning_fed.errors import BadUpdate, ClientFault, OptionError
-from lightning_fed.federated_callback import FederatedCallback, federated_callbacks
+from lightning_fed.federated_callback import AskableCallback, federated_callbacks
 from lightning_fed.lightning.internals import (
     OverriddenMethod,
     callbacks_of,
@@ -57,7 +57,7 @@ _PRIVATE = {"sum": "their scores would not be in the secure sum", "model": "no n
 _HOOKS = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end")
 
 
-class ClientEvaluation(FederatedCallback):
+class ClientEvaluation(AskableCallback):
     """Evaluates the model on each client's own validation and test data.
 
     Each client runs the module's ``validation_step`` (in ``trainer.test`` the ``test_step``) with all hooks. The client

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +90,9 @@ class SiteMatrix(FederatedCallback):
         """Stores the client's model."""
         self._models[update.client] = {name: value.cpu() for name, value in copy_state(update.state).items()}
 
-    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Any:
-        """Returns this process's models."""
-        return self._models
-
-    def join_round(self, trainer: L.Trainer, module: L.LightningModule, shares: Sequence[Any]) -> None:
+    def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None]:
         """Merges the models from all processes."""
+        shares = yield self._models
         self._models = {client: model for share in shares for client, model in share.items()}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
