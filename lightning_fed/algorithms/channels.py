@@ -372,8 +372,7 @@ class ChannelRule(AveragingAggregator):
 
 
 def _octaves(value: float, num_samples: int) -> tuple[int, int]:
-    """Exponents of a number and the number per example; 0 counts as the least number."""
-    least = 5e-324
+    least = 5e-324  # instead of 0, which has no exponent
     return math.frexp(value or least)[1], math.frexp(value / num_samples or least)[1]
 
 

@@ -168,7 +168,6 @@ class SoftmaxMean:
         return {name: value / self._weights[name] for name, value in self._sums.items()}
 
     def _join(self, name: str, values: Tensor, weight: Tensor, peak: Tensor) -> None:
-        """Adds weighted sums relative to exp(peak); may write into ``values``."""
         if name not in self._sums:
             self._sums[name], self._weights[name], self._peaks[name] = values, weight, peak
             return

@@ -163,7 +163,6 @@ class ContrastiveTerm(FederatedCallback):
         self._add(trainer, output)
 
     def _add(self, trainer: L.Trainer, features: Any) -> None:
-        """Registers a hook; the backward pass then adds the term's gradient."""
         maps = [value for _, value in named_features(features)]
         if self._inputs is None or not maps or not maps[-1].requires_grad:
             return

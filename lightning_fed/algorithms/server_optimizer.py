@@ -113,7 +113,6 @@ class ServerOptimizer(UpdateStep):
     def _step(
         self, old: Tensor, mean: Tensor, memory: dict[str, Any], held: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Returns an entry's new value and optimizer state. ``memory`` stays unchanged."""
         if not self._is_elementwise or old.numel() <= _ELEMENTS:
             return self._step_whole(old, mean, memory, held)
         rows, _ = chunk_steps(len(old), old[0].numel(), 1, _ELEMENTS)
@@ -205,7 +204,6 @@ def _is_like(value: Any, entry: Tensor) -> bool:
 
 
 def _select_rows(held: Tensor, new: Any, old: Any) -> Any:
-    """Takes held rows from ``new``, and other rows from ``old`` (zeros if ``None``)."""
     if not isinstance(new, Tensor) or new.shape[:1] != held.shape:
         return new
     old = torch.zeros_like(new) if old is None else old.to(new)

@@ -100,7 +100,6 @@ def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor 
 
 @torch.no_grad()
 def _nearest(unit: Tensor, classes: Tensor, others: Tensor, k: int) -> Tensor:
-    """Pairs each class with its nearest classes, shape ``(pairs, 2)``."""
     table, pairs = unit[others].T, []
     for chunk in torch.split(classes, chunk_steps(len(classes), len(others), 1)[0]):
         similarity = (unit[chunk] @ table).masked_fill_(chunk[:, None] == others, -torch.inf)
@@ -111,18 +110,18 @@ def _nearest(unit: Tensor, classes: Tensor, others: Tensor, k: int) -> Tensor:
 
 
 def _unit_rows(weight: Tensor) -> Tensor:
-    """Normalises rows to length 1. Zero rows stay zero, with gradients as for length 1."""
     if weight.ndim != 2:
         raise ValueError(f"Expected `weight` of shape (n, d), but got {tuple(weight.shape)}.")
     weight = at_least_float32(weight)
     length = torch.linalg.vector_norm(weight, dim=1, keepdim=True)
+    # A zero row stays zero, with gradients as for length 1.
     unit: Tensor = weight / length.where(length > 0, 1.0)
     return unit
 
 
 def _sum_chunks(chunk_sum: Callable[[Tensor, Tensor], Tensor], unit: Tensor, items: Tensor, width: int) -> Tensor:
-    """Sums over chunks; only one chunk is in memory at a time, also in the backward pass."""
     total: Tensor = unit.sum() * 0
     for chunk in torch.split(items, chunk_steps(len(items), width, 1)[0]):
+        # The backward pass recomputes each chunk, so only one is in memory.
         total = total + checkpoint(chunk_sum, unit, chunk, use_reentrant=False, preserve_rng_state=False)
     return total

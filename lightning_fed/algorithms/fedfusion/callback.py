@@ -416,7 +416,6 @@ class FeatureFusion(FederatedCallback):
             module.example_input_array = None
 
     def _use_global_reference(self) -> None:
-        """Sets E_g for the global model, between visits and after the fit."""
         reference = self._round_reference if self._stage == "aggregated" else self._reference
         if reference:
             self.fusion.refer(reference)
@@ -437,7 +436,6 @@ def _default_of(name: str) -> Any:
 
 
 def _federation_seed(trainer: L.Trainer) -> int:
-    """Returns the federation's seed, or a default seed without a federation."""
     federation = federation_of(trainer)
     return default_seed() if federation is None else federation.seed
 

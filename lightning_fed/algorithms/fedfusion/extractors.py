@@ -1,4 +1,4 @@
-"""Finds the last layer of a network's feature extractor, and reads the features."""
+"""Finds a network's feature extractor, and reads the features."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def find_extractor(
     network: str = "auto",
     classifier: str | None = None,
 ) -> Extractor:
-    """Finds the last layer of a model's feature extractor.
+    """Finds the last layer in a model's feature extractor.
 
     ``"auto"`` tries, in this order:
 
     1. the ``encoder`` in a model with a ``decoder`` or ``segmentation_head`` (``segmentation_models_pytorch``), or the
        ``backbone`` in a model with a ``classifier`` (torchvision's segmentation models);
     2. a module named ``features``, ``encoder``, ``backbone``, ``extractor``, ``body`` or ``base``, if the module is the
-       first of several with parameters (VGG, DenseNet, MobileNet, the papers' networks);
-    3. the input of the last global pooling, or else of the last ``nn.Flatten``, next to the classifier (ResNet,
+       first among several with parameters (VGG, DenseNet, MobileNet, the papers' networks);
+    3. the input of the last global pooling, or else the last ``nn.Flatten``, next to the classifier (ResNet,
        EfficientNet and similar networks);
     4. the classifier's input (vision transformers).
 
@@ -233,7 +233,6 @@ def _find_classifier_input(module: nn.Module, layers: Mapping[str, nn.Module], c
 
 
 def _find_called_module(module: nn.Module, layer: FeatureLayer) -> str:
-    """Guesses the module for the data from layer names."""
     if not isinstance(module, L.LightningModule):
         return "" if layer.side == "input" or layer.path.rpartition(".")[2] not in _EXTRACTOR_NAMES else layer.path
     if layer.side == "output" and ("." not in layer.path or layer.path.rpartition(".")[2] in _EXTRACTOR_NAMES):

@@ -176,9 +176,9 @@ class _FeaturesReached(BaseException):
 
 
 def _copy_network(network: nn.Module) -> nn.Module:
-    """Copies a network; a LightningModule shares its other attributes, such as the Trainer."""
     shared = {}
     if isinstance(network, L.LightningModule):
+        # Everything except layers, such as the Trainer.
         shared = {id(value): value for name, value in vars(network).items() if name not in _INTERNAL}
     with torch.inference_mode(False):  # inference tensors do not support gradients
         return copy.deepcopy(network, shared)
@@ -193,13 +193,10 @@ def entries_of_network(module: nn.Module, network: nn.Module) -> dict[str, str]:
 def _used_entries(
     module: nn.Module, started: set[nn.Module], finished: set[nn.Module], prefix: str = ""
 ) -> Iterator[str]:
-    """Yields the entries used by a pass: all in a finished module, and the direct entries in a started module.
-
-    Some modules are never called: lists of layers, and modules with other methods or with separately called layers
-    (activation checkpointing). Such modules count as started if a layer inside started.
-    """
     if module in finished:
         yield from (f"{prefix}{name}" for name in tensors_by_path(module))
+    # Some modules are never called: lists of layers, and modules with other methods or with separately called layers
+    # (activation checkpointing). Such a module counts as started if a layer inside started.
     elif module in started or any(layer in started for layer in module.modules()) or not _is_callable(module):
         direct = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         yield from (f"{prefix}{name}" for pairs in direct for name, _ in pairs)

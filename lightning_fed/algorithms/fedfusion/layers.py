@@ -34,7 +34,7 @@ class FusionLayer(nn.Module):
     """The fusion operators for a network, and the global model's frozen extractor.
 
     Hooks on the network run the frozen extractor on the network's inputs, and fuse the features at the layer. No layer
-    in the network moves or changes its name, and this layer is never called.
+    in the network moves or changes names, and this layer is never called.
 
     Args:
         network: The module for the data.
@@ -123,7 +123,7 @@ class FusionLayer(nn.Module):
 
     @property
     def is_referring(self) -> bool:
-        """Whether features are fused with the frozen extractor's features; otherwise with themselves."""
+        """Whether features are fused with the frozen extractor's features; otherwise with local copies."""
         return self._is_referring
 
     def mixing_operators(self) -> dict[str, MixingOperator]:
@@ -136,7 +136,7 @@ class FusionLayer(nn.Module):
         return {name: operator.summary() for name, operator in operators if isinstance(operator, FusionOperator)}
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Copies values into the frozen extractor, and fuses features with its features from now on.
+        """Copies values into the frozen extractor, and uses the extractor for fusion from now on.
 
         Args:
             source: A network with the same architecture, or parameter and buffer values by name; ``None`` for the
@@ -208,7 +208,6 @@ class FusionLayer(nn.Module):
         )
 
     def _keep_operators(self, owner: nn.Module, incompatible: Any) -> None:
-        """Keeps the operators for a state without operators."""
         operator_names = tuple(f".{name}" for name in self.state_dict())
         missing = [name for name in incompatible.missing_keys if name.endswith(operator_names)]
         if len(missing) == len(operator_names):
@@ -258,10 +257,10 @@ class FusionLayer(nn.Module):
 
 
 def _last_axis(features: Tensor, last: nn.Module | None) -> int | None:
-    """Returns -1 for maps from a layer with channels last, as in Swin transformers; else ``None``."""
     if features.ndim < 4 or not isinstance(last, nn.Linear | nn.LayerNorm):
         return None
     width = last.out_features if isinstance(last, nn.Linear) else last.normalized_shape[-1]
+    # Channels last, as in Swin transformers.
     return -1 if features.shape[1] != width == features.shape[-1] else None
 
 

@@ -36,7 +36,7 @@ def fuse(
     """Adds feature fusion to a model, in place.
 
     The model gets one new submodule, ``feature_fusion``, with the operators' parameters. No other module moves or
-    changes its name. The model can load a checkpoint without fusion; the operators then keep their values. Before
+    changes names. The model can load a checkpoint without fusion; the operators then stay unchanged. Before
     :meth:`FusionLayer.refer <lightning_fed.modules.FusionLayer>`, features are fused with themselves.
 
     Args:
@@ -65,7 +65,7 @@ def fuse(
 
     """
     if hasattr(module, FUSION) or find_fusion(module) is not None:
-        raise ValueError(f"Expected {type(module).__name__} without `{FUSION}`, but it has one: see `unwrap`.")
+        raise ValueError(f"Expected {type(module).__name__} without `{FUSION}`, but the module has one: see `unwrap`.")
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         raise ValueError(f"Expected a module that can have one more submodule, but got {type(module).__name__}.")
     extractor = find_extractor(module, at, network)
@@ -128,7 +128,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     """
     fusion = find_fusion(module)
     if fusion is None:
-        raise ValueError(f"Expected {type(module).__name__} to have a fusion, but it has none.")
+        raise ValueError(f"Expected {type(module).__name__} to have a fusion, but found none.")
     names = {id(layer): name for name, layer in module.named_modules(remove_duplicate=False)}
     owner_name = names[id(fusion)].rpartition(".")[0]
     owner = module.get_submodule(owner_name)
@@ -154,7 +154,7 @@ def plain_state(state: Mapping[str, Tensor]) -> State:
         state: State of a model changed by :func:`fuse`, with "multi", "single" or "none".
 
     Raises:
-        ValueError: If the fusion is a convolution, because later layers were trained on its output. Load the state into
+        ValueError: If the fusion is a convolution, because later layers depend on the fusion. Load the state into
             a model with fusion, and see :func:`unwrap`.
 
     Example:
@@ -166,8 +166,8 @@ def plain_state(state: Mapping[str, Tensor]) -> State:
     convolutions = [name for name in inside if state[name].ndim > 1]
     if convolutions:
         raise ValueError(
-            f"Expected a state whose fusion can be left out, but {convolutions[0]!r} is a convolution: load it into a"
-            " model with fusion, and `unwrap` that."
+            f"Expected a state with a removable fusion, but {convolutions[0]!r} is a convolution: load the state into a"
+            " model with fusion, and `unwrap` the model."
         )
     return {name: value for name, value in state.items() if name not in inside}
 
@@ -196,9 +196,8 @@ def _example(module: nn.Module, network: nn.Module) -> Example | None:
 
 
 def _forget_compiled_code(module: nn.Module) -> None:
-    """Resets compiled code; old code would not call new hooks."""
     if is_compiled(module):
-        torch.compiler.reset()
+        torch.compiler.reset()  # old code would not call new hooks
 
 
 def _pointwise(fusion: FusionLayer, extractor: Extractor) -> nn.Module:

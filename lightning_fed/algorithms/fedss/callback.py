@@ -255,7 +255,6 @@ class SampledSoftmax(FederatedCallback):
         return torch.cat(labels_of_batches)
 
     def _classes_of(self, target: Tensor) -> Tensor:
-        """Converts labels to whole numbers."""
         if not target.is_floating_point():
             return target
         if target.ndim > 1 or not bool((target == target.round()).all()):

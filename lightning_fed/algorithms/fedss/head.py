@@ -290,7 +290,6 @@ class SampledSoftmaxHead(LogitsLayer):
         return values, classes
 
     def _logits(self, features: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None = None) -> Tensor:
-        """Computes the logits, with a margin for given labels."""
         if not self.normalize:
             return at_least_float32(F.linear(features, weight, bias))
         cosines = at_least_float32(F.linear(_directions(features), _directions(weight)))

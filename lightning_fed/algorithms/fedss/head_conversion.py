@@ -81,7 +81,7 @@ def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool =
 
 
 def _is_margin_loss(layer: nn.Module) -> bool:
-    """Detects two losses from ``pytorch-metric-learning``, without an import."""
+    # By name: the package need not be installed.
     kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(layer).__mro__}
     return bool(kinds & {("pytorch_metric_learning", "ArcFaceLoss"), ("pytorch_metric_learning", "CosFaceLoss")})
 

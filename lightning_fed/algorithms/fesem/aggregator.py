@@ -232,11 +232,10 @@ class FeSEM(Aggregator):
         return mean
 
     def _store_candidate(self, key: tuple[int, int], update: ClientUpdate) -> None:
-        """Stores an update. Random initialisation keeps the smallest keys, a draw independent of the order."""
         if self.num_centers > 1:
             self.candidates[key] = update
             if self.init == "random" and len(self.candidates) > self.num_centers:
-                del self.candidates[max(self.candidates)]
+                del self.candidates[max(self.candidates)]  # the smallest keys: a draw independent of the order
 
     @torch.no_grad()
     def _nearest(self, state: State) -> int:

@@ -125,5 +125,5 @@ def _lloyd(points: Tensor, centers: Tensor, weights: Tensor, max_steps: int) -> 
 
 
 def _squared_distances(points: Tensor, centers: Tensor) -> Tensor:
-    """Squared distances, shape ``(N, G)``. Differences come first, because large norms would hide small distances."""
+    # Differences first: large norms would hide small distances.
     return torch.stack([(points - center).square().sum(1) for center in centers], 1)

@@ -483,7 +483,7 @@ def test_models_that_cannot_be_fused():
         fuse(task)
     with pytest.raises(ValueError, match="that can have one more submodule, but got Sequential"):
         fuse(models.cnn())
-    with pytest.raises(ValueError, match="Expected Net to have a fusion, but it has none"):
+    with pytest.raises(ValueError, match="Expected Net to have a fusion, but found none"):
         unwrap(Net())
     both = nn.ModuleList([FusedExtractor(nn.Linear(2, 2)), FusedExtractor(nn.Linear(2, 2))])
     with pytest.raises(ValueError, match="Expected ModuleList to have one fusion, but got 2"):
@@ -557,7 +557,7 @@ def test_a_convolution_stays_as_a_layer_of_pytorch(make, options, inputs, kind):
     task = Task(make()).eval()
     fuse(task, "conv", **options)
     expected = task(inputs)
-    with pytest.raises(ValueError, match="Expected a state whose fusion can be left out"):
+    with pytest.raises(ValueError, match="Expected a state with a removable fusion"):
         plain_state(task.state_dict())
     unwrap(task)
     torch.testing.assert_close(task(inputs), expected, rtol=1e-4, atol=1e-5)
