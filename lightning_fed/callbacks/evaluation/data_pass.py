@@ -30,7 +30,7 @@ from lightning_fed.callbacks.evaluation.metric_states import (
     compute_measured,
     compute_number,
     computing,
-    is_updated,
+    counting_metrics,
     metric_of,
     named_metrics,
     state_key,
@@ -94,6 +94,7 @@ def evaluate_data(
     report, logged, loaders = EvaluationReport(), LoggedValues(), split_loaders(data)
 
     running: list[Metric] = []  # computed in the current step
+    computed: dict[int, None] = {}  # identities of all computed metrics, in order
     accumulated: list[Metric] = []  # updated by the hook at the epoch's end
 
     def take(call: LogCall) -> None:
@@ -103,6 +104,10 @@ def evaluate_data(
             report.shown.add(name)
         if isinstance(call.value, RunningValue) or (running and isinstance(call.value, int | float)):
             report.partial.add(name)
+
+    def note(metric: Metric, compute: Callable[[], Any]) -> Any:
+        computed[id(metric)] = None
+        return compute()
 
     def call(hook: str, *args: Any) -> None:
         getattr(module, f"on_{stage}_{hook}")(*args)
@@ -134,7 +139,8 @@ def evaluate_data(
             index = [place] if len(loaders) > 1 else []
             logged.suffix = f"/dataloader_idx_{place}" if index else ""
             measure_unseen(trainer, module, limited_batches(loader, limit), f"{stage}_step")
-            with tracing(named_metrics(module).values(), running):
+            metrics = named_metrics(module)
+            with computing(metrics.values(), note), tracing(metrics.values(), running):
                 for number, batch in enumerate(_read_batches(limited_batches(loader, limit))):
                     with trainer.precision_plugin.forward_context():
                         prepared = logged.batch = prepare_batch(trainer, module, batch, place)
@@ -156,14 +162,19 @@ def evaluate_data(
         if len(loaders) != 1:
             read(None)
         logged.batch, logged.suffix = None, ""
-        supports = {id(metric): support_of(metric) for metric in metrics.values() if is_updated(metric)}
+        supports = {id(metric): support_of(metric) for metric in counting_metrics(metrics.values())}
         counting = [id(metrics[metric_of(key)]) for key in report.metrics.values()]
-        with computing(metrics.values(), change), updating(metrics.values(), accumulated):
+        with (
+            computing(metrics.values(), note),
+            computing(metrics.values(), change),
+            updating(metrics.values(), accumulated),
+        ):
             call("epoch_end")
             counting += [id(metric) for metric in logged.metrics.values()]
             report.values |= logged.results()
-        counts = (supports.get(key) for key in [*counting, *supports])
-        report.support = next((count for count in counts if count is not None), None)
+        # A metric without a value in the log may have seen a part of the data.
+        known = [supports[key] for key in [*counting, *computed] if supports.get(key) is not None]
+        report.support = next(iter(known), None)
         lasting = [metric for metric in accumulated if metric.update_called and id(metric) not in counting]
         call("end")
         if is_overridden(f"on_{stage}_model_train", module):

@@ -37,7 +37,7 @@ from torchmetrics.classification import (
 from torchmetrics.retrieval import RetrievalFallOut
 from torchmetrics.retrieval.base import RetrievalMetric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
-from torchmetrics.wrappers import Running
+from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultitaskWrapper, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_fed.errors import BadUpdate, describe
@@ -55,6 +55,7 @@ REASONS = (
 """Reasons why a state stays with its client."""
 
 _MERGING = {dim_zero_sum, dim_zero_min, dim_zero_max, dim_zero_cat, torch.min, torch.max}
+_TRANSPARENT = ClasswiseWrapper, MinMaxMetric, MultitaskWrapper
 _CURVES = BinaryPrecisionRecallCurve, MulticlassPrecisionRecallCurve, MultilabelPrecisionRecallCurve
 _CORRELATIONS = BinaryMatthewsCorrCoef, MulticlassMatthewsCorrCoef, MultilabelMatthewsCorrCoef
 # Counts in the denominators for metrics without an argument `zero_division`.
@@ -165,6 +166,16 @@ def holds_states(metric: Metric) -> bool:
 def is_updated(metric: Metric) -> bool:
     """True unless a metric has states and no batch; wrappers do not count batches."""
     return not holds_states(metric) or isinstance(metric, WrapperMetric) or metric.update_called
+
+
+def counting_metrics(metrics: Iterable[Metric]) -> list[Metric]:
+    """Metrics with all batches of a pass: no metric without a batch, and no part of a wrapper with other batches."""
+    found = [metric for metric in metrics if is_updated(metric)]
+    wrappers = [
+        metric for metric in found if isinstance(metric, WrapperMetric) and not isinstance(metric, _TRANSPARENT)
+    ]
+    inside = {id(part) for wrapper in wrappers for part in wrapper.modules()}
+    return [metric for metric in found if id(metric) not in inside]
 
 
 def compute_measured(metric: Metric, compute: Callable[[], Any]) -> Any:
