@@ -309,14 +309,16 @@ class ClassLosses:
         masks = [labels for labels in known if labels.kind in ({"unequal"} if name == "mul" else _OPPOSITES)]
         others = [labels for labels in known if labels.kind not in _OPPOSITES]
         if name == "index" and first is not None:
-            return replace(first, leaves=leaves)  # a selection
+            is_exact = first.is_exact and not _has_moves(name, args, output)
+            return replace(first, leaves=leaves, is_exact=is_exact)  # a selection
         fill = _fill_of(name, args)
         if fill is not None and others and (masks or name != "mul"):
             labels = next((one for one in others if one.kind in ("index", "one_hot")), others[0])
             numbers = {mask.number for mask in masks} or {None}
             return replace(labels, leaves=leaves, fills=labels.fills | {(number, fill) for number in numbers})
         if name in _VIEWS or "nearest" in name:
-            return replace(known[0], leaves=leaves, is_exact=all(labels.is_exact for labels in known))
+            is_exact = all(labels.is_exact for labels in known) and not _has_moves(name, args, output)
+            return replace(known[0], leaves=leaves, is_exact=is_exact)
         if is_pointwise:
             is_one_hot = all(labels.kind == "one_hot" for labels in known)
             return replace(known[0], kind="one_hot" if is_one_hot else "other", is_exact=is_one_hot, leaves=leaves)
@@ -353,6 +355,17 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.name().removeprefix("aten::").partition(".")[0]
         self._losses.take(name, torch.Tag.pointwise in func.tags, args, kwargs or {}, output)
         return output
+
+
+def _has_moves(name: str, args: Sequence[Any], output: Tensor) -> bool:
+    """Returns True if labels move inside an example, like the next token: features keep their places."""
+    dims = args[0].ndim if isinstance(args[0], Tensor) else 1
+    if name == "slice" and output.shape != args[0].shape:
+        return bool(args[1] % dims) or bool(args[2])
+    if name in ("flip", "roll"):
+        axes = args[-1] if len(args) > (name == "roll") + 1 else ()
+        return not axes or any(axis % dims for axis in axes)
+    return name == "index" and any(index is not None and index.dtype != torch.bool for index in args[1][1:])
 
 
 def _scores_of(name: str, is_pointwise: bool, operands: Sequence[_Origin], fill: int | None) -> _Scores | None:

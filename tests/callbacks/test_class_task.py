@@ -388,6 +388,34 @@ CHANGED = {
 }
 
 
+def next_tokens(z, y):
+    return F.cross_entropy(z[:, :-1].transpose(1, 2), y[:, 1:])
+
+
+MOVED = {
+    "next token": next_tokens,
+    "next token, flat": lambda z, y: F.cross_entropy(z[..., :-1, :].reshape(-1, C), y[..., 1:].reshape(-1)),
+    "rolled": lambda z, y: F.cross_entropy(z.transpose(1, 2), y.roll(-1, 1)),
+    "flipped": lambda z, y: F.cross_entropy(z.flip(1).transpose(1, 2), y.flip(1)),
+    "in another order": lambda z, y: F.cross_entropy(z.transpose(1, 2), y[:, torch.arange(4).flip(0)]),
+    "tokens": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
+    "examples": lambda z, y: F.cross_entropy(z.flip(0).transpose(1, 2), y.flip(0)),
+    "chosen tokens": lambda z, y: F.cross_entropy(z[y != 2], y[y != 2]),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_moved_labels_need_a_target(federated_trainer, name):
+    """A feature of one token would meet the label of another token."""
+    tokens = (torch.arange(32) ** 2 % C).reshape(8, 4)
+    module = Base(
+        lambda self, batch: MOVED[name](self.head(self.body(batch[0])), batch[1]), body=body(), head=nn.Linear(8, C)
+    )
+    task = task_of(federated_trainer, module, torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(0)), tokens)
+    assert (task.layer, task.num_classes) == ("head", C)
+    assert (task.target is not None) == (name in ("tokens", "examples", "chosen tokens"))
+
+
 @pytest.mark.parametrize("name", CHANGED)
 def test_other_labels_need_a_target(federated_trainer, name):
     assert task_of(federated_trainer, classifier(CHANGED[name])).layer == "zz_head"
