@@ -29,7 +29,7 @@ from lightning_fed.algorithms.fedma.matching_pass import (
 )
 from lightning_fed.callbacks.example_input import forward_inputs, training_batch
 from lightning_fed.callbacks.federation import Federation, find_federation
-from lightning_fed.callbacks.training_trace import forward_of_training, has_forward
+from lightning_fed.callbacks.training_trace import find_class_task, forward_of_training, has_forward
 from lightning_fed.client.local_model import forget_memory
 from lightning_fed.errors import ClientFault
 from lightning_fed.federated_callback import FederatedCallback
@@ -39,10 +39,11 @@ from lightning_fed.matching.permutation_groups import PermutationGroups
 from lightning_fed.matching.stages import find_stages
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, State, with_prefix, without_prefix
 from lightning_fed.method import register
-from lightning_fed.model.batches import BatchKey, find_target
+from lightning_fed.model.batches import BatchKey, as_classes, find_target
 from lightning_fed.model.entries import (
     copy_state,
     entry_tensors,
+    layer_entries,
     layer_prefixes,
     parameter_entries,
     trainable_entries,
@@ -69,14 +70,16 @@ class LayerwiseTraining(FederatedCallback):
     few numbers per entry.
 
     Args:
-        example_input: Arguments for ``forward`` to trace the module (without ``forward``: for the network in
-            ``training_step``), see :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By
-            default ``example_input_array``, or the inputs of two examples: the usual inputs of a batch, or for
-            transformers the batch entries named like arguments of ``forward``.
-        pin: Patterns for entry names with fixed neuron order. Entries that are not sent are always fixed.
-        extra_groups: Manual permutation groups, with client widths.
-        target: Index, key or function for the labels in a batch; ``None`` for the usual labels.
-        inputs: Index, key or function for the inputs in a batch; ``None`` for the usual inputs.
+        example_input: Arguments of the module's ``forward`` for following its neurons (of a module without one: of the
+            network that its ``training_step`` trains), see
+            :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By default the module's
+            ``example_input_array``, or else the inputs of two of a client's examples: the usual ones of a batch, or
+            those entries of a mapping that ``forward`` takes by name, as models of transformers do.
+        pin: Patterns of entry names whose neurons keep their order. Those of entries that do not travel do anyway.
+        extra_groups: Groups of neurons that are not found by themselves, of a client's widths.
+        target: Labels of a batch: index, key or function; ``None`` for the labels in the loss. Without labels in one
+            tensor of the batch, the output layer is averaged by numbers of examples, with a warning.
+        inputs: Inputs of a batch, likewise.
 
     Raises:
         MisconfigurationException: In ``fit``, if the rule is not FedMA, no neurons can be matched, clients keep
@@ -120,9 +123,9 @@ class LayerwiseTraining(FederatedCallback):
         self._clients_with_models = frozenset[Client]()
         self._counts: Tensor | None = None
         self._batches_left = 0
-        self._has_warned = False
-        self._growable: dict[str, list[int]] = {}  # growable axes in this fit or the last fit
-        self._resized: dict[str, tuple[torch.Size, torch.Size]] = {}  # shapes before and after loading a checkpoint
+        self._labels: BatchKey = None
+        self._growable: dict[str, list[int]] = {}  # axes of groups that can grow, of the fit or the last one
+        self._resized: dict[str, tuple[torch.Size, torch.Size]] = {}  # by a checkpoint: before and after
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Logs how to load a checkpoint with grown layers."""
@@ -201,6 +204,12 @@ class LayerwiseTraining(FederatedCallback):
         )
         self._stages = [frozenset(stage.entries) for stage in stages]
         rule.prepare(groups, stages, shared)
+        self._labels = self.target
+        is_server_alone = federation.is_remote and federation.has_server
+        if rule.last_layer != "class" or rule.num_classes < 2 or is_server_alone:
+            self._labels = None
+        elif self.target is None:
+            self._labels = self._find_labels(trainer, pl_module, rule)
         is_drawn = rule.initial == "independent" and not rule.widths
         self._initial = copy_state(shared) if is_drawn else {}
         self._drawn = trainable_entries(pl_module) & shared.keys()
@@ -241,7 +250,7 @@ class LayerwiseTraining(FederatedCallback):
         self._freeze(module, stage)
         rule = _rule(federation)
         self._counts, self._batches_left = None, 0
-        if rule.last_layer == "class" and stage == len(self._stages) - 1 and rule.num_classes > 1:
+        if self._labels is not None and stage == len(self._stages) - 1:
             self._counts = torch.zeros(rule.num_classes, dtype=torch.int64)
             batches = federation.population.batches_per_epoch(client)
             planned = federation.visit
@@ -251,20 +260,8 @@ class LayerwiseTraining(FederatedCallback):
         """Counts classes over one epoch in the last stage."""
         if self._counts is not None and self._batches_left:
             self._batches_left -= 1
-            try:
-                labels = find_target(batch, self.target)
-            except ValueError as error:
-                labels = torch.zeros(0)
-                reason = str(error)
-            else:
-                reason = f"the labels are {labels.dtype}"
-            if labels.is_floating_point() or labels.is_complex():
-                self._counts = None
-                if not self._has_warned:
-                    rank_zero_warn(f"FedMA averages the output layer by numbers of examples, because {reason}.")
-                    self._has_warned = True
-                return batch
-            known = labels[(labels >= 0) & (labels < len(self._counts))]  # excludes ignored labels
+            labels = as_classes(find_target(batch, self._labels), 2)
+            known = labels[(labels >= 0) & (labels < len(self._counts))]  # not those that are ignored
             self._counts += torch.bincount(known.flatten().long().cpu(), minlength=len(self._counts))
         return batch
 
@@ -354,6 +351,19 @@ class LayerwiseTraining(FederatedCallback):
             seed = derive_seed(federation.schedule.seed, client_key(client))
             return shuffled_state(self._initial, self._drawn, seed)
         return broadcast.state
+
+    def _find_labels(self, trainer: L.Trainer, module: L.LightningModule, rule: FedMA) -> BatchKey:
+        """Finds the labels in the loss of the output layer; ``None``, with a warning, without a proof."""
+        try:
+            task = find_class_task(trainer, module, "give `LayerwiseTraining` a `target`")
+            outputs = set(layer_entries(module, module.get_submodule(task.layer)))
+            if task.target is not None and task.num_classes == rule.num_classes and outputs.issuperset(rule.outputs):
+                return task.target
+            reason = f"the labels in the loss are not those of {rule.outputs[0]!r} and one tensor of the batch"
+        except MisconfigurationException as fault:
+            reason = str(fault)
+        rank_zero_warn(f"FedMA averages the output layer by numbers of examples, because of this: {reason}")
+        return None
 
     def _freeze(self, module: nn.Module, stage: int) -> None:
         matched = frozenset[str]().union(*self._stages[:stage])

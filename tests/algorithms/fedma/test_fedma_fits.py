@@ -1,6 +1,7 @@
 """FedMA in a fit: interruptions, checkpoints, other widths in later fits, errors."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -275,9 +276,39 @@ def test_targets_without_classes_are_averaged_by_size(federated_trainer):
         module = models.Module(mlp(), momentum, loss=F.mse_loss)
         trainer = federated_trainer(max_rounds=3, method=FedMA(last_layer=last))
         if last == "class":
-            with pytest.warns(UserWarning, match="by numbers of examples, because the labels are torch.float32"):
+            with pytest.warns(UserWarning, match="by numbers of examples, .* but no layer does: give"):
                 fit(trainer, module, data_of(clients_data))
         else:
             fit(trainer, module, data_of(clients_data))
         states.append(state_of(module))
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+class TwoTargets(models.Module):
+    """Trains on the third tensor of a batch; ``change`` makes the labels in the loss."""
+
+    def __init__(self, change):
+        super().__init__(mlp(), momentum)
+        self.change = change
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), self.change(batch[2]))
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_classes_are_counted_by_the_labels_in_the_loss(is_known, federated_trainer):
+    """The usual second tensor has other classes."""
+    counts = {}
+
+    class Watch(FederatedCallback):
+        def on_server_receive(self, trainer, module, update):
+            if "fedma:counts" in update.extras:
+                counts[update.client] = update.extras["fedma:counts"].tolist()
+
+    clients = {client: (x, (y + 1) % 3, y) for client, (x, y) in parts().items()}
+    trainer = federated_trainer(max_rounds=3, method=FedMA(), callbacks=[Watch()])
+    module = TwoTargets(torch.Tensor.clone if is_known else lambda labels: 2 - labels)
+    with nullcontext() if is_known else pytest.warns(UserWarning, match="labels in the loss are not those of 'net.4"):
+        fit(trainer, module, data_of(clients))
+    expected = {client: torch.bincount(y, minlength=3).tolist() for client, (_, _, y) in clients.items()}
+    assert counts == (expected if is_known else {})
