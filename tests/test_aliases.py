@@ -67,7 +67,7 @@ def test_two_lightnings_are_named_before_the_trainer_refuses():
     source = (
         "import lightning, pytorch_lightning, lightning_fed; lightning_fed.Federation(); lightning_fed.Federation()"
     )
-    assert run(source).stderr.count("Import one of the two only, or `lightning_fed` before the second") == 1
+    assert run(source).stderr.count("Import only one of the packages, or import `lightning_fed` before the second") == 1
 
 
 def test_different_versions_stay_apart(monkeypatch):
@@ -77,7 +77,7 @@ def test_different_versions_stay_apart(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_lightning", object())
     aliases.unite_names()
     assert sys.meta_path == before
-    with pytest.raises(TypeError, match=r"Install the same version of both, .* 'pytorch-lightning': '1.9.0'"):
+    with pytest.raises(TypeError, match=r"Install the same version of both packages: .* 'pytorch-lightning': '1.9.0'"):
         FederatedTrainer(callbacks=[foreign("Callback")], **QUIET)
 
 
@@ -105,5 +105,5 @@ def foreign(name, *bases):
 )
 def test_objects_of_the_other_package_are_named(fit, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_lightning", object())
-    with pytest.raises(TypeError, match=r"Users.*package `pytorch_lightning`. Import one of the two only"):
+    with pytest.raises(TypeError, match=r"Users.*package `pytorch_lightning`. Import only one of the packages"):
         fit()

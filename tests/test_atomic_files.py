@@ -61,7 +61,7 @@ def test_a_disk_that_fails_is_named_with_the_file(reason, tmp_path, monkeypatch)
     with pytest.raises(OSError, match=os.strerror(reason)) as raised:
         fit(4, FailsInRound2())
     monkeypatch.undo()
-    assert f"while {str(path)!r} was written" in "".join(raised.value.__notes__)
+    assert f"Raised while writing {str(path)!r}" in "".join(raised.value.__notes__)
     assert torch.load(path, weights_only=True)["epoch"] == 1
     assert not list(tmp_path.glob("*.partial"))
     assert_same(fit(4), whole)

@@ -392,7 +392,7 @@ def test_types_select_the_entries_of_wrapped_layers():
 def test_a_type_that_selects_a_tied_layer_and_not_the_first_is_refused():
     net = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3, bias=False))
     net[1].weight = net[0].weight
-    with pytest.raises(OptionError, match=r"Linear matches a layer that shares '0\.weight' with Embedding"):
+    with pytest.raises(OptionError, match=r"Linear matches a later layer of '0\.weight' and not the first, Embedding"):
         entry_policies(net, personal=[nn.Linear])
     assert entry_policies(net, personal=[nn.Embedding]) == {"0.weight": "personal"}
 

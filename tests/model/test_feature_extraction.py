@@ -190,7 +190,7 @@ def test_refusals():
     net = maps_net()
     with pytest.raises(ValueError, match="`max_samples` to be at least 1, but got 0"):
         extract_features(net, batches(), max_samples=0)
-    with pytest.raises(ValueError, match="name of a layer of Sequential, but got 'neck'"):
+    with pytest.raises(ValueError, match="name of a layer in Sequential, but got 'neck'"):
         extract_features(net, batches(), "neck")
     with pytest.raises(ValueError, match="at least one batch, but got none"):
         extract_features(net, [])

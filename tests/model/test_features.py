@@ -292,15 +292,17 @@ def test_the_hook_is_gone_afterwards():
 
 def test_a_layer_that_is_not_there():
     module = models.Module(models.BaseAndHead())
-    with pytest.raises(ValueError, match=r"`layer` .* of Module, but got 'net\.bas': 'net' has \['net\.base', 'net\.h"):
+    with pytest.raises(
+        ValueError, match=r"`layer` .* in Module, but got 'net\.bas': 'net' contains \['net\.base', 'net\.h"
+    ):
         tap_features(module, FeatureLayer("net.bas")).__enter__()
-    with pytest.raises(ValueError, match=r"but got 'encoder.x': it has \['net'\]"):
+    with pytest.raises(ValueError, match=r"but got 'encoder.x': the module contains \['net'\]"):
         tap_features(module, FeatureLayer("encoder.x")).__enter__()
 
 
 def test_nothing_to_find():
     net = nn.Sequential(nn.Flatten(), nn.ReLU())
-    with pytest.raises(ValueError, match=r"Expected Sequential to have an encoder, .*: name the layer"):
+    with pytest.raises(ValueError, match=r"Expected Sequential to have an encoder, .*: name the feature layer"):
         find_feature_layer(net)
     assert find_classifier(net) is None
     assert count_classes(net) is None

@@ -681,7 +681,7 @@ def test_rules_whose_steps_cannot_be_mixed(step):
     with pytest.raises(ValueError, match=f"Expected no `{kind}` with FLTrust, which trusts a client"):
         chain_of(FLTrust(TRUSTED), [step])
     chain = chain_of(FedAvg(), [step])
-    with pytest.raises(ValueError, match=rf"Expected no `{kind}` where clients hold some rows of \['scale'\] only"):
+    with pytest.raises(ValueError, match=rf"Expected no `{kind}` with partial rows of \['scale'\]"):
         chain.start(RoundInfo(0, sliced=frozenset(["scale"])), split(np.zeros(WIDTH)))
 
 
