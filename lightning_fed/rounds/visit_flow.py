@@ -49,11 +49,6 @@ Flow: TypeAlias = Generator[Ask | Step | Answer, Any, None]
 """A running visit."""
 
 
-def _entry_versions(update: ClientUpdate) -> list[tuple[str, int, int]]:
-    """Changes with every new entry, and with every write into an entry."""
-    return [(name, id(value), value._version) for name, value in update.state.items()]  # noqa: SLF001
-
-
 class ClientVisit:
     """The client's half during one visit.
 
@@ -128,13 +123,13 @@ class ClientVisit:
             self._check_trained(num_losses)
             update = self._make_update(received)
             for callback in self._callbacks:
-                before = _entry_versions(update)
+                before = self._entry_versions(update)
                 for _ in callback.on_client_end(trainer, module, client, update) or ():
                     if self.planned.is_over:
                         self.planned.fault = "its visit ended before the last batch of its second model"
                         raise ClientFault(self.planned.fault)
                     yield Step()
-                if _entry_versions(update) != before and not getattr(callback, "changes_update", False):
+                if self._entry_versions(update) != before and not getattr(callback, "changes_update", False):
                     raise MisconfigurationException(
                         f"Expected `{type(callback).__name__}.on_client_end` to leave `update.state` unchanged, but the"
                         " state changed: use an update step, or set `changes_update = True` on the callback."
@@ -248,6 +243,13 @@ class ClientVisit:
                 fit.note_warning("filled")
                 warn_of_filled(filled)
         return update
+
+    def _entry_versions(self, update: ClientUpdate) -> list[tuple[str, int, int]]:
+        # Sliced entries are the module's tensors, and a pass with the model writes and restores the module.
+        return [
+            (name, id(value), 0 if name in self._local.sliced else value._version)  # noqa: SLF001
+            for name, value in update.state.items()
+        ]
 
     def _mark_unchanged(self, update: ClientUpdate, received: State) -> None:
         if update.state.keys() == received.keys():
