@@ -76,7 +76,6 @@ class PersonalModel(GradientTerm):
         self._first_model: State = {}  # for a client without a personal model
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Checks the lengths of the visits."""
         if stage != "fit":
             return
         schedule = find_federation(trainer).schedule
@@ -90,7 +89,6 @@ class PersonalModel(GradientTerm):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Stores the received model."""
         refuse_rows(broadcast, "Ditto")
         federation = find_federation(trainer)
         assert federation.open_visit is not None
@@ -105,7 +103,6 @@ class PersonalModel(GradientTerm):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> Iterator[None]:
-        """Trains the personal model on the batches after the global epochs."""
         visit = find_federation(trainer).open_visit
         assert visit is not None
         if visit.main_batches is None or visit.planned.num_batches <= visit.main_batches:
@@ -121,18 +118,15 @@ class PersonalModel(GradientTerm):
         visit.memory.update(with_prefix(model, OWN_MODEL))
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Pulls the personal model towards the global model."""
         visit = find_federation(trainer).open_visit
         if visit is not None and visit.trains_second_model:
             add_to_gradients(trainer, optimizer, self.term, self.lam)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Releases the tensors."""
         super().on_client_visit_end(trainer, module, client)
         self._first_model = {}
 
     def term(self, parameter: nn.Parameter) -> Tensor | None:
-        """Computes the parameter's difference to the global model."""
         return as_real(parameter.detach()) - self.tensors[parameter] if parameter in self.tensors else None
 
 

@@ -85,13 +85,11 @@ class AdaptiveAggregation(FederatedCallback):
         self.eta = check_positive("eta", eta)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses manual optimization."""
         refuse_manual_optimization(pl_module, "FedALA")
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Mixes the global model with the client's last model."""
         refuse_rows(broadcast, "FedALA")
         federation = find_federation(trainer)
         planned, memory = federation.visit, federation.client_memory
@@ -150,7 +148,6 @@ class AdaptiveAggregation(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Keeps the client's model."""
         memory = find_federation(trainer).client_memory
         memory.update(with_prefix(copy_state(update.state), OWN_MODEL))
 

@@ -71,17 +71,14 @@ class FedAtt(AveragingAggregator):
         self.layers = SoftmaxMean()
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round from ``state``."""
         super().start(info, state)
         self.layers = SoftmaxMean()
 
     def weight(self, update: ClientUpdate) -> float:
-        """Returns the number of examples, for entries without attention."""
         return float(update.num_samples)
 
     @torch.no_grad()
     def receive(self, update: ClientUpdate) -> None:
-        """Adds an update with the layers' distances to the global model."""
         layers = {name: value for name, value in update.state.items() if _is_layer(name, value)}
         distances = {
             name: torch.linalg.vector_norm(to_float64(value) - to_float64(self._state[name]))
@@ -92,13 +89,11 @@ class FedAtt(AveragingAggregator):
         self.running.add(averaged, self.weight(update), update.num_samples)
 
     def merge(self, other: FedAtt) -> None:
-        """Joins the sums from another process."""
         super().merge(other)
         self.layers.merge(other.layers)
 
     @torch.no_grad()
     def aggregate(self) -> State:
-        """Steps from the global state towards the weighted mean."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self._info.round))
         means, averaged = self.layers.mean(), self.running.mean()
         new = {}
@@ -156,7 +151,6 @@ class SoftmaxMean:
 
     @torch.no_grad()
     def merge(self, other: SoftmaxMean) -> None:
-        """Adds the states from ``other``, and leaves ``other`` unchanged."""
         for name, values in other._sums.items():
             device = self._sums[name].device if name in self._sums else values.device
             weight, peak = other._weights[name].to(device), other._peaks[name].to(device)

@@ -50,9 +50,7 @@ class FedAvg(AveragingAggregator):
     accepts_rows = True
 
     def weight(self, update: ClientUpdate) -> float:
-        """Returns the client's number of examples."""
         return float(update.num_samples)
 
     def held_rows(self) -> dict[str, Tensor]:
-        """Rows held by clients in the round."""
         return self.running.held_rows()

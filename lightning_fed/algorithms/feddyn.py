@@ -83,12 +83,10 @@ class FedDyn(ChannelRule):
         return corrections
 
     def correct(self, parameter: nn.Parameter, correction: Tensor) -> Tensor:
-        """Computes the regulariser's gradient."""
         current = as_real(parameter.detach())
         return (self.alpha * at_least_float32(current) - correction).to(current.dtype)
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Updates the client's :math:`g_i`."""
         own = visit.memory["feddyn"]
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad:
@@ -97,7 +95,6 @@ class FedDyn(ChannelRule):
                 own[name] = own.get(name, torch.zeros_like(change)).to(change.device) - self.alpha * change
 
     def weight(self, update: ClientUpdate) -> float:
-        """Returns 1."""
         return 1.0
 
     def finish(self, state: State, part: Part) -> State:

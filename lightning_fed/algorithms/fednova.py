@@ -90,7 +90,6 @@ class FedNova(ChannelRule):
         self._strength = 0.0  # sum over the Trainer's proximal terms
 
     def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Refuses optimizers other than SGD, and kept momentum."""
         keeps = find_federation(trainer).options.optimizer_state == "keep"
         terms = (callback for callback in callbacks_of(trainer) if isinstance(callback, ProximalTerm))
         self._strength = sum(term.mu for term in terms)
@@ -151,7 +150,6 @@ class FedNova(ChannelRule):
         self.report(part, update, up)
 
     def aggregate(self) -> State:
-        """Moves the global model by the normalised changes."""
         part = self.join()
         means = part.running.mean(self._state)
         num_samples = sum(report.num_samples for report in part.reports.values())

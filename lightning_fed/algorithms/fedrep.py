@@ -62,7 +62,6 @@ class HeadThenBody(FederatedCallback):
         self._left = 0  # batches of the first phase
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Checks the lengths of the visits."""
         if stage != "fit":
             return
         schedule = find_federation(trainer).schedule
@@ -76,7 +75,6 @@ class HeadThenBody(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Freezes the body."""
         self._release()
         parameters = [(name, value) for value, name in parameter_entries(module).items() if value.requires_grad]
         body = [parameter for name, parameter in parameters if name in broadcast.state]
@@ -102,11 +100,9 @@ class HeadThenBody(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Unfreezes all parameters."""
         self._release()
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Unfreezes all parameters, also after a failed visit."""
         self._release()
 
     def _freeze(self, parameters: Iterable[nn.Parameter]) -> None:

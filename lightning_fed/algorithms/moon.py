@@ -85,7 +85,6 @@ class ContrastiveTerm(FederatedCallback):
         self._has_run = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the features, and copies the extractor twice."""
         if not self.mu:
             return
         extractor = find_extractor_in_fit(trainer, pl_module, self.layer, self.network, "layer")
@@ -101,7 +100,6 @@ class ContrastiveTerm(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Prepares both models for the comparison."""
         if not self.mu:
             return
         refuse_rows(broadcast, "MOON")
@@ -124,7 +122,6 @@ class ContrastiveTerm(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Keeps the client's network for the next visit."""
         if not self.mu:
             return
         if self._handles and not self._has_run:
@@ -137,17 +134,14 @@ class ContrastiveTerm(FederatedCallback):
         find_federation(trainer).client_memory.update(with_prefix(copy_state(network_state), _PREFIX))
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._inputs = [], None
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Releases the copies."""
         self._extractors = []
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Releases the copies."""
         self._extractors = []
 
     def _record_inputs(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

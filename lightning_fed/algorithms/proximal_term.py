@@ -56,7 +56,6 @@ class ProximalTerm(GradientTerm):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Stores the broadcast as the start of the visit."""
         if self.mu:
             self.use_broadcast(module, broadcast)
 

@@ -89,7 +89,6 @@ class QFFL(ChannelRule):
         self.lipschitz = None if lipschitz is None else check_positive("lipschitz", lipschitz)
 
     def check_fit(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Refuses manual optimization, several learning rates and a zero learning rate."""
         refuse_manual_optimization(module, "q-FedAvg")
         if self._find_lipschitz(trainer) == float("inf"):
             raise MisconfigurationException(
@@ -98,7 +97,6 @@ class QFFL(ChannelRule):
             )
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        """Measures the loss."""
         trainer, module = visit.trainer, visit.module
 
         def measure(batches: Iterator[Any]) -> float | None:
@@ -117,7 +115,6 @@ class QFFL(ChannelRule):
         return {}
 
     def weight(self, update: ClientUpdate) -> float:
-        """Returns the number of examples times the loss to the power ``q``."""
         return self._weight(update.num_samples, float(update.extras[_LOSS]))
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
@@ -143,7 +140,6 @@ class QFFL(ChannelRule):
         super().add(part, update, {**up, _DISTANCE: {"": distance}})
 
     def finish(self, state: State, part: Part) -> State:
-        """Moves the global model by the scaled changes."""
         reports = [(report.num_samples, report.numbers) for report in part.reports.values()]
         losses = [numbers[_LOSS][""] for _, numbers in reports]
         # With q < 1 a loss near 0 has a steep slope, and would stop the whole step.

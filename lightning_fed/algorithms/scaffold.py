@@ -90,13 +90,11 @@ class SCAFFOLD(ChannelRule):
     def follow_step(
         self, record: Any, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any], scale: float
     ) -> Any:
-        """Sums the gradients."""
         total, count = record or (at_least_float32(torch.zeros_like(as_real(parameter))), 0)
         assert parameter.grad is not None
         return total.add_(as_real(parameter.grad), alpha=1 / scale), count + 1
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        """Computes the client's new control variate, and sends the change."""
         own = visit.memory["control"]
         for name, (total, count) in visit.records.items():
             mean = total / count if visit.row is None else total[visit.row] / visit.steps
@@ -104,7 +102,6 @@ class SCAFFOLD(ChannelRule):
             own[name] = mean
 
     def weight(self, update: ClientUpdate) -> float:
-        """Returns 1, or the client's number of examples."""
         return 1.0 if self.weighting == "uniform" else float(update.num_samples)
 
     def finish(self, state: State, part: Part) -> State:

@@ -75,12 +75,10 @@ class ServerOptimizer(UpdateStep):
         self._try_step()
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
-        """Refuses rules with several models or changing shapes."""
         refuse_rule(self, rule, "has_clusters", "resizes")
         self._rule = rule
 
     def on_aggregate(self, new: State, start: State) -> State:
-        """Performs the step."""
         memory: dict[str, dict[str, Any]] = {}
         held_rows = self._rule.held_rows() if self._rule is not None and self.lazy_rows else {}
         for name in trained_entries(self.info, start):
@@ -94,7 +92,6 @@ class ServerOptimizer(UpdateStep):
         return new
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the optimizer's name and the optimizer state by entry."""
         return {"optimizer": self.optimizer.__name__, "entries": self._memory}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ def read_methods() -> dict[str, str]:
 
     Example:
         >>> read_methods()["fedprox"].partition(";")[0]
-        "The average of the clients' models by their numbers of examples"
+        'Average weighted by the numbers of examples'
     """
     # Parses the sources, because an import of the methods takes seconds.
     trees = [ast.parse(path.read_text()) for path in (Path(__file__).parents[1] / "algorithms").rglob("*.py")]

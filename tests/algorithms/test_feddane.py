@@ -384,7 +384,7 @@ def test_nothing_comes_of_a_round_without_any_gradient(federated_trainer):
     states = [state_of(module)]
     trainer = federated_trainer(max_rounds=2, method="feddane", callbacks=[Reasons()])
     trainer.fit(module, {name: Late(tensors) for name, tensors in models.vectors({"a": 20, "b": 12}).items()})
-    assert failed == [dict.fromkeys("ab", "no client of the sample could send its gradient"), {}]
+    assert failed == [dict.fromkeys("ab", "no client in the gradient sample sent a gradient"), {}]
     assert_same(states[0], states[1])
     assert not torch.equal(states[1]["net.0.weight"], states[2]["net.0.weight"])
 
@@ -467,7 +467,7 @@ def test_what_a_step_writes_is_taken_back(federated_trainer):
 
 
 def test_manual_optimization_is_refused(federated_trainer):
-    with pytest.raises(MisconfigurationException, match=r"FedDANE .* needs automatic optimization"):
+    with pytest.raises(MisconfigurationException, match=r"FedDANE .* use automatic optimization"):
         federated_trainer(max_rounds=1, method="feddane").fit(
             models.ManualModule(models.mlp()), models.as_datasets(models.vectors(SIZES))
         )

@@ -214,7 +214,7 @@ def test_bad_updates(extras, reason):
 
 @pytest.mark.parametrize("module", [lambda: models.Module(models.mlp(), models.adam), models.TwoOptimizers])
 def test_other_optimizers_are_refused(module, federated_trainer):
-    with pytest.raises(MisconfigurationException, match=r"defined for torch\.optim\.SGD .*, but got Adam"):
+    with pytest.raises(MisconfigurationException, match=r"Expected `torch\.optim\.SGD` .*, but got Adam"):
         federated_trainer(max_rounds=1, method="fednova").fit(module(), models.as_datasets(models.vectors(SIZES)))
 
 

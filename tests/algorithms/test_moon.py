@@ -250,7 +250,7 @@ def test_options_that_cannot_be(options, message):
 
 def test_compiled_networks_are_refused(federated_trainer):
     module = models.Module(torch.compile(models.mlp(), backend="eager"))
-    with pytest.raises(MisconfigurationException, match=r"leave `torch\.compile` out"):
+    with pytest.raises(MisconfigurationException, match=r"train without `torch\.compile`"):
         federated_trainer(max_rounds=1, method="moon").fit(module, models.as_datasets(models.vectors(SIZES)))
 
 

@@ -99,13 +99,11 @@ class SpreadOut(FederatedCallback):
         self._rows: dict[Client, Tensor | None] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds the layer for ``"auto"``."""
         if self.entry == "auto":
             layer = find_class_task(trainer, pl_module, "name the `entry` that holds one row per class").layer
             self._name = f"{layer_prefixes(pl_module)[pl_module.get_submodule(layer)]}weight"
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Checks the layer, and reads the learning rate for this round."""
         self._rows = {}
         weight = live_entries(module).get(self._name)
         if weight is None or weight.ndim < 2:
@@ -118,21 +116,17 @@ class SpreadOut(FederatedCallback):
     def on_server_send(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Refuses a personal layer, unknown to the server."""
         if self._name not in broadcast.state:
             raise OptionError(f"Expected `entry` to be a shared entry, but {self._name!r} is personal or frozen.")
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Records the client's classes."""
         self._rows[update.client] = update.rows.get(self._name)
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None]:
-        """Joins the classes from all processes."""
         shares = yield self._rows
         self._rows = {client: rows for share in shares for client, rows in share.items()}
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Performs the step."""
         old = state[self._name]
         with torch.enable_grad():
             weight = at_least_float32(old.detach()).flatten(1).clone().requires_grad_()

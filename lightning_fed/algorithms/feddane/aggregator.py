@@ -49,5 +49,4 @@ class FedDANE(AveragingAggregator):
         self.mu = check_nonnegative("mu", mu)
 
     def weight(self, update: ClientUpdate) -> float:
-        """Returns the client's number of examples."""
         return float(update.num_samples)

@@ -81,12 +81,10 @@ class GradientCorrection(GradientTerm):
         self._step_error: Exception | None = None  # from a client in the sample
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuses manual optimization."""
         if stage == "fit":
             refuse_manual_optimization(pl_module, "FedDANE")
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Computes the sample's mean gradient."""
         federation = find_federation(trainer)
         server, population, round = federation.server, federation.population, trainer.current_epoch
         local = federation.local_model(module)
@@ -127,13 +125,11 @@ class GradientCorrection(GradientTerm):
     def on_server_send(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Sends the mean gradient."""
         broadcast.extras |= self._mean
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Computes the client's gradient and the correction."""
         mean = without_prefix(broadcast.extras, _PREFIX)
         visit = find_federation(trainer).visit
         if not mean:
@@ -154,11 +150,9 @@ class GradientCorrection(GradientTerm):
         self.tensors = {parameter: differences[name] for parameter, name in parameters if name in differences}
 
     def term(self, parameter: nn.Parameter) -> Tensor | None:
-        """Returns the parameter's correction."""
         return self.tensors.get(parameter)
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Releases the mean gradient."""
         self._mean = {}
 
     def _measure(

@@ -162,7 +162,6 @@ class FeatureFusion(FederatedCallback):
     # Lightning's hooks
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Adds fusion to a module without fusion."""
         if stage == "fit":
             if isinstance(find_federation(trainer).server.rule, FedMA):
                 raise MisconfigurationException(
@@ -191,7 +190,6 @@ class FeatureFusion(FederatedCallback):
         self._use_global_reference()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Checks the optimizers: the extractor and the operator must train."""
         optimized = optimized_parameters(trainer)
         entries = self.fusion.frozen.entries
         wanted = {
@@ -206,7 +204,6 @@ class FeatureFusion(FederatedCallback):
         _add_parameters(list(self.fusion.parameters()), trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Warns about an untrained convolution in a model trained without fusion."""
         if self._is_untrained:
             rank_zero_warn(
                 "The module had no fusion, so its new convolution has random weights and the results are meaningless."
@@ -218,12 +215,10 @@ class FeatureFusion(FederatedCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the cache hits."""
         if self.fusion.cache is not None and self._batch > self._per_epoch:
             self._late_hits += self.fusion.cache.hits - self._hits
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Restores the extractor for the last complete global model."""
         if self._fusion is not None:
             self._use_global_reference()
 
@@ -239,7 +234,6 @@ class FeatureFusion(FederatedCallback):
             )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs the code to load a checkpoint with fusion."""
         if trainer.checkpoint_callbacks:
             rank_zero_info(f"Load a checkpoint into a new module: {self._loading_code(pl_module)}")
 
@@ -258,11 +252,9 @@ class FeatureFusion(FederatedCallback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the reference, see the class's note."""
         return {"reference": dict(self._reference)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the extractor for the evaluation of the checkpoint's model."""
         self._reference = dict(state_dict["reference"]) if self.eval_reference == "previous" else {}
         if self._fusion is not None:
             self._use_global_reference()
@@ -270,7 +262,6 @@ class FeatureFusion(FederatedCallback):
     # A round
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Stores the global model's extractor and weights."""
         self._stage = "training"
         self._round_reference = self.fusion.frozen.state(self.fusion.network) if self._uses_previous(trainer) else {}
         prefix = f"{_name_of(self.fusion, module)}.operators"
@@ -282,7 +273,6 @@ class FeatureFusion(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Freezes a copy of the received extractor."""
         self.fusion.refer()
         self._batch = self._late_hits = 0
         federation = find_federation(trainer)
@@ -292,7 +282,6 @@ class FeatureFusion(FederatedCallback):
         self.fusion.cache = FeatureCache() if self._caches and is_repeated else None
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Counts the visit's batches."""
         self._batch += 1
         cache = self.fusion.cache
         if cache is not None:
@@ -320,7 +309,6 @@ class FeatureFusion(FederatedCallback):
             )
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Releases the client's cache, and restores the global reference."""
         self.fusion.cache = None
         self._use_global_reference()
 

@@ -47,7 +47,6 @@ class MixingOperator(FusionOperator):
         return {"lambda": float(self.weight.mean()), "largest_lambda": float(self.weight.abs().max())}
 
     def extra_repr(self) -> str:
-        """Describes the weights in the printed module."""
         return f"weights={self.weight.numel()}"
 
 
@@ -77,7 +76,6 @@ class MultiFusion(MixingOperator):
         self.channel_axis = channel_axis
 
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
-        """Fuses features, in the shape of ``local``."""
         return fuse_multi(local, reference, self.weight, self.channel_axis)
 
 
@@ -95,7 +93,6 @@ class SingleFusion(MixingOperator):
         self.weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
-        """Fuses features, in the shape of ``local``."""
         return fuse_single(local, reference, self.weight)
 
 
@@ -141,7 +138,6 @@ class ConvFusion(FusionOperator):
                     self.bias.zero_()
 
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
-        """Fuses features, in the shape of ``local``."""
         return fuse_conv(local, reference, self.weight, self.bias, self.channel_axis)
 
     @torch.no_grad()
@@ -151,7 +147,6 @@ class ConvFusion(FusionOperator):
         return {"global_share": float(squares[:, : len(squares)].sum() / squares.sum())}
 
     def extra_repr(self) -> str:
-        """Describes the operator in the printed module."""
         return f"channels={len(self.weight)}, init={self.init!r}, bias={self.bias is not None}"
 
 
@@ -166,7 +161,6 @@ class NoFusion(FusionOperator):
     """
 
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
-        """Returns ``local``."""
         return local
 
     def summary(self) -> dict[str, float]:

@@ -113,7 +113,6 @@ class SampledSoftmax(FederatedCallback):
         self._batch = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Resets the state for a new fit."""
         if stage == "fit":
             find_federation(trainer)
             if sum(isinstance(callback, SampledSoftmax) for callback in callbacks_of(trainer)) > 1:
@@ -121,13 +120,11 @@ class SampledSoftmax(FederatedCallback):
             self._client_classes, self._head_name, self._held = {}, None, None
 
     def sliced_entries(self, module: L.LightningModule) -> Iterable[str]:
-        """The head's parameters, unless the objective needs all classes."""
         return [] if self.objective == "full" else self._entries(module)
 
     def on_client_request(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
     ) -> None:
-        """Draws the negatives, and requests the rows."""
         self._held, self._columns, self._batch = None, [], -1
         if self.objective == "full":
             return
@@ -148,13 +145,11 @@ class SampledSoftmax(FederatedCallback):
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Sets the head's classes."""
         self._set_head_classes(module)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Counts batches."""
         self._batch += 1
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
@@ -184,12 +179,10 @@ class SampledSoftmax(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Reports the number of classes."""
         if self._held is not None:
             update.metrics["sampled_classes"] = float(len(self._held.classes))
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Resets the head to all classes."""
         self._held = None
         self._head(module).release()
 

@@ -118,7 +118,6 @@ class SampledSoftmaxHead(LogitsLayer):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def extra_repr(self) -> str:
-        """Text in the printed module."""
         kind = f"scale={self.scale}" if self.normalize else "normalize=False"
         kind += f", margin={self.margin} of the {self.margin_of}" if self.margin else ""
         return f"in_features={self.in_features}, num_classes={self.num_classes}, {kind}, bias={self.bias is not None}"

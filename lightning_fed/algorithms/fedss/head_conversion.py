@@ -30,7 +30,6 @@ class MarginLoss(nn.Module):
         self.head = head
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Computes the mean loss for embeddings, shape ``(N, d)``, and labels, shape ``(N,)``."""
         return self.head.loss(embeddings, labels)
 
 

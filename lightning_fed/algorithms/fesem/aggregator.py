@@ -120,12 +120,10 @@ class FeSEM(Aggregator):
         self.candidates: dict[tuple[int, int], ClientUpdate] = {}
 
     def broadcast(self, request: Request) -> Broadcast:
-        """Sends the client's centre, or the global state before the first assignment."""
         center = self.model_of(request.client)
         return Broadcast(self._info.round, dict(self._state if center is None else center))
 
     def receive(self, update: ClientUpdate) -> None:
-        """Adds an update to the nearest cluster's mean."""
         index = self._nearest(update.state) if self.centers else 0
         self.means[index].add(update.state, update.num_samples, update.num_samples)
         self.received[update.client] = index, update.num_samples
@@ -134,7 +132,6 @@ class FeSEM(Aggregator):
             self._store_candidate((derive_seed(self.seed, key), key), update)
 
     def merge(self, other: FeSEM) -> None:
-        """Joins the sums from another process with the same centres."""
         for mean, joined in zip(self.means, other.means, strict=True):
             mean.merge(joined)
         self.received |= other.received
@@ -165,18 +162,15 @@ class FeSEM(Aggregator):
         return sizes
 
     def model_of(self, client: Client) -> State | None:
-        """The client's centre; ``None`` before the first assignment."""
         index = self.assignments.get(client)
         return None if index is None else self.centers[index]
 
     def metrics(self) -> dict[str, float]:
-        """Clients per centre, and clients with a new centre."""
         counts = Counter(self.assignments.values())
         values = {f"fesem/clients/{index}": float(counts[index]) for index in range(len(self.centers))}
         return values | {"fesem/moved": float(self._moved)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The entries in the class's note."""
         return {
             "centers": self.centers,
             "clients": plain_keys(self._num_samples),

@@ -39,12 +39,10 @@ class CenterEvaluation(L.Callback):
         move_behind_federation(self, trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluates the centres on the validation data."""
         if not trainer.sanity_checking:
             self._evaluate(trainer, pl_module, trainer.val_dataloaders, "validation")
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluates the centres on the test data."""
         self._evaluate(trainer, pl_module, trainer.test_dataloaders, "test")
 
     def _evaluate(self, trainer: L.Trainer, pl_module: L.LightningModule, loaders: Any, stage: Stage) -> None:

@@ -381,7 +381,7 @@ def test_a_convolution_that_nobody_has_trained_is_told_of(federated_trainer, pla
         trainer.fit(models.Module(Net(), models.momentum), datamodule=data())
         trainer.save_checkpoint(tmp_path / name)
     images = DataLoader(models.images(FEW)["ann"][0], 13)
-    message = "the convolution that it got has random weights"
+    message = "its new convolution has random weights"
     for options in ({}, {"ckpt_path": tmp_path / "plain"}):
         with pytest.warns(UserWarning, match=message):
             fused.validate(models.Module(Net()), datamodule=data(), verbose=False, **options)
