@@ -353,16 +353,17 @@ class ChannelRule(AveragingAggregator):
             if channel.bounds == "none":
                 continue
             for name in dict.fromkeys(name for report in reports.values() for name in report.numbers[title]):
-                found = {
+                bounded = {
                     client: _octaves(report.numbers[title][name], report.num_samples)
                     for client, report in reports.items()
                     if report.numbers[title].get(name)
                 }
-                views = [*zip(*found.values(), strict=True)][: 1 + channel.is_per_example]
-                medians = [statistics.median_low(view) for view in views]
-                for client, octaves in found.items():
-                    far = [octave - median for octave, median in zip(octaves, medians, strict=False)]
-                    if all(one > _OCTAVES or (one < -_OCTAVES and channel.bounds == "both") for one in far):
+                columns = [*zip(*bounded.values(), strict=True)][: 1 + channel.is_per_example]
+                medians = [statistics.median_low(view) for view in columns]
+                for client, octaves in bounded.items():
+                    offsets = [octave - median for octave, median in zip(octaves, medians, strict=False)]
+                    lowest = -_OCTAVES if channel.bounds == "both" else -math.inf
+                    if not any(lowest <= offset <= _OCTAVES for offset in offsets):
                         value = reports[client].numbers[title][name]
                         middle = f"the round's median of about {2.0 ** medians[0]:g}"
                         reasons[client] = f"its {title!r} of {value:g} is far from {middle}"

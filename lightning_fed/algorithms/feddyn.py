@@ -74,12 +74,12 @@ class FedDyn(ChannelRule):
 
     def begin_visit(self, visit: ChannelVisit) -> State:
         r"""Computes :math:`g_i + \alpha x`, constant during the visit."""
-        corrections, own = {}, visit.memory["feddyn"]
+        corrections, gradients = {}, visit.memory["feddyn"]
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad:
                 corrections[name] = self.alpha * at_least_float32(visit.start[name].to(parameter.device))
-                if name in own:
-                    corrections[name] += own[name].to(parameter.device)
+                if name in gradients:
+                    corrections[name] += gradients[name].to(parameter.device)
         return corrections
 
     def correct(self, parameter: nn.Parameter, correction: Tensor) -> Tensor:
@@ -87,12 +87,12 @@ class FedDyn(ChannelRule):
         return (self.alpha * at_least_float32(current) - correction).to(current.dtype)
 
     def end_visit(self, visit: ChannelVisit) -> None:
-        own = visit.memory["feddyn"]
+        gradients = visit.memory["feddyn"]
         for name, parameter in visit.parameters.items():
             if parameter.requires_grad:
                 current = at_least_float32(as_real(parameter.detach()))
                 change = current - at_least_float32(visit.start[name].to(current.device))
-                own[name] = own.get(name, torch.zeros_like(change)).to(change.device) - self.alpha * change
+                gradients[name] = gradients.get(name, torch.zeros_like(change)).to(change.device) - self.alpha * change
 
     def weight(self, update: ClientUpdate) -> float:
         return 1.0

@@ -141,8 +141,8 @@ class FedNova(ChannelRule):
         if not any(lengths.values()):
             raise BadUpdate("all its step lengths are 0: no step was made")
         normalised = lengths.keys() if self._info.trainable is None else self._info.trainable & update.state.keys()
-        others = {name: value for name, value in update.state.items() if name not in normalised}
-        part.running.add(others, self.weight(update), update.num_samples)
+        averaged = {name: value for name, value in update.state.items() if name not in normalised}
+        part.running.add(averaged, self.weight(update), update.num_samples)
         for name in normalised:
             total = part.sums.setdefault(name, _NormalisedSum())
             if lengths.get(name):  # without a step there is no change

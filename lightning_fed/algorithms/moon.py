@@ -162,8 +162,8 @@ class ContrastiveTerm(FederatedCallback):
             return
         args, kwargs = self._inputs
         self._inputs, self._has_run = None, True
-        others = (named_features(extractor(*args, **kwargs)) for extractor in self._extractors)
-        term = self._gradient(trainer, maps[-1], *([value for _, value in features][-1] for features in others))
+        references = (named_features(extractor(*args, **kwargs)) for extractor in self._extractors)
+        term = self._gradient(trainer, maps[-1], *([value for _, value in features][-1] for features in references))
         maps[-1].register_hook(lambda gradient: gradient + term.to(gradient.dtype))  # type: ignore[no-untyped-call]
 
     def _gradient(self, trainer: L.Trainer, features: Tensor, of_global: Tensor, of_last: Tensor) -> Tensor:

@@ -122,10 +122,10 @@ class ServerOptimizer(UpdateStep):
         new, after = torch.empty_like(old), dict[str, Any]()
         for start in range(0, len(old), rows):
             part = slice(start, start + rows)
-            known = {name: value[part] if _is_like(value, old) else value for name, value in memory.items()}
-            here = None if held is None else held[part]
-            new[part], piece = self._step_whole(old[part], mean[part], known, here)
-            for name, value in piece.items():
+            part_memory = {name: value[part] if _is_like(value, old) else value for name, value in memory.items()}
+            part_held = None if held is None else held[part]
+            new[part], part_after = self._step_whole(old[part], mean[part], part_memory, part_held)
+            for name, value in part_after.items():
                 if _is_like(value, old[part]):
                     after.setdefault(name, value.new_empty(old.shape))[part] = value
                 else:
@@ -188,12 +188,12 @@ class ServerOptimizer(UpdateStep):
 
 
 def _find_optimizer(optimizer: type[Optimizer] | str) -> type[Optimizer]:
-    found = getattr(torch.optim, optimizer, None) if isinstance(optimizer, str) else optimizer
-    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+    optimizer_class = getattr(torch.optim, optimizer, None) if isinstance(optimizer, str) else optimizer
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ValueError(
             f"Expected `optimizer` to be an optimizer's class or its name in torch.optim, but got {optimizer!r}."
         )
-    return found
+    return optimizer_class
 
 
 def _is_like(value: Any, entry: Tensor) -> bool:

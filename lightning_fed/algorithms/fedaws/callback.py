@@ -166,5 +166,5 @@ def _restore_lengths(new: Tensor, old: Tensor) -> Tensor:
 def _learning_rate(trainer: L.Trainer, module: nn.Module, name: str) -> float:
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     weights = {parameter for parameter, entry in parameter_entries(module).items() if entry == name}
-    own = [group for group in groups if not weights.isdisjoint(group["params"])]
-    return float((own or groups)[0]["lr"])  # the first group for a parameter without optimizer
+    owners = [group for group in groups if not weights.isdisjoint(group["params"])]
+    return float((owners or groups)[0]["lr"])  # the first group for a parameter without optimizer

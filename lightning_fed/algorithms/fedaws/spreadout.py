@@ -89,23 +89,23 @@ def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor 
     """
     k = check_count("k", k)
     unit = _unit_rows(weight)
-    others = torch.arange(len(unit), device=unit.device) if comparison is None else comparison.to(unit.device)
+    candidates = torch.arange(len(unit), device=unit.device) if comparison is None else comparison.to(unit.device)
 
     def chunk_sum(unit: Tensor, pairs: Tensor) -> Tensor:
         ends = unit[pairs[:, 0]], unit[pairs[:, 1]]
         return -(1 - (ends[0] * ends[1]).sum(1)).square().sum()
 
-    return _sum_chunks(chunk_sum, unit, _nearest(unit, classes.to(unit.device), others, k), unit.shape[1])
+    return _sum_chunks(chunk_sum, unit, _nearest(unit, classes.to(unit.device), candidates, k), unit.shape[1])
 
 
 @torch.no_grad()
-def _nearest(unit: Tensor, classes: Tensor, others: Tensor, k: int) -> Tensor:
-    table, pairs = unit[others].T, []
-    for chunk in torch.split(classes, chunk_steps(len(classes), len(others), 1)[0]):
-        similarity = (unit[chunk] @ table).masked_fill_(chunk[:, None] == others, -torch.inf)
-        found, places = similarity.topk(min(k, len(others)), dim=1)
-        both = torch.stack([chunk[:, None].expand_as(places), others[places]], 2)
-        pairs.append(both[found > -torch.inf])
+def _nearest(unit: Tensor, classes: Tensor, candidates: Tensor, k: int) -> Tensor:
+    table, pairs = unit[candidates].T, []
+    for chunk in torch.split(classes, chunk_steps(len(classes), len(candidates), 1)[0]):
+        similarity = (unit[chunk] @ table).masked_fill_(chunk[:, None] == candidates, -torch.inf)
+        similarities, positions = similarity.topk(min(k, len(candidates)), dim=1)
+        neighbours = torch.stack([chunk[:, None].expand_as(positions), candidates[positions]], 2)
+        pairs.append(neighbours[similarities > -torch.inf])
     return torch.cat(pairs)
 
 

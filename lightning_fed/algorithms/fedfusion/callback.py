@@ -192,10 +192,10 @@ class FeatureFusion(FederatedCallback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         optimized = optimized_parameters(trainer)
         entries = self.fusion.frozen.entries
-        wanted = {
+        extractor_parameters = {
             id(p) for path, p in tensors_by_path(self.fusion.network).items() if path in entries and p.requires_grad
         }
-        if self.operator != "none" and wanted and optimized.isdisjoint(wanted):
+        if self.operator != "none" and extractor_parameters and optimized.isdisjoint(extractor_parameters):
             raise MisconfigurationException(
                 "Expected trainable features, but no optimizer has a parameter before"
                 f" {Extractor(_name_of(self.fusion.network, pl_module), self.fusion.layer)}: name a layer in a trained"
@@ -244,10 +244,10 @@ class FeatureFusion(FederatedCallback):
         options = {name: value for name, value in fusion.arguments.items() if value != _default_of(name)}
         if fusion.channels and "levels" not in options:
             options["channels"] = fusion.channels if len(fusion.channels) > 1 else fusion.channels[0]
-        given = "".join(f", {name}={value!r}" for name, value in options.items())
+        keywords = "".join(f", {name}={value!r}" for name, value in options.items())
         network = _name_of(fusion.network, module)
         return (
-            f"lightning_fed.modules.fuse(module, {fusion.operator!r}, at={at}, network={network!r}{given});"
+            f"lightning_fed.modules.fuse(module, {fusion.operator!r}, at={at}, network={network!r}{keywords});"
             ' module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])'
         )
 

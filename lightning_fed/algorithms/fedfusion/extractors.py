@@ -224,11 +224,13 @@ def _find_classifier_input(module: nn.Module, layers: Mapping[str, nn.Module], c
     names = list(layers)
     before = names[: names.index(head)]
     parents = ["", *(name for name in before if name and head.startswith(f"{name}."))]
-    beside = [name for name in before if name and name.rpartition(".")[0] in parents and name not in parents]
+    siblings = [name for name in before if name and name.rpartition(".")[0] in parents and name not in parents]
     first = next((name for name in before if any(True for _ in layers[name].parameters(recurse=False))), head)
-    beside = [name for name in beside if before.index(name) > names.index(first)]
-    pools = [name for name in beside if isinstance(layers[name], _POOLS) or type(layers[name]).__name__ in _TIMM_POOLS]
-    flattens = [name for name in beside if isinstance(layers[name], nn.Flatten)]
+    siblings = [name for name in siblings if before.index(name) > names.index(first)]
+    pools = [
+        name for name in siblings if isinstance(layers[name], _POOLS) or type(layers[name]).__name__ in _TIMM_POOLS
+    ]
+    flattens = [name for name in siblings if isinstance(layers[name], nn.Flatten)]
     return FeatureLayer([head, *flattens[-1:], *pools[-1:]][-1], "input")
 
 

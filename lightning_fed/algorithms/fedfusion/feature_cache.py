@@ -57,5 +57,5 @@ class FeatureCache:
                 self._features |= new
             if has_no_hit:
                 return dict(computed)
-        known = [new[key] if key in new else self._features[key] for key in keys]
-        return {name: torch.stack([features[name] for features in known]) for name in known[0]}
+        rows = [new[key] if key in new else self._features[key] for key in keys]
+        return {name: torch.stack([features[name] for features in rows]) for name in rows[0]}

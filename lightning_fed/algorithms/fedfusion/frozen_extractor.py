@@ -84,13 +84,13 @@ class FrozenExtractor:
             for name, entry in tensors_by_path(self.network).items():
                 if name not in self.entries or name not in values:
                     continue
-                own, value = as_real(entry), as_real(values[name])
-                if value.shape != own.shape:
+                target, value = as_real(entry), as_real(values[name])
+                if value.shape != target.shape:
                     raise ValueError(
-                        f"Expected {name!r} of the extractor to have shape {tuple(own.shape)}, but got"
+                        f"Expected {name!r} of the extractor to have shape {tuple(target.shape)}, but got"
                         f" {tuple(value.shape)}."
                     )
-                own.copy_(value)
+                target.copy_(value)
 
     def state(self, source: nn.Module | None = None) -> State:
         """Copies the parameters and buffers.

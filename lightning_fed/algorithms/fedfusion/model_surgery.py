@@ -142,8 +142,8 @@ def unwrap(module: nn.Module) -> nn.Module:
     delattr(owner, FUSION)
     if convolution is not None:
         layer = module.get_submodule(extractor.path)
-        both = (convolution, layer) if extractor.layer.side == "input" else (layer, convolution)
-        module = replace_layer(module, extractor.path, nn.Sequential(*both))
+        layers = (convolution, layer) if extractor.layer.side == "input" else (layer, convolution)
+        module = replace_layer(module, extractor.path, nn.Sequential(*layers))
     return module
 
 

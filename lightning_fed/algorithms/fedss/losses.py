@@ -186,14 +186,14 @@ def with_margin(cosines: Tensor, target: Tensor, margin: float, margin_of: Margi
 
     """
     columns = target.to(cosines.device, torch.int64).clamp(min=0).unsqueeze(1)
-    own = cosines.gather(1, columns)
+    plain = cosines.gather(1, columns)
     if margin_of == "cosine":
-        changed = own - margin
+        shifted = plain - margin
     else:
-        angles = own.clamp(-1 + 1e-6, 1 - 1e-6).acos()  # with a finite derivative
-        changed = torch.where(angles <= math.pi - margin, (angles + margin).cos(), own - margin * math.sin(margin))
+        angles = plain.clamp(-1 + 1e-6, 1 - 1e-6).acos()  # with a finite derivative
+        shifted = torch.where(angles <= math.pi - margin, (angles + margin).cos(), plain - margin * math.sin(margin))
     has_class = (target >= 0).unsqueeze(1).to(cosines.device)
-    return cosines.scatter(1, columns, torch.where(has_class, changed, own))
+    return cosines.scatter(1, columns, torch.where(has_class, shifted, plain))
 
 
 def sampled_softmax_loss(
