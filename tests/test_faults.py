@@ -670,13 +670,13 @@ def test_a_fault_of_the_data_set_does_not_look_like_bad_clients(kind, caplog):
     train(LazyClients(range(3), AllBad(bad)), data_options=workers, faults=Faults(max_failed_rounds=None))
     (shown,) = [record for record in caplog.records if "Traceback" in record.getMessage()]
     assert shown.levelname == "WARNING"
-    assert shown.getMessage().startswith("The data of client 0 raised (this is shown for the first one only):\n")
+    assert shown.getMessage().startswith("The data of client 0 raised (shown for the first client only):\n")
     assert f", in __{'len' if kind == 'length' else 'iter' if kind == 'loaders' else 'getitem'}__" in shown.getMessage()
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert [message.split(" raised")[0] for message in errors] == [
-        f"Round {round + 1}: the data of all 3 clients" for round in range(ROUNDS)
+        f"Round {round + 1} failed: the data of all 3 clients" for round in range(ROUNDS)
     ]
-    assert all("of 3 with OSError: " in message for message in errors)
+    assert all("for 3 clients OSError: " in message for message in errors)
 
 
 def test_one_good_client_is_not_all(caplog):

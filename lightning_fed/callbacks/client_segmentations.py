@@ -150,7 +150,7 @@ class ClientSegmentations(L.Callback):
                     with seeded_generators(), isolated_pass(pl_module, is_reloaded=True, is_muted=False):
                         self._evaluate(trainer, pl_module, client, loader, folder)
                 except ClientFault as fault:
-                    _log.warning("The segmentation of client %r is left out: %s.", client, fault)
+                    _log.warning("Client %r is excluded from the segmentation scores: %s.", client, fault)
         self._write(folder)
         if not self.rows:  # no image has a class
             return

@@ -42,7 +42,9 @@ def training_batch(federation: Federation, client: Client | None = None, index: 
         batches = (item.batch for item in population.stream([visit], True) if item.batch is not None)
         batch = next(itertools.islice(batches, index, None), None)
     if batch is None:
-        raise MisconfigurationException(f"There is no batch of client {client!r} to call the module with.")
+        raise MisconfigurationException(
+            f"Expected a batch of client {client!r} as input for the module, but its data have none."
+        )
     return batch
 
 

@@ -152,8 +152,8 @@ class UnseenData(FederatedCallback):
     def _warn_of_single_example(self) -> None:
         if self._find_fit().note_warning("single"):
             _log.warning(
-                "A batch with a single example is no part of the BatchNorm statistics of its data: set another batch"
-                " size, or drop_last=True, to have it measured."
+                "A batch with a single example is excluded from the BatchNorm statistics: set another batch size, or"
+                " drop_last=True."
             )
 
     def _measure_loader(

@@ -100,7 +100,7 @@ class DatasetClients(Population):
         """
         if self.draws is not None:
             raise OptionError(
-                "Expected a DataLoader without a sampler of its own, because every example is drawn by itself, but got"
+                "Expected a DataLoader without a custom sampler, because examples are drawn independently, but got"
                 f" sampler={type(self.draws.sampler).__name__}."
             )
         return self.batch_size
@@ -282,7 +282,9 @@ def client_subsets(
         [(tensor(2),), (tensor(0),)]
 
     """
-    while type(dataset) is Subset:  # batches then come directly from the underlying data set
+    while (
+        isinstance(dataset, Subset) and type(dataset) is Subset
+    ):  # batches then come directly from the underlying data set
         outer = np.asarray(dataset.indices)
         indices = {client: outer[inner] for client, inner in indices.items()}
         dataset = dataset.dataset

@@ -184,7 +184,7 @@ class LoaderClients(Population):
         visit = planned.visit
         in_visit = -(-planned.num_batches // planned.epoch_batches) if planned.epoch_batches else 1
         for number in itertools.count() if visit.steps is not None else range(visit.epochs):
-            set_epoch(_told_samplers(loader, self.is_plain), visit.round * in_visit + number)
+            set_epoch(_epoch_samplers(loader, self.is_plain), visit.round * in_visit + number)
             for generator in () if self.is_plain else own_generators(_owners(loader)):
                 generator.manual_seed(derive_seed(visit.seed, number))
             has_batches = False
@@ -200,7 +200,7 @@ def _looking_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
         yield before, batch is _END
 
 
-def _told_samplers(loader: Any, is_plain: bool) -> list[Any]:
+def _epoch_samplers(loader: Any, is_plain: bool) -> list[Any]:
     parts = loader.streams if isinstance(loader, _Streams) else [loader]
     if not is_plain:
         return [sampler for part in parts for sampler in samplers_of(part)]
@@ -350,7 +350,7 @@ def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
     loaders = loader.streams if isinstance(loader, _Streams) else [loader]
     if any(getattr(part, "persistent_workers", False) for part in loaders):
         raise ValueError(
-            "Expected a loader that can be passed over beside training, but its workers are persistent and serve one"
+            "Expected a loader for a pass outside training, but its workers are persistent and serve one"
             " pass at a time: set `persistent_workers=False` (or measure prototypes with passes='online', or give"
             " `SampledSoftmax` the clients' `classes`)"
         )

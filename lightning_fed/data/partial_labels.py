@@ -76,7 +76,7 @@ class PartialLabels(PartitionOfPartition):
         num_others = num_classes - len(set(self.always))
         if classes_per_client > num_others:
             raise ValueError(
-                f"Expected `classes_per_client` to be at most the {num_others} classes beside `always`, but got"
+                f"Expected `classes_per_client` to be at most the {num_others} classes outside `always`, but got"
                 f" {classes_per_client}."
             )
         self.ignore_index = ignore_index

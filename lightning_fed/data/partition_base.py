@@ -184,7 +184,7 @@ class NumberedPartition(Partition):
         num_unassigned = num_samples - sum(part.size for part in parts)
         num_empty = sum(part.size == 0 for part in parts)
         if num_unassigned:
-            _log.info("%r leaves over %d of %d samples.", self, num_unassigned, num_samples)
+            _log.info("%r does not assign %d of %d samples.", self, num_unassigned, num_samples)
         if num_empty:
             _log.info("%r leaves %d of %d clients without samples.", self, num_empty, len(parts))
         return dict(enumerate(parts))

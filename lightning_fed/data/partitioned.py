@@ -140,7 +140,7 @@ class PartitionedData(FederatedDataModule):
 
         """
         if self._population is None:
-            raise RuntimeError("The clients are known after `setup`.")
+            raise RuntimeError("Expected `setup` before `population`: the clients are unknown before.")
         return self._population
 
     def train_dataloader(self) -> DataLoader[Any]:

@@ -85,15 +85,15 @@ def check_poisson_loader(loader: Any) -> DataLoader[Any]:
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise OptionError(
-            "Expected one DataLoader over a data set that can be indexed, of which every example is drawn by itself,"
+            "Expected one DataLoader over a data set that can be indexed, because examples are drawn independently,"
             f" but got {type(loader).__name__}."
         )
-    check_class(loader, "of which every example is drawn by itself")
+    check_class(loader, "with independently drawn examples")
     sampler, batch_size, _ = batches_of(loader)
     if batch_size is None or loader.batch_size is None or not is_whole(sampler, loader.dataset):
         raise OptionError(
-            "Expected a DataLoader with a batch size and without a sampler of its own, because every example is drawn"
-            f" by itself, but got sampler={type(sampler).__name__} and batch_size={loader.batch_size}."
+            "Expected a DataLoader with a batch size and without a custom sampler, because examples are drawn"
+            f" independently, but got sampler={type(sampler).__name__} and batch_size={loader.batch_size}."
         )
     return loader
 

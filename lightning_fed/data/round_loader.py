@@ -362,7 +362,7 @@ class RoundLoader:
         if not self.population.has_raised:
             self.population.has_raised = True
             _log.warning(
-                "The data of client %r raised (this is shown for the first one only):\n%s",
+                "The data of client %r raised (shown for the first client only):\n%s",
                 client,
                 item.trace or f"{describe(item.error)}\n",
             )
@@ -377,8 +377,8 @@ class RoundLoader:
             reason, count = Counter(self._reasons).most_common(1)[0]
             assert self.round is not None
             _log.error(
-                "Round %s: the data of all %d clients raised, of %d with %s. Nothing came of it: look for the fault in"
-                " the data set.",
+                "Round %s failed: the data of all %d clients raised an exception, for %d clients %s. Look for the fault"
+                " in the data set.",
                 round_number(self.round),
                 self._chosen,
                 count,

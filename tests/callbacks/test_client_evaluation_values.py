@@ -47,7 +47,7 @@ def test_predictions_stay_with_their_client(federated_trainer, caplog):
     reason = "its state is a list of predictions or targets, which are data."
     assert caplog.text.count(f"The state of metric 'dice' does not leave the clients: {reason}") == 1
     assert caplog.text.count("The state of metric 'jaccard' does not leave the clients: it is withheld.") == 1
-    assert caplog.text.count("There are no values over all clients of val_dice, val_jaccard: they do not follow") == 1
+    assert caplog.text.count("No value over all clients for val_dice, val_jaccard: the clients' sums") == 1
 
 
 class Collects(models.Module):
@@ -79,7 +79,7 @@ def test_what_is_no_function_of_the_states_is_missing_and_said(federated_trainer
         values = [logged[f"client/{client}/{name}"] for client in evaluations.HELD_OUT]
         assert logged[f"fed/{name}/mean"] == pytest.approx(sum(values) / 3)
         assert f"fed/{name}/pooled" not in logged
-    assert caplog.text.count("There are no values over all clients of accuracy, spread: they do not follow from") == 1
+    assert caplog.text.count("No value over all clients for accuracy, spread: the clients' sums") == 1
     assert "monitor the mean over clients, 'fed/accuracy/mean'." in caplog.text
     assert logged["accuracy"] > 0
 
@@ -160,7 +160,7 @@ def test_one_clients_word_changes_nothing_of_the_others(federated_trainer, monke
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert logged["fed/highest/pooled"] == pytest.approx(logged["highest"])
     assert 0 < logged["fed/val_f1/pooled"] <= 1
-    assert "The state of metric 'f1' does not leave 1 clients ('bob'): it says so." in caplog.text
+    assert "The state of metric 'f1' does not leave 1 clients ('bob'): the client gives no known reason." in caplog.text
     assert "'weather'" not in caplog.text
     assert len([name for name in logged if name.endswith("/pooled")]) < 20
     assert len([name for name in logged if name.startswith("client/bob/")]) <= 256
@@ -184,7 +184,7 @@ def test_loaders_are_made_once(federated_trainer):
 
 @pytest.mark.parametrize("question", [{}, {"stage": "training", "limit": 1.0}, {"stage": "test", "limit": "all"}])
 def test_what_is_no_question_is_not_answered(question, plain_trainer):
-    with pytest.raises(ClientFault, match="asked for no evaluation"):
+    with pytest.raises(ClientFault, match="not a valid evaluation"):
         ClientEvaluation().on_client_question(plain_trainer(), models.Module(models.mlp()), "ann", question)
 
 
@@ -255,7 +255,7 @@ def test_a_value_that_is_not_finite_is_left_out_by_name(federated_trainer, caplo
     counts = {name: evaluations.HELD_OUT[name] for name in ("ann", "cid")}
     expected = sum(values[f"client/{name}/val_loss"] * count for name, count in counts.items()) / sum(counts.values())
     assert values["fed/val_loss/pooled"] == pytest.approx(expected, rel=1e-6)
-    assert "'val_loss' over all clients is without that of 'bob': not finite." in caplog.text
+    assert "'val_loss' over all clients excludes 'bob': not finite." in caplog.text
 
 
 class Heavy(models.Module):
@@ -272,7 +272,7 @@ def test_the_weight_that_a_client_gives_its_value_is_bounded(federated_trainer, 
     clients = models.as_datasets(models.vectors(evaluations.TRAIN))
     with caplog.at_level(logging.INFO, "lightning_fed"):
         trainer.fit(Heavy(models.mlp()), datamodule=FederatedDataModule(clients, models.as_datasets(held_out)))
-    assert "In 'val_score' over all clients 'bob' counts less than its weight" in caplog.text
+    assert "The weight of 'bob' in 'val_score' over all clients is reduced" in caplog.text
     weights = {name: count * (100 if name == "bob" else 1) for name, count in evaluations.HELD_OUT.items()}
     expected = 1 + 6 * weights["bob"] / sum(weights.values())
     assert float(trainer.callback_metrics["fed/val_score/pooled"]) == pytest.approx(expected, rel=1e-6)

@@ -70,7 +70,7 @@ def test_under_a_look():
     ("make", "message"),
     [
         (lambda: PartialLabels(IID(2), 5, 0), "`classes_per_client` to be at least 1, but got 0"),
-        (lambda: PartialLabels(IID(2), 5, 5, (0,)), "at most the 4 classes beside `always`, but got 5"),
+        (lambda: PartialLabels(IID(2), 5, 5, (0,)), "at most the 4 classes outside `always`, but got 5"),
         (lambda: PartialLabels(IID(2), 5, 1, (5,)), r"classes from 0 to 4, but got \[5\]"),
         (lambda: PartialLabels(IID(2), 5, 1).transform(0, 0)((1, 2)), "a mask of classes .*, but got int"),
         (lambda: PartialLabels(IID(2), 5, 1).transform(0, 0)({"image": 2}), "a mask of classes .*, but got NoneType"),

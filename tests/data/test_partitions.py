@@ -62,7 +62,7 @@ def test_split_is_the_deal_under_the_clients_numbers(partition, left_over, caplo
     assert all(type(client) is int for client in split)
     dealt = np.concatenate(list(split.values()))
     assert np.unique(dealt).size == dealt.size == N - left_over
-    assert (f"leaves over {left_over} of {N} samples" in caplog.text) == (left_over > 0)
+    assert (f"does not assign {left_over} of {N} samples" in caplog.text) == (left_over > 0)
 
 
 @cases

@@ -188,7 +188,9 @@ def test_types_that_do_not_tell_all_classes_apart(dtype, most):
     if dtype == torch.float32:
         metric.set_dtype(torch.float16)
     else:
-        with pytest.raises(ValueError, match=rf"tells {most + 1} classes \(`num_classes`\) apart, but got {dtype}"):
+        with pytest.raises(
+            ValueError, match=rf"type for {most + 1} different classes \(`num_classes`\), but got {dtype}"
+        ):
             MaximumMeanDiscrepancy(num_classes=most + 1).set_dtype(dtype).update(x, y, labels)
         metric.num_classes += 1
     with pytest.raises(ValueError, match="labels are kept in the metric's type"):

@@ -182,7 +182,7 @@ def test_refusals_leave_the_model_as_it_was():
         pass
 
     model = nn.Sequential(nn.BatchNorm2d(4), nn.Sequential(Odd(4)))
-    with pytest.raises(TypeError, match=r"but '1.0' \(Odd\) has a `forward` of its own"):
+    with pytest.raises(TypeError, match=r"but '1.0' \(Odd\) has a custom `forward`"):
         to_group_norm(model)
     assert isinstance(model[0], nn.BatchNorm2d)
     with pytest.raises(TypeError, match="but LazyBatchNorm2d is lazy"):

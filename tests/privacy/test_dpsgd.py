@@ -758,9 +758,9 @@ def test_loaders_that_are_refused(plain_trainer, federated_trainer):
         trainer.fit(module, DataLoader(dataset, 4))
     sampler = WeightedRandomSampler(torch.ones(12), 12)
     loaders = {"a": DataLoader(dataset, 4, sampler=sampler)}
-    with pytest.raises(ValueError, match="without a sampler of its own, because every example is drawn by itself"):
+    with pytest.raises(ValueError, match="without a custom sampler, because examples are drawn independently"):
         federated(federated_trainer, dpsgd(), 1, data=FederatedDataModule(loaders))
-    with pytest.raises(ValueError, match="without a sampler of its own, because every example is drawn by itself"):
+    with pytest.raises(ValueError, match="without a custom sampler, because examples are drawn independently"):
         federated_trainer(max_rounds=1, callbacks=[dpsgd()], partition=IID(2)).fit(module, loaders["a"])
     trainer = plain_trainer(max_epochs=1, min_epochs=1, callbacks=[dpsgd(max_epsilon=3.0)])
     data = models.PooledData(models.vectors({"a": 12}), batch_size=4)

@@ -293,7 +293,7 @@ class ClassPrototypes(FederatedCallback):
         with seeded_generators(), closing(batches):
             prototypes = self._measure(trainer, module, batches)
         if faults:
-            _log.warning("The prototypes of client %r are left out: %s.", planned.visit.client, describe(faults[0]))
+            _log.warning("The prototypes of client %r are excluded: %s.", planned.visit.client, describe(faults[0]))
             return None
         return prototypes
 
@@ -302,9 +302,8 @@ class ClassPrototypes(FederatedCallback):
             return
         self._has_warned = True
         _log.warning(
-            "Client %r trains on a single batch, of which online passes make no local prototype margin (this is said"
-            " once): FedMargin takes the mean of the others' for it, so that a client that hardly moves counts like"
-            " them. passes='exact' measures it.",
+            "Client %r trains on a single batch, so online passes measure no local prototype margin (logged once)."
+            " FedMargin uses the other clients' mean instead. Use passes='exact' to measure the margin.",
             planned.visit.client,
         )
 

@@ -45,7 +45,7 @@ from lightning_fed.rounds.client_models import Answers
 _log = logging.getLogger(__name__)
 
 NO_CLIENTS = (
-    "has nothing to evaluate: the validation data are not those of clients. Give validation data as a mapping of"
+    "has nothing to evaluate: the validation data are not a mapping by client. Give validation data as a mapping of"
     " clients, split the data with `PartitionedData`, or remove the callback."
 )
 
@@ -207,7 +207,7 @@ class ClientEvaluation(AskableCallback):
         """
         stage, limit = question.get("stage"), question.get("limit")
         if stage not in ("validation", "test") or not isinstance(limit, int | float) or limit < 0:
-            raise ClientFault("it is asked for no evaluation")
+            raise ClientFault("the request is not a valid evaluation")
         loaders = self._of_clients(trainer, stage)
         if client not in loaders:
             raise ClientFault(f"it has no {stage} data")
@@ -322,14 +322,12 @@ class ClientEvaluation(AskableCallback):
             light = [client for (client, logged), limited in pairs if limited.weight < logged.weight]
             if light:
                 self._say_once(
-                    f"In {name!r} over all clients {', '.join(map(repr, light[:5]))} counts less than its weight, which"
-                    " is more than 100 times the median client's per example."
+                    f"The weight of {', '.join(map(repr, light[:5]))} in {name!r} over all clients is reduced to 100"
+                    " times the median client's weight per example."
                 )
             bad = [client for client, logged in holders.items() if not logged.is_finite]
             if 0 < len(bad) < len(holders):
-                self._say_once(
-                    f"{name!r} over all clients is without that of {', '.join(map(repr, bad[:5]))}: not finite."
-                )
+                self._say_once(f"{name!r} over all clients excludes {', '.join(map(repr, bad[:5]))}: not finite.")
         reasons = {(name, reason) for report in listed for name, reason in report.stays.items()}
         for name, reason in sorted(reasons):
             who = [client for client, report in reports.items() if report.stays.get(name) == reason]
@@ -342,8 +340,8 @@ class ClientEvaluation(AskableCallback):
             finite = {name for report in listed for name, value in report.values.items() if math.isfinite(value)}
             monitored = next((name for name in missing if name in finite), "<name>")
             self._say_once(
-                f"There are no values over all clients of {', '.join(missing)}: they do not follow from the sums and"
-                " states of metrics that clients send. Log a `torchmetrics` object, or monitor the mean over clients,"
+                f"No value over all clients for {', '.join(missing)}: the clients' sums and metric states do not"
+                " determine the value. Log a `torchmetrics` object, or monitor the mean over clients,"
                 f" 'fed/{monitored}/mean'."
             )
         return values
@@ -378,13 +376,16 @@ class ClientEvaluation(AskableCallback):
                 report = EvaluationReport.of(update)
                 for key, state in report.states.items():
                     if metric_of(key) not in metrics:
-                        raise BadUpdate(f"it has a metric {metric_of(key)!r:.100}, and the server's module none")
+                        raise BadUpdate(f"its metric {metric_of(key)!r:.100} is missing in the server's module")
                     check_state(metrics[metric_of(key)], state)
                 check_numbers(report, self._announced.get((stage, client)))
             except BadUpdate as error:
                 self._exclude(answers, client, str(error))
             else:
-                known = {name: reason if reason in REASONS else "it says so" for name, reason in report.stays.items()}
+                known = {
+                    name: reason if reason in REASONS else "the client gives no known reason"
+                    for name, reason in report.stays.items()
+                }
                 report.stays = {name: reason for name, reason in known.items() if name in metrics}
                 reports[client] = report
         computed = compute_states(module, reports)
@@ -411,7 +412,7 @@ class ClientEvaluation(AskableCallback):
         left_out = counts.keys() - set(taken)
         if left_out:
             self._say_once(
-                f"{len(left_out)} names are not evaluated, {min(left_out)!r} first: there are {_MOST_NAMES}."
+                f"{len(left_out)} names are not evaluated, for example {min(left_out)!r}: the limit is {_MOST_NAMES}."
             )
         for report in reports.values():
             report.keep_names(set(taken))

@@ -85,7 +85,7 @@ class EvaluationReport:
         """
         report = cls(update.num_samples)
         if len(update.extras) > 20 * _MOST_NAMES:
-            raise BadUpdate(f"its evaluation has {len(update.extras)} tensors")
+            raise BadUpdate(f"its evaluation has {len(update.extras)} tensors, more than {20 * _MOST_NAMES}")
         try:
             for entry, value in update.extras.items():
                 report._read(entry, value)
@@ -99,9 +99,9 @@ class EvaluationReport:
             raise BadUpdate("it has logged a name without a value")
         for name in (*report.values, *report.logged, *report.metrics):
             if len(name) > _LONGEST_NAME or not name.isprintable():
-                raise BadUpdate(f"it has evaluated {name[:50]!r}, which is no name")
+                raise BadUpdate(f"the name {name[:50]!r} of a value is invalid")
         if len(report.values) > _MOST_NAMES:
-            raise BadUpdate(f"it has {len(report.values)} values, and {_MOST_NAMES} are read")
+            raise BadUpdate(f"it has {len(report.values)} values, more than {_MOST_NAMES}")
         return report
 
     def keep_names(self, names: set[str]) -> None:
@@ -115,13 +115,13 @@ class EvaluationReport:
     def _read(self, entry: str, value: Tensor) -> None:
         if entry == "support":
             if value.ndim != 1 or not bool((value >= 0).all()):
-                raise BadUpdate("its numbers of examples per class are none")
+                raise BadUpdate("its numbers of examples per class are not a list of counts")
             self.support = value.double()
             return
         kind, about, *rest = entry.split("|", 2)
         if kind == "logged":
             if about not in _REDUCTIONS or len(value) != 2:
-                raise BadUpdate(f"it reduces a value by {about!r:.50}")
+                raise BadUpdate(f"a value has the unknown reduction {about!r:.50}")
             total, weight = value.double().cpu().unbind()
             if not float(weight) > 0 or not math.isfinite(float(weight)):
                 raise BadUpdate(f"a value has the weight {float(weight)}")
@@ -142,7 +142,7 @@ class EvaluationReport:
             if "h" in about or "l" in about:
                 self.higher_is_better[rest[0]] = "h" in about
         else:
-            raise BadUpdate(f"its evaluation has {kind!r:.50}")
+            raise BadUpdate(f"its evaluation has an unknown entry {kind!r:.50}")
 
     def _flags(self, name: str) -> str:
         direction = self.higher_is_better.get(name)

@@ -109,7 +109,10 @@ class SiteMatrix(FederatedCallback):
             try:
                 for name, model in {GLOBAL: {}, **models}.items():
                     if any(key not in entries or value.shape != entries[key].shape for key, value in model.items()):
-                        _log.warning("The model of client %s is not in the matrix: it is not what it sent.", name)
+                        _log.warning(
+                            "The model of client %s is not in the matrix: its entries differ from the global model's.",
+                            name,
+                        )
                         continue
                     load_entries(
                         entries, {**before, **{key: value.to(entries[key].device) for key, value in model.items()}}

@@ -874,7 +874,7 @@ def test_data_that_fail_beside_the_training(hooks, federated_trainer, caplog):
     assert LPM in extras["c"]
     assert LPM not in extras["b"]
     assert ("prototypes:means" in extras["b"]) == ("end" not in hooks)
-    assert "The prototypes of client 'b' are left out: OSError: the disk is gone." in caplog.text
+    assert "The prototypes of client 'b' are excluded: OSError: the disk is gone." in caplog.text
     assert trainer.callback_metrics["fed/clients"] == 3
     assert trainer.callback_metrics["fed/failed"] == 0
 
@@ -885,7 +885,7 @@ def test_persistent_workers_of_a_clients_loader(federated_trainer, caplog):
     clients["dan"] = loaders(workers=1, persistent_workers=True)["bob"]
     visits = sent(federated_trainer, ClassPrototypes(), models.Module(models.norm_mlp()), FederatedDataModule(clients))
     assert {client: LPM in visit.extras for client, visit in visits.items()} == {"bob": True, "cid": True, "dan": False}
-    assert "The prototypes of client 'dan' are left out: ValueError: Expected a loader that can be passed over" in (
+    assert "The prototypes of client 'dan' are excluded: ValueError: Expected a loader for a pass outside training" in (
         caplog.text
     )
     assert "persistent" in caplog.text

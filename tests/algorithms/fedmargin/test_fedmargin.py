@@ -537,8 +537,8 @@ def test_a_client_alone_locks_nobody_out(caplog):
         assert list(server.report.failed) == [f"k{index}" for index, width in enumerate(widths) if width != most]
         assert server.rule.prototypes.means.shape == (2, most)
     assert [record.getMessage() for record in caplog.records if "anew" in record.getMessage()] == [
-        "Round 2: the aggregate prototypes start anew: those of the clients have 2 features instead of 3.",
-        "Round 4: the aggregate prototypes start anew: those of the clients have 4 features instead of 2.",
+        "Round 2: the aggregate prototypes start anew: the clients' prototypes have 2 features, not 3.",
+        "Round 4: the aggregate prototypes start anew: the clients' prototypes have 4 features, not 2.",
     ]
 
 
@@ -749,7 +749,7 @@ def test_clients_that_cannot_be_measured(federated_trainer, caplog):
     assert trainer.callback_metrics["fed/clients"] == 5
     assert trainer.callback_metrics["fedmargin/attention/bob"] == pytest.approx(1 / 5)
     assert "fedmargin/lpm/bob" not in trainer.callback_metrics
-    assert "The prototypes of client 'bob' are left out: OSError" in caplog.text
+    assert "The prototypes of client 'bob' are excluded: OSError" in caplog.text
 
 
 def test_the_callback_is_added_where_there_is_none(federated_trainer, plain_trainer):
