@@ -12,14 +12,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.federation import Federation, find_federation
-from lightning_fed.callbacks.pictures import (
-    draw_matrix,
-    log_picture,
-    report_other_loggers,
-    tensorboards,
-)
+from lightning_fed.callbacks.pictures import PeriodicPictures, draw_matrix, log_picture, tensorboards
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import ClientFault, OptionError, describe
@@ -56,7 +50,7 @@ class Confusion(NamedTuple):
         return float(self.counts.diagonal().sum() / self.counts.sum())
 
 
-class OwnClassConfusion(L.Callback):
+class OwnClassConfusion(PeriodicPictures):
     """Draws the global model's confusion among a client's own classes to TensorBoard.
 
     A client with few out of very many classes can learn to separate these classes from all other classes, and still
@@ -116,25 +110,25 @@ class OwnClassConfusion(L.Callback):
         target: int | str | Callable[[Any], Tensor] | None = None,
         inputs: int | str | Callable[[Any], Tensor] | None = None,
     ) -> None:
-        check_count("every_n_epochs", every_n_epochs)
+        super().__init__(every_n_epochs)
         if (clients if isinstance(clients, int) else len(clients)) < 1:
             raise ValueError(f"Expected `clients` to be at least one, but got {clients}.")
         self.clients = clients
-        self.every_n_epochs = every_n_epochs
         self.class_names = tuple(class_names)
         self.target = target
         self.inputs = inputs
         self.latest: dict[Client, Confusion] = {}
-        self._last_epoch: int | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Resets the state for a new fit, and names loggers without pictures."""
-        if stage != "fit":
-            return
-        find_federation(trainer)
-        if trainer.current_epoch == 0:  # otherwise the fit is resumed
-            self._last_epoch, self.latest = None, {}
-        report_other_loggers("OwnClassConfusion", trainer)
+        """Checks for a federation."""
+        if stage == "fit":
+            find_federation(trainer)
+        super().setup(trainer, pl_module, stage)
+
+    def reset(self) -> None:
+        """Resets the state for a new fit."""
+        super().reset()
+        self.latest = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Checks that the federation has the chosen clients."""
@@ -147,7 +141,7 @@ class OwnClassConfusion(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluates the round's global model, and logs the pictures."""
         round = trainer.current_epoch
-        if self._last_epoch is not None and round - self._last_epoch < self.every_n_epochs:
+        if not self.is_due(trainer):
             return
         self._last_epoch, self.latest = round, {}
         federation = find_federation(trainer)
@@ -157,7 +151,7 @@ class OwnClassConfusion(L.Callback):
                     load(client)
                     confusion = self._evaluate_client(trainer, pl_module, federation, client)
                 except ClientFault as fault:
-                    _log.warning("The confusion of the classes of client %r is left out: %s.", client, fault)
+                    _log.warning("Client %r is excluded from the confusion pictures: %s.", client, fault)
                     continue
                 if confusion is not None:
                     self.latest[client] = confusion
@@ -166,14 +160,6 @@ class OwnClassConfusion(L.Callback):
         for client, confusion in self.latest.items():
             title = f"Round {round_number(round)}, client {client}"
             log_picture(trainer, f"{self.tag}/{client}", confusion_picture(confusion, self.class_names, title))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the round with the last pictures."""
-        return {"last_epoch": self._last_epoch}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the round with the last pictures."""
-        self._last_epoch = state_dict["last_epoch"]
 
     def _chosen(self, trainer: L.Trainer) -> list[Client]:
         if isinstance(self.clients, int):
@@ -203,7 +189,7 @@ class OwnClassConfusion(L.Callback):
                 counts += confusion_counts(logits, self._labels(prepared), classes)
         if faults or not len(classes):
             reason = f"its data raised {describe(faults[0])}" if faults else "its data have no labels"
-            _log.warning("The confusion of the classes of client %r is left out: %s.", client, reason)
+            _log.warning("Client %r is excluded from the confusion pictures: %s.", client, reason)
             return None
         return Confusion(classes, counts)
 

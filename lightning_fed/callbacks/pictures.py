@@ -14,6 +14,8 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from lightning_fed.argument_checks import check_count
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -29,6 +31,45 @@ VIRIDIS: tuple[Color, ...] = (
     *((210, 226, 27), (253, 231, 37)),
 )
 """Every 17th viridis colour (van der Walt and Smith, 2015): equal steps look equally large."""
+
+
+class PeriodicPictures(L.Callback):
+    """Callback with pictures every few epochs (rounds). State: ``last_epoch``, the epoch with the last picture.
+
+    Args:
+        every_n_epochs: Epochs between two pictures.
+
+    Raises:
+        ValueError: If ``every_n_epochs`` is below 1.
+
+    """
+
+    def __init__(self, every_n_epochs: int) -> None:
+        self.every_n_epochs = check_count("every_n_epochs", every_n_epochs)
+        self._last_epoch: int | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Resets the state for a new fit, and names loggers without pictures."""
+        if stage == "fit":
+            if trainer.current_epoch == 0:  # otherwise the fit is resumed
+                self.reset()
+            report_other_loggers(type(self).__name__, trainer)
+
+    def reset(self) -> None:
+        """Resets the state for a new fit."""
+        self._last_epoch = None
+
+    def is_due(self, trainer: L.Trainer) -> bool:
+        """Returns whether the next picture is due."""
+        return self._last_epoch is None or trainer.current_epoch - self._last_epoch >= self.every_n_epochs
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the epoch with the last picture."""
+        return {"last_epoch": self._last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the epoch with the last picture."""
+        self._last_epoch = state_dict["last_epoch"]
 
 
 def tensorboards(trainer: L.Trainer) -> list[TensorBoardLogger]:
@@ -77,17 +118,20 @@ def has_matplotlib() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def draw_matrix(values: Tensor, cell: int, size: tuple[float, float], label: Callable[[Axes], None]) -> Tensor:
-    """Draws numbers from 0 to 1 in viridis colours, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed.
+def draw_matrix(
+    values: Tensor, cell: int, size: tuple[float, float], label: Callable[[Axes], None], largest: float = 1.0
+) -> Tensor:
+    """Draws numbers in viridis colours, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed.
 
     Args:
-        values: The numbers, shape ``(H, W)``.
+        values: The numbers from 0 to ``largest``, shape ``(H, W)``.
         cell: Pixels per number without axes.
         size: Figure width and height, in inches.
         label: Function that labels the axes.
+        largest: Number with the brightest colour.
 
     """
-    painted = paint_numbers(values)
+    painted = paint_numbers(values / largest)
     if not has_matplotlib():
         return painted.repeat_interleave(cell, 1).repeat_interleave(cell, 2)
     from matplotlib.cm import ScalarMappable  # the extra `demo`
@@ -98,7 +142,7 @@ def draw_matrix(values: Tensor, cell: int, size: tuple[float, float], label: Cal
     axes = figure.subplots()
     axes.imshow(painted.permute(1, 2, 0).numpy(), interpolation="nearest")
     label(axes)
-    figure.colorbar(ScalarMappable(Normalize(0, 1), "viridis"), ax=axes)
+    figure.colorbar(ScalarMappable(Normalize(0, largest), "viridis"), ax=axes)
     return figure_pixels(figure)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_fed.argument_checks import check_count, check_option
 from lightning_fed.callbacks.picture_grid import checked_colors, default_colors, segmentation_grid
-from lightning_fed.callbacks.pictures import log_picture, report_other_loggers, tensorboards
+from lightning_fed.callbacks.pictures import PeriodicPictures, log_picture, report_other_loggers, tensorboards
 from lightning_fed.callbacks.training_trace import describe_classes
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import OptionError
@@ -27,7 +27,7 @@ from lightning_fed.model.label_maps import VoidLabel, void_label
 EntropyMap = Literal["softmax_entropy", "feature_entropy"]
 
 
-class SegmentationImages(L.Callback):
+class SegmentationImages(PeriodicPictures):
     """Logs a grid with segmentations to TensorBoard: a row per image, with input, truth and prediction.
 
     ``maps`` adds columns: the model's uncertainty about each pixel's class
@@ -99,16 +99,14 @@ class SegmentationImages(L.Callback):
         target: BatchKey = None,
         images: Sequence[int] | None = None,
     ) -> None:
-        super().__init__()
-        for argument, value in (("every_n_epochs", every_n_epochs), ("num_images", num_images)):
-            check_count(argument, value)
+        super().__init__(every_n_epochs)
+        check_count("num_images", num_images)
         for name in maps:
             check_option("maps", name, EntropyMap)
         check_option("activation", activation, Activation)
         if images is not None and not (isinstance(images, Sequence) and len(images)):
             raise ValueError(f"Expected `images` to be a list of at least one position, but got {images!r}.")
         self.tag = "_".join([self.tag, *maps])
-        self._every_n_epochs = every_n_epochs
         self._wanted = (
             range(num_images) if images is None else [check_count("images", position, 0) for position in images]
         )
@@ -123,7 +121,6 @@ class SegmentationImages(L.Callback):
         self._inputs: BatchKey = inputs
         self._target: BatchKey = target
         self._layer: FeatureLayer | None = None
-        self._last_epoch: int | None = None
         self._is_due = False
         self._is_choosing = False
         self._num_seen = 0
@@ -150,7 +147,11 @@ class SegmentationImages(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Decides whether this validation ends with a grid."""
         self._find_layer(trainer, pl_module)  # in `trainer.validate` no fit has started
-        self._is_due = not trainer.sanity_checking and bool(tensorboards(trainer)) and self._is_time(trainer)
+        self._is_due = (
+            not trainer.sanity_checking
+            and bool(tensorboards(trainer))
+            and (self.is_due(trainer) or not is_fitting(trainer))
+        )
         self._is_choosing, self._num_seen = self._is_due and not self._kept, 0
 
     def on_validation_batch_start(
@@ -204,14 +205,6 @@ class SegmentationImages(L.Callback):
         )
         log_picture(trainer, self.tag, grid)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the epoch with the last grid."""
-        return {"last_epoch": self._last_epoch}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the epoch with the last grid."""
-        self._last_epoch = state_dict["last_epoch"]
-
     def _find_layer(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if "feature_entropy" not in self._maps or self._layer is not None or not tensorboards(trainer):
             return
@@ -221,11 +214,6 @@ class SegmentationImages(L.Callback):
             rank_zero_info(f"SegmentationImages: the features are {self._layer}.")
         with tap_features(pl_module, self._layer):
             pass  # the layer is there
-
-    def _is_time(self, trainer: L.Trainer) -> bool:
-        if self._last_epoch is None or not is_fitting(trainer):
-            return True
-        return trainer.current_epoch - self._last_epoch >= self._every_n_epochs
 
 
 class _Predictions(NamedTuple):

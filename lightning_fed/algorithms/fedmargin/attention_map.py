@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -12,22 +12,18 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_fed.algorithms.fedmargin.aggregator import FedMargin
-from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.callbacks.pictures import (
-    figure_pixels,
-    has_matplotlib,
-    paint_numbers,
-    report_other_loggers,
-    tensorboards,
-)
+from lightning_fed.callbacks.pictures import PeriodicPictures, draw_matrix, log_picture, tensorboards
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Client, State
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _MAX_LABELS = 50
 
 
-class AttentionMap(FederatedCallback):
+class AttentionMap(PeriodicPictures, FederatedCallback):
     """Draws FedMargin's attention by client and round as a heat map, and logs the picture to TensorBoard.
 
     Rows are all clients so far, numbers before names; columns are rounds. The viridis colours range from 0 (dark blue)
@@ -59,20 +55,19 @@ class AttentionMap(FederatedCallback):
     tag = "fedmargin/attention_map"
 
     def __init__(self, every_n_epochs: int = 5) -> None:
-        check_count("every_n_epochs", every_n_epochs)
-        self.every_n_epochs = every_n_epochs
-        self._last_epoch: int | None = None
+        super().__init__(every_n_epochs)
         self._attention: dict[int, dict[Client, float]] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Resets the state for a new fit, and names loggers without pictures."""
-        if stage != "fit":
-            return
-        if trainer.current_epoch == 0:  # otherwise the Trainer continues
-            self._last_epoch, self._attention = None, {}
-        if not isinstance(find_federation(trainer).server.rule, FedMargin):
+        """Checks for FedMargin."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and not isinstance(find_federation(trainer).server.rule, FedMargin):
             raise MisconfigurationException("AttentionMap needs a federation whose aggregator is FedMargin.")
-        report_other_loggers("AttentionMap", trainer)
+
+    def reset(self) -> None:
+        """Resets the state for a new fit."""
+        super().reset()
+        self._attention = {}
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
         """Stores the round's attention, and draws the map."""
@@ -81,22 +76,19 @@ class AttentionMap(FederatedCallback):
         assert isinstance(rule, FedMargin)
         round, last = server.report.round, rule.last
         self._attention[round] = dict(zip(last.clients, last.attention, strict=True))
-        is_early = self._last_epoch is not None and round - self._last_epoch < self.every_n_epochs
-        if is_early or not tensorboards(trainer):
+        if not self.is_due(trainer) or not tensorboards(trainer):
             return
         self._last_epoch = round
         if trainer.is_global_zero:
-            picture = attention_picture(*attention_table(self._attention))
-            for logger in tensorboards(trainer):
-                logger.experiment.add_image(self.tag, picture, global_step=round)
+            log_picture(trainer, self.tag, attention_picture(*attention_table(self._attention)))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the round with the last picture, and the attention."""
-        return {"last_epoch": self._last_epoch, "attention": {k: dict(v) for k, v in self._attention.items()}}
+        return super().state_dict() | {"attention": {k: dict(v) for k, v in self._attention.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the attention in earlier rounds."""
-        self._last_epoch = state_dict["last_epoch"]
+        super().load_state_dict(state_dict)
         self._attention = {round: dict(clients) for round, clients in state_dict["attention"].items()}
 
 
@@ -121,24 +113,17 @@ def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[li
 def attention_picture(clients: Sequence[Client], values: Tensor) -> Tensor:
     """Draws :func:`attention_table`'s result, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed."""
     rows, columns = values.shape
-    largest = float(values[~values.isnan()].max())
-    painted = paint_numbers(values / largest)
-    if not has_matplotlib():
-        cell = max(1, min(16, 1024 // max(rows, columns)))
-        return painted.repeat_interleave(cell, 1).repeat_interleave(cell, 2)
-    from matplotlib.cm import ScalarMappable  # the extra `demo`
-    from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
+    def label(axes: Axes) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        axes.set_aspect("auto")
+        labelled = range(0, rows, math.ceil(rows / _MAX_LABELS))
+        axes.set_yticks(list(labelled), [str(clients[row]) for row in labelled])
+        axes.images[0].set_extent((0.5, columns + 0.5, rows - 0.5, -0.5))  # rounds count from 1
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set(xlabel="round", ylabel="client", title="Attention")
+
+    cell = max(1, min(16, 1024 // max(rows, columns)))
     size = (min(20, 4 + 0.15 * columns), min(20, 1.5 + 0.2 * rows))
-    figure = Figure(figsize=size, dpi=100, layout="constrained")
-    axes = figure.subplots()
-    extent = (0.5, columns + 0.5, rows - 0.5, -0.5)  # one-based rounds
-    axes.imshow(painted.permute(1, 2, 0).numpy(), aspect="auto", interpolation="nearest", extent=extent)
-    labelled = range(0, rows, math.ceil(rows / _MAX_LABELS))
-    axes.set_yticks(list(labelled), [str(clients[row]) for row in labelled])
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="round", ylabel="client", title="Attention")
-    figure.colorbar(ScalarMappable(Normalize(0, largest), "viridis"), ax=axes)
-    return figure_pixels(figure)
+    return draw_matrix(values, cell, size, label, float(values[~values.isnan()].max()))

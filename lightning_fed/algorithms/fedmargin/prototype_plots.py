@@ -20,10 +20,16 @@ from lightning_fed.algorithms.fedmargin.prototype_messages import (
     unpack_prototypes,
 )
 from lightning_fed.algorithms.fedmargin.prototypes import Prototypes, aggregate_prototypes
-from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.federation import federation_of, find_federation
 from lightning_fed.callbacks.picture_grid import checked_colors, default_colors
-from lightning_fed.callbacks.pictures import Color, figure_pixels, has_matplotlib, report_other_loggers, tensorboards
+from lightning_fed.callbacks.pictures import (
+    Color,
+    PeriodicPictures,
+    figure_pixels,
+    has_matplotlib,
+    log_picture,
+    tensorboards,
+)
 from lightning_fed.console import round_number
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.lightning.internals import callbacks_of
@@ -35,7 +41,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class PrototypePlots(FederatedCallback):
+class PrototypePlots(PeriodicPictures, FederatedCallback):
     """Draws class prototypes as points in a plane, and logs the picture to TensorBoard.
 
     With :class:`~lightning_fed.algorithms.FedMargin` the points are the aggregate prototypes over clients and rounds.
@@ -83,24 +89,23 @@ class PrototypePlots(FederatedCallback):
         class_colors: Sequence[Sequence[int]] | None = None,
         projector: bool = False,
     ) -> None:
-        check_count("every_n_epochs", every_n_epochs)
-        self.every_n_epochs = every_n_epochs
+        super().__init__(every_n_epochs)
         self.class_names = tuple(class_names)
         self.class_colors = checked_colors(class_colors)
         self.projector = projector
-        self._last_epoch: int | None = None
         self._view: PrincipalAxes | None = None
         self._sent: dict[Client, State] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Resets the state for a new fit, and names loggers without pictures."""
-        if stage != "fit":
-            return
-        if trainer.current_epoch == 0:  # otherwise the Trainer continues
-            self._last_epoch, self._view = None, None
-        report_other_loggers("PrototypePlots", trainer)
-        if tensorboards(trainer) and not has_matplotlib():
+        """Checks for matplotlib."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and tensorboards(trainer) and not has_matplotlib():
             raise ModuleNotFoundError("PrototypePlots needs matplotlib: pip install 'lightning-fed[demo]'")
+
+    def reset(self) -> None:
+        """Resets the state for a new fit."""
+        super().reset()
+        self._view = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Checks for ``ClassPrototypes`` among all callbacks."""
@@ -150,11 +155,12 @@ class PrototypePlots(FederatedCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the epoch and the plane of the last picture."""
-        return {"last_epoch": self._last_epoch, "view": None if self._view is None else self._view._asdict()}
+        return super().state_dict() | {"view": None if self._view is None else self._view._asdict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the epoch and the plane of the last picture."""
-        self._last_epoch, view = state_dict["last_epoch"], state_dict["view"]
+        super().load_state_dict(state_dict)
+        view = state_dict["view"]
         self._view = None if view is None else PrincipalAxes(**view)
 
     def _over_clients(self, trainer: L.Trainer, clients: Iterable[Client]) -> Prototypes | None:
@@ -174,8 +180,7 @@ class PrototypePlots(FederatedCallback):
 
     def _draw(self, trainer: L.Trainer, prototypes: Prototypes | None, title: str) -> None:
         epoch = trainer.current_epoch
-        is_early = self._last_epoch is not None and epoch - self._last_epoch < self.every_n_epochs
-        if prototypes is None or is_early or not tensorboards(trainer):
+        if prototypes is None or not self.is_due(trainer) or not tensorboards(trainer):
             return
         classes = prototypes.present.nonzero()[:, 0].cpu()
         if len(classes) < 2:
@@ -192,10 +197,9 @@ class PrototypePlots(FederatedCallback):
         names = [*self.class_names, *(str(index) for index in range(len(self.class_names), count))]
         colors = [*(self.class_colors or ()), *default_colors(count)[len(self.class_colors or ()) :]]
         shown = [(names[index], colors[index]) for index in classes.tolist()]
-        picture = figure_pixels(_figure(self._view, means, shown, title))
-        for logger in tensorboards(trainer):
-            logger.experiment.add_image(self.tag, picture, global_step=epoch)
-            if self.projector:
+        log_picture(trainer, self.tag, figure_pixels(_figure(self._view, means, shown, title)))
+        if self.projector:
+            for logger in tensorboards(trainer):
                 labels = [name for name, _ in shown]
                 logger.experiment.add_embedding(means, metadata=labels, tag="prototypes", global_step=epoch)
 

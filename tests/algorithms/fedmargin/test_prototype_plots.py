@@ -375,7 +375,7 @@ def test_without_tensorboard_nothing_is_drawn(tmp_path, monkeypatch, caplog):
         raise AssertionError
 
     monkeypatch.setattr("lightning_fed.algorithms.fedmargin.prototype_plots.figure_pixels", fail)
-    monkeypatch.setattr("lightning_fed.algorithms.fedmargin.attention_map.figure_pixels", fail)
+    monkeypatch.setattr("lightning_fed.algorithms.fedmargin.attention_map.draw_matrix", fail)
     monkeypatch.setattr(pictures, "find_spec", lambda name: None)
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         federate(looking(), CSVLogger(tmp_path), 1)
