@@ -14,12 +14,13 @@ from torch import Tensor
 
 from lightning_fed.callbacks.federation import Federation, find_federation
 from lightning_fed.callbacks.pictures import PeriodicPictures, draw_matrix, log_picture, tensorboards
+from lightning_fed.callbacks.training_trace import find_class_task
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import ClientFault, OptionError, describe
 from lightning_fed.lightning.isolated_pass import isolated_pass, prepare_batch, until_fault
 from lightning_fed.messages import Client
-from lightning_fed.model.batches import as_classes, find_inputs, find_target
+from lightning_fed.model.batches import BatchKey, as_classes, find_inputs, find_target
 from lightning_fed.numerics.seeds import client_key, derive_seed
 from lightning_fed.server.schedule import Visit
 
@@ -74,8 +75,8 @@ class OwnClassConfusion(PeriodicPictures):
         clients: The clients, or a number: the first clients in the population.
         every_n_epochs: Rounds between two pictures.
         class_names: Class names from class 0 on; further classes are shown by index.
-        target: Labels in a batch: an index, a key, or a function of the batch; by default the second element, or
-            ``batch["target"]``, ``["label"]``, ``["y"]`` or the plurals. Negative labels are ignored.
+        target: Labels in a batch: an index, a key, or a function of the batch; by default the labels in the loss, found by
+            one traced step. Negative labels and the label ignored by the loss are ignored.
         inputs: Inputs in a batch: an index, a key, or a function of the batch; by default the first element, or
             ``batch["image"]``, ``["x"]``, ``["input"]`` or the plurals.
 
@@ -85,7 +86,7 @@ class OwnClassConfusion(PeriodicPictures):
     Raises:
         ValueError: If ``every_n_epochs`` is below 1 or ``clients`` is empty; in ``fit``, if a client is unknown, or the
             module does not return logits.
-        MisconfigurationException: In ``fit``, if the Trainer has no federation.
+        MisconfigurationException: In ``fit``, if the Trainer has no federation, or no label is found in the loss.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
@@ -118,6 +119,8 @@ class OwnClassConfusion(PeriodicPictures):
         self.target = target
         self.inputs = inputs
         self.latest: dict[Client, Confusion] = {}
+        self._labels_of: BatchKey = target
+        self._void: int | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Checks for a federation."""
@@ -131,12 +134,16 @@ class OwnClassConfusion(PeriodicPictures):
         self.latest = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Checks that the federation has the chosen clients."""
+        """Checks the clients, and finds the labels."""
         unknown = [
             client for client in self._chosen(trainer) if client not in find_federation(trainer).population.clients
         ]
         if unknown:
             raise OptionError(f"Expected `clients` to be some of the federation's, but got {unknown}.")
+        self._labels_of, self._void = self.target, None
+        if self.target is None:
+            task = find_class_task(trainer, pl_module, "give `OwnClassConfusion` a `target`", needs_target=True)
+            self._labels_of, self._void = task.target, task.ignore_index
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluates the round's global model, and logs the pictures."""
@@ -194,7 +201,8 @@ class OwnClassConfusion(PeriodicPictures):
         return Confusion(classes, counts)
 
     def _labels(self, batch: Any) -> Tensor:
-        return as_classes(find_target(batch, self.target), 2).long()
+        labels = as_classes(find_target(batch, self._labels_of), 2).long()
+        return labels if self._void is None else labels.masked_fill(labels == self._void, -1)
 
 
 def confusion_counts(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:

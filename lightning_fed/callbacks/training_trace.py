@@ -82,7 +82,9 @@ class ClassTask:
     target: Callable[[Any], Tensor] | None = None
 
 
-def find_class_task(trainer: L.Trainer, module: L.LightningModule, remedy: str) -> ClassTask:
+def find_class_task(
+    trainer: L.Trainer, module: L.LightningModule, remedy: str, needs_target: bool = False
+) -> ClassTask:
     """Finds the classes learned by a module from one trial run with the training step.
 
     A server on a network has no data and uses :func:`~lightning_fed.modules.find_classifier`. Each client compares the
@@ -92,9 +94,10 @@ def find_class_task(trainer: L.Trainer, module: L.LightningModule, remedy: str) 
         trainer: The Trainer; without a federation, the training loader must be known.
         module: The module.
         remedy: Advice at the end of an error.
+        needs_target: Whether to raise an error without labels in one tensor of the batch.
 
     Raises:
-        MisconfigurationException: If the step proves no classes, or other classes than the server assumes.
+        MisconfigurationException: If the step proves no classes, no labels, or other classes than the server assumes.
 
     """
     federation = federation_of(trainer)
@@ -113,6 +116,11 @@ def find_class_task(trainer: L.Trainer, module: L.LightningModule, remedy: str) 
             f"Expected `training_step` of {type(module).__name__} to compare the outputs of one layer with labels of"
             f" classes in a cross-entropy, binary cross-entropy or Dice loss, but {fault}: {remedy}."
         ) from fault.__cause__
+    if needs_target and task.target is None:
+        raise MisconfigurationException(
+            f"Expected the labels in the loss of {type(module).__name__} to be one tensor of the batch with a class for"
+            f" each example or pixel, but they are not: {remedy}."
+        )
     if expected is not None and (
         not has_same_parameters(module, task.layer, expected.layer) or task.num_classes != expected.num_classes
     ):

@@ -317,3 +317,40 @@ def test_refusals(tmp_path):
             OwnClassConfusion(clients)
     with pytest.raises(MisconfigurationException, match="has no `Federation` callback"):
         train([OwnClassConfusion()], False, 1)
+
+
+class ThirdTensor(models.Module):
+    """Ignores a label, and trains on the third tensor of a batch."""
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[2], ignore_index=4)
+
+
+def test_labels_are_those_in_the_loss():
+    data = {
+        name: TensorDataset(each[:][0], torch.zeros(len(each), dtype=torch.int64), each[:][1])
+        for name, each in clients().items()
+    }
+    callback = OwnClassConfusion()
+    _, module = federate([callback], module=ThirdTensor(net(), models.momentum), data=data)
+    for name, each in data.items():
+        inputs, _, labels = each.tensors
+        if set(CLASSES[name]) - {4}:
+            known = labels != 4
+            assert_counts(callback.latest[name], module, TensorDataset(inputs[known], labels[known]))
+
+
+def test_unproven_labels_need_a_target():
+    """The loss has other labels than the batch."""
+
+    class Changed(models.Module):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self(batch[0]), 4 - batch[1])
+
+    with pytest.raises(MisconfigurationException, match=r"labels in the loss .* give `OwnClassConfusion` a `target`"):
+        federate([OwnClassConfusion()], module=Changed(net(), models.momentum))
+    callback = OwnClassConfusion(target=lambda batch: 4 - batch[1])
+    federate([callback], module=Changed(net(), models.momentum))
+    assert {name: confusion.classes.tolist() for name, confusion in callback.latest.items()} == {
+        name: sorted(4 - label for label in labels) for name, labels in CLASSES.items()
+    }

@@ -355,11 +355,11 @@ class LayerwiseTraining(FederatedCallback):
     def _find_labels(self, trainer: L.Trainer, module: L.LightningModule, rule: FedMA) -> BatchKey:
         """Finds the labels in the loss of the output layer; ``None``, with a warning, without a proof."""
         try:
-            task = find_class_task(trainer, module, "give `LayerwiseTraining` a `target`")
+            task = find_class_task(trainer, module, "give `LayerwiseTraining` a `target`", needs_target=True)
             outputs = set(layer_entries(module, module.get_submodule(task.layer)))
-            if task.target is not None and task.num_classes == rule.num_classes and outputs.issuperset(rule.outputs):
+            if task.num_classes == rule.num_classes and outputs.issuperset(rule.outputs):
                 return task.target
-            reason = f"the labels in the loss are not those of {rule.outputs[0]!r} and one tensor of the batch"
+            reason = f"the loss compares labels with the outputs of {task.layer!r}, and not of {rule.outputs[0]!r}"
         except MisconfigurationException as fault:
             reason = str(fault)
         rank_zero_warn(f"FedMA averages the output layer by numbers of examples, because of this: {reason}")

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
@@ -177,14 +176,10 @@ class ClassPrototypes(FederatedCallback):
         classifier, classes, void, target = None, self.num_classes, self.ignore_index, self.target
         excluded = set(self.exclude_classes)
         if "auto" in (self.layer, classes):
-            task = find_class_task(trainer, pl_module, "give `ClassPrototypes` a `layer`, `num_classes` and a `target`")
+            remedy = "give `ClassPrototypes` a `layer`, `num_classes` and a `target`"
+            task = find_class_task(trainer, pl_module, remedy, needs_target=target is None)
             classifier, target = task.layer, task.target if target is None else target
             classes = task.num_classes if classes == "auto" else classes
-            if target is None:
-                raise MisconfigurationException(
-                    f"Expected the labels in the loss of {type(pl_module).__name__} to be one tensor of the batch with"
-                    " a class for each example or pixel, but they are not: give `ClassPrototypes` a `target`."
-                )
             if void == "auto" and task.ignore_index is not None:
                 void = task.ignore_index
                 if 0 <= void < classes:
