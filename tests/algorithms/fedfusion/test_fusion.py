@@ -479,7 +479,7 @@ def test_said_channels_keep_what_is_behind_the_features_out_of_the_copy_too():
 def test_models_that_cannot_be_fused():
     task = Task()
     fuse(task)
-    with pytest.raises(ValueError, match="Expected Task without `feature_fusion`, but it has one"):
+    with pytest.raises(ValueError, match="Expected Task without `feature_fusion`, but the module has one"):
         fuse(task)
     with pytest.raises(ValueError, match="that can have one more submodule, but got Sequential"):
         fuse(models.cnn())
