@@ -1,6 +1,6 @@
-"""Channels: a method declares named tensors; shared code checks, sends, averages, merges, saves and bounds the tensors.
+"""Channels: a method declares named tensors, and shared code checks, sends, averages, merges, saves and bounds them.
 
-A rule such as SCAFFOLD is a subclass of :class:`ChannelRule` with its channels and its equations, for both halves.
+A rule such as SCAFFOLD is a subclass of :class:`ChannelRule` with channels and equations for both halves.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ class Channel:
     Args:
         form: A tensor for each entry, in float32 or float64 (``"entry"``), a number for each entry (``"numbers"``), or
             one number (``"number"``). Numbers have float64 and are at least 0.
-        up: Clients send the tensors. The server computes the mean (``"entry"``), or has the numbers by client.
+        up: Clients send the tensors. The server computes the mean (``"entry"``), or stores the numbers by client.
         down: The server sends tensors with the broadcast.
         memory: Clients keep tensors between visits.
         server: The server keeps tensors between rounds.
-        bounds: Numbers for a division, a product or a power need bounds. The rule excludes clients more than a
-            factor 128 above the round's median (``"above"``), or also below (``"both"``).
-        is_per_example: A number in the bounds per example is good as well: numbers grow with a client's data.
+        bounds: Limits for numbers in a division, a product or a power. The rule excludes clients more than a factor 128
+            above the round's median (``"above"``), or also below (``"both"``).
+        is_per_example: A number within the limits per example is also accepted, because some numbers grow with a
+            client's data.
 
     """
 
@@ -61,7 +62,7 @@ class Channel:
     is_per_example: bool = False
 
     def read(self, title: str, update: ClientUpdate, state: State) -> dict[str, Any]:
-        """Checks an update's part for the channel.
+        """Checks the channel's part of an update.
 
         Args:
             title: The channel's name.
@@ -69,10 +70,10 @@ class Channel:
             state: The global model.
 
         Returns:
-            Tensors or numbers by entry; one number has the name ``""``.
+            Tensors or numbers by entry; a single number has the name ``""``.
 
         Raises:
-            BadUpdate: If nothing was sent, or something does not fit.
+            BadUpdate: If the part is missing, or does not match the global model.
 
         """
         alone = {"": update.extras[title]} if title in update.extras else {}
@@ -106,9 +107,9 @@ class Report(NamedTuple):
 
 @dataclass
 class Part:
-    """Sums over clients whose bounded numbers have the same magnitude; a monoid.
+    """Sums over clients with bounded numbers in the same magnitude; a monoid.
 
-    The rule excludes whole parts: a sum cannot forget a single client.
+    The rule excludes whole parts, because a sum cannot exclude a single client.
 
     Args:
         running: The models' mean.
@@ -124,7 +125,7 @@ class Part:
     reports: dict[Client, Report] = field(default_factory=dict)
 
     def merge(self, other: Part) -> None:
-        """Adds another part, and leaves the other one unchanged."""
+        """Adds another part, and leaves ``other`` unchanged."""
         self.running.merge(other.running)
         for title, mean in other.means.items():
             self.means.setdefault(title, WeightedMean()).merge(mean)
@@ -141,14 +142,14 @@ class ChannelVisit:
         trainer: The Trainer.
         module: The module.
         planned: The visit.
-        parameters: Parameters that travel, by entry.
+        parameters: Shared parameters by entry.
         start: The broadcast's entries.
         down: The server's tensors by channel and entry.
-        memory: The client's tensors by channel and entry; the client keeps changes.
+        memory: The client's tensors by channel and entry; changes are kept.
         up: Tensors and numbers for the server, by channel and entry.
-        records: At the end, results from :meth:`ChannelRule.follow_step` by entry.
-        row: Row in the stack of simultaneous visits; ``None`` for a visit without others.
-        steps: The visit's optimizer steps in a stack.
+        records: Results from :meth:`ChannelRule.follow_step` by entry, at the end of the visit.
+        row: Row in a stack of simultaneous visits; ``None`` for a single visit.
+        steps: Number of the visit's optimizer steps in a stack.
 
     """
 
@@ -166,11 +167,11 @@ class ChannelVisit:
 
 
 class ChannelRule(AveragingAggregator):
-    """An averaging rule with channels, and the equations for both halves. Every hook is optional.
+    """An averaging rule with channels and the equations for both halves. Every hook is optional.
 
     Attributes:
         channels: The channels by name.
-        keeps_privacy: As in :class:`~lightning_fed.FederatedCallback`.
+        keeps_privacy: As for :class:`~lightning_fed.FederatedCallback`.
 
     Example:
         The server gets the mean over the clients' last gradients:
@@ -207,7 +208,7 @@ class ChannelRule(AveragingAggregator):
         """Refuses a Trainer or module before the fit."""
 
     def begin_visit(self, visit: ChannelVisit) -> State:
-        """Begins a visit; returns a correction for each entry, which a stack of visits has in rows."""
+        """Begins a visit; returns a correction for each entry. In a stack of visits, corrections are stacked."""
         return {}
 
     def follow_step(
@@ -216,17 +217,17 @@ class ChannelRule(AveragingAggregator):
         """Follows an optimizer step, before the correction.
 
         Args:
-            record: The result for the parameter's last step; ``None`` for the first one.
+            record: The result for the parameter's previous step; ``None`` in the first step.
             parameter: The parameter with its gradient.
             group: The optimizer's parameter group.
             state: The parameter's optimizer state.
-            scale: Factor in the gradient.
+            scale: Loss scale in the gradient.
 
         """
         return record
 
     def correct(self, parameter: nn.Parameter, correction: Tensor) -> Tensor:
-        """The term for a gradient."""
+        """Computes a gradient's term from the correction."""
         return correction
 
     def end_visit(self, visit: ChannelVisit) -> None:
@@ -235,7 +236,7 @@ class ChannelRule(AveragingAggregator):
     # The server
 
     def weight(self, update: ClientUpdate) -> float:
-        """The client's examples."""
+        """Returns the client's number of examples."""
         return float(update.num_samples)
 
     def start(self, info: RoundInfo, state: State) -> None:
@@ -248,7 +249,7 @@ class ChannelRule(AveragingAggregator):
         }
 
     def broadcast(self, request: Request) -> Broadcast:
-        """The global state, and the server's tensors."""
+        """Sends the global state, and the server's tensors."""
         broadcast = super().broadcast(request)
         for title, channel in self.channels.items():
             if channel.down:
@@ -293,7 +294,7 @@ class ChannelRule(AveragingAggregator):
         self.report(part, update, up)
 
     def report(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Keeps a client's numbers."""
+        """Stores a client's numbers."""
         numbers = {t: values for t, values in up.items() if t not in self.channels or self.channels[t].form != "entry"}
         part.reports[update.client] = Report(update.num_samples, numbers)
 
@@ -303,10 +304,10 @@ class ChannelRule(AveragingAggregator):
             self.parts.setdefault(key, Part()).merge(part)
 
     def join(self) -> Part:
-        """All parts together.
+        """Merges all parts.
 
         Raises:
-            BadUpdates: If numbers are out of bounds.
+            BadUpdates: If numbers are outside the limits.
 
         """
         self._exclude()
@@ -320,22 +321,22 @@ class ChannelRule(AveragingAggregator):
         return joined
 
     def aggregate(self) -> State:
-        """The models' mean, after the changes in :meth:`finish`."""
+        """Computes the models' mean; :meth:`finish` then changes the mean."""
         part = self.join()
         return self.finish(super().aggregate(), part)
 
     def finish(self, state: State, part: Part) -> State:
-        """The new global model.
+        """Computes the new global model.
 
         Args:
-            state: The models' mean; the rule may change the tensors.
+            state: The models' mean; the rule may change the tensors in place.
             part: All sums.
 
         """
         return state
 
     def share(self, part: Part) -> float:
-        """Share of the round's clients."""
+        """Returns the participants' share among all clients."""
         return part.running.count / (len(self._info.clients) or part.running.count)
 
     def state_dict(self) -> dict[str, Any]:
@@ -381,7 +382,7 @@ class ChannelCallback(FederatedCallback):
     """The client's half for a :class:`ChannelRule`.
 
     Args:
-        rule: The rule, for its channels and equations.
+        rule: The rule with channels and equations.
 
     """
 
@@ -472,7 +473,7 @@ class ChannelCallback(FederatedCallback):
             self._stacks, self._names, self._records = {}, {}, {}
 
     def _correction(self, name: str, visits: Sequence[PlannedVisit]) -> Tensor | None:
-        """The visit's correction, or the stack for simultaneous visits with 0 for missing ones."""
+        """Returns a visit's correction, or a stack for simultaneous visits with 0 for missing corrections."""
         rows = [self._corrections.get(planned.position, {}).get(name) for planned in visits]
         if len(rows) == 1:
             return rows[0]

@@ -52,7 +52,7 @@ class ContrastiveTerm(FederatedCallback):
         temperature: :math:`\tau`.
         layer: Name of the layer with the features as output, or ``"auto"``, see
             :func:`~lightning_fed.modules.find_extractor`; a training step proves the classifier.
-        network: Name of the module for the data and the layer; ``"auto"`` searches, see
+        network: Name of the module called with the data; ``"auto"`` searches, see
             :func:`~lightning_fed.modules.find_extractor`.
 
     Raises:

@@ -49,9 +49,9 @@ class GradientCorrection(GradientTerm):
     mean weighted by examples is :math:`g_t`. The server sends :math:`g_t` to the cohort, and each cohort client
     computes :math:`\nabla F_k(w_t)` before training.
 
-    The communication counts: the global model down to the sample, one gradient per parameter up, and one gradient per
-    parameter down to the cohort. Failed data excludes a sample client with a warning, and a cohort client from the
-    round. If no sample client answers, the round fails. An error in the module ends the fit.
+    The logged communication includes the global model down to the sample, one gradient per parameter up, and one
+    gradient per parameter down to the cohort. Failed data excludes a sample client with a warning, and a cohort client
+    from the round. If no sample client answers, the round fails. An error in the module ends the fit.
 
     Gradients come from the module's ``training_step`` in evaluation mode, so dropout adds no noise. BatchNorm uses
     batch statistics as in training, and the running statistics stay unchanged. Recurrent layers run in training mode

@@ -69,7 +69,7 @@ class FeatureFusion(FederatedCallback):
         levels: Fused features, for an extractor with several (an encoder's maps), each with a separate operator:
             positions (negative from the end) or keys; ``"all"`` skips the input data.
         channels: Number of channels, or a list for several levels; ``"infer"`` runs the network.
-        network: Name of the module for the data and the layer; ``"auto"`` searches, see
+        network: Name of the module called with the data; ``"auto"`` searches, see
             :func:`~lightning_fed.modules.find_extractor`.
         ema: Share :math:`\mu` of the previous weights in the moving average for "multi" and "single", see
             :func:`~lightning_fed.algorithms.fedfusion.smooth_weight`.

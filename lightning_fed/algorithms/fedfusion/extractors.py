@@ -24,7 +24,7 @@ class Extractor(NamedTuple):
     """The part of a model from the data to the features.
 
     Attributes:
-        network: Name of the module for the data, as in ``named_modules``.
+        network: Name of the module called with the data, as in ``named_modules``.
         layer: Input or output of a layer with the features; the path is relative to the network.
 
     """
@@ -61,10 +61,11 @@ def find_extractor(
 
     Args:
         module: The model, or a module around the model. ``"auto"`` skips networks without gradients, such as a teacher.
-        at: Name of the layer with the features as output, a layer's input or output, or ``"auto"``.
-        network: Name of the module for the data and the layer; ``""`` for ``module``. ``"auto"`` uses the layer, if the
-            layer was found by name or is a direct child of a LightningModule, else the outermost module other than a
-            LightningModule.
+        at: Name of the layer with the features as output, a ``FeatureLayer`` for a layer's input or output, or
+            ``"auto"``.
+        network: Name of the module called with the data, around the layer; ``""`` for ``module``. ``"auto"`` uses the
+            layer, if the layer was found by name or is a direct child of a LightningModule, else the outermost module
+            other than a LightningModule.
         classifier: Name of the layer with the logits as output; ``None`` for the result from
             :func:`~lightning_fed.modules.find_classifier`.
 
@@ -175,8 +176,8 @@ def find_extractor_in_fit(
     Args:
         trainer: The Trainer.
         module: The module.
-        at: Name of the layer, a layer's input or output, or ``"auto"``.
-        network: Name of the module for the data, or ``"auto"``.
+        at: Name of the layer, a ``FeatureLayer`` for a layer's input or output, or ``"auto"``.
+        network: Name of the module called with the data, or ``"auto"``.
         option: Name of the argument with the layer, for errors.
 
     Raises:

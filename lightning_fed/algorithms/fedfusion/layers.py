@@ -37,7 +37,7 @@ class FusionLayer(nn.Module):
     in the network moves or changes names, and this layer is never called.
 
     Args:
-        network: The module for the data.
+        network: The module called with the data.
         layer: Input or output of a layer in the network; ``""`` for the network's output.
         operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``, see
             :func:`~lightning_fed.modules.build_operator`.

@@ -46,7 +46,7 @@ def fuse(
         channels: Number of channels, or a list for several features; ``"infer"`` runs the network on the module's
             ``example_input_array``, else on ``example``, or on a guess.
         levels: Fused features, for an extractor with several, see :class:`~lightning_fed.modules.FusionLayer`.
-        network: Name of the module for the data, see :func:`~lightning_fed.modules.find_extractor`.
+        network: Name of the module called with the data, see :func:`~lightning_fed.modules.find_extractor`.
         example: Positional and keyword arguments for the network.
         options: Further arguments for :class:`~lightning_fed.modules.FusionLayer`.
 

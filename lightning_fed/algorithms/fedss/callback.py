@@ -49,8 +49,8 @@ class SampledSoftmax(FederatedCallback):
 
     The client's label space is :math:`S_k`. The module's ``training_step`` gets the batch with labels as logit columns,
     and the head corrects the logits. So ``F.cross_entropy(self(x), y)`` computes the FedSS loss without changes to the
-    step. Lightning's hooks get the original batch. Validation and prediction use all classes. In ``training_step``, a
-    metric with ``num_classes`` needs class numbers: pass ``logits.argmax(dim=1)``.
+    step. Lightning's hooks get the original batch. Validation and prediction use all classes. In ``training_step`` the
+    logits have fewer than ``num_classes`` columns: pass ``logits.argmax(dim=1)`` to metrics.
 
     Args:
         num_negatives: Number :math:`m` of negatives, drawn uniformly without replacement, from a generator for the
