@@ -82,19 +82,20 @@ class UnseenData(FederatedCallback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Measures a loader before its first batch."""
-        self._measure_loader(trainer, pl_module, "validation", batch_idx, dataloader_idx)
+        if batch_idx or self._adapter is None or self._find_fit().unseen != "data":
+            return
+        if trainer.testing:
+            stage, loaders, limits = "test", trainer.test_dataloaders, trainer.num_test_batches
+        elif trainer.predicting:
+            stage, loaders, limits = "predict", trainer.predict_dataloaders, trainer.num_predict_batches
+        else:
+            stage, loaders, limits = "validation", trainer.val_dataloaders, trainer.num_val_batches
+        # Lightning is in the middle of an iteration over the loader.
+        loader, limit = copy_loader(split_loaders(loaders)[dataloader_idx]), limits[dataloader_idx]
+        batches = itertools.islice(loader, int(limit)) if limit != float("inf") else loader
+        self.measure(trainer, pl_module, batches, f"{stage}_step")
 
-    def on_test_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Measures a loader before its first batch."""
-        self._measure_loader(trainer, pl_module, "test", batch_idx, dataloader_idx)
-
-    def on_predict_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Measures a loader before its first batch."""
-        self._measure_loader(trainer, pl_module, "predict", batch_idx, dataloader_idx)
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
@@ -155,21 +156,6 @@ class UnseenData(FederatedCallback):
                 "A batch with a single example is excluded from the BatchNorm statistics: set another batch size, or"
                 " drop_last=True."
             )
-
-    def _measure_loader(
-        self, trainer: L.Trainer, module: L.LightningModule, stage: str, batch_idx: int, loader_idx: int
-    ) -> None:
-        if batch_idx or self._adapter is None or self._find_fit().unseen != "data":
-            return
-        loaders, limits = {
-            "validation": (trainer.val_dataloaders, trainer.num_val_batches),
-            "test": (trainer.test_dataloaders, trainer.num_test_batches),
-            "predict": (trainer.predict_dataloaders, trainer.num_predict_batches),
-        }[stage]
-        # Lightning is in the middle of an iteration over the loader.
-        loader, limit = copy_loader(split_loaders(loaders)[loader_idx]), limits[loader_idx]
-        batches = itertools.islice(loader, int(limit)) if limit != float("inf") else loader
-        self.measure(trainer, module, batches, f"{stage}_step")
 
     def _start(self, module: L.LightningModule) -> None:
         fit = self._find_fit()
