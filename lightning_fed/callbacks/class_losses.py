@@ -147,7 +147,7 @@ class ClassLosses:
         ...     scores = head(inputs)
         ...     losses.take_output("head", head, scores)
         ...     loss = nn.functional.cross_entropy(scores, labels)
-        >>> [(found.layer, found.num_classes, set(found.labels)) for found in losses.found(loss)]
+        >>> [(found.layer, found.num_classes, set(found.labels)) for found in losses.find_losses(loss)]
         [('head', 3, {(1,)})]
 
     """
@@ -191,10 +191,10 @@ class ClassLosses:
                 origin = replace(origin, scores=_Scores(name, channels, origin.leaves))
             self._put(output, origin)
 
-    def found(self, loss: Any) -> list[ClassLoss]:
+    def find_losses(self, loss: Any) -> list[ClassLoss]:
         """Returns the class losses within a loss. A class loss that feeds a layer does not count."""
-        kept = self._get(loss).losses - self._fed if isinstance(loss, Tensor) else frozenset[int]()
-        return [self._losses[place] for place in sorted(kept)]
+        places = self._get(loss).losses - self._fed if isinstance(loss, Tensor) else frozenset[int]()
+        return [self._losses[place] for place in sorted(places)]
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -372,21 +372,21 @@ def _scores_of(name: str, is_pointwise: bool, operands: Sequence[_Origin], fill:
     """Returns the scores in a result computed from one layer's outputs, constants and batch tensors."""
     scores = [origin.scores for origin in operands if origin.scores is not None]
     is_mixed = any(origin.is_computed and origin.scores is None for origin in operands)
-    if is_mixed or len({(one.layer, one.channels) for one in scores}) != 1:
+    if is_mixed or len({(part.layer, part.channels) for part in scores}) != 1:
         return None
-    kept = (
+    is_preserved = (
         is_pointwise
         or name in ("native_dropout", *_VIEWS, *_POOLS, *_PROBABILITIES, *_SUMS)
         or name.startswith("upsample")
     )
-    if not kept:
+    if not is_preserved:
         return None
-    voids = frozenset[int]().union(*(one.voids for one in scores))
+    voids = frozenset[int]().union(*(part.voids for part in scores))
     kinds = {"unequal"} if name in ("mul", "index") else {"equal", "unequal"}
     for labels in (origin.labels for origin in operands):
         if labels is not None and labels.kind in kinds and (name == "index" or fill is not None):
             voids |= frozenset([labels.number] if labels.number is not None else [])
-    is_probability = name in _PROBABILITIES or any(one.is_probability for one in scores)
+    is_probability = name in _PROBABILITIES or any(part.is_probability for part in scores)
     return replace(scores[0], is_probability=is_probability, voids=voids)
 
 

@@ -170,9 +170,9 @@ class ClientSegmentations(L.Callback):
         classes = list(dict.fromkeys(row[2] for row in sorted(last, key=self._place)))
         lines = [["client", "mIoU", "mDice", *classes], ["---"] * (3 + len(classes))]
         for client in clients:
-            own = {row[2]: row[3:] for row in last if row[1] == client}
-            means = [sum(scores[kind] for scores in own.values()) / len(own) for kind in range(2)]
-            shown = [f"{own[name][0]:.3f}" if name in own else "-" for name in classes]
+            client_rows = {row[2]: row[3:] for row in last if row[1] == client}
+            means = [sum(scores[kind] for scores in client_rows.values()) / len(client_rows) for kind in range(2)]
+            shown = [f"{client_rows[name][0]:.3f}" if name in client_rows else "-" for name in classes]
             lines.append([client, *(f"{mean:.3f}" for mean in means), *shown])
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -235,7 +235,7 @@ class ClientSegmentations(L.Callback):
         chosen: Mapping[int, str],
         folder: Path,
     ) -> None:
-        found: dict[int, list[Tensor]] = {}
+        tensors_by_position: dict[int, list[Tensor]] = {}
         names: list[str] = []
         void: int | None = None
         start = 0
@@ -243,20 +243,22 @@ class ClientSegmentations(L.Callback):
             if start > max(chosen):
                 break
             size = len(find_inputs(batch, self.inputs))
-            here = [position for position in chosen if start <= position < start + size]
-            if here:
+            positions = [position for position in chosen if start <= position < start + size]
+            if positions:
                 raw_logits, inputs, mask = self._run(trainer, module, batch)
                 logits = with_background(raw_logits)
                 names, void = self._names(raw_logits.shape[1]), self._void_of(raw_logits)
                 if len(names) < logits.shape[1]:
                     names = [*(self._class_names[:-1][:1] or ("background",)), *names]
                 entropy = softmax_entropy(logits, normalize=True)
-                for position in here:
+                for position in positions:
                     row = position - start
                     tensors = inputs[row], mask[row], logits[row].argmax(0), entropy[row]
-                    found[position] = [tensor.detach().cpu().clone() for tensor in tensors]
+                    tensors_by_position[position] = [tensor.detach().cpu().clone() for tensor in tensors]
             start += size
-        images, truths, predictions, entropies = zip(*(found[position] for position in chosen), strict=True)
+        images, truths, predictions, entropies = zip(
+            *(tensors_by_position[position] for position in chosen), strict=True
+        )
         colors = self.class_colors or default_colors(len(names))
         grid = segmentation_grid(
             images,

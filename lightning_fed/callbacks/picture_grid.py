@@ -71,8 +71,8 @@ def segmentation_grid(
     if any(len(column) != len(images) for column in maps):
         raise ValueError(f"Expected `maps` of {len(images)} images, but got {[len(column) for column in maps]}.")
     truths, predictions = [_indices(mask) for mask in truth], [_indices(mask) for mask in prediction]
-    given = checked_colors(class_colors)
-    colors = torch.tensor(given or default_colors(_num_classes([*truths, *predictions], ignore_index)))
+    checked = checked_colors(class_colors)
+    colors = torch.tensor(checked or default_colors(_num_classes([*truths, *predictions], ignore_index)))
     rows = [
         (
             _to_rgb(image, mean, std),

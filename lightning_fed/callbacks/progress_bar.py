@@ -24,16 +24,16 @@ class _ByRound(ProgressBar):
         super().__init__(**options)
         self.interval = interval
         self._outputs: Any = None
-        self._drawn = -math.inf
+        self._last_drawn = -math.inf
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Updates the bar after the interval, or at the round's last batch."""
         now = monotonic()
-        if now - self._drawn < self.interval and batch_idx + 1 < self.total_train_batches:
+        if now - self._last_drawn < self.interval and batch_idx + 1 < self.total_train_batches:
             return
-        self._drawn = now
+        self._last_drawn = now
         self._outputs = outputs  # reading waits for the device, so read only while drawing
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 

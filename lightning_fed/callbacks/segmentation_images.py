@@ -107,7 +107,7 @@ class SegmentationImages(PeriodicPictures):
         if images is not None and not (isinstance(images, Sequence) and len(images)):
             raise ValueError(f"Expected `images` to be a list of at least one position, but got {images!r}.")
         self.tag = "_".join([self.tag, *maps])
-        self._wanted = (
+        self._positions = (
             range(num_images) if images is None else [check_count("images", position, 0) for position in images]
         )
         self._needs_all = images is not None
@@ -124,13 +124,13 @@ class SegmentationImages(PeriodicPictures):
         self._is_due = False
         self._is_choosing = False
         self._num_seen = 0
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._samples: dict[int, tuple[Tensor, Tensor]] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Resets the state for a new run, and names loggers without images."""
         if stage not in ("fit", "validate"):
             return
-        self._kept, self._layer = {}, None
+        self._samples, self._layer = {}, None
         if stage == "fit":
             self._last_epoch = None
         report_other_loggers("SegmentationImages", trainer)
@@ -152,7 +152,7 @@ class SegmentationImages(PeriodicPictures):
             and bool(tensorboards(trainer))
             and (self.is_due(trainer) or not is_fitting(trainer))
         )
-        self._is_choosing, self._num_seen = self._is_due and not self._kept, 0
+        self._is_choosing, self._num_seen = self._is_due and not self._samples, 0
 
     def on_validation_batch_start(
         self,
@@ -166,28 +166,30 @@ class SegmentationImages(PeriodicPictures):
         if not self._is_choosing or dataloader_idx > 0:
             return
         images, masks = find_inputs(batch, self._inputs), find_target(batch, self._target, MASK_KEYS)
-        for position in set(self._wanted) & set(range(self._num_seen, self._num_seen + len(images))):
+        for position in set(self._positions) & set(range(self._num_seen, self._num_seen + len(images))):
             pair = images[position - self._num_seen], masks[position - self._num_seen]
             # copies: a slice would keep the whole batch in memory, and the step may overwrite the batch
             image, mask = (tensor.detach().cpu().clone() for tensor in pair)
-            self._kept[position] = image, mask
+            self._samples[position] = image, mask
         self._num_seen += len(images)
-        self._is_choosing = self._num_seen <= max(self._wanted)
+        self._is_choosing = self._num_seen <= max(self._positions)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Predicts the stored images, and logs the grid."""
         if not self._is_due:
             return
-        missing = [position for position in self._wanted if position not in self._kept]
+        missing = [position for position in self._positions if position not in self._samples]
         if missing and self._needs_all and self._num_seen:
             raise OptionError(
                 f"Expected `images` of `SegmentationImages` to be positions in the {self._num_seen} validation images,"
                 f" 0 to {self._num_seen - 1}, but got {missing}."
             )
-        if not self._kept:
+        if not self._samples:
             return
         self._is_due = False
-        images, masks = zip(*(self._kept[position] for position in self._wanted if position in self._kept), strict=True)
+        images, masks = zip(
+            *(self._samples[position] for position in self._positions if position in self._samples), strict=True
+        )
         self._last_epoch = trainer.current_epoch
         # on every rank, because a sharded model's forward needs all ranks
         predicted = _predict(pl_module, images, self._maps, self._layer, self._activation)

@@ -150,8 +150,8 @@ def describe_classes(trainer: L.Trainer, module: L.LightningModule) -> tuple[Voi
     except MisconfigurationException:
         return "auto", ()
     owners = (module, module.hparams, datamodule_of(trainer))
-    found = (getattr(owner, name, None) for owner in owners for name in ("class_names", "classes"))
-    names = (tuple(value) for value in found if isinstance(value, list | tuple))
+    candidates = (getattr(owner, name, None) for owner in owners for name in ("class_names", "classes"))
+    names = (tuple(value) for value in candidates if isinstance(value, list | tuple))
     fitting = (value for value in names if len(value) == task.num_classes and all(isinstance(n, str) for n in value))
     return "auto" if task.ignore_index is None else task.ignore_index, next(fitting, ())
 
@@ -223,8 +223,8 @@ def _trace_batch(trainer: L.Trainer, module: L.LightningModule, read_batch: Call
                 return None
             nodes = _training_nodes(loss.grad_fn, optimized_parameters(trainer) or set(map(id, module.parameters())))
     trained = [name for name, made in outputs.items() if any(node in nodes for node in made)]
-    found = [one for one in losses.found(loss) if one.layer in trained]
-    return TrainingTrace(calls, tuple(outermost), trained, losses.batch, found)
+    class_losses = [class_loss for class_loss in losses.find_losses(loss) if class_loss.layer in trained]
+    return TrainingTrace(calls, tuple(outermost), trained, losses.batch, class_losses)
 
 
 def _batch_readers(trainer: L.Trainer) -> Iterator[Callable[[int], Any]]:

@@ -222,10 +222,10 @@ def report_clients(
         raise ValueError(f"Expected classes from 0 to {num_classes - 1}, but got {size - 1}.")
     size = max(size, num_classes or 0) if size else 0
     counts = [_padded(summary.counts, size) for summary in summaries]
-    whole = torch.stack(counts).sum(0).double() if counts else torch.zeros(0)
+    total = torch.stack(counts).sum(0).double() if counts else torch.zeros(0)
     return ClientReport(
         tuple(
-            ClientSummary(**{**vars(summary), "counts": count, "distance": _distance(count, whole)})
+            ClientSummary(**{**vars(summary), "counts": count, "distance": _distance(count, total)})
             for summary, count in zip(summaries, counts, strict=True)
         ),
         tuple(class_names),

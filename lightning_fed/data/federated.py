@@ -364,7 +364,7 @@ def evaluated_client(trainer: L.Trainer) -> Client | None:
     else:
         loaders = trainer.val_dataloaders if trainer.validating or trainer.sanity_checking else ()
     chained = loaders if isinstance(loaders, list) else [loaders]
-    clients = [one.client for one in chained if isinstance(one, ChainedLoaders) and one.client is not None]
+    clients = [loader.client for loader in chained if isinstance(loader, ChainedLoaders) and loader.client is not None]
     return clients[0] if clients else None
 
 
@@ -498,7 +498,7 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
     sampler, batch_size, drop_last = batches_of(loader)
     draws = None if _is_whole(loader) else SamplerStream(loader, indices, seed)
     if draws is None and not isinstance(sampler, RandomSampler):  # a partition may list examples in another order
-        indices = {client: np.sort(own) for client, own in indices.items()}
+        indices = {client: np.sort(client_indices) for client, client_indices in indices.items()}
     if batch_size is None:
         _log.warning(
             "%s is divided batch by batch: a step of a client takes its part of a batch, fewer examples than the whole"
@@ -560,10 +560,10 @@ def is_one_client(partition: Partition | None) -> bool:
 def _check_splittable(loader: Any) -> None:
     is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
     if not isinstance(loader, DataLoader) or is_iterable:
-        found = f"one over the iterable {type(loader.dataset).__name__}" if is_iterable else type(loader).__name__
+        description = f"one over the iterable {type(loader.dataset).__name__}" if is_iterable else type(loader).__name__
         raise TypeError(
             "Expected `train_dataloader` to return a DataLoader over a map-style data set, or several, which a"
-            f" `partition` can split, but got {found}. {LOADERS_REMEDY}"
+            f" `partition` can split, but got {description}. {LOADERS_REMEDY}"
         )
     check_class(loader, "that a `partition` can split")
 
@@ -578,8 +578,8 @@ def _is_whole(loader: DataLoader[Any]) -> bool:
 def _loader_of(loader: DataLoader[Any], indices: np.ndarray) -> DataLoader[Any]:
     """Builds a loader for some examples, with the same batches as the whole loader."""
     part = Subset(loader.dataset, indices.tolist())
-    whole, batch_size, drop_last = batches_of(loader)
-    is_shuffled = isinstance(whole, RandomSampler) and len(part)
+    sampler, batch_size, drop_last = batches_of(loader)
+    is_shuffled = isinstance(sampler, RandomSampler) and len(part)
     batches = _Batches(RandomSampler(part) if is_shuffled else SequentialSampler(part), batch_size or 1, drop_last)
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     # Without a batch sampler the data set takes the indices of a batch.

@@ -377,15 +377,15 @@ def _counts_per_class(
     if not balance:
         return cut_shares(shares, class_sizes).T
     counts = np.zeros((num_clients, class_sizes.size), dtype=np.int64)
-    held = np.zeros(num_clients, dtype=np.int64)
+    assigned = np.zeros(num_clients, dtype=np.int64)
     for label, total in enumerate(class_sizes):
-        has_room = held * num_clients < class_sizes.sum()  # never empty: otherwise all samples would be assigned
+        has_room = assigned * num_clients < class_sizes.sum()  # never empty: otherwise all samples would be assigned
         share = shares[label] * has_room
         if share.sum() == 0:  # all mass on full clients, as with a tiny alpha
             room = has_room.sum()
             share[has_room] = draw_dirichlet(rng, np.full(room, 1 / room), alpha * room, 1)[0]
         counts[:, label] = cut_shares((share / share.sum())[None], total[None])[0]
-        held += counts[:, label]
+        assigned += counts[:, label]
     return counts
 
 

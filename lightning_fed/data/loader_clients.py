@@ -97,8 +97,8 @@ class LoaderClients(Population):
             loader = self._in_order[client]
         return _Streams(loader) if isinstance(loader, CombinedLoader) else loader
 
-    def _note_workers(self, loader: Any) -> None:
-        for part in loader.streams if isinstance(loader, _Streams) else [loader]:
+    def _record_workers(self, loader: Any) -> None:
+        for part in _parts(loader):
             if getattr(part, "persistent_workers", False):
                 self._opened[id(part)] = part
 
@@ -155,7 +155,7 @@ class LoaderClients(Population):
         served = 0
         try:
             loader = self._loader(planned.visit.client)
-            self._note_workers(loader)
+            self._record_workers(loader)
             with isolated_generators(loader, planned.visit.seed) if isolated else nullcontext():
                 is_drawn = self.sampling is not None and not isolated
                 batches = self._draws(loader, planned) if is_drawn else self._passes(loader, planned)
@@ -196,22 +196,24 @@ class LoaderClients(Population):
 
 
 def _looking_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    for before, batch in itertools.pairwise(itertools.chain(batches, [_END])):
-        yield before, batch is _END
+    for batch, following in itertools.pairwise(itertools.chain(batches, [_END])):
+        yield batch, following is _END
 
 
 def _epoch_samplers(loader: Any, is_plain: bool) -> list[Any]:
-    parts = loader.streams if isinstance(loader, _Streams) else [loader]
     if not is_plain:
-        return [sampler for part in parts for sampler in samplers_of(part)]
-    holders = [holder for part in parts for holder in (part, getattr(part, "batch_sampler", None))]
+        return [sampler for part in _parts(loader) for sampler in samplers_of(part)]
+    holders = [holder for part in _parts(loader) for holder in (part, getattr(part, "batch_sampler", None))]
     samplers = {id(sampler): sampler for holder in holders if (sampler := getattr(holder, "sampler", None))}
     return list(samplers.values())
 
 
+def _parts(loader: Any) -> list[Any]:
+    return loader.streams if isinstance(loader, _Streams) else [loader]
+
+
 def _owners(loader: Any) -> list[Any]:
-    parts = loader.streams if isinstance(loader, _Streams) else [loader]
-    return [owner for part in parts for owner in (part, *samplers_of(part))]
+    return [owner for part in _parts(loader) for owner in (part, *samplers_of(part))]
 
 
 def _end_workers(loader: Any) -> None:
@@ -347,8 +349,7 @@ def isolated_generators(loader: Any, seed: int) -> Iterator[None]:
         ValueError: If the loader has persistent workers, because these hold training's random numbers.
 
     """
-    loaders = loader.streams if isinstance(loader, _Streams) else [loader]
-    if any(getattr(part, "persistent_workers", False) for part in loaders):
+    if any(getattr(part, "persistent_workers", False) for part in _parts(loader)):
         raise ValueError(
             "Expected a loader for a pass outside training, but its workers are persistent and serve one"
             " pass at a time: set `persistent_workers=False` (or measure prototypes with passes='online', or give"

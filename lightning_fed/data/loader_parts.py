@@ -87,14 +87,14 @@ def check_class(loader: DataLoader[Any], purpose: str) -> None:
 
 def samplers_of(loader: Any) -> list[Any]:
     """Returns a loader's samplers, with nested samplers."""
-    found: dict[int, Any] = {}
+    samplers: dict[int, Any] = {}
     waiting = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
     while waiting:
         sampler = waiting.pop(0)
-        if sampler is not None and id(sampler) not in found:
-            found[id(sampler)] = sampler
+        if sampler is not None and id(sampler) not in samplers:
+            samplers[id(sampler)] = sampler
             waiting += [value for value in getattr(sampler, "__dict__", {}).values() if isinstance(value, Sampler)]
-    return list(found.values())
+    return list(samplers.values())
 
 
 def set_epoch(samplers: list[Any], epoch: int) -> None:

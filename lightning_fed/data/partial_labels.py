@@ -84,13 +84,13 @@ class PartialLabels(PartitionOfPartition):
     def annotated(self, client: Client, seed: int) -> tuple[int, ...]:
         """Lists a client's annotated classes, in increasing order."""
         seed = self.seed_of(seed)
-        others = [label for label in range(self.num_classes) if label not in self.always]
+        candidates = [label for label in range(self.num_classes) if label not in self.always]
         key = client_key(client)
-        first = (client if isinstance(client, int) else key) % len(others)
-        rest = [label for place, label in enumerate(others) if place != first]
+        first = (client if isinstance(client, int) else key) % len(candidates)
+        rest = [label for place, label in enumerate(candidates) if place != first]
         rng = generator_for("partial_labels", seed, key)
         drawn = [rest[place] for place in rng.permutation(len(rest))[: self.classes_per_client - 1]]
-        return tuple(sorted({*self.always, others[first], *drawn}))
+        return tuple(sorted({*self.always, candidates[first], *drawn}))
 
     def change(self, client: Client, seed: int) -> AnnotatedClasses:
         """Builds the transform for a client's samples."""
@@ -140,8 +140,12 @@ class AnnotatedClasses:
 
     def _changed(self, mask: Any) -> Tensor:
         if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.ndim == 0:
-            found = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-            raise ValueError(f"Expected a sample with a mask of classes (a tensor of whole numbers), but got {found}.")
+            description = (
+                f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            )
+            raise ValueError(
+                f"Expected a sample with a mask of classes (a tensor of whole numbers), but got {description}."
+            )
         has_mask_per_class = mask.ndim == 3 and len(mask) == self.num_classes
         if self.mode == "multilabel":
             if not has_mask_per_class:
@@ -162,5 +166,5 @@ class AnnotatedClasses:
                 " 1 only. For a mask of each class give mode='multilabel'; a volume of class indices needs another axis"
                 " before its first."
             )
-        kept = torch.isin(mask, torch.tensor(self.classes, dtype=mask.dtype))
-        return mask.masked_fill(~kept, self.ignore_index)
+        is_annotated = torch.isin(mask, torch.tensor(self.classes, dtype=mask.dtype))
+        return mask.masked_fill(~is_annotated, self.ignore_index)

@@ -186,8 +186,8 @@ class Population(ABC):
         self.round = visit.round
         seed = derive_seed(visit.seed, 1)
         per_epoch = self.batches_per_epoch(visit.client, isolated)
-        again = Visit(visit.client, visit.round, seed, steps=None if per_epoch else visit.steps)
-        planned = PlannedVisit(again, self.num_samples(visit.client), again.num_batches(per_epoch or 1))
+        pass_visit = Visit(visit.client, visit.round, seed, steps=None if per_epoch else visit.steps)
+        planned = PlannedVisit(pass_visit, self.num_samples(visit.client), pass_visit.num_batches(per_epoch or 1))
         seed_everything(seed)
         for item in self.stream([planned], isolated):
             if item.error is not None:
@@ -298,17 +298,17 @@ def in_one_thread() -> Iterator[None]:
         MisconfigurationException: If clients train in another thread.
 
     """
-    own = threading.get_ident()
-    _training_threads.append(own)
+    thread = threading.get_ident()
+    _training_threads.append(thread)
     try:
-        if set(_training_threads) != {own}:
+        if set(_training_threads) != {thread}:
             raise MisconfigurationException(
                 "Expected one federated fit at a time in a process, but another thread has one that trains. Both would"
                 " draw from the same random numbers, and neither could be repeated: run them in processes of their own."
             )
         yield
     finally:
-        _training_threads.remove(own)
+        _training_threads.remove(thread)
 
 
 class LazyClients(Mapping[Client, Any]):

@@ -86,12 +86,12 @@ class SamplerStream:
                 self._passes.pop(next(iter(self._passes)))
             self._passes[key] = self._draw(*key)
         drawn, batches = self._passes[key]
-        own = self.indices[client]
-        if not len(own):
+        client_indices = self.indices[client]
+        if not len(client_indices):
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        order = np.argsort(own, kind="stable")
-        places = np.searchsorted(own, drawn, sorter=order).clip(max=len(own) - 1)
-        is_own = own[order[places]] == drawn
+        order = np.argsort(client_indices, kind="stable")
+        places = np.searchsorted(client_indices, drawn, sorter=order).clip(max=len(client_indices) - 1)
+        is_own = client_indices[order[places]] == drawn
         return order[places[is_own]], batches[is_own]
 
     def _state(self) -> Any:

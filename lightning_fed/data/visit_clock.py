@@ -47,7 +47,7 @@ class VisitClock:
         self.is_up = False
         self._is_interrupting = False
         self._has_warned = False
-        self._others: tuple[Any, float, float] | None = None  # handler and seconds of an earlier alarm
+        self._earlier_alarm: tuple[Any, float, float] | None = None  # handler and seconds of an earlier alarm
 
     def start(self) -> None:
         """Starts the time for a visit."""
@@ -61,14 +61,14 @@ class VisitClock:
             return
         handler = signal.signal(signal.SIGALRM, self._ring)
         seconds, _ = signal.setitimer(signal.ITIMER_REAL, self.seconds, _AGAIN)
-        self._others = handler, seconds, time.monotonic()
+        self._earlier_alarm = handler, seconds, time.monotonic()
 
     def stop(self) -> None:
         """Ends the time for a visit."""
         self.is_up = False
-        if self._others is None:
+        if self._earlier_alarm is None:
             return
-        (handler, seconds, since), self._others = self._others, None
+        (handler, seconds, since), self._earlier_alarm = self._earlier_alarm, None
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if seconds:

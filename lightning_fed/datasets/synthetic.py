@@ -67,12 +67,12 @@ class Synthetic(FederatedDataModule):
         for name, value in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
             check_inside(name, value)
         check_count("batch_size", batch_size)
-        drawn = synthetic_clients(
+        generated = synthetic_clients(
             alpha, beta, num_clients, seed, num_features=self.num_features, num_classes=self.num_classes
         )
         train: dict[Client, ClientData] = {}
         val, test = {}, {}
-        for client, (inputs, labels) in enumerate(drawn):
+        for client, (inputs, labels) in enumerate(generated):
             end = _last_share_start(len(labels), test_fraction)
             middle = _last_share_start(end, val_fraction)
             train[client] = _dataset(inputs[:middle], labels[:middle])

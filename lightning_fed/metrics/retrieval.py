@@ -76,10 +76,10 @@ class MeanAveragePrecisionAtR(PooledSamples):
         self.check_vectors("embeddings", embeddings, embeddings.shape[-1])
         if labels.shape != embeddings.shape[:1]:
             raise ValueError(f"Expected `labels` of shape ({len(embeddings)},), but got {tuple(labels.shape)}.")
-        kept = labels.to(self.dtype)
-        if labels.is_floating_point() or not bool((kept.long() == labels).all()):
+        labels_in_type = labels.to(self.dtype)
+        if labels.is_floating_point() or not bool((labels_in_type.long() == labels).all()):
             raise ValueError(f"Expected `labels` to be integers that {self.dtype} holds exactly, but got {labels}.")
-        self.append(embeddings=embeddings, labels=kept)
+        self.append(embeddings=embeddings, labels=labels_in_type)
 
     def compute(self) -> Tensor:
         """Returns MAP@R; NaN without images, without a valid query, or with an embedding that is not finite."""

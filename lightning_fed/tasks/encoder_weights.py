@@ -89,17 +89,21 @@ def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> No
 
 def _renamed(state: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """Renames the file's entries to the encoder's names by exchanging prefixes."""
-    best, most = dict(state), 0
+    best, best_count = dict(state), 0
     for anchor in expected:  # the first entry in the file with any prefix
         starts = [0, *(match.end() for match in re.finditer(r"\.", anchor))]
-        for ours, ending in ((anchor[:start], anchor[start:]) for start in starts):
-            for theirs in (
+        for prefix, ending in ((anchor[:start], anchor[start:]) for start in starts):
+            for file_prefix in (
                 name.removesuffix(ending) for name in state if name == ending or name.endswith(f".{ending}")
             ):
-                renamed = {ours + name.removeprefix(theirs): state[name] for name in state if name.startswith(theirs)}
-                found = sum(name in expected for name in renamed)
-                if found > most:
-                    best, most = renamed, found
-        if most > len(expected) // 2:
+                renamed = {
+                    prefix + name.removeprefix(file_prefix): state[name]
+                    for name in state
+                    if name.startswith(file_prefix)
+                }
+                count = sum(name in expected for name in renamed)
+                if count > best_count:
+                    best, best_count = renamed, count
+        if best_count > len(expected) // 2:
             break
     return best

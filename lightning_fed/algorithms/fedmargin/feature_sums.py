@@ -136,20 +136,20 @@ class TrainingFeatureSums:
         self._length = min(per_epoch or num_batches, num_batches // 2)
         self._num_batches = num_batches
         self._batch: Any = None  # current batch, until its features arrive
-        self._started = self._seen = self._left_out = 0
+        self._num_started = self._num_seen = self._num_skipped = 0
 
     def start_batch(self, batch: Any) -> None:
         """Records the batch for features in the training pass."""
         self._batch = batch
-        self._started += 1
+        self._num_started += 1
 
     def take(self, features: Tensor) -> None:
         """Adds the features from the first forward pass of the batch."""
         batch, self._batch = self._batch, None
         if batch is None:
             return
-        self._seen += 1
-        position = self._started - 1
+        self._num_seen += 1
+        position = self._num_started - 1
         if position < self._length:
             self.first.add(features, batch)
         elif position >= self._num_batches - max(1, self._length):
@@ -158,7 +158,7 @@ class TrainingFeatureSums:
     def end_batch(self, is_trained: bool) -> None:
         """Ends the batch, to exclude later features such as validation. Batches without a result count as skipped."""
         if self._batch is not None and not is_trained:
-            self._left_out += 1
+            self._num_skipped += 1
         self._batch = None
 
     def check(self, layer: FeatureLayer, is_manual: bool) -> None:
@@ -167,10 +167,10 @@ class TrainingFeatureSums:
         Raises:
             ValueError: If features are missing for a training batch.
         """
-        is_blind = is_manual and self._started > 0 and self._seen == 0
-        if is_blind or self._seen + self._left_out < self._started:
+        is_blind = is_manual and self._num_started > 0 and self._num_seen == 0
+        if is_blind or self._num_seen + self._num_skipped < self._num_started:
             raise ValueError(
-                f"Expected training to use the model's features in every batch, but {layer} was run in {self._seen} of"
-                f" {self._started}: name another `layer`, or use passes='exact' where `torch.compile` has compiled the"
-                " model before the fit."
+                f"Expected training to use the model's features in every batch, but {layer} was run in {self._num_seen}"
+                f" of {self._num_started}: name another `layer`, or use passes='exact' if `torch.compile` has compiled"
+                " the model before the fit."
             )

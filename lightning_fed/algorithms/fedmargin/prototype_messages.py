@@ -153,14 +153,14 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
     median_length = _median(lengths)
     names = {name for extras in packed.values() for name in extras if name.startswith(_LPM)}
     has_signs = not all(name.startswith(_LPM_WITHOUT_SIGN) for name in names)
-    for what, sizes, least in (
+    for description, sizes, least in (
         ("prototype margin is", margins, median_length if has_signs else 0.0),
         ("longest prototype has the length", lengths, 0.0),
     ):
         median = _median(sizes)
         for client, size in sizes.items():
             if median and size > _OUTLYING * max(median, least):
-                faults[client] = f"its {what} {size:.3g}, and that of the median client {median:.3g}"
+                faults[client] = f"its {description} {size:.3g}, and that of the median client {median:.3g}"
     return faults
 
 

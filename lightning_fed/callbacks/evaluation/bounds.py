@@ -136,8 +136,8 @@ def find_disagreements(
     return faults
 
 
-def _names(held: Iterable[Mapping[str, object]]) -> list[str]:
-    return list(dict.fromkeys(name for names in held for name in names))
+def _names(mappings: Iterable[Mapping[str, object]]) -> list[str]:
+    return list(dict.fromkeys(name for names in mappings for name in names))
 
 
 def _finite(values: Mapping[Client, float | None]) -> dict[Client, float]:
@@ -169,10 +169,10 @@ def _compare_examples(
         return
     median = statistics.median_low(numbers.values())
     for client, number in numbers.items():
-        most = _MOST_BY_MEDIAN * median if len(numbers) >= _FEWEST else math.inf
+        limit = _MOST_BY_MEDIAN * median if len(numbers) >= _FEWEST else math.inf
         if client in trained:
-            most = min(most, _MOST_EXAMPLES * max(trained[client], median))
-        if number > most:
+            limit = min(limit, _MOST_EXAMPLES * max(trained[client], median))
+        if number > limit:
             outliers[client] = (
                 f"it has {number} examples, the median of {len(numbers)} clients is {median}, and in training it had"
                 f" {trained.get(client, 'none')}"

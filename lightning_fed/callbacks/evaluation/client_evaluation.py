@@ -130,12 +130,12 @@ class ClientEvaluation(AskableCallback):
         self.results: ClientResults | None = None
         self.pooled: dict[str, float] = {}
         self._overridden: list[OverriddenMethod] = []
-        self._said: set[str] = set()
+        self._logged_lines: set[str] = set()
         self._kept_loaders: Mapping[Client, Iterable[Any]] = {}
         self._names: set[str] = set()
         self._announced: dict[tuple[Stage, Client], int] = {}  # examples in a client's first evaluation
         self._trained: dict[Client, int] = {}  # examples in a client's last training
-        self._known: set[str] = set()  # names over all clients, from all rounds with a score
+        self._pooled_names: set[str] = set()  # names over all clients, from all rounds with a score
 
     # Lightning's hooks
 
@@ -240,11 +240,13 @@ class ClientEvaluation(AskableCallback):
         question = {"stage": stage, "limit": limit_of(trainer, stage)}
         self._kept_loaders = {} if federation.is_remote else self._of_clients(trainer, stage)
         try:
-            answers = federation.ask(trainer, module, self, self._drawn(trainer, federation, stage), question, own)
+            answers = federation.ask(
+                trainer, module, self, self._choose_clients(trainer, federation, stage), question, own
+            )
         finally:
             self._kept_loaders = {}
         self._trained |= federation.server.report.received
-        reports = self._read(module, answers, stage)
+        reports = self._read_reports(module, answers, stage)
         examples = sum(report.num_samples for report in reports.values())
         counts = {
             "clients": len(reports), "failed": len(answers.failed), "num_samples": examples,
@@ -284,12 +286,13 @@ class ClientEvaluation(AskableCallback):
             return
         reports = self.evaluate(trainer, module, stage)
         if not self._has_score(trainer, reports):  # an earlier model's values must not remain
-            for name in self._known:
+            for name in self._pooled_names:
                 module.log(name, math.nan, on_step=False, on_epoch=True, batch_size=1)
             return
         values = self._pooled(trainer, module, stage, reports, is_muted=False)
-        values |= dict.fromkeys(self._known - values.keys(), math.nan)  # an earlier model's values must not remain
-        self._known |= {name for name in values if "/dataloader_idx_" not in name}
+        # An earlier model's values must not remain.
+        values |= dict.fromkeys(self._pooled_names - values.keys(), math.nan)
+        self._pooled_names |= {name for name in values if "/dataloader_idx_" not in name}
         shown = {name for report in reports.values() for name in report.shown}
         for name, value in values.items():
             if "/dataloader_idx_" in name:  # Lightning adds this suffix itself
@@ -310,36 +313,40 @@ class ClientEvaluation(AskableCallback):
         is_muted: bool = True,
     ) -> dict[str, float]:
         """Computes values over all clients. Missing values and excluded clients are logged once."""
-        listed = list(reports.values())
+        all_reports = list(reports.values())
         faults: dict[str, str] = {}
-        values = pooled_values(trainer, module, listed, stage, is_muted=is_muted, faults=faults)
+        values = pooled_values(trainer, module, all_reports, stage, is_muted=is_muted, faults=faults)
         for name, fault in faults.items():
-            self._say_once(f"{name} raises an exception with the joint states of {len(listed)} clients: {fault}.")
-        for name in sorted({name for report in listed for name in report.logged}):
+            self._log_once(f"{name} raises an exception with the joint states of {len(all_reports)} clients: {fault}.")
+        for name in sorted({name for report in all_reports for name in report.logged}):
             holders = {client: report.logged[name] for client, report in reports.items() if name in report.logged}
             values_in_mean = limited_values([reports[client] for client in holders], name)
             pairs = zip(holders.items(), values_in_mean, strict=True)
-            light = [client for (client, logged), limited in pairs if limited.weight < logged.weight]
-            if light:
-                self._say_once(
-                    f"The weight of {', '.join(map(repr, light[:5]))} in {name!r} over all clients is reduced to 100"
-                    " times the median client's weight per example."
+            limited_clients = [client for (client, logged), limited in pairs if limited.weight < logged.weight]
+            if limited_clients:
+                self._log_once(
+                    f"The weight of {', '.join(map(repr, limited_clients[:5]))} in {name!r} over all clients is reduced"
+                    " to 100 times the median client's weight per example."
                 )
-            bad = [client for client, logged in holders.items() if not logged.is_finite]
-            if 0 < len(bad) < len(holders):
-                self._say_once(f"{name!r} over all clients excludes {', '.join(map(repr, bad[:5]))}: not finite.")
-        reasons = {(name, reason) for report in listed for name, reason in report.stays.items()}
+            infinite_clients = [client for client, logged in holders.items() if not logged.is_finite]
+            if 0 < len(infinite_clients) < len(holders):
+                self._log_once(
+                    f"{name!r} over all clients excludes {', '.join(map(repr, infinite_clients[:5]))}: not finite."
+                )
+        reasons = {(name, reason) for report in all_reports for name, reason in report.stays.items()}
         for name, reason in sorted(reasons):
-            who = [client for client, report in reports.items() if report.stays.get(name) == reason]
+            clients = [client for client, report in reports.items() if report.stays.get(name) == reason]
             owners = (
-                "the clients" if len(who) == len(reports) else f"{len(who)} clients ({', '.join(map(repr, who[:5]))})"
+                "the clients"
+                if len(clients) == len(reports)
+                else f"{len(clients)} clients ({', '.join(map(repr, clients[:5]))})"
             )
-            self._say_once(f"The state of metric {name!r} does not leave {owners}: {reason}.")
-        missing = sorted({name for report in listed for name in report.values} - values.keys())
+            self._log_once(f"The state of metric {name!r} does not leave {owners}: {reason}.")
+        missing = sorted({name for report in all_reports for name in report.values} - values.keys())
         if missing:
-            finite = {name for report in listed for name, value in report.values.items() if math.isfinite(value)}
+            finite = {name for report in all_reports for name, value in report.values.items() if math.isfinite(value)}
             monitored = next((name for name in missing if name in finite), "<name>")
-            self._say_once(
+            self._log_once(
                 f"No value over all clients for {', '.join(missing)}: the clients' sums and metric states do not"
                 " determine the value. Log a `torchmetrics` object, or monitor the mean over clients,"
                 f" 'fed/{monitored}/mean'."
@@ -369,7 +376,9 @@ class ClientEvaluation(AskableCallback):
         if results is not None and trainer.is_global_zero and len(results.num_samples) <= _MAX_CLIENTS_BY_NAME:
             _log.info("Evaluated by client:\n\n%s\n", client_table(results, self.pooled, with_support=False).markdown())
 
-    def _read(self, module: L.LightningModule, answers: Answers, stage: Stage) -> dict[Client, EvaluationReport]:
+    def _read_reports(
+        self, module: L.LightningModule, answers: Answers, stage: Stage
+    ) -> dict[Client, EvaluationReport]:
         reports, metrics = dict[Client, EvaluationReport](), named_metrics(module)
         for client, update in answers.updates.items():
             try:
@@ -406,16 +415,16 @@ class ClientEvaluation(AskableCallback):
     def _bound_names(self, reports: Mapping[Client, EvaluationReport]) -> None:
         """Drops names beyond the most frequent ones, and names reserved by Lightning."""
         counts = Counter(name for report in reports.values() for name in report.values)
-        taken = sorted(counts, key=lambda name: (name not in self._names, -counts[name]))  # stable sort
-        taken = [name for name in taken if name not in _LIGHTNINGS][:_MOST_NAMES]
-        self._names.update(taken)
-        left_out = counts.keys() - set(taken)
-        if left_out:
-            self._say_once(
-                f"{len(left_out)} names are not evaluated, for example {min(left_out)!r}: the limit is {_MOST_NAMES}."
+        accepted = sorted(counts, key=lambda name: (name not in self._names, -counts[name]))  # stable sort
+        accepted = [name for name in accepted if name not in _LIGHTNINGS][:_MOST_NAMES]
+        self._names.update(accepted)
+        skipped = counts.keys() - set(accepted)
+        if skipped:
+            self._log_once(
+                f"{len(skipped)} names are not evaluated, for example {min(skipped)!r}: the limit is {_MOST_NAMES}."
             )
         for report in reports.values():
-            report.keep_names(set(taken))
+            report.keep_names(set(accepted))
 
     def _has_score(self, trainer: L.Trainer, reports: Mapping[Client, EvaluationReport]) -> bool:
         if len(reports) >= self.min_clients:
@@ -428,7 +437,7 @@ class ClientEvaluation(AskableCallback):
         )
         return False
 
-    def _drawn(self, trainer: L.Trainer, federation: Federation, stage: Stage) -> list[Client]:
+    def _choose_clients(self, trainer: L.Trainer, federation: Federation, stage: Stage) -> list[Client]:
         clients: list[Client] = list(
             federation.population.clients if federation.is_remote else self._of_clients(trainer, stage)
         )
@@ -450,12 +459,12 @@ class ClientEvaluation(AskableCallback):
     def _is_private(self, federation: Federation) -> bool:
         reveals = federation.server.chain.reveals
         if reveals != "update":
-            self._say_once(f"Clients are not evaluated: {_PRIVATE[reveals]}.")
+            self._log_once(f"Clients are not evaluated: {_PRIVATE[reveals]}.")
         return reveals != "update"
 
-    def _say_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+    def _log_once(self, line: str) -> None:
+        if line not in self._logged_lines:
+            self._logged_lines.add(line)
             _log.info("%s", line)
 
     # The stand-in for a module on a server without data

@@ -105,15 +105,15 @@ def evaluate_data(
         if isinstance(call.value, RunningValue) or (running and isinstance(call.value, int | float)):
             report.partial.add(name)
 
-    def note(metric: Metric, compute: Callable[[], Any]) -> Any:
+    def record_computed(metric: Metric, compute: Callable[[], Any]) -> Any:
         computed[id(metric)] = None
         return compute()
 
-    def call(hook: str, *args: Any) -> None:
+    def call_hook(hook: str, *args: Any) -> None:
         getattr(module, f"on_{stage}_{hook}")(*args)
 
-    def read(place: int | None) -> None:
-        """Records the metrics' states at one loader's end, or at the last end."""
+    def record_states(place: int | None) -> None:
+        """Records the metrics' states after one loader, or after all loaders."""
         names = {id(metric): name for name, metric in metrics.items()}
         by_log = {name: names[id(metric)] for name, metric in logged.metrics.items() if id(metric) in names}
         report.metrics |= {name: state_key(metric, place) for name, metric in by_log.items()}
@@ -132,27 +132,27 @@ def evaluate_data(
             trainer.loggers = [DummyLogger()]
             stack.callback(setattr, trainer, "loggers", [])
         stack.enter_context(_in_stage(trainer, stage))
-        call("model_eval")
-        call("start")
-        call("epoch_start")
+        call_hook("model_eval")
+        call_hook("start")
+        call_hook("epoch_start")
         for place, loader in enumerate(loaders):
             index = [place] if len(loaders) > 1 else []
             logged.suffix = f"/dataloader_idx_{place}" if index else ""
             measure_unseen(trainer, module, limited_batches(loader, limit), f"{stage}_step")
             metrics = named_metrics(module)
-            with computing(metrics.values(), note), tracing(metrics.values(), running):
+            with computing(metrics.values(), record_computed), tracing(metrics.values(), running):
                 for number, batch in enumerate(_read_batches(limited_batches(loader, limit))):
                     with trainer.precision_plugin.forward_context():
                         prepared = logged.batch = prepare_batch(trainer, module, batch, place)
-                    call("batch_start", prepared, number, *index)
+                    call_hook("batch_start", prepared, number, *index)
                     output = run_prepared(trainer, module, f"{stage}_step", prepared, number, *index)
-                    call("batch_end", output, prepared, number, *index)
+                    call_hook("batch_end", output, prepared, number, *index)
                     running.clear()
                     report.num_samples += _count(prepared)
             if pool is not None:
                 logged.pool(pool.gather({name: value.on_cpu() for name, value in logged.sums.items()}))
             metrics = named_metrics(module)
-            read(place if index else None)
+            record_states(place if index else None)
             report.logged |= {name: value.on_cpu() for name, value in logged.sums.items()}
             with computing(metrics.values(), change):
                 report.values |= logged.results()
@@ -160,25 +160,25 @@ def evaluate_data(
             return report  # Lightning does not call hooks either
         metrics = named_metrics(module)
         if len(loaders) != 1:
-            read(None)
+            record_states(None)
         logged.batch, logged.suffix = None, ""
         supports = {id(metric): support_of(metric) for metric in counting_metrics(metrics.values())}
         counting = [id(metrics[metric_of(key)]) for key in report.metrics.values()]
         with (
-            computing(metrics.values(), note),
+            computing(metrics.values(), record_computed),
             computing(metrics.values(), change),
             updating(metrics.values(), accumulated),
         ):
-            call("epoch_end")
+            call_hook("epoch_end")
             counting += [id(metric) for metric in logged.metrics.values()]
             report.values |= logged.results()
         # A metric without a value in the log may have seen a part of the data.
         known = [supports[key] for key in [*counting, *computed] if supports.get(key) is not None]
         report.support = next(iter(known), None)
         lasting = [metric for metric in accumulated if metric.update_called and id(metric) not in counting]
-        call("end")
+        call_hook("end")
         if is_overridden(f"on_{stage}_model_train", module):
-            call("model_train")
+            call_hook("model_train")
         report.higher_is_better = _monitored(trainer) | _collected(module) | logged.directions
     if pool is None:
         values = report.values
@@ -217,7 +217,7 @@ def _values_with_history(
         return set()
     run = partial(_run_end, trainer, module, [report], stage, keeps, wanted=report.values.keys())
     values = run()
-    found = set[str]()
+    names_with_history = set[str]()
     if metrics:
         lasting = {id(metric) for metric in metrics}
 
@@ -225,25 +225,27 @@ def _values_with_history(
             value = compute_measured(metric, compute)
             return as_nan(value) if id(metric) in lasting else value
 
-        others = run(change=change)
-        found |= {name for name, value in values.items() if not is_close(value, others.get(name))}
+        values_without_history = run(change=change)
+        names_with_history |= {
+            name for name, value in values.items() if not is_close(value, values_without_history.get(name))
+        }
     for name in names:
         attributes = [{name: _filled(getattr(module, name), number)} for number in (_HUGE, -_HUGE)]
         before = [float(given[name]) for given in attributes]
         one, two = (run(attributes=given) for given in attributes)
         after = [float(given[name]) for given in attributes]
         if after[0] != after[1] and after != before:
-            found |= {name for name in values if not is_close(one.get(name, math.nan), two.get(name))}
-    return found
+            names_with_history |= {name for name in values if not is_close(one.get(name, math.nan), two.get(name))}
+    return names_with_history
 
 
 def _written_numbers(module: L.LightningModule) -> list[str]:
     """Names the module's floats and one-number tensors written by a method besides ``__init__``."""
     names = dict.fromkeys(name for kind in type(module).__mro__ for name in _written_names(kind))
-    found = {name: getattr(module, name, None) for name in names if name not in lightning_attributes()}
+    attributes = {name: getattr(module, name, None) for name in names if name not in lightning_attributes()}
     return [
         name
-        for name, value in found.items()
+        for name, value in attributes.items()
         if isinstance(value, float)
         or (isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point() and not value.requires_grad)
     ]
@@ -300,23 +302,23 @@ def pooled_values(
     for name in {name: None for report in reports for name in report.logged}:
         logged = limited_values([report for report in reports if name in report.logged], name)
         joined[name] = LoggedValue(logged[0].reduce_fx)
-        for one in [one for one in logged if one.is_finite] or logged:
-            joined[name].join(one)
+        for value_of_report in [value_of_report for value_of_report in logged if value_of_report.is_finite] or logged:
+            joined[name].join(value_of_report)
     names = known_names(reports)
     # A single client cannot make a value missing.
     holders = Counter(name for report in reports for name in report.values)
     missing = {name for name in names if 2 * sum(name in report.partial for report in reports) > holders[name]}
     run = partial(_run_end, trainer, module, reports, stage, keeps, faults={} if faults is None else faults)
-    found = run(is_muted=is_muted, wanted=set(names) - joined.keys())
+    computed = run(is_muted=is_muted, wanted=set(names) - joined.keys())
     if len(reports) > 1:
         # A value without any metric is a constant: all clients must agree.
         depends = {
-            name for name, value in run(wanted=found.keys(), change=_compute_nothing).items() if math.isnan(value)
+            name for name, value in run(wanted=computed.keys(), change=_compute_nothing).items() if math.isnan(value)
         }
-        for name in found.keys() - depends:
-            if not all(is_close(report.values[name], found[name]) for report in reports if name in report.values):
+        for name in computed.keys() - depends:
+            if not all(is_close(report.values[name], computed[name]) for report in reports if name in report.values):
                 missing.add(name)
-    values = {name: value for name, value in found.items() if not math.isnan(value)}
+    values = {name: value for name, value in computed.items() if not math.isnan(value)}
     # An infinite value would stay the best forever.
     values |= {name: value.value if value.is_finite else math.nan for name, value in joined.items()}
     return {name: values[name] for name in names if name in values and name not in missing}
@@ -433,8 +435,8 @@ def _compute_nothing(metric: Metric, call: Callable[[], Any]) -> Any:
 def limited_values(reports: Sequence[EvaluationReport], name: str) -> list[LoggedValue]:
     """The reports' logged values, with bounded weights."""
     logged = [(report.logged[name], max(1, report.num_samples)) for report in reports]
-    most = _MOST_TIMES * statistics.median_low(value.weight / count for value, count in logged)
-    return [value.limited(most * count) for value, count in logged]
+    heaviest = _MOST_TIMES * statistics.median_low(value.weight / count for value, count in logged)
+    return [value.limited(heaviest * count) for value, count in logged]
 
 
 def is_close(value: float, other: float | None) -> bool:

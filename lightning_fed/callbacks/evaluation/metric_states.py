@@ -234,14 +234,14 @@ class RunningValue(Tensor):
 
 
 @contextmanager
-def tracing(metrics: Iterable[Metric], found: list[Metric]) -> Iterator[None]:
+def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
     """Makes ``metric.compute()`` in a step return a :class:`RunningValue`, because the order matters.
 
     ``metric(...)`` returns the value for one batch, as usual.
 
     Args:
         metrics: The metrics.
-        found: List for metrics with such a value; extended in place.
+        traced: List for metrics with such a value; extended in place.
 
     """
     metrics, depth = list(metrics), [0]
@@ -257,8 +257,8 @@ def tracing(metrics: Iterable[Metric], found: list[Metric]) -> Iterator[None]:
         value = compute_measured(metric, call)
         if depth[0] or not holds_states(metric):
             return value
-        found.append(metric)
-        return apply_to_collection(value, Tensor, lambda one: one.as_subclass(RunningValue))
+        traced.append(metric)
+        return apply_to_collection(value, Tensor, lambda tensor: tensor.as_subclass(RunningValue))
 
     for metric in metrics:
         vars(metric)["forward"] = partial(forward, metric.forward)
@@ -271,20 +271,20 @@ def tracing(metrics: Iterable[Metric], found: list[Metric]) -> Iterator[None]:
 
 
 @contextmanager
-def updating(metrics: Iterable[Metric], found: list[Metric]) -> Iterator[None]:
+def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]:
     """Collects metrics with an update and without an earlier update or reset.
 
     Args:
         metrics: The metrics.
-        found: List for the metrics; extended in place.
+        updated: List for the metrics; extended in place.
 
     """
     fresh: list[Metric] = []
     before = [(metric, metric.update) for metric in metrics if holds_states(metric) and not metric.update_called]
 
     def update(metric: Metric, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if all(metric is not other for other in [*fresh, *found]):
-            found.append(metric)
+        if all(metric is not other for other in [*fresh, *updated]):
+            updated.append(metric)
         call(*args, **kwargs)
 
     def reset(metric: Metric, call: Callable[[], None]) -> None:
@@ -303,7 +303,7 @@ def updating(metrics: Iterable[Metric], found: list[Metric]) -> Iterator[None]:
 
 def as_nan(value: Any) -> Any:
     """Replaces every tensor and number in a value by NaN."""
-    return apply_to_collection(value, (Tensor, float, int), lambda one: torch.as_tensor(one).float() * math.nan)
+    return apply_to_collection(value, (Tensor, float, int), lambda number: torch.as_tensor(number).float() * math.nan)
 
 
 def _undefined_numbers(metric: Metric) -> Tensor | None:
@@ -367,12 +367,12 @@ def named_metrics(module: L.LightningModule) -> dict[str, Metric]:
         ['score', 'MeanMetric#0']
 
     """
-    found = find_metrics(module)
-    for metric in found:
+    all_metrics = find_metrics(module)
+    for metric in all_metrics:
         if isinstance(metric, MetricCollection):
             dict(metric.items(copy_state=False))  # from here on each metric in a compute group has the shared state
     paths = {id(layer): path for path, layer in module.named_modules()}
-    metrics = [metric for metric in found if isinstance(metric, Metric)]
+    metrics = [metric for metric in all_metrics if isinstance(metric, Metric)]
     names = [paths.get(id(metric), f"{type(metric).__name__}#{place}") for place, metric in enumerate(metrics)]
     names = [name.replace("|", "/") for name in names]  # the separator in a message
     return {name: metrics[place] for place, name in sorted(enumerate(names), key=lambda item: "#" in item[1])}
@@ -487,8 +487,8 @@ def _write_state(metric: Metric, state: MetricState | None) -> None:
     metric.reset()
     if state is not None:
         for name, value in state.values.items():
-            here = value.to(metric.device)
-            setattr(metric, name, [here] if isinstance(metric._defaults[name], list) else here)  # noqa: SLF001
+            tensor = value.to(metric.device)
+            setattr(metric, name, [tensor] if isinstance(metric._defaults[name], list) else tensor)  # noqa: SLF001
         metric._update_count, metric._computed = state.updates, None  # noqa: SLF001
 
 
@@ -524,8 +524,8 @@ def check_state(metric: Metric, state: MetricState) -> None:
         if default is None:
             raise BadUpdate(f"a metric has no state {name!r}")
         if isinstance(default, Tensor) and reductions[name] is not dim_zero_cat and value.shape != default.shape:
-            known = f"of shape {tuple(value.shape)} instead of {tuple(default.shape)}"
-            raise BadUpdate(f"state {name!r} of a metric is {known}")
+            shapes = f"of shape {tuple(value.shape)} instead of {tuple(default.shape)}"
+            raise BadUpdate(f"state {name!r} of a metric is {shapes}")
 
 
 def support_of(metric: Metric) -> Tensor | None:

@@ -106,9 +106,9 @@ class EvaluationReport:
 
     def keep_names(self, names: set[str]) -> None:
         """Removes all values with other names."""
-        for held in (self.logged, self.metrics, self.values, self.higher_is_better):
-            for name in held.keys() - names:
-                del held[name]
+        for entries in (self.logged, self.metrics, self.values, self.higher_is_better):
+            for name in entries.keys() - names:
+                del entries[name]
         self.partial &= names
         self.shown &= names
 
@@ -118,29 +118,29 @@ class EvaluationReport:
                 raise BadUpdate("its numbers of examples per class are not a list of counts")
             self.support = value.double()
             return
-        kind, about, *rest = entry.split("|", 2)
+        kind, detail, *names_in_entry = entry.split("|", 2)
         if kind == "logged":
-            if about not in _REDUCTIONS or len(value) != 2:
-                raise BadUpdate(f"a value has the unknown reduction {about!r:.50}")
+            if detail not in _REDUCTIONS or len(value) != 2:
+                raise BadUpdate(f"a value has the unknown reduction {detail!r:.50}")
             total, weight = value.double().cpu().unbind()
             if not float(weight) > 0 or not math.isfinite(float(weight)):
                 raise BadUpdate(f"a value has the weight {float(weight)}")
-            self.logged[rest[0]] = LoggedValue(about, total, float(weight))
+            self.logged[names_in_entry[0]] = LoggedValue(detail, total, float(weight))
         elif kind == "updates":
-            self.states.setdefault(about, MetricState()).updates = int(value)
+            self.states.setdefault(detail, MetricState()).updates = int(value)
         elif kind == "state":
-            self.states.setdefault(about, MetricState()).values[rest[0]] = value.cpu()
+            self.states.setdefault(detail, MetricState()).values[names_in_entry[0]] = value.cpu()
         elif kind == "metric":
-            self.metrics[rest[0]] = about
+            self.metrics[names_in_entry[0]] = detail
         elif kind == "stays":
-            self.stays[rest[0]] = about
+            self.stays[names_in_entry[0]] = detail
         elif kind == "value":
-            self.values[rest[0]] = float(value[0])
+            self.values[names_in_entry[0]] = float(value[0])
             for flag, names in (("m", self.partial), ("p", self.shown)):
-                if flag in about:
-                    names.add(rest[0])
-            if "h" in about or "l" in about:
-                self.higher_is_better[rest[0]] = "h" in about
+                if flag in detail:
+                    names.add(names_in_entry[0])
+            if "h" in detail or "l" in detail:
+                self.higher_is_better[names_in_entry[0]] = "h" in detail
         else:
             raise BadUpdate(f"its evaluation has an unknown entry {kind!r:.50}")
 

@@ -100,12 +100,12 @@ class SiteMatrix(FederatedCallback):
         federation = find_federation(trainer)
         if not federation.has_server:
             return
-        evaluation = next(each for each in callbacks_of(trainer) if isinstance(each, ClientEvaluation))
+        evaluation = next(callback for callback in callbacks_of(trainer) if isinstance(callback, ClientEvaluation))
         received = federation.server.report.received
         models = {row_name(client): model for client, model in self._models.items() if client in received}
         entries, values, sites = live_entries(pl_module), dict[tuple[str, str], float](), dict[str, None]()
         with federation.averages_in_place():
-            before = copy_state(entries)
+            initial_state = copy_state(entries)
             try:
                 for name, model in {GLOBAL: {}, **models}.items():
                     if any(key not in entries or value.shape != entries[key].shape for key, value in model.items()):
@@ -115,7 +115,8 @@ class SiteMatrix(FederatedCallback):
                         )
                         continue
                     load_entries(
-                        entries, {**before, **{key: value.to(entries[key].device) for key, value in model.items()}}
+                        entries,
+                        {**initial_state, **{key: value.to(entries[key].device) for key, value in model.items()}},
                     )
                     for client, report in evaluation.evaluate(trainer, pl_module).items():
                         site = row_name(client)
@@ -123,7 +124,7 @@ class SiteMatrix(FederatedCallback):
                         if self.metric in report.values:
                             values[name, site] = report.values[self.metric]
             finally:
-                load_entries(entries, before)
+                load_entries(entries, initial_state)
         if not values:
             _log.warning("`SiteMatrix` has no table: no client has logged %r in its `validation_step`.", self.metric)
             return

@@ -196,10 +196,10 @@ def median_distance(samples: Tensor, *, chunk_size: int = 1024) -> float:
     values = []
     for head in sorted(set(heads)):
         trailing = _bit_counts(samples, shift, chunk_size, head).cumsum(0)
-        before = int(leading[head - 1]) if head else 0
+        smaller = int(leading[head - 1]) if head else 0
         for rank, rank_head in zip(middle, heads, strict=True):
             if rank_head == head:
-                tail = int(torch.searchsorted(trailing, rank - before, right=True))
+                tail = int(torch.searchsorted(trailing, rank - smaller, right=True))
                 bits = torch.tensor(head << _BITS | tail, dtype=torch.int32)
                 values.append(math.sqrt(bits.view(torch.float32).item()))
     median = sum(values) / 2
