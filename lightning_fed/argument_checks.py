@@ -1,4 +1,4 @@
-"""Checks of arguments, with one wording of the errors."""
+"""Checks for arguments, with uniform errors."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 import numbers
 from typing import Any, get_args
 
-_MOST_LISTED = 16  # names in an error that has a better hint
+_MOST_LISTED = 16  # names in an error with a hint
 
 
 def check_option(name: str, value: object, allowed: Any) -> None:
-    """Checks that an argument is one of the allowed values.
+    """Checks an argument against the allowed values.
 
     Args:
         name: Name of the argument.
@@ -19,7 +19,7 @@ def check_option(name: str, value: object, allowed: Any) -> None:
         allowed: The allowed values, a sequence or a ``Literal``.
 
     Raises:
-        ValueError: If the argument is none of these.
+        ValueError: If the argument is another value.
 
     """
     known = get_args(allowed) or allowed
@@ -31,15 +31,15 @@ def check_option(name: str, value: object, allowed: Any) -> None:
 
 
 def check_count(name: str, value: object, lowest: int = 1) -> int:
-    """Checks that an argument is a whole number, and returns it as an ``int``.
+    """Checks and converts a whole number.
 
     Args:
         name: Name of the argument.
-        value: The argument; numbers of NumPy are fine, a bool is not.
-        lowest: Smallest number allowed.
+        value: The argument; NumPy's numbers are accepted, a bool is not.
+        lowest: Smallest allowed number.
 
     Raises:
-        ValueError: If the argument is no such number.
+        ValueError: If the argument is invalid.
 
     Example:
         >>> check_count("local_epochs", 2)
@@ -54,14 +54,14 @@ def check_count(name: str, value: object, lowest: int = 1) -> int:
 
 
 def check_number(name: str, value: object) -> float:
-    """Checks that an argument is a real number, and returns it as a ``float``.
+    """Checks and converts a real number.
 
     Args:
         name: Name of the argument.
-        value: The argument; numbers of NumPy are fine, a bool is not.
+        value: The argument; NumPy's numbers are accepted, a bool is not.
 
     Raises:
-        ValueError: If the argument is no such number.
+        ValueError: If the argument is invalid.
 
     Example:
         >>> check_number("server_lr", 1)
@@ -74,14 +74,14 @@ def check_number(name: str, value: object) -> float:
 
 
 def check_positive(name: str, value: object) -> float:
-    """Checks that an argument is a finite number greater than 0, and returns it as a ``float``.
+    """Checks and converts a finite number greater than 0.
 
     Args:
         name: Name of the argument.
         value: The argument.
 
     Raises:
-        ValueError: If the argument is no such number.
+        ValueError: If the argument is invalid.
 
     Example:
         >>> check_positive("clip", 2)
@@ -95,14 +95,14 @@ def check_positive(name: str, value: object) -> float:
 
 
 def check_nonnegative(name: str, value: object) -> float:
-    """Checks that an argument is a finite number of at least 0, and returns it as a ``float``.
+    """Checks and converts a finite number of at least 0.
 
     Args:
         name: Name of the argument.
         value: The argument.
 
     Raises:
-        ValueError: If the argument is no such number.
+        ValueError: If the argument is invalid.
 
     Example:
         >>> check_nonnegative("mu", 0)
@@ -116,14 +116,14 @@ def check_nonnegative(name: str, value: object) -> float:
 
 
 def check_inside(name: str, value: object) -> float:
-    """Checks that an argument is a number in (0, 1), and returns it as a ``float``.
+    """Checks and converts a number in (0, 1).
 
     Args:
         name: Name of the argument.
         value: The argument.
 
     Raises:
-        ValueError: If the argument is no such number.
+        ValueError: If the argument is invalid.
 
     Example:
         >>> check_inside("delta", 1e-5)
@@ -137,14 +137,14 @@ def check_inside(name: str, value: object) -> float:
 
 
 def check_share(name: str, value: object) -> float:
-    """Checks that an argument is a number in [0, 1), and returns it as a ``float``.
+    """Checks and converts a number in [0, 1).
 
     Args:
         name: Name of the argument.
         value: The argument.
 
     Raises:
-        ValueError: If the argument is no such number.
+        ValueError: If the argument is invalid.
 
     Example:
         >>> check_share("momentum", 0.9)

@@ -1,4 +1,4 @@
-"""Base class of callbacks that take part in a federation, on the client's or the server's side."""
+"""Base class of callbacks in a federation, with hooks on the client's and the server's side."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, Sta
 
 
 class TrainerCallback(L.Callback):
-    """A callback of a Trainer alone: ``Fabric`` is refused, because Fabric never calls the hooks of a fit."""
+    """A callback for a Trainer only: ``Fabric`` is refused, because Fabric never calls the hooks of a fit."""
 
     def on_after_setup(self) -> None:
-        """Refuses Fabric, which calls this hook when ``setup`` is over.
+        """Refuses Fabric, the only caller of this hook, after ``setup``.
 
         Raises:
             MisconfigurationException: Always.
@@ -69,20 +69,19 @@ class FederatedCallback(TrainerCallback):
     """
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Server side, before the first visit: the module holds the global model, and must hold it again afterwards."""
+        """Server side, before the first visit: the module holds the global model, before and after the hook."""
 
     def sliced_entries(self, module: L.LightningModule) -> Iterable[str]:
-        """Names of entries of which a client holds some rows only: those of its request; asked for once."""
+        """Names of sliced entries: a client holds only requested rows. Called once."""
         return ()
 
     def on_client_request(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, request: Request
     ) -> None:
-        """Client side, before the server sends: may put rows of sliced entries, and extras, into the request.
+        """Client side, before the server sends: may add rows of sliced entries, and extras, to the request.
 
-        The module still holds the global model, and the client's memory can be asked for. An entry that is not asked
-        for comes as a whole. Extras are for the rule's :meth:`Aggregator.broadcast
-        <lightning_fed.Aggregator.broadcast>`.
+        The module still holds the global model, and the client's memory is available. Entries without requested rows
+        arrive as a whole. Extras are for the rule's :meth:`Aggregator.broadcast <lightning_fed.Aggregator.broadcast>`.
 
         Raises:
             ClientFault: To exclude the client before the server sends anything.
@@ -92,33 +91,33 @@ class FederatedCallback(TrainerCallback):
     def on_server_send(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Server side, before the message is sent: replace entries to change what this client is sent.
+        """Server side, before the message is sent: may replace entries for this client.
 
-        The tensors are shared by all clients' messages: put a new one in their place, do not write into them.
+        All clients' messages share the tensors: replace a tensor, do not write into the memory.
         """
 
     def on_client_receive(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Client side, on receipt, before the module loads the message: may unpack what :meth:`on_server_send` packed.
+        """Client side, before the module loads the message: may unpack entries from :meth:`on_server_send`.
 
         Afterwards ``broadcast.state`` must hold all shared entries.
 
         Raises:
-            ClientFault: If the client cannot do with the message.
+            ClientFault: If the client cannot use the message.
 
         """
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Client side, after the module has loaded the message and before its first batch."""
+        """Client side, after the module has loaded the message, before the first batch."""
 
     def on_client_batch(self, trainer: L.Trainer, module: L.LightningModule, client: Client, batch: Any) -> Any:
-        """Client side, just before a training step: the batch for it. Lightning's hooks see the batch as it came.
+        """Client side, before a training step: returns the batch for the step. Lightning's hooks see the original.
 
         Raises:
-            ClientFault: If the client is to be left out for its data.
+            ClientFault: To exclude the client because of the data.
 
         """
         return batch
@@ -132,16 +131,16 @@ class FederatedCallback(TrainerCallback):
         on one batch (:class:`~lightning_fed.callbacks.PersonalModel`).
 
         Raises:
-            ClientFault: If the client is to be left out for what it would send.
+            ClientFault: To exclude the client because of the update.
 
         """
         return None
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Server side, on receipt, before the update is checked: may unpack what :meth:`on_client_end` packed."""
+        """Server side, before the checks of the update: may unpack entries from :meth:`on_client_end`."""
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Client side, when the visit is over, also where nothing came of it: to take back what it changed."""
+        """Client side, after the visit, also after a failed visit: may restore changes."""
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None] | None:
         """Shares values between processes with different clients, before :meth:`on_server_aggregate`.
@@ -166,25 +165,25 @@ class FederatedCallback(TrainerCallback):
         return None
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Server side, before the new global values of the shared entries are loaded: may change them.
+        """Server side, before the module loads the new global values of the shared entries: may change the values.
 
-        Where the rule has no new model yet, they are copies of the old values, and changes are lost.
+        If the rule has no new model yet, the values are copies of the old values, and changes are lost.
         """
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
-        """Server side, when the round is over and the module holds the global model, also where it is broken off.
+        """Server side, after the round, also after an interrupted round: the module holds the global model.
 
         Args:
             trainer: The Trainer.
             module: The module.
-            is_new: Whether the global model is a new one, and not that which the round found.
+            is_new: Whether the round has made a new global model.
 
         """
 
     def on_model_loaded(self, trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-        """Called when the module has become a client's model outside of its visit, to be evaluated or measured with.
+        """Called after the module has loaded a client's model outside a visit, for evaluation or measurement.
 
-        ``client`` is ``None`` when it is the global model again.
+        ``client`` is ``None`` for the global model.
         """
 
 
@@ -204,11 +203,11 @@ class AskableCallback(FederatedCallback, ABC):
 
 
 def federated_callbacks(trainer: L.Trainer) -> list[FederatedCallback]:
-    """The Trainer's callbacks that take part in the federation, in their order."""
+    """The Trainer's federated callbacks, in order."""
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, FederatedCallback)]
 
 
 def tell_of_model(trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
-    """Tells callbacks of the client whose model the module has become outside of visits; ``None``: the global model."""
+    """Calls :meth:`FederatedCallback.on_model_loaded` in all callbacks."""
     for callback in federated_callbacks(trainer):
         callback.on_model_loaded(trainer, module, client)

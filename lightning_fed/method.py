@@ -1,8 +1,8 @@
-"""One notion of a federated method: a name for the server's rule, its callbacks, and what it sets of a federation.
+"""Federated methods: rule, update steps, callbacks and settings under one name.
 
-The methods of :mod:`lightning_fed.algorithms` are added by :func:`register`. Trainers, recipes and commands look them
-up here: ``FederatedTrainer("fedss:num_negatives=40")``, ``Federation(FedSS(num_negatives=40))``, ``method:`` in a
-recipe, and ``lightning-fed compare --methods fedss:num_negatives=40``.
+:func:`register` adds the methods in :mod:`lightning_fed.algorithms`. Trainers, recipes and commands look up methods by
+name: ``FederatedTrainer("fedss:num_negatives=40")``, ``Federation(FedSS(num_negatives=40))``, ``method:`` in a recipe,
+and ``lightning-fed compare --methods fedss:num_negatives=40``.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ from lightning_fed.steps.update_step import UpdateStep
 
 
 class Method:
-    """A server's rule, its update steps and callbacks, and the arguments of a federation that it sets.
+    """A server's rule with update steps, callbacks and settings for a federation.
 
-    An :class:`~lightning_fed.Aggregator` by itself is a method too: it has the callbacks that it was registered with,
-    and sets nothing. All others are objects of this class, or of a subclass whose ``__init__`` takes the method's
-    options.
+    An :class:`~lightning_fed.Aggregator` is also a method, with registered callbacks and without settings. Other
+    methods are objects of this class, or of a subclass with the method's options as arguments.
 
     Args:
-        aggregator: The server's rule, or a method to begin from, by name or as an object.
-        callbacks: Callbacks for a Trainer that has none of their kind. Those of the rule come after them.
-        steps: Update steps, the innermost first; those of the federation are outside of them.
-        settings: Arguments of :class:`~lightning_fed.Federation` that the method sets: of ``local_epochs``,
-            ``local_steps``, ``personal``, ``frozen``, ``batch_norm`` and ``optimizer_state``.
+        aggregator: The server's rule, or a method to extend, by name or as an object.
+        callbacks: Callbacks for a Trainer without a callback of the same class; the rule's callbacks follow.
+        steps: Update steps, the innermost first; the federation's steps are outside.
+        settings: Arguments for :class:`~lightning_fed.Federation`: ``local_epochs``, ``local_steps``, ``personal``,
+            ``frozen``, ``batch_norm`` and ``optimizer_state``.
 
     Attributes:
-        name: The name of its class, or of its rule's.
+        name: Name of the method's or rule's class.
 
     Example:
         >>> from lightning_fed import Federation
-        >>> method = Method("fedavg", batch_norm="personal")  # what `FedBN()` is
+        >>> method = Method("fedavg", batch_norm="personal")  # as `FedBN()`
         >>> Federation(method, clients_per_round=10).options.batch_norm
         'personal'
 
@@ -71,32 +70,32 @@ class Method:
 
     @property
     def name(self) -> str:
-        """The name of its class, or of its rule's where it has no class of its own."""
+        """Name of the method's class, or of the rule's class for a plain :class:`Method`."""
         return type(self.aggregator if type(self) is Method else self).__name__
 
 
 METHODS: dict[str, type[Method] | type[Aggregator]] = {}
-"""All methods, by their names in lower case; underscores in a name that is looked up do not matter."""
+"""All methods by name, in lower case and without underscores."""
 
 COMPANIONS: dict[type[Aggregator], Callable[[Any], Sequence[Callback]]] = {}
-"""For a rule that needs callbacks on the client's side, what makes them."""
+"""Functions by rule that build callbacks for the client's side."""
 
 _MethodType = TypeVar("_MethodType", bound=type[Method] | type[Aggregator])
 
 
 def register(method: _MethodType | None = None, *, callbacks: Callable[[Any], Sequence[Callback]] | None = None) -> Any:
-    """Enters a method under its class's name in lower case; a decorator, with or without arguments.
+    """Registers a method under the class name in lower case; a decorator, with or without arguments.
 
     Args:
-        method: A subclass of :class:`Method`, or of :class:`~lightning_fed.Aggregator`. Its options are the arguments
-            of its ``__init__``, and the first line of its docstring says what it is.
-        callbacks: Of a rule: makes the callbacks without which it does not work.
+        method: A subclass of :class:`Method` or :class:`~lightning_fed.Aggregator`. The arguments of ``__init__`` are
+            options, and the docstring's first line is the description.
+        callbacks: Builds the necessary callbacks for a rule.
 
     Returns:
-        The class itself.
+        The class.
 
     Raises:
-        ValueError: If there is another method of the name.
+        ValueError: If another method has the name.
 
     """
     if method is None:
@@ -106,27 +105,27 @@ def register(method: _MethodType | None = None, *, callbacks: Callable[[Any], Se
         COMPANIONS[method] = callbacks
     name = method_key(method.__name__)
     known = METHODS.setdefault(name, method)
-    if (known.__module__, known.__qualname__) != (method.__module__, method.__qualname__):  # not a module read again
-        raise ValueError(f"Expected a new name of a method, but {name!r} is that of {known.__module__}.")
+    if (known.__module__, known.__qualname__) != (method.__module__, method.__qualname__):  # a reloaded module
+        raise ValueError(f"Expected a new name of a method, but {name!r} is a method of {known.__module__}.")
     METHODS[name] = method
     return method
 
 
 def method_names() -> list[str]:
-    """The names of all methods, sorted."""
+    """Sorted names of all methods."""
     load_feature("lightning_fed.algorithms")
     return sorted(METHODS)
 
 
 def find_method(name: str) -> type[Method] | type[Aggregator]:
-    """The class of a method.
+    """Finds the class of a method.
 
     Args:
-        name: Its name, in any case and with or without underscores (``"trimmed_mean"``), or the path of a class that is
-            not entered: ``"my_project.FedMine"``.
+        name: Name in any case, with or without underscores (``"trimmed_mean"``), or the path of an unregistered class:
+            ``"my_project.FedMine"``.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If the name is unknown.
 
     Example:
         >>> find_method("fedbn").__name__
@@ -150,16 +149,16 @@ def find_method(name: str) -> type[Method] | type[Aggregator]:
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """A method as it is written in recipes and on the command line: ``name[:option=value[:option=value...]]``.
+    """Parses a method from a recipe or the command line: ``name[:option=value[:option=value...]]``.
 
     Args:
         text: The text. Values are YAML.
 
     Returns:
-        The name as it is written, and the options.
+        Name and options.
 
     Raises:
-        ValueError: If an option has no value or is there twice.
+        ValueError: If an option has no value or occurs twice.
 
     Example:
         >>> parse_method("fedprox:mu=1e-2")
@@ -179,15 +178,15 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
-    """A method by its name, with its options; or the object itself.
+    """Builds a method from a name and options; returns a method object unchanged.
 
     Args:
-        method: The name, in any case, options behind it if need be (``"fedss:num_negatives=40"``); or a method or rule.
-        options: With a name: arguments of the method's class, or of a callback that it brings.
+        method: Name in any case, with options if needed (``"fedss:num_negatives=40"``); or a method or rule.
+        options: Arguments for the named method's class, or for callbacks in the method.
 
     Raises:
         ValueError: If the name or an option is unknown, or an option without default is missing.
-        TypeError: If it is neither a name nor a method nor a rule.
+        TypeError: If ``method`` is neither a name nor a method nor a rule.
 
     Example:
         >>> build_method("fedmargin", combine="lpm", layer="model.encoder").callbacks[0].layer
@@ -207,7 +206,7 @@ def build_method(method: str | Method | Aggregator, **options: Any) -> Method:
 
 
 def list_options(method: type | Callback) -> dict[str, Any]:
-    """The options of a method or callback: name to default, ``inspect.Parameter.empty`` where there is none."""
+    """Defaults by option for a method or callback; ``inspect.Parameter.empty`` for a required option."""
     kind = method if isinstance(method, type) else type(method)
     parameters = inspect.signature(kind).parameters.values()
     return {one.name: one.default for one in parameters if one.kind is not inspect.Parameter.POSITIONAL_ONLY}
@@ -235,14 +234,14 @@ def _build_by_name(name: str, options: Mapping[str, Any]) -> Method:
 
 
 def _with_options(callback: Callback, options: Mapping[str, Any]) -> Callback:
-    """The callback once more, with those of the options that it has; its arguments are attributes of their names."""
+    # A callback's attributes have the arguments' names.
     names = list_options(callback)
     changes = {name: value for name, value in options.items() if name in names}
     return type(callback)(**{name: getattr(callback, name) for name in names} | changes) if changes else callback
 
 
 def method_key(name: str) -> str:
-    """A name as the table has it: in lower case, without underscores.
+    """Converts a name to a key: lower case, without underscores.
 
     Example:
         >>> method_key("Trimmed_Mean")
@@ -256,5 +255,5 @@ def _parse_value(text: str) -> Any:
     value = yaml.safe_load(text)
     if isinstance(value, str):
         with suppress(ValueError):
-            return float(value)  # YAML 1.1 takes 1e-3 for a word
+            return float(value)  # YAML 1.1 parses 1e-3 as a text
     return value

@@ -1,6 +1,6 @@
-"""The processes that share the clients of a round, and the exchange of objects between them.
+"""The processes with shares in a round's clients, and the exchange between processes.
 
-Tensors travel bit for bit; the object around them (numbers, names, containers) is small and is pickled.
+Tensors travel bit for bit; the small rest (numbers, names, containers) is pickled.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-_SMALL = 1 << 20  # bytes: smaller tensors share a message, because every message has its latency
+_SMALL = 1 << 20  # bytes: smaller tensors share a message, because every message has a latency
 _ALIGNED = 16
 
 
 class ProcessGroup:
-    """The processes that train a federation's clients; this base class is a single process.
+    """The processes with a federation's clients; the base class is a single process.
 
     Attributes:
         rank: Index of this process, from 0.
         size: Number of processes.
-        is_independent: Whether the processes do not communicate at present: during visits, each process trains other
-            clients than the others.
+        is_independent: Whether communication is disabled at present: during visits the processes train different
+            clients.
 
     Example:
         >>> group = ProcessGroup()
@@ -43,7 +43,7 @@ class ProcessGroup:
 
     @contextmanager
     def independent(self) -> Iterator[None]:
-        """Context in which the processes do not communicate."""
+        """Context without communication."""
         was_independent, self.is_independent = self.is_independent, True
         try:
             yield
@@ -51,15 +51,14 @@ class ProcessGroup:
             self.is_independent = was_independent
 
     def gather_one_by_one(self, value: Any, known: Sequence[Tensor] = ()) -> Iterator[Any]:
-        """Yields the values of all processes in the order of their ranks, in the memory of two of them.
+        """Yields all processes' values in the order of the ranks, in the memory of two values.
 
-        All processes must call it and exhaust the iterator. A value is a copy of the sender's; on the sender itself it
+        All processes must call the method and exhaust the iterator. A received value is a copy; the sender's value
         shares the tensors.
 
         Args:
-            value: This process's value: anything that can be pickled, with tensors anywhere in it.
-            known: Tensors that are equal in all processes, in the same order; where ``value`` refers to them, they do
-                not travel.
+            value: This process's value: any picklable object, with tensors inside.
+            known: Tensors with equal values in all processes, in the same order, which do not travel.
 
         Raises:
             MisconfigurationException: If ``value`` cannot be pickled.
@@ -68,11 +67,11 @@ class ProcessGroup:
         yield value
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes in the order of their ranks, in every process."""
+        """All processes' values in the order of the ranks, in every process."""
         return list(self.gather_one_by_one(value))
 
     def broadcast(self, value: Any) -> Any:
-        """The value of the first process, in every process."""
+        """The first process's value, in every process."""
         return value
 
 
@@ -81,7 +80,7 @@ SINGLE_PROCESS = ProcessGroup()
 
 
 class TorchProcessGroup(ProcessGroup):
-    """The processes of ``torch.distributed``'s default group.
+    """The processes in ``torch.distributed``'s default group.
 
     Args:
         device: This process's device.
@@ -92,10 +91,10 @@ class TorchProcessGroup(ProcessGroup):
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._device = device
-        self._wire = device if dist.get_backend() == "nccl" else torch.device("cpu")  # gloo's tensors are on the CPU
+        self._wire = device if dist.get_backend() == "nccl" else torch.device("cpu")  # gloo needs tensors on the CPU
 
     def gather_one_by_one(self, value: Any, known: Sequence[Tensor] = ()) -> Iterator[Any]:
-        """Yields the values of all processes in the order of their ranks."""
+        """Yields all processes' values in the order of the ranks."""
         rest, tensors = pack(value, known)
         headers: list[Any] = [None] * self.size
         with _noting_dead_peers():
@@ -107,7 +106,7 @@ class TorchProcessGroup(ProcessGroup):
             yield unpack(pickled, received, known)
 
     def broadcast(self, value: Any) -> Any:
-        """The value of the first process, in every process."""
+        """The first process's value, in every process."""
         rest, tensors = pack(value) if self.rank == 0 else (b"", [])
         header: list[Any] = [(rest, [_describe(tensor) for tensor in tensors])]
         with _noting_dead_peers():
@@ -116,7 +115,7 @@ class TorchProcessGroup(ProcessGroup):
         return unpack(rest, self._broadcast_tensors(0, tensors if self.rank == 0 else None, forms))
 
     def _broadcast_tensors(self, source: int, tensors: Sequence[Tensor] | None, forms: Sequence[_Form]) -> list[Tensor]:
-        """Sends the tensors of one process to all: small ones share a message, a large one has its own."""
+        """Sends one process's tensors to all processes; small tensors share a message."""
         received: list[Tensor] = []
         for group in _groups(forms):
             sent = None if tensors is None else tensors[len(received) : len(received) + len(group)]
@@ -138,13 +137,13 @@ class TorchProcessGroup(ProcessGroup):
         tensors = []
         for start, form in zip(starts, group, strict=False):
             part = buffer[start : start + form.nbytes].view(form.dtype).view(form.shape)
-            # A copy where other tensors lie in the same buffer, which would otherwise live as long as one of them.
+            # A copy from a common buffer: a view would keep the whole buffer in memory.
             tensors.append(part.to(self._device if form.is_on_device else "cpu", copy=len(group) > 1))
         return tensors
 
 
 class _Form(NamedTuple):
-    """Shape, type and place of a tensor."""
+    """A tensor's shape, type and device."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -153,19 +152,19 @@ class _Form(NamedTuple):
 
     @property
     def padded(self) -> int:
-        """Bytes up to where the next tensor may begin."""
+        """Bytes up to the next aligned position."""
         return -(-self.nbytes // _ALIGNED) * _ALIGNED
 
 
 def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]:
-    """Splits an object into its tensors, each once, and the pickled rest.
+    """Splits an object into distinct tensors and the pickled rest.
 
     Args:
         value: The object.
-        known: Tensors that the receiver has; only their indices travel.
+        known: The receiver's tensors; only indices travel.
 
     Raises:
-        MisconfigurationException: If it cannot be pickled.
+        MisconfigurationException: If the object cannot be pickled.
 
     Example:
         >>> w = torch.ones(2)
@@ -180,22 +179,21 @@ def pack(value: Any, known: Sequence[Tensor] = ()) -> tuple[bytes, list[Tensor]]
         pickler.dump(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise MisconfigurationException(
-            f"Expected what goes from one process to the others to be picklable, but got {error}. An aggregator must be"
-            " made of tensors, numbers and plain objects, without lambdas and open files; or leave them out in its"
-            " `__getstate__`."
+            f"Expected objects for other processes to be picklable, but got {error}. An aggregator must consist of"
+            " tensors, numbers and plain objects, without lambdas and open files; or exclude these in `__getstate__`."
         ) from error
     return file.getvalue(), pickler.tensors
 
 
 def unpack(rest: bytes, tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Any:
-    """Rebuilds an object from the two parts that :func:`pack` made of it; the tensors are not copied."""
+    """Rebuilds an object from the parts returned by :func:`pack`, without copies of the tensors."""
     unpickler = _Unpickler(io.BytesIO(rest))
     unpickler.tensors, unpickler.known = tensors, known
     return unpickler.load()
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as indices: into the known ones, or else into ``tensors``, where it collects them."""
+    """Pickles tensors as indices into the known tensors, or into the collected ``tensors``."""
 
     def __init__(self, file: io.BytesIO, known: Sequence[Tensor]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -209,7 +207,7 @@ class _Pickler(pickle.Pickler):
             return "meta", (tuple(value.shape), value.dtype)
         if id(value) not in self._references:
             self._references[id(value)] = "new", len(self.tensors)
-            self.tensors.append(value)  # which also keeps its `id` from becoming another's
+            self.tensors.append(value)  # a reference: the `id` stays unique
         return self._references[id(value)]
 
 
@@ -234,7 +232,7 @@ def _describe(tensor: Tensor) -> _Form:
 
 
 def _groups(forms: Sequence[_Form]) -> Iterator[list[_Form]]:
-    """Groups consecutive small tensors up to about a megabyte; a large tensor is a group of its own."""
+    # Consecutive small tensors share a group up to `_SMALL` bytes.
     group: list[_Form] = []
     for form in forms:
         if group and sum(small.padded for small in group) + form.padded > _SMALL:
@@ -258,5 +256,5 @@ def _noting_dead_peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        error.add_note("Another process of this fit may have died: its own error, in its own output, says of what.")
+        error.add_note("Another process of this fit may have died: the process's output shows the error.")
         raise

@@ -1,7 +1,7 @@
 """The server's rules: the port from a round's messages to the new global state.
 
-A rule is a monoid between its :meth:`~Aggregator.start` and its :meth:`~Aggregator.aggregate`. What happens to an
-update between a client's training and the rule is the business of :mod:`lightning_fed.steps`.
+A rule is a monoid between :meth:`~Aggregator.start` and :meth:`~Aggregator.aggregate`. Changes to an update between a
+client's training and the rule belong to :mod:`lightning_fed.steps`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from lightning_fed.messages import Broadcast, Client, ClientUpdate, Request, Sta
 
 @dataclass
 class RoundInfo:
-    """Facts of a round that the server gives to its rule and to the update steps.
+    """Facts about a round for the rule and the update steps.
 
     Args:
         round: Index of the round, from 0.
-        clients: All clients of the federation, as far as they are known here.
-        trainable: Names of the entries that train; ``None`` where nobody has said so.
-        untrained: Names of the parameters without gradient, which a visit most often leaves as they are.
-        sliced: Names of the entries of which a client may hold some rows only.
-        seed: Seed of the federation: what a step draws comes from (seed, round, client).
-        refused: Clients whose answers the server has refused for what they held, with the reason; grows in the round.
+        clients: All clients known in this process.
+        trainable: Names of the trained entries; ``None`` if unknown.
+        untrained: Names of the parameters without gradient; most visits do not change these.
+        sliced: Names of the entries with only some rows at a client.
+        seed: The federation's seed; a step draws from (seed, round, client).
+        refused: Reason by client for bad answers so far in the round.
 
     """
 
@@ -40,18 +40,18 @@ class RoundInfo:
     refused: Mapping[Client, str] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the clients, who may be millions and whom every process knows."""
+        """All attributes except the clients: every process knows the clients, possibly millions."""
         return {**vars(self), "clients": (), "refused": {}}
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """Wishes of a rule for a round, before its cohort is drawn.
+    """A rule's wishes for a round, before the draw of the cohort.
 
     Args:
-        drawn: Index of the round whose cohort is visited again; ``None`` for a cohort of the round's own.
-        present: The clients of that cohort that the rule can still use; ``None`` for all.
-        always: Clients that take part beside those that are drawn, with all of their work.
+        drawn: Index of an earlier round, to visit the same cohort again; ``None`` for a new cohort.
+        present: Usable clients in the earlier cohort; ``None`` for all.
+        always: Additional clients in every cohort, with complete work.
 
     """
 
@@ -108,10 +108,10 @@ class RuleCapabilities:
 
 
 class Aggregator(RuleCapabilities, ABC):
-    """The server's part of a method: makes the broadcasts, receives the updates, makes the new global state.
+    """The server's part of a method: prepares broadcasts, receives updates, aggregates the new global state.
 
-    Between :meth:`start` and :meth:`aggregate` it is a monoid: updates stream in, in any order, and the part that
-    another process received joins with :meth:`merge`. Rules that average should hold O(model) memory.
+    Between :meth:`start` and :meth:`aggregate` a rule is a monoid: updates arrive in any order, and :meth:`merge` joins
+    the updates from another process. Averaging rules should hold O(model) memory.
 
     Example:
         >>> import torch
@@ -127,58 +127,58 @@ class Aggregator(RuleCapabilities, ABC):
 
     @abstractmethod
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round from the shared entries of the global model; forgets what was received before, of any round.
+        """Starts a round from the global model's shared entries, without all earlier updates.
 
-        Several processes that share a round call it twice: then :meth:`merge` gives back what was received.
+        With several processes, a round has two calls: after the second call :meth:`merge` returns the updates.
         """
 
     @abstractmethod
     def broadcast(self, request: Request) -> Broadcast:
-        """Makes the message for a client, in answer to its request; the server cuts out the rows.
+        """Prepares the message for a client's request; the server selects the rows.
 
-        The tensors are only read by the caller.
+        The caller does not write into the tensors.
         """
 
     @abstractmethod
     def receive(self, update: ClientUpdate) -> None:
-        """Takes one client's update, already checked, or a sum of several that an update step has made.
+        """Receives one client's checked update, or a sum from an update step.
 
-        Its tensors belong to the rule from now on, but for those named in ``update.unsent``: they are the broadcast's,
-        and only to be read.
+        The rule now owns the tensors, except tensors named in ``update.unsent``: the broadcast owns these, and the rule
+        must not write into the memory.
 
         Raises:
-            BadUpdate: If the rule cannot use it; nothing of it is kept, and the client is left out by name.
+            BadUpdate: If the rule cannot use the update; the rule is unchanged, and the server excludes the client.
 
         """
 
     @abstractmethod
     def merge(self, other: Any) -> None:
-        """Joins what another rule of the same kind has received in the same round."""
+        """Joins the updates from the same rule in another process."""
 
     @abstractmethod
     def aggregate(self) -> State | None:
-        """The new global values of the shared entries, from all updates of the round (at least one).
+        """The new global values of the shared entries, from all updates (at least one).
 
         Returns:
-            The state; ``None`` where the rule takes several rounds for one model, and this was not the last of them.
+            The state; ``None`` if the rule needs more rounds for a new model.
 
         Raises:
-            BadUpdates: If clients turn out not to fit, now that all updates are there. The rule has forgotten them, and
-                is asked again if enough others are left.
+            BadUpdates: If a comparison of all updates excludes clients. The rule has removed these updates, and the
+                server calls the method again with enough other updates.
 
         """
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of the round that was just aggregated, for the log: full name to value."""
+        """Numbers for the log after the aggregation, by full name."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """State that survives from round to round (server momentum, prototypes): tensors and primitives.
+        """State between rounds (server momentum, prototypes): tensors and primitives.
 
-        Only :meth:`aggregate` changes it, and it puts new tensors in the place of old ones: a round that comes to
-        nothing is taken back to what was returned at its start.
+        Only :meth:`aggregate` changes the state, with new tensors instead of writes into old tensors: after a failed
+        round the server restores the state from the round's start.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned."""
+        """Restores a result of :meth:`state_dict`."""

@@ -36,8 +36,8 @@ class FederatedTrainer(L.Trainer):
         kwargs: Arguments of ``Federation`` and of ``L.Trainer``. Without a ``strategy``, ``devices`` is 1.
 
     Raises:
-        ValueError: If both ``max_rounds`` and ``max_epochs``, or ``federation`` and one of its arguments, are given, or
-            a ``Federation`` is among the ``callbacks``.
+        ValueError: If both ``max_rounds`` and ``max_epochs``, or ``federation`` and a ``Federation`` argument, are
+            given, or a ``Federation`` is among the ``callbacks``.
         TypeError: If ``federation`` is not a ``Federation``, or an argument is known to neither class.
 
     Example:

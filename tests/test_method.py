@@ -110,7 +110,9 @@ def test_a_method_is_registered_once(monkeypatch):
     assert register(FedMine) is FedMine
     assert register(FedMine) is FedMine
     assert type(build_method("fedmine").aggregator) is FedMine
-    with pytest.raises(ValueError, match=r"a new name of a method, but 'fedavg' is that of lightning_fed\.algorithms"):
+    with pytest.raises(
+        ValueError, match=r"a new name of a method, but 'fedavg' is a method of lightning_fed\.algorithms"
+    ):
         register(type("FedAvg", (FedAvg,), {}))
 
 

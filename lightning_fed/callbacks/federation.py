@@ -172,7 +172,7 @@ class Federation(TrainerCallback):
         warn_of_two()
         self.arguments = {name: given[name] for name in inspect.signature(Federation).parameters}
         self.method = _copy_method(build_method(method))
-        options = SimpleNamespace(**_settle(self.method, self.arguments))
+        options = SimpleNamespace(**_combine_settings(self.method, self.arguments))
         if not (partition is None or isinstance(partition, Partition)):
             raise TypeError(f"Expected `partition` to be a Partition object such as `IID(10)`, but got {partition!r}.")
         chain = Chain(self.method.aggregator, [*self.method.steps, *steps])
@@ -254,9 +254,9 @@ class Federation(TrainerCallback):
         self._reset(self._loop.remote)
 
     def needs_own_statistics(self, module: L.LightningModule) -> bool:
-        """True if clients need their own BatchNorm statistics, because the server does not see a client's statistics.
+        """True if clients need separate BatchNorm statistics, because the server does not see a client's statistics.
 
-        So it is for ``batch_norm="auto"`` with secure sums, central privacy or FedSS.
+        Applies to ``batch_norm="auto"`` with secure sums, central privacy or FedSS.
 
         Args:
             module: The module, with all layers.
@@ -427,7 +427,7 @@ class Federation(TrainerCallback):
         return self._models.ask(trainer, module, callback, clients, question, own)
 
     def averages_in_place(self) -> AbstractContextManager[None]:
-        """Context outside validation with the model for validation in the module: an average, if there is one."""
+        """Context outside validation with the model for validation in the module: an average, if available."""
         return self._loop.averages_in_place()
 
     @property
@@ -483,7 +483,7 @@ class Federation(TrainerCallback):
                 f"This Trainer is to go on after epoch {trainer.current_epoch}, but its `Federation` has served another"
                 " Trainer since: give each Trainer a `Federation` of its own (`federation.replace()` makes one)."
             )
-        if fit.rounds and previous is trainer and trainer.current_epoch:  # its `max_epochs` was raised
+        if fit.rounds and previous is trainer and trainer.current_epoch:  # with a larger `max_epochs`
             self._fit.continue_from(fit)
             self._loop.failed_rounds, self.server.held = failed_rounds, held
             self.store.restore(fit.rounds, self.store.checkpoint(fit.rounds))
@@ -553,16 +553,16 @@ class Federation(TrainerCallback):
         self._loop.end_epoch()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leaves the last complete global model in the module, also where the fit ended inside a round.
+        """Leaves the last complete global model in the module, also after a fit's end inside a round.
 
         Raises:
-            RuntimeError: If no round has ever succeeded because clients failed.
+            RuntimeError: If clients failed in all rounds.
 
         """
         self._loop.end_training(pl_module)
         self._loop.failed_rounds.end_fit()
         self._loop.measure_statistics(self.store.clients())
-        totals, files = self.round_log.totals, files_of(trainer)  # which all processes ask for, or none
+        totals, files = self.round_log.totals, files_of(trainer)  # in all processes
         if totals["rounds"] and trainer.is_global_zero:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             seconds = perf_counter() - self._start
@@ -581,11 +581,11 @@ class Federation(TrainerCallback):
                 )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Shows the last round's numbers also where nothing was left to train after a resume."""
+        """Shows the last round's numbers, also after a resume without training."""
         self.round_log.show(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Leaves the last complete global model in the module, and names the visit that it ended."""
+        """Leaves the last complete global model in the module, and names the interrupted visit."""
         try:
             if self.current_visit is not None:
                 exception.add_note(describe_visit(exception, self.current_visit))
@@ -603,15 +603,15 @@ class Federation(TrainerCallback):
             self._loop.detach()  # Lightning does not call `teardown` after an exception
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Restores what ``setup`` changed."""
+        """Reverts the changes by ``setup``."""
         self._loop.detach()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Takes back the batches of a round that is not complete: it is trained again from its start."""
+        """Removes the batches of an incomplete round: a resumed fit trains the round again."""
         self._fit.progress.patch(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the rounds' counts, method, clients, states of chain and store, and what the fit began with."""
+        """State for checkpoints, described in the class docstring."""
         is_in_round = self._loop.hooks.open_round is not None
         module = None if self._trainer is None or is_in_round else self._trainer.lightning_module
         return {
@@ -655,7 +655,7 @@ class Federation(TrainerCallback):
         self.server.held.load_state_dict(state_dict.get("held", {}))
 
     def find_population(self) -> Population:
-        """All clients; in a fit their data are asked for if not known yet."""
+        """All clients; in a fit, asks for the data if the clients are unknown."""
         return self._loop.find_population()
 
     def scheduler_steps(self, rounds: int, window: int = 1) -> int:
@@ -687,11 +687,11 @@ class Federation(TrainerCallback):
         self._clients = now
 
 
-def _settle(method: Method, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a federation, with those that its method sets.
+def _combine_settings(method: Method, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Combines the user's arguments with the method's settings.
 
     Raises:
-        ValueError: If the method sets what it may not, or what the user sets to another value.
+        ValueError: If a setting is not allowed, or differs from the user's argument.
 
     """
     parameters = inspect.signature(Federation).parameters
@@ -724,7 +724,7 @@ def find_federation(trainer: L.Trainer) -> Federation:
     """The Trainer's federation.
 
     Raises:
-        MisconfigurationException: If it has none.
+        MisconfigurationException: If the Trainer has no federation.
 
     """
     federation = federation_of(trainer)
@@ -746,19 +746,18 @@ def move_behind_federation(callback: L.Callback, trainer: L.Trainer) -> None:
 
 
 def scheduler_steps(trainer: L.Trainer) -> int | float:
-    """Number of steps that a scheduler with ``interval="step"`` makes in a fit.
+    """Number of steps in a fit for a scheduler with ``interval="step"``.
 
-    It is the ``total_steps`` of a ``OneCycleLR``, or the ``num_training_steps`` of a warm-up, in
-    ``configure_optimizers``. In a federation every visit starts from the round's state of the scheduler, and the round
-    goes on from where its visit with the median number of steps left it: in a round a scheduler advances by the steps
-    of one visit. ``trainer.estimated_stepping_batches`` counts the steps of all clients of a round.
+    Use the number for ``total_steps`` of a ``OneCycleLR``, or ``num_training_steps`` of a warm-up, in
+    ``configure_optimizers``. In a federation every visit starts from the round's state of the scheduler, and the
+    scheduler continues from the visit with the median step count: a round advances the scheduler by the steps of one
+    visit. ``trainer.estimated_stepping_batches`` counts the steps of all clients in a round.
 
     Args:
-        trainer: The Trainer. Without a :class:`~lightning_fed.Federation` the number is Lightning's own, so that a
-            module can ask for it in both.
+        trainer: The Trainer. Without a :class:`~lightning_fed.Federation` the result is Lightning's number.
 
     Returns:
-        The number of steps; as in Lightning ``inf`` where the Trainer has no limit.
+        The number of steps; as in Lightning ``inf`` for a Trainer without a limit.
 
     Raises:
         MisconfigurationException: If the clients' data are on other machines.

@@ -244,7 +244,7 @@ REFUSED = {
     "sync_batch_norm": "MisconfigurationException: Synchronised BatchNorm",
     "sync_batchnorm": "MisconfigurationException: Synchronised BatchNorm",
     "module": "MisconfigurationException: Expected every process to build the same module",
-    "lambda": "MisconfigurationException: Expected what goes from one process to the others to be picklable",
+    "lambda": "MisconfigurationException: Expected objects for other processes to be picklable",
     "on_server_aggregate": "RuntimeError: The processes have made different global models",
     "store": "MisconfigurationException: `OwnStore` keeps what is the clients' for one process",
     "all_fail": "OSError: the disk is gone",
