@@ -75,8 +75,8 @@ class OwnClassConfusion(PeriodicPictures):
         clients: The clients, or a number: the first clients in the population.
         every_n_epochs: Rounds between two pictures.
         class_names: Class names from class 0 on; further classes are shown by index.
-        target: Labels in a batch: an index, a key, or a function of the batch; by default the labels in the loss, found by
-            one traced step. Negative labels and the label ignored by the loss are ignored.
+        target: Labels in a batch: an index, a key, or a function of the batch; by default the labels in the loss, found
+            by one traced step. Negative labels and the label ignored by the loss are ignored.
         inputs: Inputs in a batch: an index, a key, or a function of the batch; by default the first element, or
             ``batch["image"]``, ``["x"]``, ``["input"]`` or the plurals.
 
