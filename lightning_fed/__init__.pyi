@@ -1,4 +1,4 @@
-"""What `import lightning_fed` offers; each name is imported when it is first asked for."""
+"""Names in `lightning_fed`, imported at the first access."""
 
 from . import algorithms as algorithms
 from . import attacks as attacks

@@ -1,17 +1,15 @@
-"""Measures the English in docstrings, comments and documentation pages, and updates the record for the ratchet.
+"""Measures the English in docstrings, comments and documentation pages.
 
     python tests/prose.py                    rates by group
     python tests/prose.py --list FILE ...    all odd constructions in these files, with line numbers
-    python tests/prose.py --update           lower the recorded rates to the measured rates
 
-``tests/test_prose.py`` compares the repository with ``tests/prose_record.json``. Rates are per 1,000 words. The limits
-exceed the measured rates of optax, fedjax, torchmetrics and Lightning.
+``tests/test_prose.py`` compares all files with the limits. Rates are per 1,000 words. The limits exceed the measured
+rates of optax, fedjax, torchmetrics and Lightning.
 """
 
 import argparse
 import ast
 import io
-import json
 import re
 import subprocess
 import tokenize
@@ -19,7 +17,6 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-RECORD = Path(__file__).with_name("prose_record.json")
 
 WORDS = {
     "pronouns": {"it", "its", "them", "they", "their", "theirs", "those", "itself", "themselves", "ones"},
@@ -146,40 +143,9 @@ def measure():
     return files, groups
 
 
-def new_record(files, groups, record=None):
-    """Record for these counts. No rate exceeds the earlier record.
-
-    Files within all limits have no entry.
-    """
-    entries = {}
-    for path, counts in files.items():
-        rates, limits = rates_of(counts), limits_of(counts)
-        over = {name: rate for name, rate in rates.items() if rate > limits[name]}
-        if record is not None:
-            before = record["files"].get(path, {})
-            over = {name: min(rate, before[name]) for name, rate in over.items() if name in before}
-        if over:
-            entries[path] = over
-    totals = {}
-    for group, counts in groups.items():
-        rates = rates_of(counts)
-        before = record["groups"].get(group, rates) if record else rates
-        totals[group] = {name: min(rate, before[name]) for name, rate in rates.items()}
-    return {"groups": totals, "files": entries}
-
-
-def write_record(record):
-    """Writes one line per file: parallel changes to different files do not conflict."""
-    lines = [f" {json.dumps(key)}: {json.dumps(record['groups'][key])}" for key in GROUPS]
-    rows = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(record["files"].items())]
-    groups, files = ",\n".join(lines), ",\n".join(rows)
-    RECORD.write_text(f'{{"groups": {{\n{groups}\n}}, "files": {{\n{files}\n}}}}\n')
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", nargs="+", type=Path, metavar="FILE", help="print the odd constructions of files")
-    parser.add_argument("--update", action="store_true", help="lower the recorded rates to today's")
     options = parser.parse_args()
     if options.list:
         for path in options.list:
@@ -187,11 +153,8 @@ def main():
                 print(f"{path}:{line}: {kind}: ...{text}...")
             print(f"{path}: {rates_of(counts_of(path.resolve().relative_to(ROOT)))}")
         return
-    files, groups = measure()
-    for group, counts in groups.items():
+    for group, counts in measure()[1].items():
         print(f"{group:14} {counts['words']:7} words ", rates_of(counts))
-    if options.update:
-        write_record(new_record(files, groups, json.loads(RECORD.read_text()) if RECORD.exists() else None))
 
 
 if __name__ == "__main__":

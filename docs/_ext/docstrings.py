@@ -1,4 +1,4 @@
-"""Makes Markdown of the reStructuredText in docstrings, for the API pages: roles, mathematics, section names."""
+"""Converts reStructuredText in docstrings to Markdown for the API pages: roles, mathematics, section names."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _EXAMPLE = re.compile(r"^( *)Example:$", re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites every docstring before it is parsed."""
+    """Converts every docstring before parsing."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Called with every module, class, function and attribute."""
+        """Receives every module, class, function and attribute."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
 
 
 def as_markdown(text: str) -> str:
-    """The docstring with Markdown in the place of reStructuredText."""
+    """Docstring in Markdown."""
     text = _ROLE.sub(_reference, text)
     text = _MATH.sub(r"\\(\1\\)", text)
     text = _MATH_BLOCK.sub(_display, text)
-    return _EXAMPLE.sub(r"\1Examples:", text)  # the name under which griffe knows code that runs
+    return _EXAMPLE.sub(r"\1Examples:", text)  # griffe runs code only under this name
 
 
 def _reference(match: re.Match[str]) -> str:

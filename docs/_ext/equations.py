@@ -1,6 +1,6 @@
-"""Writes the site's equations as MathML, which browsers draw by themselves: no script, no download.
+"""Converts equations in the built site to MathML: browsers need no script and no download.
 
-After zensical has built it: ``python docs/_ext/equations.py site``.
+Run after zensical: ``python docs/_ext/equations.py site``.
 """
 
 import html
@@ -14,14 +14,14 @@ EQUATION = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1
 
 
 def draw(match: re.Match[str]) -> str:
-    """An equation as pymdownx.arithmatex leaves it, as MathML."""
+    """MathML for an equation in the markup of pymdownx.arithmatex."""
     element, kind, text = match.groups()
     display = "block" if kind == "[" else "inline"
     return f'<{element} class="arithmatex">{convert(html.unescape(text), display=display)}</{element}>'
 
 
 def main(site: Path) -> None:
-    """Rewrites the pages of a site."""
+    """Converts all pages in a folder."""
     for page in site.rglob("*.html"):
         before = page.read_text()
         after = EQUATION.sub(draw, before)

@@ -1,9 +1,9 @@
-"""Draws docs/assets/demo.png: the global model's score by round, and its masks of three clients' images.
+"""Draws docs/assets/demo.png: the global model's score by round, and masks for three clients' images.
 
     python docs/_ext/landing.py    # five minutes on a free core
 
-The model, the data and the options are those of `lightning-fed demo`, but every client holds back a fifth of its
-images. Of these the picture shows the one of each client whose mask is right in as many pixels as the median.
+Model, data and options follow `lightning-fed demo`, with a fifth of every client's images held out. The picture shows
+one held-out image per client: the image with the median number of correct pixels.
 """
 
 from pathlib import Path
@@ -23,12 +23,12 @@ from lightning_fed.tasks import SegmentationTask
 
 ROUNDS, CLIENTS = 48, 24
 SHOWN = (1, 12, ROUNDS)
-INK = "0.5"  # to be read on white and on black
+INK = "0.5"  # readable on white and on black
 OUT = Path(__file__).parents[1] / "assets" / "demo.png"
 
 
 class Masks(L.Callback):
-    """Keeps the global model's scores, and what it says of some images after some rounds."""
+    """Records the global model's scores, and masks of some images after selected rounds."""
 
     def __init__(self, images):
         self.images, self.masks, self.scores = images, {}, []
@@ -52,7 +52,7 @@ def main():
     data.setup("fit")
     names, population = source.class_names, data.population()
 
-    columns = {}  # the first clients with another favourite class each
+    columns = {}  # first client for each most frequent class
     for client, held_out in data.val.items():
         samples = [held_out[index] for index in range(len(held_out))]
         favourite = int(np.bincount([int(mask[mask > 0].mode().values) for _, mask in samples]).argmax())
@@ -89,7 +89,7 @@ def main():
     print(f"{len(population.clients)} clients, val_miou {float(trainer.callback_metrics['val_miou']):.3f}")
 
     right, begin = (kept.masks[ROUNDS] == truth.numpy()).mean((1, 2)), 0
-    typical = []  # of each client the image that is neither among the best nor among the worst in the end
+    typical = []  # image with the median number of correct pixels, by client
     for _, samples in columns.values():
         order = begin + right[begin : begin + len(samples)].argsort()
         typical.append(order[len(order) // 2])
@@ -98,7 +98,7 @@ def main():
     kept.masks = {number: masks[typical] for number, masks in kept.masks.items()}
 
     colors = np.array(default_colors(source.num_classes))
-    shown = images * 0.22 + 0.47  # as Shapes has normalised them
+    shown = images * 0.22 + 0.47  # undoes the normalisation in Shapes
     rows = {
         "image": shown.clamp(0, 1).permute(0, 2, 3, 1).numpy(),
         "truth": colors[truth],

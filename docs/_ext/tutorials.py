@@ -1,11 +1,11 @@
-"""Runs the tutorials, and puts into their pages what the code prints and draws; makes notebooks of them.
+"""Runs the tutorials, inserts printed output and pictures into the pages, and writes notebooks.
 
     python docs/_ext/tutorials.py               # all
     python docs/_ext/tutorials.py first lora    # some
 
-A page's Python blocks run in their order, in one namespace and in an empty folder. What a block prints stands behind
-it, in a block with the title "Output". A picture ``../assets/tutorials/<page>-<name>.png`` is the file ``<name>.png``
-of that folder.
+The Python blocks of a page run in order, in one namespace and in an empty folder. A block with the title "Output"
+follows with the printed text. A picture ``../assets/tutorials/<page>-<name>.png`` is the file ``<name>.png`` in the
+folder.
 """
 
 import io
@@ -25,22 +25,22 @@ _PICTURE = re.compile(r"\]\(\.\./assets/tutorials/(\w+)-(\w+)\.png\)")
 
 
 def code_blocks(text: str) -> list[tuple[str, str]]:
-    """Every Python block of a page, and what it prints."""
+    """Python blocks of a page, each with the printed text."""
     return [(match[1], match[2] or "") for match in _CODE.finditer(text)]
 
 
 def pictures(text: str) -> list[str]:
-    """Names of the pictures that a page shows."""
+    """Names of the pictures in a page."""
     return [name for _, name in _PICTURE.findall(text)]
 
 
 def run(page: Path, folder: Path) -> list[str]:
-    """Runs a page in a folder, and returns what each of its blocks prints."""
+    """Runs a page in a folder, and returns the printed text of each block."""
     printed, namespace = [], {"__name__": "tutorial"}
     with chdir(folder):
         text = page.read_text()
         for match in _CODE.finditer(text):
-            lines = "\n" * (text[: match.start()].count("\n") + 1)  # so that errors name the line of the page
+            lines = "\n" * (text[: match.start()].count("\n") + 1)  # errors name the line in the page
             with redirect_stdout(io.StringIO()) as out:
                 exec(compile(lines + match[1], str(page), "exec"), namespace)
             printed.append("\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines()))
@@ -48,7 +48,7 @@ def run(page: Path, folder: Path) -> list[str]:
 
 
 def with_output(text: str, printed: list[str]) -> str:
-    """The page, with what its blocks have printed behind each of them."""
+    """Page with the printed text after each block."""
     outputs = iter(printed)
 
     def write(match: re.Match[str]) -> str:
@@ -59,7 +59,7 @@ def with_output(text: str, printed: list[str]) -> str:
 
 
 def as_notebook(text: str) -> str:
-    """The page as a Jupyter notebook without output."""
+    """Page as a Jupyter notebook without output."""
     cells, position = [], 0
 
     def add(kind: str, source: str) -> None:
@@ -79,7 +79,7 @@ def as_notebook(text: str) -> str:
 
 
 def _for_notebook(text: str) -> str:
-    """Links lead to the site, and pictures to the files that the cells have drawn."""
+    """Points links to the site, and pictures to the files drawn by the cells."""
     text = re.sub(r"^\[This page as a notebook\].*\n", "", text, flags=re.MULTILINE)
     text = _PICTURE.sub(r"](\2.png)", text)
     text = re.sub(r"\.png\)\{[^}]*\}", ".png)", text)
@@ -89,7 +89,7 @@ def _for_notebook(text: str) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Runs the pages of these names, and writes what belongs to them."""
+    """Runs the named pages, and updates pages, pictures and notebooks."""
     for page in PAGES:
         if names and page.stem not in names:
             continue

@@ -1,8 +1,8 @@
-"""Writes the table of ``docs/guides/works_with.md``: every method with every feature, in fits of two rounds.
+"""Writes the table in ``docs/guides/works_with.md`` from fits with two rounds: every method with every feature.
 
     python docs/_ext/works_with.py
 
-It takes about ten minutes with one thread. The standard error has the reason of each refusal.
+The run takes about ten minutes with one thread. Standard error shows the reason for each refusal.
 """
 
 from __future__ import annotations
@@ -46,19 +46,18 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 class Notes(logging.Handler):
-    """The log's messages."""
+    """Collects log messages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keeps the message of a record."""
         self.messages.append(record.getMessage())
 
 
 def clients() -> dict[str, TensorDataset]:
-    """Seven clients with twelve images of four classes each."""
+    """Seven clients, each with twelve images in four classes."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: TensorDataset(torch.randn(12, 1, 8, 8, generator=generator), torch.arange(12) % 4) for name in "abcdefg"
@@ -66,7 +65,7 @@ def clients() -> dict[str, TensorDataset]:
 
 
 def make_model(method: str) -> ClassificationTask:
-    """A small network without BatchNorm, except for the methods that are about it."""
+    """A small network, with BatchNorm only for the BatchNorm methods."""
     torch.manual_seed(0)
     norms = [nn.BatchNorm1d(8)] if method in ("fedbn", "silobn", "fixbn") else []
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), *norms, nn.ReLU(), nn.Linear(8, 4))
@@ -75,7 +74,7 @@ def make_model(method: str) -> ClassificationTask:
 
 
 def outcome(method: str, feature: str = "") -> str:
-    """A tick; a circle where clients train one after another; a dash where the combination is refused."""
+    """A tick, a circle for clients trained one after another, or a dash for a refused combination."""
     notes, logger = Notes(), logging.getLogger("lightning_fed")
     logger.addHandler(notes)
     try:

@@ -154,12 +154,14 @@ def markdown(results: Sequence[Mapping[str, Any]], target: float = 0.8, last: in
     return "\n".join(["| " + " | ".join(row) + " |" for row in rows] + ["", "\n\n".join(notes)])
 
 
-def paired_interval(ours: Sequence[float], theirs: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
+def paired_interval(
+    scores: Sequence[float], others: Sequence[float], level: float = 0.95
+) -> tuple[float, float, float]:
     """Mean difference between two methods over the same seeds, with Student's t confidence interval.
 
     Args:
-        ours: Score for each seed.
-        theirs: The other method's scores, in the same order.
+        scores: Score for each seed.
+        others: The other method's scores, in the same order.
         level: Confidence level.
 
     Returns:
@@ -173,7 +175,7 @@ def paired_interval(ours: Sequence[float], theirs: Sequence[float], level: float
         >>> round(mean, 3), round(low, 3), round(high, 3)
         (0.25, -0.371, 0.871)
     """
-    differences = [one - other for one, other in zip(ours, theirs, strict=True)]
+    differences = [one - other for one, other in zip(scores, others, strict=True)]
     mean = statistics.fmean(differences)
     degrees = len(differences) - 1
     if degrees < 1:

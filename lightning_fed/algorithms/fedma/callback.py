@@ -61,8 +61,8 @@ _MODEL = f"{MEMORY}model:"
 class LayerwiseTraining(FederatedCallback):
     """Client side of :class:`~lightning_fed.algorithms.FedMA`, added to the Trainer automatically.
 
-    Finds permutation groups and stages before the first round and logs both. Each client keeps its model between the
-    rounds of a pass, until the end of the next pass: for large models set a folder as the federation's ``store``.
+    Finds permutation groups and stages before the first round and logs both. Each client stores a model between
+    the rounds of a pass, until the end of the next pass: for large models set a folder as the federation's ``store``.
     Matched layers do not train (``requires_grad`` is off, BatchNorm in evaluation mode).
 
     Checkpoints of grown models load into modules with the original widths in all Trainer functions. Other width
@@ -70,16 +70,16 @@ class LayerwiseTraining(FederatedCallback):
     few numbers per entry.
 
     Args:
-        example_input: Arguments of the module's ``forward`` for following its neurons (of a module without one: of the
-            network that its ``training_step`` trains), see
+        example_input: Arguments for the module's ``forward`` (without a ``forward``, for the network trained in
+            ``training_step``), used to trace neurons, see
             :meth:`PermutationGroups.of <lightning_fed.matching.PermutationGroups.of>`. By default the module's
-            ``example_input_array``, or else the inputs of two of a client's examples: the usual ones of a batch, or
-            those entries of a mapping that ``forward`` takes by name, as models of transformers do.
-        pin: Patterns of entry names whose neurons keep their order. Those of entries that do not travel do anyway.
-        extra_groups: Groups of neurons that are not found by themselves, of a client's widths.
-        target: Labels of a batch: index, key or function; ``None`` for the labels in the loss. Without labels in one
-            tensor of the batch, the output layer is averaged by numbers of examples, with a warning.
-        inputs: Inputs of a batch, likewise.
+            ``example_input_array``, or the inputs in two of a client's examples: the first element of a batch, or the
+            mapping's entries with the names of ``forward`` arguments, as in transformers.
+        pin: Patterns for entry names. Neurons in matching entries keep the order, as in all entries that are not sent.
+        extra_groups: Additional groups of neurons, with a client's widths.
+        target: Labels in a batch: index, key or function; ``None`` for the labels in the loss. Without labels in one
+            tensor, the output layer is averaged by numbers of examples, with a warning.
+        inputs: Inputs in a batch: index, key or function.
 
     Raises:
         MisconfigurationException: In ``fit``, if the rule is not FedMA, no neurons can be matched, clients keep

@@ -20,15 +20,15 @@ _log = logging.getLogger(__name__)
 
 
 def check_options(federation: Federation, local: LocalModel, module: L.LightningModule) -> None:
-    """Refuses options of the federation, and names of entries without a layer.
+    """Refuses unsupported federation options, and entry names without a layer.
 
     Args:
         federation: The federation.
-        local: The module as a client sees it.
+        local: Client view with entry policies.
         module: The module.
 
     Raises:
-        MisconfigurationException: If a pass cannot go with one of them.
+        MisconfigurationException: If a pass does not support an option or a name.
 
     """
     prefixes = set(layer_prefixes(module).values())
