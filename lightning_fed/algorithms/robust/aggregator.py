@@ -30,7 +30,7 @@ _MAX_CLIENTS_BY_NAME = 20
 
 @dataclass
 class MixedUpdate(ClientUpdate):
-    """Weighted sum of several client updates, with weights ``shares`` by client."""
+    """Weighted sum over several client updates, with weights ``shares`` by client."""
 
     shares: dict[Client, float] = field(default_factory=dict)
 
