@@ -91,7 +91,7 @@ def _run_example(module: nn.Module, state: Mapping[str, Any], example: Any) -> N
             module(*args, **kwargs)
         except Exception as error:  # modules with fixed widths in their code may raise any error
             raise ValueError(
-                "Expected the module to run with the widths of the checkpoint, but with its example it raises"
+                "Expected the module to run with the widths of the checkpoint, but an example raised"
                 f" {_first_line(error)}"
             ) from error
 
@@ -120,8 +120,7 @@ def read_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
             raise
         except Exception as error:  # other file formats may raise any error
             raise ValueError(
-                f"Expected {label} to be a checkpoint with nothing but tensors and primitives, but got"
-                f" {_first_line(error)}"
+                f"Expected {label} to be a checkpoint with tensors and primitives only, but got {_first_line(error)}"
             ) from error
         if not isinstance(content, dict):
             raise ValueError(f"Expected {label} to be a checkpoint, but got {type(content).__name__}.")
@@ -146,7 +145,7 @@ def check_entries(module_names: Iterable[str], state: Iterable[str], label: str)
     expected, given = set(module_names), set(state)
     faults = [
         f"{words} {sorted(names)[:5]}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
-        for words, names in (("lacks", expected - given), ("has besides", given - expected))
+        for words, names in (("lacks", expected - given), ("contains unexpected", given - expected))
         if names
     ]
     if faults:

@@ -167,8 +167,8 @@ class MatchedAverage:
         module = _module(networks) if module is None else module
         if self.batch_norm == "recalibrate" and batch_norm_layers(module) and data is None:
             raise ValueError(
-                "Expected `data` to measure BatchNorm's running statistics with, but got None. With"
-                " batch_norm='average' they are averaged, which belongs to no network."
+                "Expected `data` to measure BatchNorm's running statistics, but got None: pass batches, or average the"
+                " statistics with batch_norm='average', which may lose accuracy."
             )
         states = _states(networks, module)
         _refuse_adapters(states)
@@ -205,7 +205,7 @@ class MatchedAverage:
             return PermutationGroups(())
         groups = PermutationGroups.of(module, example)
         if not len(groups):
-            raise ValueError("Expected neurons that can change places, but found none; mode='none' averages as it is.")
+            raise ValueError("Expected permutable neurons, but found none: mode='none' averages without matching.")
         return groups
 
     def _example(self, module: nn.Module, example: Any, data: Iterable[Any] | None) -> tuple[Any, Iterable[Any] | None]:
@@ -224,10 +224,7 @@ class MatchedAverage:
         elif example is None and isinstance(module, L.LightningModule):
             example = module.example_input_array
         if example is None:
-            raise ValueError(
-                "Expected `example_input`, or `data` or an `example_input_array` of the module to take it from, but got"
-                " none of them."
-            )
+            raise ValueError("Expected `example_input`, `data`, or a module with `example_input_array`, but got none.")
         device = next((tensor.device for tensor in entry_tensors(module).values()), torch.device("cpu"))
         return move_tensors(example, device), data
 
@@ -237,16 +234,15 @@ def _refuse_adapters(states: Sequence[Mapping[str, Tensor]]) -> None:
     adapters = sorted({name for state in states for name in state if "lora_A" in name.split(".")})
     if adapters:
         raise ValueError(
-            f"Expected models without adapters, but {adapters[0]!r} is a factor of one: the average of two factors is"
-            " not the average of their products. Merge every adapter into its model first (`merge_and_unload` of"
-            " peft), and then the models."
+            f"Expected models without adapters, but got the factor {adapters[0]!r}: the product of averaged factors is"
+            " not the average of the products. Merge every adapter into its model first (`merge_and_unload` of peft)."
         )
 
 
 def _module(networks: Sequence[Checkpoint | nn.Module]) -> nn.Module:
     first = next((network for network in networks if isinstance(network, nn.Module)), None)
     if first is None:
-        raise ValueError("Expected a `module`, because none of `networks` is one, but got None.")
+        raise ValueError("Expected `module` or a module in `networks`, but got neither.")
     return copy.deepcopy(first)
 
 

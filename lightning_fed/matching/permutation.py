@@ -249,7 +249,7 @@ def grow_neurons(
     for group, indices, size in zip(groups, assignments, sizes, strict=True):
         if len(indices) != group.size:
             raise ValueError(
-                f"Expected a place for each of {group.size} neurons of {group.name!r}, but got {len(indices)}."
+                f"Expected an index for each of {group.size} neurons of {group.name!r}, but got {len(indices)}."
             )
         _check_indices(group.name, indices, size)
         source = torch.full((size,), -1)

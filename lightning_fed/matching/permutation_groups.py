@@ -112,7 +112,7 @@ class PermutationGroups:
         for group in extra_groups:
             unknown = [name for name, _ in group.entries if name not in tensors]
             if unknown:
-                raise ValueError(f"Expected `extra_groups` to have entries of the module, but got {unknown}.")
+                raise ValueError(f"Expected `extra_groups` to contain entries of the module, but got {unknown}.")
         args, kwargs = split_inputs(example_input)
         with restored_afterwards(module):
             tracer = _trace(module, args, kwargs, names, tensors)
@@ -224,7 +224,7 @@ class PermutationGroups:
 
     def _index(self, name: str) -> int:
         if name not in self.names:
-            raise ValueError(f"Expected the name of a group, but got {name!r}; there are {self.names}.")
+            raise ValueError(f"Expected a group name from {self.names}, but got {name!r}.")
         return self.names.index(name)
 
     def _sizes(self, sizes: Mapping[str, int]) -> list[int]:
@@ -250,7 +250,7 @@ def _trace(
         tracer.run(_exported(module, args, kwargs), paths, constants)
     except Exception as error:  # for example data-dependent control flow, or a missing Trainer
         rank_zero_warn(
-            "No neurons can change places but those of `extra_groups`: the module's operations cannot be read off."
+            "Tracing the module failed, so only neurons in `extra_groups` can be permuted."
             f" {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         )
         return None
@@ -264,8 +264,9 @@ def _trace(
         unused = [child for child in children if child not in used]
         if unused:
             rank_zero_warn(
-                f"What `forward` does not run is not known to read any neurons: {_some(unused)}. If training feeds it"
-                " features, name the layers that make these in `pin` of `PermutationGroups.of` or `LayerwiseTraining`."
+                f"`forward` does not use these children, so their inputs are unknown: {_some(unused)}. If training"
+                " feeds features to them, name the layers of the features in `pin` of `PermutationGroups.of` or"
+                " `LayerwiseTraining`."
             )
     return tracer
 
@@ -296,13 +297,13 @@ def _checked(
     try:
         check = PermutationCheck(module, args, kwargs)
     except Exception as error:  # modules may raise any error
-        rank_zero_warn(f"No neurons can change places: the module cannot be tried out. {type(error).__name__}: {error}")
+        rank_zero_warn(f"No neurons can be permuted: a test run of the module failed. {type(error).__name__}: {error}")
         return []
     failing = check.find_not_invariant(groups)
     if failing:
         rank_zero_warn(
-            f"Neurons of these layers stay where they are, because the module computes something else when they change"
-            f" places: {_some([group.name for group in failing])}."
+            "Neurons of these layers cannot be permuted, because permutations change the module's outputs:"
+            f" {_some([group.name for group in failing])}."
         )
     good = [group for group in groups if group not in failing]
     fixed_width = check.find_fixed_width(good)

@@ -92,7 +92,7 @@ def check_stages(choice: StageChoice) -> StageChoice:
         is_right = choice == "auto" or (isinstance(choice, int) and not isinstance(choice, bool) and choice >= 1)
     if not is_right:
         raise OptionError(
-            "Expected `stages` to be 'auto', a whole number of at least 1 or a list of patterns for each stage, but got"
+            "Expected `stages` to be 'auto', a positive integer or a list of patterns for each stage, but got"
             f" {choice!r}."
         )
     return choice
@@ -174,8 +174,8 @@ def _given(groups: PermutationGroups, names: Sequence[str], patterns: Sequence[S
         readers = {stage_of[name] for name, _ in group.entries if name in stage_of}
         if len(makers) > 1 or min(readers) < min(makers):
             raise OptionError(
-                f"Expected the layers that make the neurons of {group.name!r} to be in one of `stages`, and those that"
-                f" read them not before it, but they are in {sorted(readers | makers)}."
+                f"Expected one of `stages` with all layers that produce the neurons of {group.name!r}, and no earlier"
+                f" stage that reads them, but got stages {sorted(readers | makers)}."
             )
         group_of[group.name] = makers.pop()
     stages = [

@@ -106,7 +106,7 @@ def test_fedma_follows_a_module_that_is_called_by_name(either_trainer, monkeypat
         either_trainer(max_rounds=3, method=FedMA(), callbacks=[followed]).fit(Tokens(), datamodule=clients())
         found.append({group.name: group.size for group in followed.groups})
     assert found[0] == found[1] == {"embedding": 6, "hidden": 8}
-    assert "2 groups with 14 neurons, matched in 3 stages, one round each; a new model comes after every 3" in said[0]
+    assert "2 groups with 14 neurons in 3 stages, one round per stage, a new model every 3 rounds" in said[0]
 
 
 def test_fedfusion_asks_a_training_batch(either_trainer):

@@ -129,7 +129,7 @@ def test_private_neurons_are_added_and_reported():
 
 def test_a_network_without_neurons_that_can_change_places():
     nets = [nn.Linear(4, 3), nn.Linear(4, 3)]
-    with pytest.raises(ValueError, match="neurons that can change places, but found none"):
+    with pytest.raises(ValueError, match="permutable neurons, but found none"):
         MatchedAverage().merge(nets, example_input=torch.zeros(2, 4))
 
 
@@ -278,7 +278,7 @@ def test_networks_that_do_not_go_together(tmp_path):
         ([], "at least one of `networks`, but got none"),
         ([net, wider], r"network 1 to have the architecture of the first network, where '0\.weight' has the shape"
                        r" \(4, 3\), but got \(5, 3\)"),
-        ([net, tmp_path / "b.ckpt"], r"b\.ckpt to have the module's entries, but it has besides \['4\.bias'"),
+        ([net, tmp_path / "b.ckpt"], r"b\.ckpt to have the module's entries, but it contains unexpected \['4\.bias'"),
         ([convolution], r"of the module, where '0\.weight' has the shape \(4, 3\), but got \(4, 3, 1\)"),
         ([net, without], r"network 1 to have the module's entries, but it lacks \['0\.bias'\]"),
         ([net, nan], r"network 1 to be finite, but entry '0\.bias' has NaN"),

@@ -185,9 +185,9 @@ class FedMA(Aggregator):
             matched = {name for stage in stages[: current.stage] for name in stage.entries}
             if current.matched_state.keys() != matched or current.stage >= len(stages):
                 raise OptionError(
-                    f"Expected the `stages` of the pass that is to go on, of which {current.stage} are matched, but"
-                    f" got {len(stages)} others: `stages` and what is frozen, personal or pinned can change after a"
-                    " pass only."
+                    f"Expected the `stages` of the resumed pass, with {current.stage} matched stages, but got"
+                    f" {len(stages)} different stages: `stages`, `frozen`, `personal` and `pin` can only change after a"
+                    " pass."
                 )
         self._groups, self._stages, self.client_widths = groups, list(stages), groups.sizes
         self._client_entries = {name: torch.empty_like(value, device="meta") for name, value in entries.items()}
@@ -229,13 +229,9 @@ class FedMA(Aggregator):
             RuntimeError: If the network is not set.
         """
         if not self._stages:
-            raise RuntimeError(
-                "The network is not known: `LayerwiseTraining` makes it known in a fit, or else `prepare`."
-            )
+            raise RuntimeError("The network is not set: call `prepare`, or fit with `LayerwiseTraining`.")
         if self._open_pass is not None and not self._pass(info.round).stage:
-            _log.warning(
-                "Round %d: nothing came of the round before, so that a new pass begins.", round_number(info.round)
-            )
+            _log.warning("Round %d: the previous round failed, so a new pass starts.", round_number(info.round))
         self._info, self._state, self.received, self._metrics = info, state, {}, {}
         self._changed = frozenset[str]()
         if self._last_pass is not None and not self._pass(info.round).stage:
@@ -286,9 +282,7 @@ class FedMA(Aggregator):
         if counts is not None:
             is_row = counts.dtype == torch.int64 and counts.shape == (self.num_classes,)
             if not is_row or bool((counts < 0).any()):
-                raise BadUpdate(
-                    f"its class counts are not one whole number of at least 0 for each of {self.num_classes} classes"
-                )
+                raise BadUpdate(f"its class counts are not {self.num_classes} non-negative integers")
         self.received[update.client] = update
 
     def merge(self, other: FedMA) -> None:
@@ -319,11 +313,11 @@ class FedMA(Aggregator):
             match.state.update(self._output_means(updates, stage_groups, match))
         fault = find_non_finite(match.state)
         if fault is not None:
-            _log.error("Round %d: the stage is not used: %s.", round_number(self._info.round), fault)
+            _log.error("Round %d: the matched stage is not used: %s.", round_number(self._info.round), fault)
             return None
         dropped = sorted(map(str, current.assignments.keys() - self.received.keys()))
         if dropped:
-            words = "Round %d: left out for the rest of the pass: %s."
+            words = "Round %d: excluded for the rest of the pass: %s."
             _log.warning(words, round_number(self._info.round), ", ".join(dropped))
         current = current.with_stage(self._info.round, clients, match)
         agreement = {name: share for name, share in match.agreement.items() if math.isfinite(share)}

@@ -176,10 +176,9 @@ class LayerwiseTraining(FederatedCallback):
             groups = PermutationGroups.of(pl_module, example, pin=pin, extra_groups=extra)
         if not len(groups) and rule.mode != "none":
             raise MisconfigurationException(
-                f"Expected neurons that can change places, but FedMA has found none in {type(pl_module).__name__}, so"
-                " that nothing would be matched. If a warning says that its operations cannot be read off: give"
-                " `LayerwiseTraining` an `example_input` that its `forward` runs with, or `extra_groups`. FedMA('none')"
-                " averages layers as they are."
+                f"Expected permutable neurons for FedMA, but found none in {type(pl_module).__name__}: if tracing"
+                " failed (see the warning), give `LayerwiseTraining` an `example_input` for `forward` or"
+                " `extra_groups`. FedMA('none') averages without matching."
             )
         shared = {name: local.entries[name] for name in local.shared}
         self._growable = _growable_axes(groups)
@@ -187,8 +186,8 @@ class LayerwiseTraining(FederatedCallback):
         if rule.widths:  # resumed fit: restore client widths
             if groups.sizes != rule.widths:
                 raise MisconfigurationException(
-                    f"FedMA goes on from a model with {rule.widths} neurons, but the module has {groups.sizes}. If this"
-                    " is to be another fit, use a new Trainer with a new `Federation`."
+                    f"Expected the module to have the widths of FedMA's model, {rule.widths}, but got {groups.sizes}."
+                    " For another fit use a new Trainer with a new `Federation`."
                 )
             grown = groups
             groups = grown.resized(rule.client_widths)
@@ -214,8 +213,8 @@ class LayerwiseTraining(FederatedCallback):
         self._initial = copy_state(shared) if is_drawn else {}
         self._drawn = trainable_entries(pl_module) & shared.keys()
         rank_zero_info(
-            f"FedMA: {len(groups)} groups with {sum(groups.sizes.values())} neurons, matched in {len(stages)} stages,"
-            f" one round each; a new model comes after every {len(stages)}:"
+            f"FedMA: {len(groups)} groups with {sum(groups.sizes.values())} neurons in {len(stages)} stages, one round"
+            f" per stage, a new model every {len(stages)} rounds:"
             f" {'; '.join(', '.join(stage.groups) or stage.entries[0].rpartition('.')[0] for stage in stages)}."
         )
         if trainer.is_global_zero:
@@ -335,7 +334,7 @@ class LayerwiseTraining(FederatedCallback):
         """Builds the client's model at the start of a visit, and stores step, widths and assignment."""
         sent, stage = broadcast.extras, int(broadcast.extras[STEP][1])
         if not _has_required_step(memory, broadcast):
-            raise ClientFault("it does not have its model of the stage before any more")
+            raise ClientFault("its model of the previous stage is missing")
         model = without_prefix(memory, _MODEL)
         widths, assignment = read_widths(memory), read_assignment(memory)
         memory[STEP] = sent[STEP]
@@ -400,8 +399,8 @@ class LayerwiseTraining(FederatedCallback):
                 example = forward_inputs(module, training_batch(federation), self.inputs)
             except (ValueError, MisconfigurationException) as error:
                 raise MisconfigurationException(
-                    f"{error} Or give `LayerwiseTraining` an `example_input`: a tensor, a tuple or a dictionary of what"
-                    f" {type(module).__name__}.forward is called with."
+                    f"{error} Or give `LayerwiseTraining` an `example_input` for {type(module).__name__}.forward: a"
+                    " tensor, a tuple or a dictionary."
                 ) from error
         return move_tensors(example, module.device)
 
@@ -415,7 +414,7 @@ def _rule(federation: Federation) -> FedMA:
     rule = federation.server.rule
     if not isinstance(rule, FedMA):
         raise MisconfigurationException(
-            f"`LayerwiseTraining` goes with the rule FedMA, but the federation's is {type(rule).__name__}."
+            f"Expected the rule FedMA for `LayerwiseTraining`, but got {type(rule).__name__}."
         )
     return rule
 

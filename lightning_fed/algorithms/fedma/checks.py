@@ -40,13 +40,14 @@ def check_options(federation: Federation, local: LocalModel, module: L.Lightning
         )
     if federation.options.optimizer_state == "keep":
         raise MisconfigurationException(
-            "FedMA cannot go on with a client's optimizer state, which is of other neurons after each stage: use"
-            " optimizer_state='reset'."
+            "Expected optimizer_state='reset' with FedMA, but got 'keep': each stage changes the neurons."
         )
     if local.sliced:
-        raise MisconfigurationException(f"FedMA needs whole entries, but clients hold rows of {list(local.sliced)}.")
+        raise MisconfigurationException(
+            f"Expected whole entries for FedMA, but clients hold partial rows of {list(local.sliced)}."
+        )
     if not local.shared:
-        raise MisconfigurationException("Expected entries that clients send, but got none: all are personal or frozen.")
+        raise MisconfigurationException("Expected shared entries, but got none: all entries are personal or frozen.")
 
 
 def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
@@ -56,13 +57,13 @@ def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
     """
     if any(optimizer.state for optimizer in trainer.optimizers):
         raise MisconfigurationException(
-            "FedMA cannot train with an optimizer that has state before its first step (Adagrad): layers change their"
-            " widths. Use another one."
+            "Expected an optimizer without initial state for FedMA, unlike Adagrad, because layers change their widths:"
+            " use another optimizer."
         )
     if grows and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
         raise MisconfigurationException(
-            "FedMA cannot train with LBFGS, which remembers its parameters' sizes, where layers grow in the middle of a"
-            " pass: use mode='permute', stages=1, or another optimizer."
+            "Expected an optimizer other than LBFGS for FedMA, because LBFGS stores parameter sizes and layers grow"
+            " within a pass: use mode='permute', stages=1, or another optimizer."
         )
 
 
@@ -79,8 +80,8 @@ def check_growth(
         axes = [axis for axis, (a, b) in enumerate(zip(shape, loaded, strict=False)) if a != b]
         if not set(axes) <= set(growable.get(name, ())):
             raise OptionError(
-                f"Expected a checkpoint in which only neurons that FedMA can add make a difference, but got {name!r} of"
-                f" shape {tuple(loaded)} for the module's {tuple(shape)}."
+                f"Expected a checkpoint with widths from growth by FedMA, but got {name!r} with shape {tuple(loaded)}"
+                f" for the module's shape {tuple(shape)}."
             )
 
 
@@ -89,7 +90,7 @@ def warn_of_rounds(trainer: L.Trainer, length: int) -> None:
     rounds = trainer.max_epochs or -1
     if rounds > 0 and rounds % length:
         _log.warning(
-            "A pass through the stages takes %d rounds: of the last %d of %d rounds no new model comes.",
+            "A FedMA pass takes %d rounds: the last %d of %d rounds give no new model.",
             length,
             rounds % length,
             rounds,
@@ -97,8 +98,8 @@ def warn_of_rounds(trainer: L.Trainer, length: int) -> None:
     for callback in callbacks_of(trainer):
         if isinstance(callback, EarlyStopping) and callback.patience < length:
             _log.warning(
-                "EarlyStopping has a patience of %d, but there is a new model only every %d rounds: it should wait for"
-                " as many at least.",
+                "EarlyStopping has a patience of %d, but a new model only appears every %d rounds: increase the"
+                " patience to at least that number.",
                 callback.patience,
                 length,
             )

@@ -286,7 +286,7 @@ class FedMargin(Aggregator):
         unexpected = [key for key in update.extras if key.startswith("prototypes:lpm:")]
         if unexpected:
             raise OptionError(
-                f"Expected the client's margin {name!r}, but it sent {unexpected[0]!r}: give `ClassPrototypes` and"
+                f"Expected the client's margin {name!r}, but got {unexpected[0]!r}: give `ClassPrototypes` and"
                 " `FedMargin` the same `margin` and `class_reduction`."
             )
         return math.nan

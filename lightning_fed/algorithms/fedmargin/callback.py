@@ -189,8 +189,8 @@ class ClassPrototypes(FederatedCallback):
         compares_rounds = self.lpm_before == "last_local" or _rule(trainer) is not None
         if federation_of(trainer) and self._checkpoint_layer not in (None, self._layer_name) and compares_rounds:
             raise OptionError(
-                f"Expected `layer` of `ClassPrototypes` to be that of the checkpoint, with whose prototypes the new"
-                f" ones are compared: {self._checkpoint_layer}, but got {self._layer_name}."
+                f"Expected `layer` of `ClassPrototypes` to match the checkpoint, {self._checkpoint_layer}, but got"
+                f" {self._layer_name}: prototypes are compared over rounds."
             )
         assert classes != "auto"
         self._options = FeatureSumOptions(classes, void, tuple(excluded), target)
@@ -201,7 +201,7 @@ class ClassPrototypes(FederatedCallback):
         self._prototypes_before, self._training_sums = None, None  # clear an earlier fit
         self._has_warned = False
         if self.layer == "auto":
-            rank_zero_info(f"ClassPrototypes: the features of {classes} classes are {self._layer}.")
+            rank_zero_info(f"ClassPrototypes: {classes} classes, features from {self._layer}.")
         self._hooks.close()
         tap = self._hooks.enter_context(tap_features(pl_module, self._layer))
         if self.passes == "online":
@@ -210,7 +210,7 @@ class ClassPrototypes(FederatedCallback):
             self._hooks.close()  # the hook only validated the layer
         if forward_step(pl_module) is None and self.passes == "exact":
             raise ValueError(
-                "A module with manual optimization needs a `validation_step` for exact passes: add one, or use"
+                "Expected a `validation_step` for exact passes with manual optimization: add the method, or use"
                 " passes='online'."
             )
 
@@ -311,7 +311,7 @@ class ClassPrototypes(FederatedCallback):
         if self.passes == "online":
             if math.isinf(trainer.num_training_batches):
                 raise ValueError(
-                    "Online passes need to know how many batches an epoch has: set `limit_train_batches`, or use"
+                    "Expected a known number of batches per epoch for online passes: set `limit_train_batches`, or use"
                     " passes='exact'."
                 )
             self._training_sums = TrainingFeatureSums(self._options, int(trainer.num_training_batches))

@@ -114,7 +114,7 @@ def measure_feature_sums(
                 has_missed |= output is not None or step != "training_step"
     if has_missed and not has_run:
         raise ValueError(
-            f"Expected `{step}` to use the model's features, but {layer} was not run: name another `layer`."
+            f"Expected `{step}` to compute the model's features, but {layer} was not run: name another `layer`."
         )
     return sums
 

@@ -97,15 +97,15 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
     if any(value.numel() != 1 or not value.is_floating_point() for value in margins):
         return "its prototype margin is not a number"
     if any(bool(value < 0) for name, value in packed.items() if name.startswith(_LPM_WITHOUT_SIGN)):
-        return "its prototype margin is negative, which no distance is"
+        return "its prototype margin is a negative distance"
     missing = [name for name in PROTOTYPE_KEYS if name not in packed]
     if missing:
-        return None if len(missing) == len(PROTOTYPE_KEYS) else f"its prototypes come without {missing[0]!r}"
+        return None if len(missing) == len(PROTOTYPE_KEYS) else f"its prototypes lack {missing[0]!r}"
     classes, means, counts = (packed[name] for name in PROTOTYPE_KEYS)
     has_shapes = means.ndim == 2 and classes.shape == counts.shape == means.shape[:1]
     if not has_shapes or not classes.dtype == counts.dtype == torch.int64 or not means.is_floating_point():
         forms = ", ".join(f"{packed[name].dtype} of shape {tuple(packed[name].shape)}" for name in PROTOTYPE_KEYS)
-        return f"its prototypes have classes, means and counts of the forms {forms}"
+        return f"its prototypes have invalid classes, means and counts: {forms}"
     if not len(classes):
         return None
     if int(classes.min()) < 0:
@@ -113,7 +113,7 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
     if num_classes is not None and int(classes.max()) >= num_classes:
         return f"its prototypes are of class {int(classes.max())} instead of 0 to {num_classes - 1}"
     if len(set(classes.tolist())) < len(classes):
-        return "its prototypes have a class twice"
+        return "its prototypes contain a class twice"
     for count in (int(counts.min()), int(counts.max())):
         if not 1 <= count <= _MAX_COUNT:
             return f"one of its prototypes is the mean of {count} feature vectors"

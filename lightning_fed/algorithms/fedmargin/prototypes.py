@@ -266,8 +266,8 @@ def check_same_shape(*prototypes: Prototypes) -> None:
     for means, counts in prototypes:
         if means.shape != shape or counts.shape != shape[:1]:
             raise ValueError(
-                f"Expected prototypes of one shape, but got means of shape {tuple(means.shape)} with"
-                f" {tuple(counts.shape)} counts beside means of shape {tuple(shape)}."
+                f"Expected prototypes with equal shapes, but got means with shape {tuple(means.shape)} and"
+                f" counts with shape {tuple(counts.shape)} for means with shape {tuple(shape)}."
             )
 
 

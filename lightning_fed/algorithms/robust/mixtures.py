@@ -49,7 +49,9 @@ class Mixture(CollectingStep):
         """Refuses rules with trusted clients, and rules without a single global model."""
         refuse_rule(self, rule, "has_clusters", "resizes")
         if rule.plan(0).always:
-            raise OptionError(f"Expected no `{type(self).__name__}` with {type(rule).__name__}, which trusts a client.")
+            raise OptionError(
+                f"Expected no `{type(self).__name__}` with {type(rule).__name__}: it would mix the trusted client."
+            )
 
     def start(self, info: RoundInfo, state: State) -> None:
         """Starts a round. Refuses entries with partial rows."""

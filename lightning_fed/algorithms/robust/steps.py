@@ -65,9 +65,7 @@ class Steps:
         """Clients with an infinite update norm, with the reason for exclusion."""
         is_good = self.norms.isfinite().tolist()
         return {
-            client: "its step is too long to be compared with the others"
-            for client, good in zip(clients, is_good, strict=True)
-            if not good
+            client: "its update has an infinite norm" for client, good in zip(clients, is_good, strict=True) if not good
         }
 
     @torch.no_grad()

@@ -203,7 +203,7 @@ def test_the_stages_of_a_pass_that_goes_on_cannot_change(federated_trainer, tmp_
 
     trainer = run(FedMA(score="published", gamma=7.0), 5)
     for stages in (1, 2, [["net.0.*", "net.2.*"], ["net.4.weight"], ["*"]]):
-        with pytest.raises(ValueError, match=r"the `stages` of the pass that is to go on, of which 2 are matched"):
+        with pytest.raises(ValueError, match=r"the `stages` of the resumed pass, with 2 matched stages"):
             run(FedMA(stages=stages), 6, ckpt_path=tmp_path / "last.ckpt")
     trainer.fit_loop.max_epochs = 6
     with pytest.raises(MisconfigurationException, match="a new Trainer with a new `Federation`"):
@@ -232,7 +232,7 @@ def test_a_module_whose_inputs_are_not_found_says_what_to_give(federated_trainer
 
 
 @pytest.mark.parametrize(
-    ("rounds", "patience", "texts"), [(4, 3, ["of the last 1 of 4"]), (3, 2, ["a patience of 2"]), (3, 3, [])]
+    ("rounds", "patience", "texts"), [(4, 3, ["the last 1 of 4"]), (3, 2, ["a patience of 2"]), (3, 3, [])]
 )
 def test_rounds_of_which_nothing_comes_are_named(federated_trainer, caplog, rounds, patience, texts):
     stopping = EarlyStopping("train_loss", patience=patience)

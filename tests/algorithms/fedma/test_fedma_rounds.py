@@ -258,7 +258,7 @@ def test_a_client_that_fails_is_left_out_for_the_rest_of_the_pass(federated_trai
         ["c0", "c2"],
         ["c0", "c1", "c2"],
     ]
-    assert "left out for the rest of the pass: c1" in caplog.text
+    assert "excluded for the rest of the pass: c1" in caplog.text
 
 
 def test_a_new_pass_begins_where_nothing_came_of_a_round(federated_trainer, caplog):
@@ -313,5 +313,5 @@ def test_a_client_that_has_lost_its_model_is_left_out(federated_trainer, caplog)
     trainer = federated_trainer(max_rounds=3, method=FedMA(), callbacks=[Forget(1)])
 
     fit(trainer, models.Module(mlp(), momentum), data_of(parts()))
-    assert "client 'c2' is left out: it does not have its model of the stage before any more" in caplog.text
+    assert "client 'c2' is left out: its model of the previous stage is missing" in caplog.text
     assert trainer.callback_metrics["fed/clients"] == 2

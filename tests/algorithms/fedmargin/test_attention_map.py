@@ -159,7 +159,7 @@ def test_the_state_is_a_copy(tmp_path):
 
 
 def test_it_needs_fedmargin(tmp_path):
-    with pytest.raises(MisconfigurationException, match="needs a federation whose aggregator is FedMargin"):
+    with pytest.raises(MisconfigurationException, match="needs a federation with FedMargin"):
         federate([AttentionMap()], False, 1, method="fedavg")
     with pytest.raises(MisconfigurationException, match="has no `Federation` callback"):
         train([AttentionMap()], False, 1)

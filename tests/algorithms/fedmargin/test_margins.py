@@ -463,7 +463,7 @@ def test_what_cannot_be_attended_to():
 def test_prototypes_of_other_shapes():
     query = prototypes({0: (1, 2)})
     for mismatched in (prototypes({0: (1,)}), prototypes({0: (1, 2)}, num_classes=4)):
-        with pytest.raises(ValueError, match="prototypes of one shape"):
+        with pytest.raises(ValueError, match="prototypes with equal shapes"):
             class_margins(query, mismatched)
-        with pytest.raises(ValueError, match="prototypes of one shape"):
+        with pytest.raises(ValueError, match="prototypes with equal shapes"):
             class_margins(query, query, fallback=mismatched)

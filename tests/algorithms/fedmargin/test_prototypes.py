@@ -285,7 +285,7 @@ def test_what_cannot_be_remembered():
     client, narrower = prototypes({0: (1, 2)}), prototypes({0: (1,)})
     with pytest.raises(ValueError, match=r"`memory` to be one of \['ema', 'cumulative'\], but got 'mean'"):
         update_prototypes(client, client, memory="mean")
-    with pytest.raises(ValueError, match="prototypes of one shape"):
+    with pytest.raises(ValueError, match="prototypes with equal shapes"):
         update_prototypes(client, narrower)
-    with pytest.raises(ValueError, match="prototypes of one shape"):
+    with pytest.raises(ValueError, match="prototypes with equal shapes"):
         reference_prototypes(client, narrower)
