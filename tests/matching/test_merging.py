@@ -286,7 +286,7 @@ def test_networks_that_do_not_go_together(tmp_path):
         with pytest.raises(ValueError, match=message):
             average.merge(given, net, example_input=example)
     assert net[0].out_features == 4
-    with pytest.raises(ValueError, match="a `module`, because none of `networks` is one"):
+    with pytest.raises(ValueError, match="`module` or a module in `networks`, but got neither"):
         average.merge([net.state_dict()], example_input=example)
     with pytest.raises(ValueError, match="`weights` to be greater than 0"):
         average.merge([net, net], example_input=example, weights=[1, 0])

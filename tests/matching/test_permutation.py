@@ -301,7 +301,7 @@ def test_refusals(groups):
         slice_neurons(state, [first], [torch.tensor([0, 3])])
     with pytest.raises(ValueError, match="different neurons of 'first' from 0 to 4, but got"):
         grow_neurons(state, [first], [torch.tensor([0, 3, 3])], [5])
-    with pytest.raises(ValueError, match="place for each of 3 neurons of 'first', but got 2"):
+    with pytest.raises(ValueError, match="index for each of 3 neurons of 'first', but got 2"):
         grow_neurons(state, [first], [torch.tensor([0, 3])], [5])
     with pytest.raises(ValueError, match="one of `sizes` per group, but got 1 for 3"):
         resize_groups(groups, [4])

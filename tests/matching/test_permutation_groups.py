@@ -337,6 +337,6 @@ def test_refusals():
         lambda: groups.features(state, "conv9"),
     ):
         with pytest.raises(
-            ValueError, match=r"name of a group, but got 'conv9'; there are \['conv1', 'conv2', 'fc1'\]"
+            ValueError, match=r"group name from \['conv1', 'conv2', 'fc1'\], but got 'conv9'"
         ):
             call()

@@ -137,8 +137,8 @@ def test_given_stages():
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (0, "'auto', a whole number"),
-        ("all", "'auto', a whole number"),
+        (0, "'auto', a positive integer"),
+        ("all", "'auto', a positive integer"),
         ([["conv1.*"], ["bn1.*"]], "'layer1.0.conv1.weight' matches none"),
         ([["conv1.*"], ["*"]], r"neurons of 'conv1' .* but they are in \[0, 1\]"),
         ([["fc.*"], ["*"]], "neurons of"),

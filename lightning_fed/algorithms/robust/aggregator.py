@@ -182,7 +182,7 @@ class RobustAggregator(Aggregator):
         """Reason for a failed round, or ``None``."""
         for client in self.always:
             if client not in self.updates:
-                return f"the trusted client {client!r} sent no valid update"
+                return f"the trusted client {client!r} sent no good update"
         count = len(self.clients)
         num_malicious = self.tolerated(count)
         factor, constant = self.least
@@ -190,7 +190,7 @@ class RobustAggregator(Aggregator):
         if count >= needed:
             return None
         return (
-            f"{type(self).__name__} with num_malicious={num_malicious} needs {needed} valid updates, but the round has"
+            f"{type(self).__name__} with num_malicious={num_malicious} needs {needed} good updates, but the round has"
             f" {count}"
         )
 

@@ -143,7 +143,7 @@ def test_what_cannot_be_in_a_fit(federated_trainer):
         run(optimizer=torch.optim.Adagrad)
     with pytest.raises(MisconfigurationException, match=r"is FedAvg\."):
         run(FedAvg(), callbacks=[LayerwiseTraining()])
-    with pytest.raises(MisconfigurationException, match="entries that clients send, but got none: all are personal or"):
+    with pytest.raises(MisconfigurationException, match="shared entries, but got none: all entries are personal or"):
         run(frozen=["*"])
     with pytest.raises(ValueError, match=r"'net\.4\.weight' matches none"):
         run(FedMA(stages=[["net.0.*"], ["net.2.*"]]))
@@ -152,7 +152,7 @@ def test_what_cannot_be_in_a_fit(federated_trainer):
         def on_train_start(self, trainer, pl_module):
             raise AssertionError("it was to be refused before anything trains")
 
-    with pytest.raises(MisconfigurationException, match="LBFGS, which remembers"):
+    with pytest.raises(MisconfigurationException, match="other than LBFGS for FedMA"):
         run(FedMA(), torch.optim.LBFGS, callbacks=[Never()])
 
 

@@ -938,7 +938,7 @@ def test_manual_optimization(federated_trainer):
         validation_step = L.LightningModule.validation_step
 
     data = {name: TensorDataset(x, y) for name, (x, y) in models.vectors(TWO).items()}
-    with pytest.raises(ValueError, match="needs a `validation_step` for exact passes: add one, or use passes='online'"):
+    with pytest.raises(ValueError, match="a `validation_step` for exact passes with manual optimization"):
         sent(federated_trainer, ClassPrototypes("judge", num_classes=3), Bare(), data)
     module = models.ManualModule(models.mlp())
     with pytest.raises(MisconfigurationException, match=r"optimizes by hand.*: give `ClassPrototypes` a `layer`"):

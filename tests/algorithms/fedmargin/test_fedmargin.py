@@ -420,7 +420,7 @@ def test_broadcasts(margin):
 
 def test_margins_measured_in_another_way():
     rule = started(FedMargin(class_reduction="max"))
-    with pytest.raises(ValueError, match=r"'prototypes:lpm:semantic:max', but it sent 'prototypes:lpm:semantic:mean'"):
+    with pytest.raises(ValueError, match=r"'prototypes:lpm:semantic:max', but got 'prototypes:lpm:semantic:mean'"):
         rule.receive(example()[0])
 
 

@@ -404,7 +404,7 @@ def test_too_few_updates(rule, size, needed, caplog):
     state, report = finished(rule, matrix(size))
     assert state is None
     assert len(report.failed) == size
-    assert f"with num_malicious=2 needs {needed} valid updates, but the round has {size}" in caplog.text
+    assert f"with num_malicious=2 needs {needed} good updates, but the round has {size}" in caplog.text
     state, report = finished(rule, matrix(needed))
     assert state is not None
     assert len(report.received) == needed
@@ -474,20 +474,20 @@ def test_a_client_that_does_not_answer_may_be_honest(caplog):
         else:
             server.accept(ClientUpdate(client, 1, split(row)))
     assert server.finish_round() is None
-    assert "Krum with num_malicious=3 needs 9 valid updates, but the round has 8" in caplog.text
+    assert "Krum with num_malicious=3 needs 9 good updates, but the round has 8" in caplog.text
 
 
 def test_too_few_groups(caplog):
     state, report = finished(Krum(1), matrix(10), steps=[Bucketing(3)])
     assert state is None
     assert report.failed.keys() == set(in_order(10))  # not only the clients in one group
-    assert "Krum with num_malicious=1 needs 5 valid updates, but the round has 4" in caplog.text
+    assert "Krum with num_malicious=1 needs 5 good updates, but the round has 4" in caplog.text
     assert finished(Krum(), matrix(10), steps=[Bucketing(3)])[0] is not None
 
 
 def test_nobody_to_trust(caplog):
     assert finished(FLTrust(TRUSTED), matrix(3))[0] is None
-    assert "the trusted client 'server' sent no valid update" in caplog.text
+    assert "the trusted client 'server' sent no good update" in caplog.text
 
 
 def test_a_step_that_cannot_be_compared_leaves_its_client_out():

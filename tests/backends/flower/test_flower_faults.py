@@ -194,7 +194,7 @@ def test_a_robust_rule_counts_an_answer_that_was_refused(tmp_path, caplog):
         tmp_path, make_module, models.vectors(SIZES), lambda: Federation("median:num_malicious=1", seed=1),
         len(names), change=spoilt("train", changes), limit=1,
     )  # fmt: skip
-    failed = re.findall(r"Round (\d+).* with num_malicious=1 needs 3 valid updates, but the round has 2", caplog.text)
+    failed = re.findall(r"Round (\d+).* with num_malicious=1 needs 3 good updates, but the round has 2", caplog.text)
     assert [names[int(round) - 1] for round in dict.fromkeys(failed)] == NOT_COUNTED
 
 
