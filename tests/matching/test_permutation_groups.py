@@ -336,7 +336,5 @@ def test_refusals():
         lambda: groups.resized({"conv9": 3}),
         lambda: groups.features(state, "conv9"),
     ):
-        with pytest.raises(
-            ValueError, match=r"group name from \['conv1', 'conv2', 'fc1'\], but got 'conv9'"
-        ):
+        with pytest.raises(ValueError, match=r"group name from \['conv1', 'conv2', 'fc1'\], but got 'conv9'"):
             call()
