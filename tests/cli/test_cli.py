@@ -402,7 +402,7 @@ def test_a_checkpoint_that_was_saved_from_python(command, capsys):
     assert float(re.search(rf"{name}\W+([\d.]+)", said.out)[1]) == pytest.approx(expected[name])
     assert "python.ckpt was saved from Python: using the model" in said.err
     main([command, "-c", recipe, *options])
-    assert "warning: There is no `--ckpt_path`: the model has the weights that it is made" in capsys.readouterr().err
+    assert "warning: No `--ckpt_path`: using the initial weights" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")

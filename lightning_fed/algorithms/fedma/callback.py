@@ -153,7 +153,7 @@ class LayerwiseTraining(FederatedCallback):
         self._hook = OverriddenMethod(pl_module, "on_load_checkpoint", resize)
 
     def state_dict(self) -> dict[str, Any]:
-        """Growable axes of all entries."""
+        """Growable axes by entry."""
         return {"growable": self._growable}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -260,7 +260,7 @@ class LayerwiseTraining(FederatedCallback):
         if self._counts is not None and self._batches_left:
             self._batches_left -= 1
             labels = as_classes(find_target(batch, self._labels), 2)
-            known = labels[(labels >= 0) & (labels < len(self._counts))]  # not those that are ignored
+            known = labels[(labels >= 0) & (labels < len(self._counts))]  # excludes ignored labels
             self._counts += torch.bincount(known.flatten().long().cpu(), minlength=len(self._counts))
         return batch
 

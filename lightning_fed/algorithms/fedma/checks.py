@@ -20,23 +20,13 @@ _log = logging.getLogger(__name__)
 
 
 def check_options(federation: Federation, local: LocalModel, module: L.LightningModule) -> None:
-    """Refuses unsupported federation options, and entry names without a layer.
-
-    Args:
-        federation: The federation.
-        local: Client view with entry policies.
-        module: The module.
-
-    Raises:
-        MisconfigurationException: If a pass does not support an option or a name.
-
-    """
+    """Refuses options of the federation without support in FedMA, and entry names without a layer."""
     prefixes = set(layer_prefixes(module).values())
     unknown = [name for name in local.shared if name.removesuffix(name.rpartition(".")[2]) not in prefixes]
     if unknown:
         raise MisconfigurationException(
-            f"FedMA matches layers by the names of entries and expects `<layer>.<tensor>`, but"
-            f" `{type(module).__name__}.state_dict()` has {unknown[0]!r} ({len(unknown)} in all): keep PyTorch's names."
+            f"Expected entry names `<layer>.<tensor>` for FedMA, but `{type(module).__name__}.state_dict()` has"
+            f" {len(unknown)} other names, such as {unknown[0]!r}: keep PyTorch's names."
         )
     if federation.options.optimizer_state == "keep":
         raise MisconfigurationException(

@@ -48,7 +48,6 @@ class AttentionMap(PeriodicPictures, FederatedCallback):
         >>> from lightning_fed import Federation
         >>> callbacks = [Federation(FedMargin()), AttentionMap(every_n_epochs=10)]
         >>> trainer = L.Trainer(max_epochs=50, callbacks=callbacks, logger=False)
-
     """
 
     # TensorBoard image name.
@@ -62,7 +61,7 @@ class AttentionMap(PeriodicPictures, FederatedCallback):
         """Checks for FedMargin."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and not isinstance(find_federation(trainer).server.rule, FedMargin):
-            raise MisconfigurationException("AttentionMap needs a federation whose aggregator is FedMargin.")
+            raise MisconfigurationException("AttentionMap needs a federation with FedMargin.")
 
     def reset(self) -> None:
         """Resets the state for a new fit."""
@@ -99,7 +98,6 @@ def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[li
         >>> attention_table({0: {"b": 1.0}, 2: {"b": 0.25, "a": 0.75}})
         (['a', 'b'], tensor([[   nan,    nan, 0.7500],
                 [1.0000,    nan, 0.2500]]))
-
     """
     clients = sorted(
         {client for row in attention.values() for client in row}, key=lambda key: (isinstance(key, str), key)

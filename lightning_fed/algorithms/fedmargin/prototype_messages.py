@@ -33,7 +33,6 @@ def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
         >>> {name: value.tolist() for name, value in packed.items()}
         {'prototypes:classes': [1], 'prototypes:means': [[3.0]], 'prototypes:counts': [2]}
-
     """
     classes = prototypes.present.nonzero()[:, 0]
     return {
@@ -52,7 +51,6 @@ def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototy
     Example:
         >>> unpack_prototypes(pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2]))), 2).counts
         tensor([0, 2])
-
     """
     if "prototypes:classes" not in packed:
         return None
@@ -72,7 +70,6 @@ def lpm_key(margin: str, class_reduction: str) -> str:
     Example:
         >>> lpm_key("semantic", "mean")
         'prototypes:lpm:semantic:mean'
-
     """
     return f"{_LPM}{margin}:{class_reduction}"
 
@@ -91,7 +88,6 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
         >>> find_invalid_prototypes(packed), find_invalid_prototypes(packed, num_classes=1)
         (None, 'its prototypes are of class 1 instead of 0 to 0')
-
     """
     margins = [value for name, value in packed.items() if name.startswith(_LPM)]
     if any(value.numel() != 1 or not value.is_floating_point() for value in margins):
@@ -137,7 +133,6 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
         >>> margins = {"a": 1.0, "b": 1.5, "c": 1e30}
         >>> find_outlying_prototypes({k: {"prototypes:lpm:semantic:mean": torch.tensor(v)} for k, v in margins.items()})
         {'c': 'its prototype margin is 1e+30, and that of the median client 1.5'}
-
     """
     margins = {
         client: max(abs(float(value)) for name, value in extras.items() if name.startswith(_LPM))
@@ -184,7 +179,6 @@ def find_mismatched_prototypes(
         >>> prototypes = {client: Prototypes(mean, torch.ones(len(mean)).int()) for client, mean in means.items()}
         >>> find_mismatched_prototypes({client: pack_prototypes(value) for client, value in prototypes.items()})
         {'a': 'its prototypes have 3 features instead of 8'}
-
     """
     widths = {
         client: extras["prototypes:means"].shape[1]

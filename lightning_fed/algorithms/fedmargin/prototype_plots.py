@@ -76,7 +76,6 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
         >>> from lightning_fed.callbacks import ClassPrototypes
         >>> callbacks = [ClassPrototypes(), PrototypePlots(class_names=["road", "sky", "tree"])]
         >>> trainer = L.Trainer(max_epochs=5, callbacks=callbacks, logger=False)
-
     """
 
     # TensorBoard image name; the projector uses `prototypes`.

@@ -50,8 +50,8 @@ class RobustAggregator(Aggregator):
     median without a majority.
 
     A round with too few updates fails, and all clients are excluded with the reason. A client whose update was refused
-    for its content (NaN, wrong shape, implausible norm) counts as one malicious client: at most f - 1 of the remaining
-    clients are malicious. Missing clients may be honest and do not count.
+    for its content (NaN, wrong shape, implausible norm) counts as one malicious client: at most f - 1 remaining clients
+    are malicious. Missing clients may be honest and do not count.
 
     Args:
         num_malicious: Number f of malicious clients per round; ``None`` for the largest number tolerated by the rule.

@@ -542,7 +542,7 @@ def test_what_needs_data_on_the_server_is_refused(tmp_path):
         on_flower(tmp_path, make_module, data, lambda: Federation("feddane"))
     with pytest.raises(MisconfigurationException, match="`OwnClassConfusion` does not work yet"):
         on_flower(tmp_path, make_module, data, Federation, server_callbacks=[OwnClassConfusion()])
-    with pytest.raises(MisconfigurationException, match=r"`AttackCheck` does not work yet .* name them instead"):
+    with pytest.raises(MisconfigurationException, match=r"`AttackCheck` does not work yet .* name the clients instead"):
         on_flower(tmp_path, make_module, data, lambda: Federation(steps=[SignFlip(1)]))
     with pytest.raises(MisconfigurationException, match=r"`FeatureFusion` does not work yet.*batch_norm='recalibrate'"):
         on_flower(tmp_path, lambda: models.Module(models.cnn()), models.images(SIZES), lambda: Federation(FedFusion()))
