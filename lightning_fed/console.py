@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 LOGGER = logging.getLogger("lightning_fed")
@@ -41,6 +41,24 @@ def round_number(round: int) -> int:
         'Round 1'
     """
     return round + 1
+
+
+def markdown_table(rows: Sequence[Sequence[str]], alignment: str = "---") -> str:
+    """Formats a Markdown table. A vertical bar in a cell becomes a slash.
+
+    Args:
+        rows: Header and rows.
+        alignment: Alignment of all columns after the first.
+
+    Example:
+        >>> print(markdown_table([["client", "loss"], ["a", "0.5"]]))
+        | client | loss |
+        |---|---|
+        | a | 0.5 |
+
+    """
+    head, *lines = (f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
+    return "\n".join([head, f"|---|{f'{alignment}|' * (len(rows[0]) - 1)}", *lines])
 
 
 def show_log() -> None:

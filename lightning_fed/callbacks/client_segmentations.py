@@ -26,7 +26,7 @@ from lightning_fed.callbacks.picture_grid import checked_colors, default_colors,
 from lightning_fed.callbacks.pictures import draw_matrix, label_grid, log_picture
 from lightning_fed.callbacks.segmentation_images import segmentation_logits, with_background
 from lightning_fed.callbacks.training_trace import describe_classes
-from lightning_fed.console import round_number
+from lightning_fed.console import markdown_table, round_number
 from lightning_fed.data.federated import ChainedLoaders, EvaluationData, split_loaders
 from lightning_fed.data.population import seeded_generators
 from lightning_fed.errors import ClientFault
@@ -168,13 +168,13 @@ class ClientSegmentations(L.Callback):
         last = [row for row in self.rows if row[0] == self.rows[-1][0]] if self.rows else []
         clients = list(dict.fromkeys(row[1] for row in last))
         classes = list(dict.fromkeys(row[2] for row in sorted(last, key=self._place)))
-        lines = [["client", "mIoU", "mDice", *classes], ["---"] * (3 + len(classes))]
+        lines = [["client", "mIoU", "mDice", *classes]]
         for client in clients:
             client_rows = {row[2]: row[3:] for row in last if row[1] == client}
             means = [sum(scores[kind] for scores in client_rows.values()) / len(client_rows) for kind in range(2)]
             shown = [f"{client_rows[name][0]:.3f}" if name in client_rows else "-" for name in classes]
             lines.append([client, *(f"{mean:.3f}" for mean in means), *shown])
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return markdown_table(lines)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the scores by column."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_fed.argument_checks import check_count
 from lightning_fed.callbacks.federation import find_federation
-from lightning_fed.console import round_number
+from lightning_fed.console import markdown_table, round_number
 from lightning_fed.errors import OptionError
 from lightning_fed.federated_callback import FederatedCallback
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, distinct, tensor_bytes
@@ -227,12 +227,11 @@ class CommunicationReport(FederatedCallback):
     def table(self) -> str:
         """Formats :meth:`summary` as a Markdown table."""
         header = ["part", "numbers", "down", "up", "bytes down", "bytes up", "share of FedAvg"]
-        lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
-        for row in self.summary():
-            numbers = " | ".join(f"{number:,.0f}" for number in row[1:-1])
-            share = "" if row.share is None else f"{row.share:.2%}"
-            lines.append(f"| {row.part} | {numbers} | {share} |")
-        return "\n".join(lines)
+        rows = [
+            [row.part, *(f"{number:,.0f}" for number in row[1:-1]), "" if row.share is None else f"{row.share:.2%}"]
+            for row in self.summary()
+        ]
+        return markdown_table([header, *rows], "---:")
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes all traffic, with the fields in :class:`Traffic` as columns. Rounds count from 1.

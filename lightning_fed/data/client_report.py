@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fed.console import markdown_table
 from lightning_fed.data.dataset_clients import ClientSource, DatasetClients, client_subsets
 from lightning_fed.data.label_lookup import MapDataset
 from lightning_fed.data.partition_base import Partition
@@ -97,15 +98,14 @@ class ClientReport:
                     *("-" if math.isnan(value) else f"{value:.2f}" for value in (summary.distance, *looks)),
                 ]
             )
-        text = _markdown(title, rows)
+        text = markdown_table([title, *rows])
         if 0 < self.num_classes <= _MOST_COLUMNS:
-            text += "\n\nShare of each class in what is labelled:\n\n" + _markdown(
-                ["client", *map(self._name, range(self.num_classes))],
-                [
-                    [str(summary.client), *(f"{share:.1%}" if share else "0" for share in self._shares(summary))]
-                    for summary in self.clients
-                ],
-            )
+            shares = [
+                [str(summary.client), *(f"{share:.1%}" if share else "0" for share in self._shares(summary))]
+                for summary in self.clients
+            ]
+            text += "\n\nShare of each class among the labels:\n\n"
+            text += markdown_table([["client", *map(self._name, range(self.num_classes))], *shares])
         return text
 
     def save_picture(self, path: str | os.PathLike[str]) -> None:
@@ -307,8 +307,3 @@ def _displayed(image: Tensor) -> Any:
     if low < 0 or high > 1:
         image = (image - low) / (high - low).clamp_min(1e-12)
     return (image[:3].movedim(0, -1) if len(image) >= 3 else image[0]).numpy()
-
-
-def _markdown(title: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [title, ["---"] * len(title), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -12,6 +12,7 @@ from pathlib import Path
 from lightning_fed.atomic_files import atomic_write, write_text_atomically
 from lightning_fed.callbacks.evaluation.results import ClientResults
 from lightning_fed.callbacks.pictures import has_matplotlib
+from lightning_fed.console import markdown_table
 from lightning_fed.messages import Client
 
 
@@ -52,9 +53,7 @@ class Table:
 
     def markdown(self) -> str:
         """Formats the table in Markdown."""
-        lines = [[self.corner, *self.columns], *self.cells(3)]
-        head, *rest = (f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
-        return "\n".join([head, f"|{'---|' * (1 + len(self.columns))}", *rest])
+        return markdown_table([[self.corner, *self.columns], *self.cells(3)])
 
     def write(self, path: Path) -> None:
         """Writes ``<path>.csv`` and, with matplotlib, ``<path>.png``."""
