@@ -242,14 +242,7 @@ def confusion_counts(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:
 
 
 def confusion_picture(confusion: Confusion, class_names: Sequence[str] = (), title: str = "") -> Tensor:
-    """Draws a matrix as shares per row, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed.
-
-    Args:
-        confusion: The matrix.
-        class_names: Class names from class 0 on; further classes are shown by index.
-        title: Title, followed by the accuracy.
-
-    """
+    """Draws a matrix as shares per row, shape ``(3, H, W)``, uint8; with axes if matplotlib is installed."""
     shares = confusion.counts.double() / confusion.counts.sum(1, keepdim=True)
     names = [class_names[label] if label < len(class_names) else str(label) for label in confusion.classes.tolist()]
     size = len(names)

@@ -134,15 +134,9 @@ def find_class_task(
 def describe_classes(trainer: L.Trainer, module: L.LightningModule) -> tuple[VoidLabel, tuple[str, ...]]:
     """Finds the void label and the class names for reports and pictures.
 
-    The names come from ``class_names`` or ``classes`` in the module, the hyper-parameters or the datamodule. A list
-    with another length than the number of classes does not count.
-
-    Args:
-        trainer: The Trainer.
-        module: The module.
-
-    Returns:
-        The label, or ``"auto"`` if the loss ignores no label, and the names.
+    The label is ``"auto"`` if the loss ignores no label. The names come from ``class_names`` or ``classes`` in the
+    module, the hyper-parameters or the datamodule. A list with another length than the number of classes does not
+    count.
 
     """
     try:
@@ -166,14 +160,7 @@ def trace_training(trainer: L.Trainer, module: L.LightningModule) -> TrainingTra
     """Runs ``training_step`` once on a batch from one client, and restores all state.
 
     Trained parameters are the parameters in the Trainer's optimizers, or before ``configure_optimizers`` all parameters
-    with gradients.
-
-    Args:
-        trainer: The Trainer.
-        module: The module.
-
-    Returns:
-        The trace; ``None`` if the step fails outside a fit, has no loss, or optimizes manually.
+    with gradients. The result is ``None`` if the step fails outside a fit, has no loss, or optimizes manually.
 
     """
     try:

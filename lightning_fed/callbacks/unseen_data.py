@@ -26,12 +26,7 @@ _log = logging.getLogger(__name__)
 class DataStatistics(UnseenStatistics):
     """Normalises by measured data statistics, before a measurement by batch statistics.
 
-    Args:
-        module: The module.
-        layers: Names of the BatchNorm layers; ``None`` for all.
-
-    Attributes:
-        report: Mean and variance by layer, from :meth:`InputStatistics.as_extras`.
+    ``report`` has the mean and variance by layer, from :meth:`InputStatistics.as_extras`.
 
     """
 
@@ -123,15 +118,7 @@ class UnseenData(FederatedCallback):
 
     @torch.inference_mode(False)
     def measure(self, trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-        """Measures data without a client for ``unseen="data"``.
-
-        Args:
-            trainer: The Trainer.
-            module: The module.
-            batches: The data; the labels are ignored.
-            step: The step of the module.
-
-        """
+        """Measures data without a client for ``unseen="data"``; labels are ignored."""
         adapter = self._adapter
         if adapter is None or not adapter.is_active or self._find_fit().unseen != "data":
             return
@@ -173,15 +160,7 @@ class UnseenData(FederatedCallback):
 
 
 def measure_unseen(trainer: L.Trainer, module: L.LightningModule, batches: Iterable[Any], step: str) -> None:
-    """Measures data before an evaluation with ``unseen="data"``.
-
-    Args:
-        trainer: The Trainer.
-        module: The client's module.
-        batches: The data.
-        step: The step of the module.
-
-    """
+    """Measures data before an evaluation with ``unseen="data"``."""
     for callback in federated_callbacks(trainer):
         if isinstance(callback, UnseenData):
             callback.measure(trainer, module, batches, step)

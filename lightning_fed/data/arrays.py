@@ -87,15 +87,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         return self._normalise(image), target
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Returns the samples for one batch, before collation by a `DataLoader`.
-
-        Args:
-            indices: Indices of the samples, not negative.
-
-        Returns:
-            One (input, target) per index.
-
-        """
+        """Returns the samples (input, target) for one batch, before collation by a `DataLoader`."""
         return list(zip(*(tensor.unbind(0) for tensor in self.get_batch(indices)), strict=True))
 
     def get_batch(self, indices: Sequence[int] | np.ndarray | Tensor) -> list[Tensor]:

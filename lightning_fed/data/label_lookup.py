@@ -174,15 +174,7 @@ def _collect(
     find: Callable[[Any, IndexArray], npt.NDArray[Any] | None],
     read: Callable[[Any, IndexArray], npt.NDArray[Any]],
 ) -> npt.NDArray[Any]:
-    """Collects values for the samples at ``indices``, from nested data sets if necessary.
-
-    Args:
-        dataset: The data set.
-        indices: Indices of the samples.
-        find: Function that looks up stored values; ``None`` without stored values.
-        read: Function that reads samples.
-
-    """
+    """Collects values with ``find`` from stored values, also in nested data sets, or else with ``read``."""
     length_of(dataset)
     values = find(dataset, indices)
     if values is not None:

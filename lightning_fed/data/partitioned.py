@@ -100,24 +100,14 @@ class PartitionedData(FederatedDataModule):
         self.source.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """Reads the data, and splits the training data.
-
-        Args:
-            stage: Lightning's stage.
-
-        """
+        """Reads the data, and splits the training data."""
         self.source.trainer = self.trainer
         self.source.setup(self._stage_of_source(stage))
         if self._stage_of_source(stage) == "fit":
             self._population = self._split()
 
     def teardown(self, stage: str) -> None:
-        """Tears down the source datamodule.
-
-        Args:
-            stage: Lightning's stage.
-
-        """
+        """Tears down the source datamodule."""
         self.source.teardown(self._stage_of_source(stage))
 
     def on_exception(self, exception: BaseException) -> None:

@@ -80,15 +80,7 @@ class ArrayDataModule(LightningDataModule, ABC):
 
     @abstractmethod
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads the chosen samples in one split (see `subset` and `held_out`).
-
-        Args:
-            split: The split.
-
-        Returns:
-            The samples.
-
-        """
+        """Reads the chosen samples in one split (see `subset` and `held_out`)."""
 
     @property
     def num_classes(self) -> int:
@@ -111,12 +103,7 @@ class ArrayDataModule(LightningDataModule, ABC):
         return self._dataset("test")
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the splits for a stage, unless already read.
-
-        Args:
-            stage: `"fit"`, `"validate"`, `"test"` or `"predict"` (test samples); None reads all splits.
-
-        """
+        """Reads a stage's splits, unless already read; `"predict"` needs test samples, None all splits."""
         for split in _NEEDED[stage]:
             self._dataset(split)
 
@@ -226,11 +213,8 @@ class FileDataModule(ArrayDataModule):
     ) -> ArrayDataset:
         """Builds a data set with the requested normalisation and, for training, augmentation.
 
-        Args:
-            split: The split.
-            inputs: Inputs, shape (N, C, H, W).
-            targets: Classes (N,) or masks (N, H, W).
-            groups: Natural client per sample, shape (N,).
+        Inputs have shape (N, C, H, W); targets are classes (N,) or masks (N, H, W); groups are natural clients, shape
+        (N,).
 
         """
         return ArrayDataset(

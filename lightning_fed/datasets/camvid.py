@@ -103,15 +103,7 @@ class CamVid(FileDataModule):
         self.augment = augment
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Decodes the frames in one split.
-
-        Args:
-            split: The split.
-
-        Returns:
-            Frames (N, 3, H, W), masks (N, H, W), and the clients' names as groups.
-
-        """
+        """Decodes one split: frames (N, 3, H, W), masks (N, H, W), and the clients' names as groups."""
         archive = "camvid_240x180.npz"
         path = find_file(self.data_dir, [f"camvid/{archive}", archive, "CamVid"], _INSTRUCTIONS)
         read_frames = self._read_folder if path.is_dir() else self._read_archive

@@ -72,14 +72,7 @@ class FEMNIST(FileDataModule):
         self._mean = 1 - 0.9612 if invert else 0.9612
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads one split.
-
-        Args:
-            split: The split.
-
-        Returns:
-            Images (N, 1, 28, 28), classes (N,), and the writers' names as groups.
-        """
+        """Reads one split: images (N, 1, 28, 28), classes (N,), and the writers' names as groups."""
         path = find_file(self.data_dir, ["femnist/femnist_writers.npz", "femnist_writers.npz"], _INSTRUCTIONS)
         arrays = read_npz(path, ("images", "label", "writer", "split", "writer_names"))
         if split == "test":

@@ -84,15 +84,7 @@ def decode_images(sources: Iterable[bytes | Path], image_size: tuple[int, int] |
 
 
 def resize_masks(masks: np.ndarray, image_size: tuple[int, int] | None) -> Tensor:
-    """Resizes label masks to the nearest pixel.
-
-    Args:
-        masks: Masks, uint8, shape (N, H, W).
-        image_size: Height and width in pixels to resize to; None keeps the size.
-
-    Returns:
-        The masks, uint8, shape (N, H, W).
-    """
+    """Resizes label masks, uint8, shape (N, H, W), to the nearest pixel; None keeps the size."""
     if image_size is not None and len(masks):
         size, nearest = image_size[::-1], Image.Resampling.NEAREST
         masks = np.stack([np.asarray(Image.fromarray(mask).resize(size, nearest)) for mask in masks])
@@ -100,15 +92,6 @@ def resize_masks(masks: np.ndarray, image_size: tuple[int, int] | None) -> Tenso
 
 
 def split_bytes(content: np.ndarray, offsets: np.ndarray, indices: np.ndarray) -> Iterable[bytes]:
-    """Yields the contents of some files from one array that holds them end to end.
-
-    Args:
-        content: All files, uint8; file i is `content[offsets[i]:offsets[i + 1]]`.
-        offsets: First byte of every file, and the end of the last.
-        indices: Indices of the files.
-
-    Yields:
-        The contents, in the order of `indices`.
-    """
+    """Yields some files from an array with all files end to end: file i is `content[offsets[i]:offsets[i + 1]]`."""
     for index in indices:
         yield content[offsets[index] : offsets[index + 1]].tobytes()

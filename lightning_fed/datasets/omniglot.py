@@ -128,13 +128,9 @@ class Omniglot(FileDataModule):
                 datasets.Omniglot(str(self.data_dir), background=is_background, download=True)
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads the background images from one split's drawers.
+        """Reads one split from the background set: images (N, 1, 28, 28), classes (N,) from 0 to 963, and groups.
 
-        Args:
-            split: The split.
-
-        Returns:
-            Images (N, 1, 28, 28), classes (N,) from 0 to 963, and groups, such as `"Greek/07"` or `"Greek"`.
+        Groups are names such as `"Greek/07"` or `"Greek"`.
 
         """
         first_val, first_test = _DRAWERS - self.val_drawers - self.test_drawers + 1, _DRAWERS - self.test_drawers + 1

@@ -18,15 +18,11 @@ _USUAL_TEXTURE = 0.9  # probability that a shape has the texture of its class
 
 
 def render_scene(rng: np.random.Generator, image_size: int, dominant: float) -> tuple[np.ndarray, np.ndarray]:
-    """Draws one scene of shapes, which `ShapesDataset` describes.
+    """Draws a scene for `ShapesDataset`: an image, uint8, shape (3, H, W), and a mask, uint8, shape (H, W).
 
-    Args:
-        rng: The random generator.
-        image_size: Height and width in pixels.
-        dominant: Probability that another shape has the class of the first one, instead of a random class.
+    In the mask 0 is background, followed by `SHAPES` from 1. Another shape has the first shape's class with probability
+    ``dominant``, or else a random class.
 
-    Returns:
-        The image, uint8, shape (3, H, W), and the mask, uint8, shape (H, W): 0 background, then `SHAPES` from 1.
     """
     # One scene at a time: the arrays stay in the cache, and no scene can depend on its neighbours in a batch.
     axis = (np.arange(image_size) + 0.5) / image_size

@@ -119,12 +119,7 @@ class Shakespeare(FederatedDataModule):
         self._vocabulary = LEAF_VOCABULARY if vocabulary == "leaf" else ""
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the text, once.
-
-        Args:
-            stage: Lightning's stage; all stages need the same data.
-
-        """
+        """Reads the text, once. All stages need the same data."""
         if self.clients:
             return
         if self.data_dir is None:

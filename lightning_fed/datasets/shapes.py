@@ -136,15 +136,7 @@ class Shapes(ArrayDataModule):
         self.augment = augment
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Renders the scenes in one split.
-
-        Args:
-            split: The split.
-
-        Returns:
-            Scenes (N, 3, H, W), and masks (N, H, W) or labels (N,).
-
-        """
+        """Renders one split: scenes (N, 3, H, W), and masks (N, H, W) or labels (N,)."""
         return ShapesDataset(
             self.num_scenes[split],
             image_size=self.image_size,

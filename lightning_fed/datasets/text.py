@@ -120,10 +120,6 @@ def make_roles(count: int, seed: int) -> dict[str, str]:
     All roles share transition probabilities between words; every role prefers some words. A role's text depends only on
     the seed and the role's number.
 
-    Args:
-        count: Number of roles.
-        seed: The seed.
-
     """
     words = _WORDS.split()
     transitions = np.random.default_rng([seed, 0]).dirichlet(np.full(len(words), 0.02), len(words)).cumsum(1)

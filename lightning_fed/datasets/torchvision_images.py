@@ -78,15 +78,7 @@ class TorchvisionImages(FileDataModule):
             getattr(datasets, self._source)(str(self.data_dir), download=True)
 
     def load_split(self, split: Split) -> ArrayDataset:
-        """Reads the images and labels in one split.
-
-        Args:
-            split: The split.
-
-        Returns:
-            Images (N, C, H, W) and classes (N,).
-
-        """
+        """Reads images (N, C, H, W) and classes (N,) in one split."""
         labels, images_of = self.read_files(split)
         count = len(labels)
         chosen = self.subset("test", np.arange(count)) if split == "test" else self.held_out(split, count)

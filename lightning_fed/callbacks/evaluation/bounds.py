@@ -110,16 +110,9 @@ def find_outliers(
 def find_disagreements(
     reports: Mapping[Client, EvaluationReport], computed: Mapping[Client, Mapping[str, float]]
 ) -> dict[Client, str]:
-    """Finds clients with a value unlike the sums or the metric state under the same name.
+    """Finds clients with a value unlike the sums or the metric state under the same name, with the reason.
 
     The function skips names flagged as undetermined by most clients.
-
-    Args:
-        reports: The reports.
-        computed: Values computed from metric states, by client and key.
-
-    Returns:
-        The reason for each such client.
 
     """
     faults: dict[Client, str] = {}

@@ -203,14 +203,6 @@ def _values_with_history(
     The hook at the epoch's end runs again without the metrics with a history, and with a very large and a very small
     number in each attribute with a history. A value with a history changes.
 
-    Args:
-        trainer: The Trainer.
-        module: The module.
-        report: The client's report.
-        stage: The hook's stage.
-        keeps: Whether to restore parameters and buffers written by a hook.
-        metrics: Metrics updated by the hook at the epoch's end, and not reset.
-
     """
     names = _written_numbers(module)
     if not metrics and not names:
@@ -336,22 +328,11 @@ def _run_end(
     faults: dict[str, str] | None = None,
     attributes: dict[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Computes metrics, and runs the hook at the epoch's end, with the joint states of several reports.
+    """Computes metrics, and runs the hook at the epoch's end, with the joint states from several reports.
 
     The hook may raise without a client's lists; values before the error count. A metric without a state is NaN, and so
-    is a metric with an exception.
-
-    Args:
-        trainer: The Trainer.
-        module: The module.
-        reports: The reports.
-        stage: The hook's stage.
-        keeps: Whether to restore parameters and buffers written by a hook.
-        wanted: Names of values; without names a muted hook is not run.
-        is_muted: Whether loggers see nothing.
-        change: Replacement for ``compute`` in metrics with a state.
-        faults: Dictionary for exceptions, by metric or hook; extended in place.
-        attributes: The module's attributes before the hooks; replaced by the values after the hooks.
+    is a metric with an exception. ``attributes`` are set before the hooks, and receive the values after the hooks.
+    Without ``wanted`` names a muted hook is not run.
 
     """
     if is_muted and not wanted:
@@ -401,16 +382,7 @@ def _run_end(
 def compute_states(
     module: L.LightningModule, reports: Mapping[Client, EvaluationReport]
 ) -> dict[Client, dict[str, float]]:
-    """Computes each metric state with a single number, client by client.
-
-    Args:
-        module: The module; computes with the module's metrics, and restores the metrics' states afterwards.
-        reports: The clients' reports.
-
-    Returns:
-        Values by client and key.
-
-    """
+    """Computes each metric state with a single number, by client and key, and restores the metrics."""
     values: dict[Client, dict[str, float]] = {}
     with ExitStack() as stack:
         stack.enter_context(isolated_pass(module))

@@ -237,11 +237,7 @@ class RunningValue(Tensor):
 def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
     """Makes ``metric.compute()`` in a step return a :class:`RunningValue`, because the order matters.
 
-    ``metric(...)`` returns the value for one batch, as usual.
-
-    Args:
-        metrics: The metrics.
-        traced: List for metrics with such a value; extended in place.
+    ``metric(...)`` returns the value for one batch, as usual. Metrics with such a value are appended to ``traced``.
 
     """
     metrics, depth = list(metrics), [0]
@@ -272,13 +268,7 @@ def tracing(metrics: Iterable[Metric], traced: list[Metric]) -> Iterator[None]:
 
 @contextmanager
 def updating(metrics: Iterable[Metric], updated: list[Metric]) -> Iterator[None]:
-    """Collects metrics with an update and without an earlier update or reset.
-
-    Args:
-        metrics: The metrics.
-        updated: List for the metrics; extended in place.
-
-    """
+    """Appends metrics with an update, and without an earlier update or reset, to ``updated``."""
     fresh: list[Metric] = []
     before = [(metric, metric.update) for metric in metrics if holds_states(metric) and not metric.update_called]
 
@@ -393,24 +383,12 @@ class MetricStates(dict[str, MetricState]):
 
     @classmethod
     def of(cls, metrics: Mapping[str, Metric], place: int | None = None) -> MetricStates:
-        """Copies the metrics' states to the CPU.
-
-        Args:
-            metrics: Metrics by name, from :func:`named_metrics`.
-            place: Position for the states from a single loader; ``None`` for all loaders.
-
-        """
+        """Copies the metrics' states to the CPU: for the loader at ``place``, or for all loaders."""
         return cls({state_key(name, place): _read_state(metric) for name, metric in metrics.items()})
 
     @classmethod
     def merge(cls, metrics: Mapping[str, Metric], parts: Sequence[Mapping[str, MetricState]]) -> MetricStates:
-        """Joins several clients' states. A metric with incompatible states is skipped, and named in the log.
-
-        Args:
-            metrics: The module's metrics by name.
-            parts: The clients' states.
-
-        """
+        """Joins several clients' states. A metric with incompatible states is skipped, and named in the log."""
         merged = cls()
         for key in dict.fromkeys(key for part in parts for key in part if metric_of(key) in metrics):
             try:
@@ -420,11 +398,9 @@ class MetricStates(dict[str, MetricState]):
         return merged
 
     def compute(self, metrics: Mapping[str, Metric], keys: Iterable[str]) -> dict[str, float]:
-        """Loads the states into the metrics, and computes values by key, without values that cannot be computed.
+        """Loads the states into the metrics, and computes values by key. Values with an error are missing.
 
-        Args:
-            metrics: The module's metrics by name. Afterwards each metric has the state for all loaders.
-            keys: Keys for the values.
+        Afterwards each metric has the state for all loaders.
 
         """
         for name, metric in metrics.items():  # a metric can use other metrics, so all states come first

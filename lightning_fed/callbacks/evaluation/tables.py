@@ -116,14 +116,7 @@ def row_name(client: Client) -> str:
 
 
 def client_table(results: ClientResults, pooled: Mapping[str, float], with_support: bool = True) -> Table:
-    """Builds a table with a row per client and a row for all clients.
-
-    Args:
-        results: The clients' values.
-        pooled: Values over all clients.
-        with_support: Whether to add columns with examples per class, if a metric counts examples.
-
-    """
+    """Builds a table with a row per client and for all clients, with examples per class if counted."""
     values: dict[tuple[str, str], float] = {}
     for client, count in results.num_samples.items():
         values[row_name(client), "examples"] = count
