@@ -174,9 +174,9 @@ def test_several_networks_without_forward_as_with_it(federated_trainer):
     """Groups of neurons are equal, including layers in both networks."""
     found = []
     for module in (TwoNetworks(), TwoWithForward()):
-        trainer = federated_trainer(max_rounds=4, partition=IID(2), method=FedMA(), seed=0)
+        layers = LayerwiseTraining(target=lambda batch: batch[1] % 2)
+        trainer = federated_trainer(max_rounds=4, partition=IID(2), method=FedMA(), seed=0, callbacks=[layers])
         trainer.fit(module, data())
-        (layers,) = (one for one in trainer.callbacks if isinstance(one, LayerwiseTraining))
         found.append((layers.groups.sizes, state_of(module)))
         assert "forward" not in vars(module)
     assert found[0][0] == found[1][0] == {"net.0": 8, "net.2": models.CLASSES, "head.0": 7}
