@@ -64,8 +64,8 @@ class CarriedAttributes:
     an optimizer. A metric is found after a call of ``compute`` in a visit with updates from an earlier visit. Class
     attributes and variables in the closures of methods are found after changes in two visits.
 
-    With several clients, attributes in optimizers, schedulers, and callbacks with an effect on training are an error
-    after changes in two visits.
+    An optimizer in an attribute begins every visit without state. With several clients, attributes in optimizers,
+    schedulers, and callbacks with an effect on training are an error after changes in two visits.
 
     Excluded are layers from this package, the ``state_dict`` in optimizers and schedulers, memory with parameters
     and buffers, and tensors with a gradient history. The search cannot find globals, and objects behind more than five
@@ -75,6 +75,7 @@ class CarriedAttributes:
         module: The module.
         trainer: The Trainer, for callbacks and optimizers.
         is_shared: True if several clients train the module.
+        is_reset: True if every visit begins with new optimizers.
 
     Example:
         >>> module = L.LightningModule()
@@ -88,8 +89,15 @@ class CarriedAttributes:
 
     """
 
-    def __init__(self, module: L.LightningModule, trainer: L.Trainer | None = None, is_shared: bool = True) -> None:
-        self._module, self._trainer, self._is_shared = module, trainer, is_shared
+    def __init__(
+        self,
+        module: L.LightningModule,
+        trainer: L.Trainer | None = None,
+        is_shared: bool = True,
+        is_reset: bool = True,
+    ) -> None:
+        self._module, self._trainer, self._is_shared, self._is_reset = module, trainer, is_shared, is_reset
+        self._optimizers: list[Optimizer] = []  # in attributes
         self._known = _known.setdefault(module, _Known())
         self._before: dict[str, Any] = {}
         self._at_second: dict[str, Any] = {}
@@ -105,13 +113,16 @@ class CarriedAttributes:
 
     def start_round(self) -> None:
         """Reads the attributes before the first visit."""
+        if self._is_reset:
+            self._optimizers = [optimizer for optimizer in self._find_optimizers() if not optimizer.state]
         self._before = self._fingerprints()
         self._override_metrics()
         self._override_callbacks()
         self._watch()
 
     def start_visit(self) -> None:
-        """Begins a visit."""
+        """Begins a visit, with new state in the optimizers in attributes."""
+        self._clear_optimizers()
         self._num_visits += 1
         self._is_seen.clear()
         self._updated = {id(metric) for _, metric in self._metrics() if metric.update_count}
@@ -160,6 +171,7 @@ class CarriedAttributes:
                 another client.
 
         """
+        self._clear_optimizers()
         known, after = self._known, self._fingerprints()
         changed = self._differences(self._before, after)
         suspects = self._suspects()
@@ -188,6 +200,21 @@ class CarriedAttributes:
                 _listed(names),
                 self._advise(names),
             )
+
+    def _find_optimizers(self) -> Iterator[Optimizer]:
+        for owner in self._owners().values():
+            for value in vars(owner).values():
+                inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+                for part in (value, *inside):
+                    if isinstance(part, Optimizer) and not any(part is each for each in self._trainer_optimizers()):
+                        yield part
+
+    def _trainer_optimizers(self) -> list[Optimizer]:
+        return [] if self._trainer is None else self._trainer.optimizers
+
+    def _clear_optimizers(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
 
     def _suspect(self, names: list[str]) -> None:
         owners = self._owners()

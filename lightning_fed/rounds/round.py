@@ -88,7 +88,8 @@ class Round:
         )
         self.optimizers = self._collect_optimizers()
         self.state = self.local.global_state(self._server.held.values)
-        self._carried = CarriedAttributes(fit.module, fit.trainer, not fit.has_one_client)
+        is_reset = fit.options.optimizer_state == "reset"
+        self._carried = CarriedAttributes(fit.module, fit.trainer, not fit.has_one_client, is_reset)
         self._measured: dict[str, float] = {}
         untrained = untrained_entries(fit.module) - self.local.sliced.keys()
         self._untrained = [name for name in self.state if name in untrained]

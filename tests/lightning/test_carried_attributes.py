@@ -16,6 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedCallback, FederatedDataModule, FederatedTrainer, Federation
 from lightning_fed.algorithms import FedFusion, FedMA
@@ -190,7 +191,6 @@ KEPT = {
     "an iterator": (draw_next, lambda: iter(range(10**6))),
     "a generator function": (draw_next, lambda: (number for number in range(10**6))),
     "a scheduler": (step_scheduler, a_scheduler),
-    "an optimizer": (step_optimizer, an_optimizer),
 }
 
 
@@ -210,7 +210,92 @@ def test_what_passes_from_client_to_client_is_named_once(kind, either_trainer, c
     assert f"`{name}`" in message
     is_metric = write in (normalise_by_metric, normalise_by_listed_metric)
     assert ("reset metrics" if is_metric else "`register_buffer(name, tensor)`") in message
-    assert ("`optimizer_state`" in message) == (write is step_optimizer)
+
+
+class Evaluates(L.Callback):
+    """Adds a head with an optimizer, as in tutorials on self-supervised training."""
+
+    def on_fit_start(self, trainer, module):
+        torch.manual_seed(7)
+        module.probe = nn.Linear(3, 3)
+        self.adam = torch.optim.Adam(module.probe.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        nn.functional.cross_entropy(module.probe(module(batch[0]).detach()), batch[1]).backward()
+        self.adam.step()
+        self.adam.zero_grad()
+
+
+class StepsByHand(models.Module):
+    """Has an optimizer in an attribute."""
+
+    def __init__(self):
+        super().__init__(models.mlp())
+        self.automatic_optimization = False
+        self.held = [torch.optim.Adam(self.parameters(), 0.01)]
+
+    def training_step(self, batch, batch_idx):
+        self.held[0].zero_grad()
+        self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
+        self.held[0].step()
+
+    def configure_optimizers(self):
+        return None
+
+
+class Fast(torch.optim.SGD):
+    """Wraps an optimizer with a state."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, 0.01)
+        self.fast = torch.optim.Adam(self.param_groups[0]["params"], 0.01)
+
+    def step(self, closure=None):
+        return self.fast.step(closure)
+
+
+HELD = {
+    "callback": (lambda: models.Module(models.mlp()), lambda: [Evaluates()]),
+    "module": (StepsByHand, list),
+    "optimizer": (lambda: models.Module(models.mlp(), Fast), list),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize("kind", HELD)
+def test_an_optimizer_in_an_attribute_begins_every_visit_anew(kind, federated_trainer, plain_trainer, caplog):
+    """Each visit is a plain fit, and the server takes the mean."""
+    make, callbacks = HELD[kind]
+    datasets = models.as_datasets(models.vectors({"ann": 16, "bob": 16}))
+    clients = {name: DataLoader(data, 8) for name, data in datasets.items()}
+    state = {}
+
+    class Loads(L.Callback):
+        def on_train_start(self, trainer, module):
+            module.load_state_dict({**module.state_dict(), **state})
+
+    for _ in range(2):
+        trained = []
+        for client in clients.values():
+            module = make()
+            plain_trainer(max_epochs=1, callbacks=[*callbacks(), Loads()]).fit(module, client)
+            trained.append(module.state_dict())
+        state = {name: sum(each[name] for each in trained) / len(trained) for name in trained[0]}
+    module = make()
+    federated_trainer(max_rounds=2, callbacks=callbacks()).fit(module, clients)
+    torch.testing.assert_close(dict(module.state_dict()), state)
+    assert not carried(caplog)
+
+
+def test_a_kept_optimizer_has_to_be_one_of_the_trainer(federated_trainer, caplog):
+    trainer = federated_trainer(max_rounds=2, optimizer_state="keep")
+    with pytest.raises(MisconfigurationException, match=r"`Fast\.fast`: .*`optimizer_state`"):
+        trainer.fit(models.Module(models.mlp(), Fast), models.as_datasets(models.vectors()))
+    module = Writing(step_optimizer, kept=an_optimizer())
+    federated_trainer(max_rounds=2, optimizer_state="keep").fit(module, models.as_datasets(models.vectors()))
+    (message,) = carried(caplog)
+    assert "`kept`" in message
+    assert "`optimizer_state`" in message
 
 
 def test_what_changes_only_later_is_named_in_the_round_after(federated_trainer, caplog):
@@ -459,15 +544,6 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-class Lookahead(torch.optim.SGD):
-    def __init__(self, parameters):
-        super().__init__(parameters, 0.01)
-        self.fast = torch.optim.Adam(self.param_groups[0]["params"], 0.01)
-
-    def step(self, closure=None):
-        return self.fast.step(closure)
-
-
 class InState(torch.optim.SGD):
     """Counts in the parameter groups, with a constant and a cache."""
 
@@ -482,7 +558,7 @@ class InState(torch.optim.SGD):
         return super().step(closure)
 
 
-OPTIMIZERS = {Momentum: "buffers", Counting: "_count", Lookahead: "fast", InState: None, torch.optim.Adam: None}
+OPTIMIZERS = {Momentum: "buffers", Counting: "_count", InState: None, torch.optim.Adam: None}
 
 
 @pytest.mark.parametrize("clients_per_round", [2, 1])
