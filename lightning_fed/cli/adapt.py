@@ -20,9 +20,9 @@ from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.rounds.batch_norm import adapt
 
 _DESCRIPTION = (
-    "Measure the BatchNorm statistics of a checkpoint on unlabelled data of a new site. The model is the one in a"
-    " recipe (-c, --recipe) or in --model; a checkpoint of `lightning-fed fit` names the class as well. The data are"
-    " the training data of the recipe or of --data; labels do not matter."
+    "Measure a checkpoint's BatchNorm statistics on unlabelled data from a new site. The model comes from a"
+    " recipe (-c, --recipe) or --model; a checkpoint from `lightning-fed fit` also names the class. The data are"
+    " the training data of the recipe or of --data; labels are ignored."
 )
 
 
@@ -65,11 +65,11 @@ def _parser() -> LightningArgumentParser:
         usage="lightning-fed adapt CHECKPOINT [-o CHECKPOINT] [--recipe RECIPE] [--data CLASS] [options]",
         description=_DESCRIPTION,
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a file of Lightning, or a plain state")
-    parser.add_argument("-o", "--out", metavar="CHECKPOINT", help="the new file; by default CHECKPOINT-adapted")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a Lightning checkpoint, or a state dict")
+    parser.add_argument("-o", "--out", metavar="CHECKPOINT", help="the new file (default: CHECKPOINT-adapted)")
     parser.add_argument("-c", "--recipe", action="config", help="a recipe with the model and data")
-    parser.add_argument("--num_batches", type=int | None, help="batches of the data; null for all")
-    parser.add_argument("--seed_everything", type=int, default=0, help="seed of random numbers in the data")
+    parser.add_argument("--num_batches", type=int | None, help="number of batches; null for all")
+    parser.add_argument("--seed_everything", type=int, default=0, help="seed for random numbers in the data")
     parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True, required=False)
     parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=False)
     for name in READ_PAST:

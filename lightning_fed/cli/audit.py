@@ -27,19 +27,17 @@ def run(args: Sequence[str]) -> None:
             shown.append(line)
             number, head, is_there = line.number, line.digest, is_there or line.digest == options.head
     except RecordError as error:
-        fault = f"{error}: what follows line {number} proves nothing"
+        fault = f"{error}: lines after line {number} are unverified"
     if not fault and not is_there:
-        fault = f"no line has the digest {options.head}: lines were cut off, or all of it was written anew"
+        fault = f"no line has the digest {options.head}: the record was truncated or rewritten"
     for line in shown:
         sys.stdout.write(describe_line(line, options.full) + "\n")
-    sys.stdout.write(f"{number} lines as they were written; head {head}\n")
+    sys.stdout.write(f"{number} lines verified; head {head}\n")
     if fault:
         sys.stderr.write(f"error: {options.record}: {fault}\n")
         raise SystemExit(1)
     if options.head is None:
-        sys.stdout.write(
-            "Whole lines that were cut off the end are found only with a head that was noted elsewhere: --head DIGEST\n"
-        )
+        sys.stdout.write("To find removed lines at the end, pass an earlier head from another machine: --head DIGEST\n")
 
 
 def _set_clock(path: Path, head: Path) -> None:
@@ -56,21 +54,21 @@ def describe_line(line: Line, is_full: bool = False) -> str:
         ...     "round": 4, "answer": "update", "entries": ["w", "b"], "bytes": 812, "digest": "9c0d11e5aa",
         ...     "rule": {"entries": ["*"]}}
         >>> describe_line(Line(7, "0a", content))
-        '     7 2026-11-24T12:00:00 ann run 3f9a77c0 round 5 update: left, 2 names, 812 bytes, digest 9c0d11e5'
+        '     7 2026-11-24T12:00:00 ann run 3f9a77c0 round 5 update: sent, 2 names, 812 bytes, digest 9c0d11e5'
     """
     content = line.content
     if is_full:
         return f"{line.number} {line.digest} {json.dumps(content, sort_keys=True)}"
     if content["event"] == CLOCK:
-        return f"{line.number:6d} {content['time'][:19]} the operator has set the record's clock"
+        return f"{line.number:6d} {content['time'][:19]} the operator set the record's clock"
     refused = content["rule"].get("refused")
     is_fault = content["rule"].get("answers") == "fault"
-    begun = "begun" if content["event"] == "order" else "left"
-    outcome = f"refused by {refused}" if refused else "a fault left" if is_fault else begun
+    begun = "begun" if content["event"] == "order" else "sent"
+    outcome = f"refused by {refused}" if refused else "fault sent" if is_fault else begun
     whose = ""
     if content["client"] is not None:
         whose = f" {content['client']} run {content['run'][:8]} round {round_number(content['round'])}"
-    torn = "; the line before was cut off by a crash" if "torn" in content else ""
+    torn = "; a crash truncated the line before" if "torn" in content else ""
     behind = f"; the clock was {content['clock_behind']} s behind" if "clock_behind" in content else ""
     return (
         f"{line.number:6d} {content['time'][:19]}{whose} {content['answer']}: {outcome},"
@@ -81,17 +79,19 @@ def describe_line(line: Line, is_full: bool = False) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed audit",
-        description="Show the last lines of a site's record, verify all of it, and print its head: the digest of"
-        " the last line. Note the head elsewhere; with it, later cuts are found too.",
+        description="Show the last lines of a site's record, verify all lines, and print the head: the digest of"
+        " the last line. Store the head on another machine: --head also finds lines removed later.",
     )
-    parser.add_argument("record", type=Path, help="the file, site_record.jsonl beside the policy")
-    parser.add_argument("--head", metavar="DIGEST", help="a head that was noted before, which must still be there")
-    parser.add_argument("--head-file", type=Path, metavar="FILE", help=f"{HEAD_FILE}, if it is not beside the record")
+    parser.add_argument("record", type=Path, help="the record, site_record.jsonl next to the policy")
+    parser.add_argument("--head", metavar="DIGEST", help="an earlier head: verify that the record still has this line")
+    parser.add_argument(
+        "--head-file", type=Path, metavar="FILE", help=f"path of {HEAD_FILE} (default: next to the record)"
+    )
     parser.add_argument(
         "--set-clock",
         action="store_true",
-        help="append a line with the current time, after the clock was ahead by mistake; the limits per day start anew",
+        help="append a line with the current time, to correct a wrong clock; the daily limits start anew",
     )
     parser.add_argument("--last", type=int, default=20, metavar="N", help="lines to show (default: %(default)s)")
-    parser.add_argument("--full", action="store_true", help="show all that the lines have, as JSON")
+    parser.add_argument("--full", action="store_true", help="show complete lines as JSON")
     return parser

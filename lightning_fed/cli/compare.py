@@ -46,7 +46,7 @@ def run(args: Sequence[str]) -> None:
     table = write_report(results, options.out, options.target, options.last)
     sys.stdout.write(
         f"\n{table}\n\nTables, curves, checkpoints and logs: {options.out}\n"
-        f"A picture of the clients by classes: lightning-fed data {options.recipe} --out clients.png\n"
+        f"To draw the clients' classes: lightning-fed data {options.recipe} --out clients.png\n"
     )
 
 
@@ -55,8 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed compare",
         usage="lightning-fed compare RECIPE --methods METHOD ... [options] [-- options of fit]",
-        description="Train a recipe with several methods: the same clients, rounds, stragglers and initial weights for"
-        " all. The same command again resumes an interrupted comparison; finished runs are kept.",
+        description="Train a recipe with several methods, with equal clients, rounds, stragglers and initial weights."
+        " A repeated command resumes an interrupted comparison and keeps finished runs.",
         epilog="Arguments after `--` go to `lightning-fed fit`, in all runs: -- --trainer.max_rounds 20",
     )
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
@@ -65,22 +65,24 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="METHOD",
-        help=f"of central, {', '.join(read_methods())}; with options: fedprox:mu=0.1 fedmargin:combine=lpm."
+        help=f"any of central, {', '.join(read_methods())}; with options: fedprox:mu=0.1 fedmargin:combine=lpm."
         " central trains on all data at once. fedper, fedrep, fedbn, silobn, fesem, ditto and fedala train a model per"
         " client: compare them with `--monitor fed/<metric>/mean`",
     )
-    parser.add_argument("--seeds", type=int, default=1, help="number of seeds, from 0 on (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds, starting at 0 (default: %(default)s)")
     parser.add_argument(
         "--stragglers", type=_fractions, help="fractions of the cohort, such as 0,0.5,0.8 (default: the recipe's)"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default: %(default)s)")
-    parser.add_argument("--monitor", help="metric to compare (default: that of the recipe's ModelCheckpoint)")
-    parser.add_argument("--mode", choices=["max", "min"], help="which end of `--monitor` is good (default: max)")
+    parser.add_argument("--monitor", help="compared metric (default: from the recipe's ModelCheckpoint)")
     parser.add_argument(
-        "--target", type=float, default=0.8, help="share of central's score to be reached (default: %(default)s)"
+        "--mode", choices=["max", "min"], help="whether larger or smaller values are better (default: max)"
     )
     parser.add_argument(
-        "--last", type=int, default=1, help="rounds at the end whose mean is the score (default: %(default)s)"
+        "--target", type=float, default=0.8, help="target as a fraction of central's score (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--last", type=int, default=1, help="number of final rounds in the mean score (default: %(default)s)"
     )
     parser.add_argument("--test", action="store_true", help="evaluate the finished models on the test data")
     return parser
@@ -90,4 +92,4 @@ def _fractions(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"Expected numbers with commas between them, but got {text!r}.") from None
+        raise argparse.ArgumentTypeError(f"Expected numbers separated by commas, but got {text!r}.") from None

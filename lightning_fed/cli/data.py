@@ -41,10 +41,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed data",
         usage="lightning-fed data RECIPE [--out PICTURE] [-- options of fit]",
-        description="Show what every client of a recipe has: examples, classes, pixels per class, distance of its"
-        " classes from those of all (total variation), and its images. The training data are read once.",
+        description="Show the data of each client in a recipe: examples, classes, pixels per class, total variation"
+        " distance between the client's and all classes, and images. Reads the training data once.",
         epilog="Arguments after `--` go to `lightning-fed fit`: -- --trainer.partition.alpha 0.1",
     )
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
-    parser.add_argument("--out", type=Path, help="file for a picture: the clients' images and shares of the classes")
+    parser.add_argument("--out", type=Path, help="file for a picture of the clients' images and class distributions")
     return parser

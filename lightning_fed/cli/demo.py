@@ -77,9 +77,9 @@ def run(args: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed demo",
-        description="Train DeepLabV3+ on 24 clients whose images differ, and show the scores.",
+        description="Train DeepLabV3+ on 24 clients with different images, and show the scores.",
     )
-    parser.add_argument("--data", type=Path, help="folder with CamVid; without it, scenes of shapes are generated")
+    parser.add_argument("--data", type=Path, help="folder with CamVid (default: generated scenes)")
     parser.add_argument("--rounds", type=int, help="number of rounds")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for logs and the picture")
     return parser
@@ -171,7 +171,7 @@ def run_demo(
     ]
     draw(result, data, np.stack(counts), tiles)
     _say(
-        "\nTensorBoard (its steps are batches; `epoch` is the round, from 0):"
+        "\nTensorBoard (steps are batches; `epoch` is the round, from 0):"
         f"\n    {_program('tensorboard')} --logdir {out}"
         f"\nCurves and predictions:\n    {result.picture}"
     )

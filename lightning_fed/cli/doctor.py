@@ -53,7 +53,7 @@ def run(args: Sequence[str]) -> None:
     try:
         requirements = requires(PACKAGE) or []
     except PackageNotFoundError:
-        sys.stderr.write(f"error: {PACKAGE} {__version__} is not installed, it is only imported: pip install PATH\n")
+        sys.stderr.write(f"error: {PACKAGE} {__version__} is imported without an installation: pip install PATH\n")
         raise SystemExit(1) from None
     text, is_healthy = examine(requirements)
     sys.stdout.write(text)
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--flower", metavar="NAME:PORT", help="check a node's connection to the server at this address")
     parser.add_argument("--ca", type=Path, default=Path("keys/ca.crt"), help="the server's ca.crt (keys/ca.crt)")
-    parser.add_argument("--key", type=Path, help="the node's private key, to see whether the server knows it")
+    parser.add_argument("--key", type=Path, help="the node's private key, to check the registration")
     return parser
 
 
@@ -140,4 +140,4 @@ def devices() -> list[str]:
         found.append(f"cuda:{index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     if torch.backends.mps.is_available():
         found.append("mps: Apple's GPU")
-    return found if len(found) > 1 else [*found, "no GPU that PyTorch sees"]
+    return found if len(found) > 1 else [*found, "no GPU visible to PyTorch"]

@@ -22,18 +22,18 @@ _TEMPLATES = {
     "{package}/client.py": "client.py.txt",
 }
 _NEXT = """\
-An app of {recipe} is in {folder}. The next three steps, where nodes reach the server as NAME:
+{folder} contains an app for {recipe}. Next steps, with NAME as the server's name for nodes:
   1. On the server's machine:
        lightning-fed flower certificates {folder}/keys --name NAME
        {folder}/start_server.sh NAME:9092
-  2. On each client's machine, with the app and the server's ca.crt in its folder keys, and the client's own data in
-     clients.py, make a key; on the server's machine register its public half; then start the node:
+  2. On each client's machine: copy the app and the server's ca.crt (into the folder keys), add the client's data to
+     clients.py, make a key, register the public key on the server's machine, then start the node:
        lightning-fed flower certificates {folder}/keys --node CLIENT
        flwr supernode register CLIENT.key.pub here
        {folder}/start_node.sh NAME:9092 CLIENT
   3. On the server's machine:
        flwr run {folder} here --stream
-What `here` is in Flower's configuration, and the other steps in full:
+The guide explains all steps, and the name `here` in Flower's configuration:
 https://lightning-fed.github.io/lightning-fed/guides/deploy/
 """
 
@@ -68,7 +68,7 @@ def run(args: Sequence[str]) -> None:
     sys.path.insert(0, str(options.folder.resolve()))
     packages = [path.parent.name for path in options.folder.glob("*/clients.py")]
     if len(packages) != 1:
-        raise FileNotFoundError(f"Expected an app of `lightning-fed flower new`, but {str(options.folder)!r} is none.")
+        raise FileNotFoundError(f"Expected a folder from `lightning-fed flower new`, but got {str(options.folder)!r}.")
     serve(importlib.import_module(f"{packages[0]}.clients").app, options.socket)
 
 
@@ -76,7 +76,7 @@ def _write_certificates(options: argparse.Namespace) -> None:
     from lightning_fed.backends.flower.certificates import write_certificates, write_node_key
 
     if not options.name and not options.node:
-        raise OptionError("Expected `--name`, by which nodes reach the server, or `--node`, a client's name.")
+        raise OptionError("Expected `--name` (the server's name for nodes) or `--node` (a client's name).")
     written = write_certificates(options.folder, options.name, options.days) if options.name else []
     for node in options.node:
         written += write_node_key(options.folder, node)
@@ -98,33 +98,39 @@ def evaluation_command(folder: Path, federation: str, stage: str, ckpt: Path | N
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lightning-fed flower", description="Write and run a federation across machines, on Flower."
+        prog="lightning-fed flower", description="Write and run a federation across machines on Flower."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    new = commands.add_parser("new", help="write a Flower app of a recipe")
-    new.add_argument("folder", type=Path, help="where to")
+    new = commands.add_parser("new", help="write a Flower app for a recipe")
+    new.add_argument("folder", type=Path, help="the new folder")
     new.add_argument("-c", "--config", type=Path, required=True, metavar="RECIPE", help="the recipe, a YAML file")
-    keys = commands.add_parser("certificates", help="make the server's certificate, or nodes' keys")
-    keys.add_argument("folder", type=Path, help="where to")
-    keys.add_argument("--name", action="append", default=[], help="a name or address by which nodes reach the server")
-    keys.add_argument("--node", action="append", default=[], metavar="CLIENT", help="a client whose node gets a key")
-    keys.add_argument("--days", type=int, default=365, help="days for which the server's is valid (365)")
+    keys = commands.add_parser("certificates", help="make certificates for the server, or keys for nodes")
+    keys.add_argument("folder", type=Path, help="the new folder")
+    keys.add_argument("--name", action="append", default=[], help="a name or address of the server, as used by nodes")
+    keys.add_argument(
+        "--node", action="append", default=[], metavar="CLIENT", help="a client, to make a key for the client's node"
+    )
+    keys.add_argument("--days", type=int, default=365, help="validity of the server's certificate in days (365)")
     server = commands.add_parser("server", help="run the server: SuperLink, and the gateway for nodes")
-    server.add_argument("--host", help="address of this machine at which to listen; by default the name of --address")
+    server.add_argument("--host", help="listening address of this machine (default: the name in --address)")
     server.add_argument("--control-port", type=int, default=8000, help="the SuperLink's port on this machine (8000)")
-    node = commands.add_parser("node", help="run a client's node: SuperNode, and the worker beside the data")
+    node = commands.add_parser("node", help="run a client's node: SuperNode and worker")
     node.add_argument("folder", type=Path, help="the app")
-    node.add_argument("--client", required=True, help="the client's name; its key is in KEYS/CLIENT.key")
-    node.add_argument("--node-config", default="", help="more of the node's configuration: 'partition-id=0 ...'")
+    node.add_argument("--client", required=True, help="the client's name; the node's key is KEYS/CLIENT.key")
+    node.add_argument("--node-config", default="", help="additional node configuration: 'partition-id=0 ...'")
     for each in (server, node):
-        each.add_argument("--keys", type=Path, required=True, help="folder of the certificates")
-        each.add_argument("--address", required=True, metavar="NAME:PORT", help="where nodes reach the server")
-    evaluate = commands.add_parser("evaluate", help="evaluate a checkpoint of a run at its clients")
+        each.add_argument("--keys", type=Path, required=True, help="folder with the certificates")
+        each.add_argument(
+            "--address", required=True, metavar="NAME:PORT", help="address of the server, as used by nodes"
+        )
+    evaluate = commands.add_parser("evaluate", help="evaluate a checkpoint on the clients")
     evaluate.add_argument("folder", type=Path, help="the app")
-    evaluate.add_argument("federation", nargs="?", default="", help="the connection, as `flwr run` takes it")
-    evaluate.add_argument("--stage", choices=("validate", "test"), default="validate", help="whose step and data")
-    evaluate.add_argument("--ckpt", type=Path, help="the checkpoint, by default the run's last")
-    worker = commands.add_parser("worker", help="run the long-lived process beside a client's data")
+    evaluate.add_argument("federation", nargs="?", default="", help="the connection's name in Flower's configuration")
+    evaluate.add_argument(
+        "--stage", choices=("validate", "test"), default="validate", help="validation or test step and data"
+    )
+    evaluate.add_argument("--ckpt", type=Path, help="the checkpoint (default: the run's last)")
+    worker = commands.add_parser("worker", help="run a client's long-lived process")
     worker.add_argument("folder", type=Path, help="the app")
-    worker.add_argument("--socket", type=Path, required=True, help="where the SuperNode's processes find it")
+    worker.add_argument("--socket", type=Path, required=True, help="the socket for messages from the SuperNode")
     return parser

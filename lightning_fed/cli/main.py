@@ -26,24 +26,24 @@ Federated training with PyTorch Lightning: one epoch of one Trainer is one round
 
 commands:
   demo                      train DeepLabV3+ on 24 clients with generated images; minutes, no download
-  fit -c RECIPE             train what a recipe (a YAML file) describes
+  fit -c RECIPE             train with a recipe (a YAML file)
   validate -c RECIPE        evaluate a checkpoint on validation data: --ckpt_path FILE
-  test -c RECIPE            evaluate it on test data
+  test -c RECIPE            evaluate a checkpoint on test data
   predict -c RECIPE         run a checkpoint on the data to predict
   compare RECIPE            train with several methods on equal rounds: --methods fedavg fedmargin --seeds 3
-  data RECIPE               show each client's data, and how its images look, before anything trains
+  data RECIPE               show each client's data and images, without training
   methods                   list the methods and their options
   privacy RECIPE            compute the privacy budget of a recipe
-  merge CKPT CKPT -o CKPT   match the neurons of trained models, and average them
-  adapt CKPT -c RECIPE      measure BatchNorm's statistics on unlabelled data of a new site: --data CLASS
-  flower new DIR -c RECIPE  write a Flower app: the same federation, across machines
-  nvflare new DIR -c RECIPE write the same as an NVFLARE job
-  audit RECORD              show and verify the record of what has left a client's site
+  merge CKPT CKPT -o CKPT   average trained models with matched neurons
+  adapt CKPT -c RECIPE      measure BatchNorm's statistics on data from a new site: --data CLASS
+  flower new DIR -c RECIPE  write a Flower app, to train across machines
+  nvflare new DIR -c RECIPE write an NVFLARE job, to train across machines
+  audit RECORD              show and verify a site's record of sent answers
   recipes [NAME]            list the ready recipes, or print one
   doctor                    print versions, devices, and missing extras; --flower: check a connection
 
   COMMAND --help            all options of a command
-  fit --data.help CamVid    the options of a data set; so too --model.help, --trainer.partition.help
+  fit --data.help CamVid    options of a data set; also --model.help, --trainer.partition.help
   --version                 the version
 
 examples:
@@ -51,8 +51,8 @@ examples:
   lightning-fed recipes shapes_deeplab > shapes.yaml
   lightning-fed fit -c shapes.yaml --trainer.max_rounds 5 --trainer.method fairavg
 
-A recipe names a model, data and the options of the Trainer. Each can be changed on the command line, and model and
-data may be your own: --model my_project.MyModule. `fit -c RECIPE --print_config` shows everything that can be set.
+A recipe names model, data and Trainer options. The command line can override each value. Custom models and data
+work, too: --model my_project.MyModule. `fit -c RECIPE --print_config` shows all options.
 """
 
 

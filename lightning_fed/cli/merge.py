@@ -22,9 +22,9 @@ from lightning_fed.model.batch_norm import batch_norm_layers
 from lightning_fed.tasks.base import Task
 
 _DESCRIPTION = (
-    "Merge checkpoints of models of one architecture: neurons are matched, then averaged. The model is that of a"
-    " recipe (-c) or of --model, with the hyper-parameters in the first checkpoint for what these leave out; a"
-    " checkpoint of `lightning-fed fit` names the class as well. BatchNorm's statistics are measured with the training"
+    "Merge checkpoints with the same architecture: match neurons, then average. The model comes from a"
+    " recipe (-c) or --model, with missing hyper-parameters from the first checkpoint; a"
+    " checkpoint from `lightning-fed fit` also names the class. BatchNorm's statistics are measured on the training"
     " data of the recipe or of --data."
 )
 READ_PAST = ("trainer", "optimizer", "lr_scheduler")  # recipe entries without effect here
@@ -45,7 +45,7 @@ def run(args: Sequence[str]) -> None:
         parser.error("Expected the model by `-c RECIPE` or `--model CLASS`: the first checkpoint does not name it.")
     out = Path(config.out)
     if any(out.resolve() == Path(path).resolve() for path in config.checkpoints):
-        parser.error(f"Expected `--out` to be another file than those that are merged, but got {out}.")
+        parser.error(f"Expected `--out` to differ from the merged checkpoints, but got {out}.")
     if out.is_dir() or config.out.endswith("/"):
         parser.error(f"Expected `--out` to be a file, but got the folder {config.out}.")
     count = len(config.checkpoints)
@@ -61,7 +61,7 @@ def run(args: Sequence[str]) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)  # a wrong path fails before the slow matching
     except OSError as error:
-        parser.error(f"Expected `--out` to be in a folder that can be made, but got {out}: {error.strerror}.")
+        parser.error(f"Expected `--out` to be in a writable folder, but got {out}: {error.strerror}.")
     try:
         first = read_checkpoint(config.checkpoints[0])
         before = {name: value.shape for name, value in built.model.state_dict().items()}
@@ -79,12 +79,14 @@ def _parser() -> LightningArgumentParser:
         usage="lightning-fed merge CHECKPOINT CHECKPOINT ... -o CHECKPOINT [-c RECIPE] [options]",
         description=_DESCRIPTION,
     )
-    parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="files of Lightning, or of plain states")
+    parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="Lightning checkpoints, or state dicts")
     parser.add_argument("-o", "--out", required=True, metavar="CHECKPOINT", help="the file to write")
-    parser.add_argument("-c", "--config", action="config", help="a recipe, whose model and data are used")
+    parser.add_argument("-c", "--config", action="config", help="a recipe with the model and data")
     parser.add_argument("--weights", type=list[float] | None, help="weight of each checkpoint: [100,250]")
-    parser.add_argument("--num_batches", type=int | None, help="batches for BatchNorm's statistics; null for all")
-    parser.add_argument("--seed_everything", type=bool | int, default=0, help="seed of what is random in the data")
+    parser.add_argument(
+        "--num_batches", type=int | None, help="number of batches for BatchNorm's statistics; null for all"
+    )
+    parser.add_argument("--seed_everything", type=bool | int, default=0, help="seed for random numbers in the data")
     parser.add_class_arguments(MatchedAverage, skip={"inputs"}, instantiate=False)
     parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True, required=False)
     parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=False)
@@ -118,7 +120,7 @@ def take_hyperparameters(parser: LightningArgumentParser, args: Sequence[str]) -
     try:
         parser.set_defaults({"model": {"class_path": named, "dict_kwargs": hyperparameters}})
     except (AttributeError, ImportError, ValueError) as error:
-        parser.error(f"Expected the model's class to be found, but got {named!r}: {error}.")
+        parser.error(f"Expected an importable class for the model, but got {named!r}: {error}.")
 
 
 def _is_option_or_value(args: Sequence[str], index: int) -> bool:
@@ -154,5 +156,5 @@ def _report(merged: MergedModel, out: Path, is_resized: bool) -> str:
     ]
     lines.append(f"Merged checkpoint: {out}")
     if is_resized:
-        lines.append("Its layers have other widths than the model is made with: `load_matched` loads it.")
+        lines.append("The layers have other widths than the model: load the checkpoint with `load_matched`.")
     return "\n".join(lines) + "\n"

@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="In a recipe: `method: fedprox:mu=0.1`. A custom method has the path of its class as name:"
         " my_project.FedMine:option=value",
     )
-    parser.add_argument("methods", nargs="*", metavar="METHOD", help="describe these (default: list all)")
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help="describe these methods (default: list all)")
     return parser
 
 

@@ -15,11 +15,11 @@ _TEMPLATES = {
     "app/custom/{package}/client.py": "client.py.txt",
 }
 _NEXT = """\
-A job of {recipe} is in {folder}. The next three steps:
-  1. Try it on this machine, with the recipe's data:
+{folder} contains a job for {recipe}. Next steps:
+  1. Try the job on this machine, with the recipe's data:
        nvflare simulator {folder} -w workspace -c site-1,site-2 -t 2
-  2. In {folder}/app/custom, put the clients' own data into client.py, and the names of their sites into server.py.
-  3. Submit it to a server of NVFLARE:
+  2. In {folder}/app/custom, add the clients' data to client.py, and the sites' names to server.py.
+  3. Submit the job to an NVFLARE server:
        nvflare job submit -j {folder}
 More: https://lightning-fed.github.io/lightning-fed/guides/nvflare/
 """
@@ -36,10 +36,10 @@ def run(args: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lightning-fed nvflare", description="Write a federation across machines, on NVFLARE."
+        prog="lightning-fed nvflare", description="Write a federation across machines on NVFLARE."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    new = commands.add_parser("new", help="write an NVFLARE job of a recipe")
-    new.add_argument("folder", type=Path, help="where to")
+    new = commands.add_parser("new", help="write an NVFLARE job for a recipe")
+    new.add_argument("folder", type=Path, help="the new folder")
     new.add_argument("-c", "--config", type=Path, required=True, metavar="RECIPE", help="the recipe, a YAML file")
     return parser

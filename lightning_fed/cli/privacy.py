@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_fed.privacy.accounting import Budget
     from lightning_fed.privacy.central import CentralDP
 
-_NO_PRIVACY = "Expected a recipe with a `CentralDP` among the `steps` of its `trainer`, but there is none."
+_NO_PRIVACY = "Expected a recipe with `CentralDP` among the `steps` of `trainer`, but got none."
 _CANARIES = 1000
 _EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 
@@ -50,11 +50,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-fed privacy",
         usage="lightning-fed privacy RECIPE [--audit] [--figure FILE] [-- options of fit]",
-        description="Compute what a recipe's rounds cost of the clients' privacy: epsilon round by round, the noise"
-        " relative to the clip, and the noise that other budgets need. Nothing is trained.",
+        description="Compute the privacy budget of a recipe, without training: epsilon by round, the noise"
+        " relative to the clip, and the noise for other budgets.",
     )
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe, a YAML file")
-    parser.add_argument("--audit", action="store_true", help="tell what can be guessed of canary clients, too")
+    parser.add_argument("--audit", action="store_true", help="also audit the noise with canary clients")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw epsilon over the rounds; needs matplotlib")
     return parser
 
@@ -80,9 +80,9 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
     parts = [
         f"{cohort} of {population} clients in a round ({budget.sampling}), {rounds} rounds, delta {budget.delta:g}"
         f" ({budget.accountant})",
-        f"noise multiplier {budget.noise_multiplier:.4g}, clip {privacy.clip:g}: the noise of a round's sum has a"
-        f" standard deviation of {std:.4g} at every coordinate, and with {num_parameters:,} parameters a length of"
-        f" about {std * math.sqrt(num_parameters):.3g}; {cohort} steps of the clip's length that agree have one of"
+        f"noise multiplier {budget.noise_multiplier:.4g}, clip {privacy.clip:g}: the noise in a round's sum has"
+        f" standard deviation {std:.4g} per coordinate, and norm {std * math.sqrt(num_parameters):.3g} over"
+        f" {num_parameters:,} parameters; {cohort} equal updates with the norm of the clip sum to norm"
         f" {cohort * privacy.clip:g}",
         _table("rounds", "epsilon", [(f"{number}", budget.epsilon(number)) for number in _some_rounds(rounds)]),
         _table(
@@ -95,8 +95,8 @@ def describe_privacy(recipe: Recipe, has_audit: bool = False) -> str:
         audit = audit_mean(budget, rounds, min(population, _CANARIES))
         parts.append(
             f"audit with {audit.num_canaries} canary clients: {audit.num_correct} of {audit.num_guesses}"
-            f" guesses were right, so that epsilon is at least {audit.lower_bound:.4g} (with a probability of 95 %);"
-            f" claimed is {audit.claimed:.4g}"
+            f" guesses were right: epsilon is at least {audit.lower_bound:.4g} (95 % confidence);"
+            f" the budget claims {audit.claimed:.4g}"
         )
     return "\n\n".join(parts) + "\n"
 

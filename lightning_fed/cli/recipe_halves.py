@@ -78,7 +78,7 @@ def read_recipe(path: str | os.PathLike[str], args: Sequence[str] = ()) -> Recip
     given = {name: value for name, value in cli.config_init["trainer"].items() if value is not None}
     rounds = given.get("max_rounds", given.get("max_epochs"))
     if rounds is None:
-        raise OptionError(f"Expected `trainer.max_rounds` in {os.fspath(path)}, but there is none.")
+        raise OptionError(f"Expected `trainer.max_rounds` in {os.fspath(path)}, but got none.")
     callbacks = given.pop("callbacks", [])
     callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     federations = {"federation", *Federation(seed=0).arguments}
@@ -127,14 +127,16 @@ def write_halves(folder: Path, recipe: Path, templates: Mapping[str, str], netwo
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     module = name.replace("-", "_")
     if not module.isidentifier():
-        raise OptionError(f"Expected a folder whose name begins with a letter, but got {folder.name!r}.")
+        raise OptionError(f"Expected a folder name with a letter at the start, but got {folder.name!r}.")
     installed = importlib.util.find_spec(module)
     if keyword.iskeyword(module) or (installed is not None and installed.origin is not None):
-        raise OptionError(f"Expected a folder with a name of its own, but {module!r} is a word or package of Python.")
+        raise OptionError(
+            f"Expected a new package name, but {module!r} is a Python keyword or package: choose another folder."
+        )
     if not recipe.is_file():
-        raise FileNotFoundError(f"Expected a recipe, a YAML file, but there is no {str(recipe)!r}.")
+        raise FileNotFoundError(f"Expected a recipe, a YAML file, but {str(recipe)!r} does not exist.")
     if any((folder / file).exists() for file in templates):
-        raise FileExistsError(f"There is an app in {str(folder)!r} already.")
+        raise FileExistsError(f"Expected a new folder, but {str(folder)!r} already has an app.")
     built = read_recipe(recipe)
     clients = list(_clients_of(built))
     values = {

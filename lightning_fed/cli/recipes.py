@@ -48,8 +48,8 @@ def absent_recipe(args: Sequence[str]) -> str | None:
         path = Path(argument.rpartition("=")[2])
         if path.suffix == ".yaml" and not path.exists() and (recipe_folder() / path.name).is_file():
             return (
-                f"The package has a recipe of this name. To write it: lightning-fed recipes {path.stem} > {path.name}\n"
-                f"Then name {path.name} in the place of {path}.\n"
+                f"The package has this recipe. To copy it: lightning-fed recipes {path.stem} > {path.name}\n"
+                f"Then use {path.name} instead of {path}.\n"
             )
     return None
 

@@ -38,9 +38,11 @@ def check_central(cli: FederatedCLI) -> None:
     """
     trainer: Any = cli.trainer
     if trainer.federation.schedule.local_steps is not None:
-        raise MisconfigurationException(f"Expected a recipe with `local_epochs` for {CENTRAL!r}, but it has steps.")
+        raise MisconfigurationException(
+            f"Expected a recipe with `local_epochs` for {CENTRAL!r}, but got `local_steps`."
+        )
     if (trainer.max_epochs or -1) < 1:
-        raise MisconfigurationException(f"Expected a recipe with `max_rounds` for {CENTRAL!r}, but it has none.")
+        raise MisconfigurationException(f"Expected a recipe with `max_rounds` for {CENTRAL!r}, but got none.")
 
 
 def central_trainer(cli: FederatedCLI) -> L.Trainer:
@@ -121,8 +123,8 @@ def _length_of(loader: Any) -> int:
         if length := len(loader):
             return length
     raise MisconfigurationException(
-        f"Expected training data of a known length for {CENTRAL!r}, at least one batch, but got"
-        f" {type(loader).__name__} without it."
+        f"Expected training data with a known length for {CENTRAL!r}, at least one batch, but got a"
+        f" {type(loader).__name__} without a length."
     )
 
 

@@ -63,7 +63,9 @@ class Plan:
         labels, parts = [method.label for method in self.methods], self.stragglers
         for name, values in (("methods", labels), ("seeds", self.seeds), ("stragglers", parts)):
             if values is not None and (not values or len(set(values)) < len(values)):
-                raise ValueError(f"Expected `{name}` to be at least one, each once, but got {list(values)}.")
+                raise ValueError(
+                    f"Expected `{name}` to have at least one value and no duplicates, but got {list(values)}."
+                )
         if min(self.seeds) < 0:
             raise ValueError(f"Expected `seeds` to be at least 0, but got {list(self.seeds)}.")
         if parts is not None and not all(0 <= part < 1 for part in parts):
@@ -224,7 +226,7 @@ def _check_method(method: MethodChoice, cli: FederatedCLI) -> None:
     trainer: Any = cli.trainer
     if settings := trainer.federation.method.settings:  # other methods would train with different settings
         raise MisconfigurationException(
-            f"Expected a recipe whose `method` sets nothing else, but {trainer.federation.method.name} sets"
+            f"Expected a recipe whose `method` changes no other settings, but {trainer.federation.method.name} sets"
             f" {sorted(settings)}."
         )
     if trainer.federation.partition is None and not isinstance(cli.datamodule, FederatedDataModule):
@@ -243,14 +245,15 @@ def _check_method(method: MethodChoice, cli: FederatedCLI) -> None:
         in_recipe = any(isinstance(callback, type(brought)) for callback in trainer.callbacks)
         if in_recipe and type(brought) not in map(type, replaceable):
             raise MisconfigurationException(
-                f"Expected a recipe without `{type(brought).__name__}`, which {method.label!r} brings with its options."
+                f"Expected a recipe without `{type(brought).__name__}`, because the method {method.label!r}"
+                " adds this callback."
             )
 
 
 def _metric(plan: Plan, trainer: Any) -> tuple[str, str]:
     saved = {one.monitor: one.mode for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and one.monitor}
     if plan.monitor is None and not saved:
-        raise MisconfigurationException("Expected `monitor`, because the recipe has no ModelCheckpoint with one.")
+        raise MisconfigurationException("Expected `monitor`, because the recipe has no ModelCheckpoint with a metric.")
     monitor = plan.monitor or next(iter(saved))
     return monitor, plan.mode or saved.get(monitor, "max")
 

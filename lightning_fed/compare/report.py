@@ -108,7 +108,7 @@ def write_report(results: Sequence[Mapping[str, Any]], folder: Path, target: flo
     try:
         draw(results, folder / "curves.png", target, last)
     except ModuleNotFoundError:
-        _log.warning("No picture of the curves: `pip install lightning-fed[demo]` brings matplotlib.")
+        _log.warning("No figure with curves: install matplotlib with `pip install lightning-fed[demo]`.")
     return text
 
 
@@ -179,7 +179,7 @@ def paired_interval(
     mean = statistics.fmean(differences)
     degrees = len(differences) - 1
     if degrees < 1:
-        raise ValueError("Expected two seeds or more.")
+        raise ValueError(f"Expected scores for at least two seeds, but got {len(differences)}.")
     if not all(map(math.isfinite, differences)):
         return math.nan, math.nan, math.nan
     half = float(stdtrit(degrees, (1 + level) / 2)) * statistics.stdev(differences) / math.sqrt(len(differences))
@@ -218,7 +218,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path, target: float = 0.8, 
         if central:
             goal = _goal(results[0]["mode"], target, statistics.fmean(central))
             axes.axhline(statistics.fmean(central), color="0.3", linewidth=0.8, label=CENTRAL)
-            axes.axhline(goal, color="0.3", linewidth=0.8, linestyle=":", label=f"{target:.0%} of it")
+            axes.axhline(goal, color="0.3", linewidth=0.8, linestyle=":", label=f"{target:.0%} of {CENTRAL}")
         axes.set(title=f"{part:.0%} stragglers" if len(parts) > 1 else "", xlabel="round")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
@@ -263,14 +263,14 @@ def _note(results: Sequence[Mapping[str, Any]], target: float, last: int) -> str
     notes = [f"{seeds} {'seed' if seeds == 1 else 'seeds'}{rounds}; `{monitor}` {over}, mean ± standard deviation."]
     if any(run["method"] == CENTRAL for run in results):
         notes.append(
-            f"#R@{target:.0%}: first round that reaches {target:.0%} of the centralised score, mean over the seeds that"
-            " do (in brackets, how many do)."
+            f"#R@{target:.0%}: first round that reaches {target:.0%} of the centralised score; mean over seeds with"
+            " such a round (in brackets: number of these seeds)."
         )
     personal = dict.fromkeys(f"`{run['method']}`" for run in results if run["has_own_models"])
     if personal and not monitor.startswith(("fed/", "fesem/")):
         notes.append(
-            f"`{monitor}` is the global model's, and clients of {', '.join(personal)} have models of their own: only"
-            f" `--monitor fed/{monitor}/mean` compares these, with validation data for every client."
+            f"`{monitor}` evaluates the global model, but clients of {', '.join(personal)} have personal models: use"
+            f" `--monitor fed/{monitor}/mean`, with validation data for every client."
         )
     return " ".join(notes)
 
@@ -281,14 +281,16 @@ def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
     if len(methods) < 2:
         return []
     if len({run["seed"] for run in results}) < 2:
-        return ["One seed cannot tell a difference from chance: `--seeds 5` runs more, and keeps what has run."]
+        return ["One seed cannot separate a difference from chance: `--seeds 5` adds seeds and keeps finished runs."]
     scores = {(run["method"], run["stragglers"], run["seed"]): _score(run, last) for run in results}
     sign = 1 if results[0]["mode"] == "max" else -1
     lines = []
     for part in _parts(results):
         seeds = {method: [seed for one, share, seed in scores if (one, share) == (method, part)] for method in methods}
         where = f" with {part:.0%} stragglers" if len(_parts(results)) > 1 else ""
-        lines.append(f"Against `{methods[0]}`{where}, mean difference and its 95 % interval, paired over the seeds:\n")
+        lines.append(
+            f"Compared with `{methods[0]}`{where}: mean difference and 95 % interval, paired over the seeds:\n"
+        )
         for method in methods[1:]:
             both = [seed for seed in seeds[methods[0]] if seed in seeds[method]]
             if len(both) < 2:

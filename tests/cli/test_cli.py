@@ -335,8 +335,8 @@ def test_a_ready_recipe_that_is_not_in_the_folder(args, tmp_path, monkeypatch, c
         main(args)
     assert stopped.value.code
     command, instead = capsys.readouterr().err.splitlines()[-2:]
-    assert command.endswith("To write it: lightning-fed recipes synthetic > synthetic.yaml")
-    assert instead == "Then name synthetic.yaml in the place of recipes/synthetic.yaml."
+    assert command.endswith("To copy it: lightning-fed recipes synthetic > synthetic.yaml")
+    assert instead == "Then use synthetic.yaml instead of recipes/synthetic.yaml."
     main(["recipes", "synthetic"])
     Path("synthetic.yaml").write_text(capsys.readouterr().out)
     assert absent_recipe([argument.replace("recipes/", "") for argument in args]) is None

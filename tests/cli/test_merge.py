@@ -112,7 +112,7 @@ def test_grown_checkpoints(capsys):
     options = ("--model", "ClassificationTask", "--weights", "[3,1,1]")
     main(["merge", "-o", "out.ckpt", *options, "0.ckpt", "1.ckpt", "2.ckpt", "--score=published"])
     said = capsys.readouterr().out
-    assert "other widths than the model is made with: `load_matched` loads it." in said
+    assert "other widths than the model: load the checkpoint with `load_matched`." in said
     again = load_matched(task(), "out.ckpt")
     assert again.model.features[1].out_features > 12
     bias = [net.model.classifier[-1].bias for net in nets]
@@ -135,7 +135,7 @@ def test_fedmas_recipe_evaluates_a_grown_checkpoint(capsys):
         module = ClassificationTask("mlp", **options)
         torch.save({**VERSION, "state_dict": module.state_dict()}, f"{seed}.ckpt")
     main(["merge", "0.ckpt", "1.ckpt", "-o", "out.ckpt", "-c", "recipe.yaml", "--score", "published"])
-    assert "`load_matched` loads it" in capsys.readouterr().out
+    assert "load the checkpoint with `load_matched`" in capsys.readouterr().out
     main(["test", "-c", "recipe.yaml", "--ckpt_path", "out.ckpt"])
     said = capsys.readouterr().out
     again = load_matched(module, "out.ckpt")
@@ -212,7 +212,7 @@ def test_what_is_wrong_is_one_line(capsys):
     named = ("--model", "ClassificationTask")
     for arguments, status, words in (
         (["a.ckpt", "-o", "b.ckpt"], 2, "the model by `-c RECIPE` or `--model CLASS`"),
-        (["a.ckpt", "-o", "a.ckpt", *named], 2, "`--out` to be another file"),
+        (["a.ckpt", "-o", "a.ckpt", *named], 2, "`--out` to differ"),
         (["a.ckpt", *named], 2, "are required: out"),
         (["-o", "b.ckpt"], 2, "are required: checkpoints"),
         (["a.ckpt", "a.ckpt", "-o", "folder", *named], 2, "`--out` to be a file, but got the folder folder"),
@@ -220,7 +220,7 @@ def test_what_is_wrong_is_one_line(capsys):
         (
             ["a.ckpt", "a.ckpt", "-o", "text.ckpt/b.ckpt", *named],
             2,
-            "in a folder that can be made, but got text.ckpt/b",
+            "in a writable folder, but got text.ckpt/b",
         ),
         (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--weights", "[1]"], 2, "each of 2 checkpoints, but got 1 `--we"),
         (["a.ckpt", "text.ckpt", "-o", "b.ckpt", *named], 1, "text.ckpt to be a checkpoint with nothing but"),
@@ -234,7 +234,11 @@ def test_what_is_wrong_is_one_line(capsys):
         (["a.ckpt", "wider.ckpt", "-o", "b.ckpt", *named], 1, "wider.ckpt to have the architecture of the first"),
         (["a.ckpt", "unsafe.ckpt", "-o", "b.ckpt", *named], 1, "unsafe.ckpt to be a checkpoint with nothing but"),
         (["unsafe.ckpt", "a.ckpt", "-o", "b.ckpt", *named], 2, "unsafe.ckpt to be a checkpoint with nothing but"),
-        (["a.ckpt", "a.ckpt", "-o", "b.ckpt", "--model", "no.such.Model"], 2, "class to be found, but got 'no.such.M"),
+        (
+            ["a.ckpt", "a.ckpt", "-o", "b.ckpt", "--model", "no.such.Model"],
+            2,
+            "importable class for the model, but got 'no.such.M",
+        ),
         (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--mode", "shrink"], 2, "grow"),
         (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--sweeps", "-1"], 2, "`sweeps` to be at least 0"),
         (["a.ckpt", "a.ckpt", "-o", "b.ckpt", *named, "--model.num_classes", "1"], 2, "`num_classes` to be at least 2"),

@@ -33,7 +33,7 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 def test_a_given_noise(capsys):
     text = said(capsys, "[{class_path: CentralDP, init_args: {clip: 0.5, delta: 0.01, noise_multiplier: 2.0}}]")
     assert "30 of 30 clients in a round (poisson), 30 rounds, delta 0.01 (rdp)" in text
-    assert "noise multiplier 2, clip 0.5: the noise of a round's sum has a standard deviation of 1 " in text
+    assert "noise multiplier 2, clip 0.5: the noise in a round's sum has standard deviation 1 " in text
     budget = Budget(2.0, 0.01, 30, 30)
     epsilons = rows(text, "rounds")
     assert list(epsilons) == ["1", "4", "8", "12", "15", "19", "23", "27", "30"]
@@ -48,7 +48,7 @@ def test_an_audit(capsys):
     main(["privacy", RECIPE, "--audit", "--", "--trainer.steps", privacy, "--trainer.clients_per_round", "1.0"])
     claimed = Budget(2.0, 0.01, 30, 30).epsilon(30)
     found = re.search(
-        r"audit with 30 canary clients: (\d) of 6 .* at least (\S+) .* claimed is (\S+)", capsys.readouterr().out
+        r"audit with 30 canary clients: (\d) of 6 .* at least (\S+) .* the budget claims (\S+)", capsys.readouterr().out
     )
     assert float(found[3]) == pytest.approx(claimed, rel=1e-3)
     assert float(found[2]) < claimed
@@ -97,4 +97,4 @@ def test_a_recipe_without(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["privacy", RECIPE])
     assert stopped.value.code == 1
-    assert "Expected a recipe with a `CentralDP` among the `steps` of its `trainer`" in capsys.readouterr().err
+    assert "Expected a recipe with `CentralDP` among the `steps` of `trainer`" in capsys.readouterr().err

@@ -446,8 +446,12 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         ("own.yaml", 2, "the following arguments are required: --methods"),
         ("nowhere.yaml --methods fedavg", 2, "nowhere.yaml"),
         ("own.yaml --methods fedag", 2, "got 'fedag'. Did you mean 'fedavg'?"),
-        ("own.yaml --methods fedavg,fedavg", 2, "Expected `methods` to be at least one, each once, but got"),
-        ("own.yaml --methods ,", 2, "Expected `methods` to be at least one, each once, but got []"),
+        (
+            "own.yaml --methods fedavg,fedavg",
+            2,
+            "Expected `methods` to have at least one value and no duplicates, but got",
+        ),
+        ("own.yaml --methods ,", 2, "Expected `methods` to have at least one value and no duplicates, but got []"),
         ("own.yaml --methods fedprox:nu=1", 2, "Expected options of 'fedprox' to be of ['mu', "),
         ("own.yaml --methods fedavg,fedfusion:levels=[2,-1]:n=1", 2, "Expected options of 'fedfusion' to be of ['o"),
         ("own.yaml --methods fedfusion:operator=sum", 2, "'fedfusion:operator=sum' does not work: Expected `operator"),
@@ -462,9 +466,9 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         ("own.yaml --methods central:mu=1", 2, "Expected no options of 'central', but got ['mu']"),
         ("own.yaml --methods fedper:head=tail.*", 1, "'tail.*' matches none of"),
         ("own.yaml --methods fedrep:body_epochs=2", 1, "Expected `head_epochs` (at least 1) and `body_epochs` to add"),
-        ("own.yaml --methods fedavg --seeds 0", 2, "Expected `seeds` to be at least one"),
+        ("own.yaml --methods fedavg --seeds 0", 2, "Expected `seeds` to have at least one value"),
         ("own.yaml --methods fedavg --stragglers 1", 2, "Expected `stragglers` to be in [0, 1), but got [1.0]"),
-        ("own.yaml --methods fedavg --stragglers some", 2, "Expected numbers with commas between them, but got 'some'"),
+        ("own.yaml --methods fedavg --stragglers some", 2, "Expected numbers separated by commas, but got 'some'"),
         (
             "own.yaml --methods fedavg --target 0",
             2,
@@ -481,12 +485,24 @@ def test_another_recipe_in_the_same_folder(tmp_path, capsys):
         ("own.yaml --methods fedper -- --trainer.personal ['head.*']", 1, "Expected `FedPer` without `personal`"),
         ("own.yaml --methods fedmargin:lair=body", 2, "'lpm_before'], but got ['lair']"),
         ("own.yaml --methods fedmargin:passes=some", 2, "'fedmargin:passes=some' does not work: Expected `passes`"),
-        ("layer.yaml --methods fedavg,fedmargin:layer=head", 1, "Expected a recipe without `ClassPrototypes`, which"),
+        ("layer.yaml --methods fedavg,fedmargin:layer=head", 1, "Expected a recipe without `ClassPrototypes`, because"),
         slow(
-            ("layer.yaml --methods fedbn:aggregator=fedmargin", 1, "Expected a recipe without `ClassPrototypes`, which")
+            (
+                "layer.yaml --methods fedbn:aggregator=fedmargin",
+                1,
+                "Expected a recipe without `ClassPrototypes`, because",
+            )
         ),
-        ("fedrep.yaml --methods fedavg", 1, "Expected a recipe whose `method` sets nothing else, but FedRep sets"),
-        ("plain.yaml --methods fedavg", 1, "Expected `monitor`, because the recipe has no ModelCheckpoint with one"),
+        (
+            "fedrep.yaml --methods fedavg",
+            1,
+            "Expected a recipe whose `method` changes no other settings, but FedRep sets",
+        ),
+        (
+            "plain.yaml --methods fedavg",
+            1,
+            "Expected `monitor`, because the recipe has no ModelCheckpoint with a metric",
+        ),
     ],
 )
 def test_a_mistake_gets_a_short_answer(arguments, status, message, tmp_path, capsys):
@@ -533,7 +549,7 @@ def test_the_terminal(tmp_path):
     lines = table.splitlines()
     assert lines[0] == "| method | val_acc | test | #R@80% | train_loss | MB | wall s | CPU s |"
     assert [line.split()[1] for line in lines[2:]] == ["`central`", "`fedper`"]
-    assert "clients of `fedper` have models of their own: only `--monitor fed/val_acc/mean` compares these" in note
+    assert "clients of `fedper` have personal models: use `--monitor fed/val_acc/mean`" in note
     assert where.splitlines()[0] == "Tables, curves, checkpoints and logs: runs/compare"
     assert {line[:33] for line in errors.splitlines()} == {"2 entries stay with their clients"}
     folder = tmp_path / "runs" / "compare"
@@ -704,12 +720,12 @@ def trained(tmp_path_factory):
 def test_clients_with_models_of_their_own(trained, tmp_path, capsys):
     """With validation data per client, all methods are compared by the mean over clients, even the central method."""
     methods, (out, said) = "central,fedavg,fedper,fesem", trained
-    assert "clients of `fedper`, `fesem` have models of their own" in said
+    assert "clients of `fedper`, `fesem` have personal models" in said
     shutil.copytree(out, "out")
     compare("clients.yaml", "--methods", methods, "--out", "out", "--monitor", "fed/val_acc/mean")
     said = capsys.readouterr().out
     assert said.startswith("4 of 4 runs: done before\n\n| method | fed/val_acc/mean | #R@80% |")
-    assert "models of their own" not in said
+    assert "personal models" not in said
     assert not Notes.fits
     found = {row["method"]: float(row["fed/val_acc/mean"]) for row in rows(tmp_path / "out" / "summary.csv")}
     assert list(found) == methods.split(",")
@@ -974,7 +990,7 @@ def test_differences_are_told_with_their_paired_interval(mode):
     text = markdown(results + shifted)
     scores = {key: cell.score for key, cell in summarize(results + shifted).items()}
     for part in (0.0, 0.5):
-        said = text.split(f"Against `fedavg` with {part:.0%} stragglers, ")[1].split("Against")[0]
+        said = text.split(f"Compared with `fedavg` with {part:.0%} stragglers: ")[1].split("Compared")[0]
         for method, verdict in (("fedprox", "better" if mode == "max" else "worse"), ("fedmargin", "no difference")):
             ours, theirs = scores[method, part], scores["fedavg", part]
             low, high = stats.ttest_rel(ours, theirs).confidence_interval()
@@ -982,8 +998,8 @@ def test_differences_are_told_with_their_paired_interval(mode):
             assert f"- `{method}`: {mean:+.3f} ({low:+.3f} to {high:+.3f}), {verdict}" in said
     shifted[0]["rounds"][-1]["acc"] = math.nan  # for one seed and part: a diverged method
     assert markdown(results + shifted[:-1]).count("`fedprox`: +nan (+nan to +nan), no difference shown") == 1
-    assert "Against" not in markdown([run for run in results if run["method"] == "fedavg"])
-    assert "One seed cannot tell" in markdown(made_up(mode, seeds=1))
+    assert "Compared" not in markdown([run for run in results if run["method"] == "fedavg"])
+    assert "One seed cannot separate" in markdown(made_up(mode, seeds=1))
 
 
 def test_a_loss_that_is_no_number_for_one_seed(tmp_path):
@@ -1006,7 +1022,7 @@ def test_the_loss_of_what_diverges(loss, shown, tmp_path):
 def test_without_matplotlib(pictures, tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     write_report(made_up(), tmp_path / "out")
-    assert caplog.messages == ["No picture of the curves: `pip install lightning-fed[demo]` brings matplotlib."]
+    assert caplog.messages == ["No figure with curves: install matplotlib with `pip install lightning-fed[demo]`."]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rounds.csv", "summary.csv", "summary.md"]
 
 

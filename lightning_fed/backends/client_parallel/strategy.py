@@ -135,8 +135,8 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
         assert module is not None
         if self._layer_sync is not None or any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
             raise MisconfigurationException(
-                "Synchronised BatchNorm would mix the batches of different clients, and wait for processes that have"
-                " none left: use `sync_batchnorm=False` and plain BatchNorm layers."
+                "Expected plain BatchNorm layers, because synchronised BatchNorm would mix the batches of different"
+                " clients: use `sync_batchnorm=False`."
             )
         if self._processes.size > 1:
             self._make_alike(module)

@@ -145,9 +145,8 @@ class ProcessSynchronisation(RoundSynchronisation):
         cut = [rank for rank, share in enumerate(shares) if share.is_cut]
         if cut:
             raise RuntimeError(
-                f"Round {round_number(number)} ended in process {cut[0]} before its visits were over, and the other"
-                " processes cannot know: `on_train_batch_start` must not return -1, and nothing may leave the epoch in"
-                " one process alone."
+                f"Round {round_number(number)} ended in process {cut[0]} before its last visit, without notice to the"
+                " other processes: `on_train_batch_start` must not return -1, and no process may leave the epoch early."
             )
         trainer.should_stop = any(share.should_stop for share in shares)
         add_optimizer_steps(trainer, sum(share.steps for share in shares) - steps)
@@ -178,10 +177,10 @@ class ProcessSynchronisation(RoundSynchronisation):
             return
         if max(norms) - min(norms) > _ROUNDING * max(norms):
             raise RuntimeError(
-                f"The processes have made different global models (their norms are {norms}): an aggregator or a"
-                " callback's `on_server_aggregate` does not do the same in all of them. What it draws must come from"
-                " PyTorch's, NumPy's or Python's global generators, which have the same seed, and what it has noted in"
-                " `on_server_receive` must be shared: see `FederatedCallback.share_round`."
+                f"The processes have different global models (norms {norms}): an aggregator or a"
+                " callback's `on_server_aggregate` differs between processes. Draw random numbers only from"
+                " PyTorch's, NumPy's or Python's global generators (with equal seeds), and share values recorded in"
+                " `on_server_receive`: see `FederatedCallback.share_round`."
             )
         local.load_global(self._processes.broadcast(state))
 
@@ -217,21 +216,21 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
     """
     if trainer.max_steps != -1:
         raise MisconfigurationException(
-            "`max_steps` counts the steps of one process inside a round, and here every process has its own: use"
+            "`max_steps` counts the steps of a single process within a round: use"
             f" `max_epochs` (rounds), and `local_steps` for short visits, but got max_steps={trainer.max_steps}."
         )
     if type(store).share is ClientStore.share:
         raise MisconfigurationException(
-            f"`{type(store).__name__}` keeps what is the clients' for one process: a client may be trained by another"
-            " one next. Use `MemoryStore`, `FolderStore` on a file system that all processes see, or implement"
+            f"`{type(store).__name__}` keeps client states in one process, but another process may train the client"
+            " next. Use `MemoryStore`, `FolderStore` on a shared file system, or implement"
             " `share` and `join`."
         )
     for callback in callbacks_of(trainer):
         name = type(callback).__name__
         if isinstance(callback, ModelCheckpoint) and callback.every_n_epochs == 0:
             raise MisconfigurationException(
-                f"`{name}` would save inside a round, at steps that every process counts for itself: use"
-                " `every_n_epochs`. A checkpoint inside a round holds the last round's model in any case."
+                f"`{name}` would save within a round, at steps counted separately by each process: use"
+                " `every_n_epochs`. A checkpoint within a round contains the last round's model in any case."
             )
         if isinstance(callback, FederatedCallback) and not shares_notes(callback):
             notes, uses = (
@@ -240,7 +239,7 @@ def check_processes(trainer: L.Trainer, store: ClientStore) -> None:
             )
             if notes and uses:
                 raise MisconfigurationException(
-                    f"`{name}` sees a client's update in the process that trained it, and aggregates in all processes:"
+                    f"`{name}` only sees a client's update in the client's process, but aggregates in all processes:"
                     " implement `share_round` to share its data with all processes, or return None without data."
                 )
 

@@ -42,8 +42,8 @@ def write_certificates(folder: Path, names: Sequence[str], days: int = 365) -> l
     """
     if (folder / "server.crt").exists():
         raise FileExistsError(
-            f"There is a certificate already: {str(folder / 'server.crt')!r}. For a new one of the same authority,"
-            " remove it and `server.key`."
+            f"The certificate {str(folder / 'server.crt')!r} exists. For a new certificate from the same authority,"
+            " remove `server.crt` and `server.key`."
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     written = []
@@ -82,7 +82,7 @@ def write_node_key(folder: Path, name: str) -> list[Path]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     private, public = folder / f"{name}.key", folder / f"{name}.key.pub"
     if private.exists():
-        raise FileExistsError(f"There is a key already: {str(private)!r}.")
+        raise FileExistsError(f"The key {str(private)!r} exists.")
     key = ec.generate_private_key(ec.SECP384R1())
     write_private(
         private,

@@ -44,7 +44,7 @@ def check_connection(address: str, ca: Path, key: Path | None = None) -> Iterato
     try:
         found = sorted({str(each[4][0]) for each in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)})
     except OSError as error:
-        raise Broken(f"name: {name!r} is not known here ({error.strerror}); is it spelt rightly?") from error
+        raise Broken(f"name: {name!r} is unknown on this machine ({error.strerror}); is the spelling right?") from error
     yield f"name: {name} is {', '.join(found)}"
     try:
         socket.create_connection((name, port), _SECONDS).close()
@@ -52,22 +52,24 @@ def check_connection(address: str, ca: Path, key: Path | None = None) -> Iterato
         raise Broken(f"port: nothing listens at {address} ({error}); does the server run?") from error
     yield f"port: {port} is open"
     answer, text = _ask(name, port, ca)
-    yield "certificate: it is of the authority, for this name, and valid"
+    yield "certificate: valid, for this name, and from the authority"
     try:
         versions = json.loads(text)
         theirs, ours = versions["flwr"], version("flwr")
     except (ValueError, KeyError, TypeError) as error:
         raise Broken(
-            f"gateway: {address} answers (status {answer.status}), and is no gateway of `lightning-fed flower server`."
-            " If it is a SuperLink itself, everybody who reaches it can take the federation over"
+            f"gateway: {address} answers (status {answer.status}), but is not a gateway from `lightning-fed flower"
+            " server`. If this is a SuperLink, anyone with access can take over the federation"
         ) from error
-    yield "gateway: it passes on what nodes call, and nothing else"
+    yield "gateway: forwards only calls from nodes"
     if theirs.split(".")[:2] != ours.split(".")[:2]:
-        raise Broken(f"version: the server has flwr {theirs}, and this machine {ours}; install the same")
+        raise Broken(f"version: the server has flwr {theirs}, but this machine has {ours}; install the same version")
     yield f"version: flwr {ours} on both sides"
     skew = _find_skew(answer.getheader("Date"))
     if not -_MOST_SKEW < skew < 5:
-        raise Broken(f"clock: this machine's is {skew:+.0f} s from the server's, which then lets no node in")
+        raise Broken(
+            f"clock: this machine's clock differs by {skew:+.0f} s from the server's clock; the server refuses the node"
+        )
     yield f"clock: {skew:+.0f} s from the server's"
     if key is not None:
         yield f"key: the server knows the node as {_join(address, ca, key)}"
@@ -104,7 +106,7 @@ def _find_skew(date: str | None) -> float:
 def _join(address: str, ca: Path, key: Path) -> str:
     """Starts a SuperNode, waits for the server's approval, and returns the node's number."""
     if not key.is_file():
-        raise Broken(f"key: there is no {str(key)!r}; `lightning-fed flower certificates --node` makes one")
+        raise Broken(f"key: {str(key)!r} is missing; make a key with `lightning-fed flower certificates --node`")
     command = [
         "flower-supernode", "--root-certificates", str(ca), "--auth-supernode-private-key", str(key),
         "--superlink", address, "--port", str(free_port()), "--isolation", "process", "--max-retries", "0",
@@ -127,6 +129,6 @@ def _join(address: str, ca: Path, key: Path) -> str:
         log.seek(0)
         said = " ".join(log.read().split())[-300:]
     raise Broken(
-        f"key: the server does not let the node in; is {key.name}.pub registered there (`flwr supernode register`), and"
-        f" no SuperNode running with it? Flower says: ...{said}"
+        f"key: the server refuses the node; is {key.name}.pub registered there (`flwr supernode register`), and"
+        f" no other SuperNode running with this key? Flower says: ...{said}"
     )

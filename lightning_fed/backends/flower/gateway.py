@@ -211,7 +211,7 @@ class Gateway:
             await _answer(send, 200, json.dumps(versions).encode())
             return
         if method != "POST" or not _CALL.fullmatch(path) or scope["query_string"]:
-            await _answer(send, 403, b"the gateway of a federation passes on what SuperNodes call, and nothing else")
+            await _answer(send, 403, b"the gateway only forwards calls from SuperNodes")
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
         try:
@@ -220,7 +220,7 @@ class Gateway:
             await _answer(send, 503, b"the gateway cannot read the registered keys now")
             return
         if node is None:
-            await _answer(send, 401, b"the gateway passes on the signed calls of registered SuperNodes only")
+            await _answer(send, 401, b"the gateway only forwards signed calls from registered SuperNodes")
             return
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > _MOST_BYTES:

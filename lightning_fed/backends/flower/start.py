@@ -155,7 +155,7 @@ def _write_secret(folder: Path) -> str:
 def _check_files(*files: str) -> None:
     for file in files:
         if not Path(file).is_file():
-            raise FileNotFoundError(f"There is no {file!r}: `lightning-fed flower certificates` makes it.")
+            raise FileNotFoundError(f"Expected the file {file!r}: make it with `lightning-fed flower certificates`.")
 
 
 def _check_free(host: str, port: int) -> None:
@@ -166,8 +166,8 @@ def _check_free(host: str, port: int) -> None:
                 probe.bind(address)
             except OSError as error:
                 raise OptionError(
-                    f"Cannot listen at {host}:{port}: {error.strerror}. Where this machine has another address than the"
-                    " one that nodes know, give it as `--host`."
+                    f"Cannot listen at {host}:{port}: {error.strerror}. If this machine has another address than the"
+                    " address for nodes, set `--host`."
                 ) from error
 
 

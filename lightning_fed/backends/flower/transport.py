@@ -71,10 +71,10 @@ def from_records(content: RecordDict) -> Packet:
         text, record = content["packet"]["text"], content["tensors"]
         arrays = [record[str(i)] for i in range(len(record))]
     except (KeyError, TypeError) as error:
-        raise PacketError("it is no message of lightning-fed") from error
+        raise PacketError("it is not a message from lightning-fed") from error
     parts = [array.data for array in arrays if isinstance(array, Array) and array.stype == _STYPE]
     if not isinstance(text, str) or not parts or len(parts) < len(arrays):
-        raise PacketError("it is no message of lightning-fed")
+        raise PacketError("it is not a message from lightning-fed")
     return Packet(text, parts[0] if len(parts) == 1 else b"".join(parts))
 
 
@@ -118,12 +118,14 @@ class FlowerTransport(Transport):
             if (len(known) >= expected) if isinstance(expected, int) else known >= (wanted or set()):
                 break
             if time.monotonic() > deadline:
-                missing = f"{len(known)} of {expected} are there" if wanted is None else f"missing are {wanted - known}"
-                raise TimeoutError(f"The federation's clients did not come within {patience:.0f} s: {missing}.")
+                missing = (
+                    f"{len(known)} of {expected} are connected" if wanted is None else f"missing are {wanted - known}"
+                )
+                raise TimeoutError(f"The federation's clients did not connect within {patience:.0f} s: {missing}.")
             time.sleep(self._poll)
         chosen = client_keys(dict.fromkeys(known if wanted is None else wanted))
         if isinstance(expected, int) and len(chosen) > expected:
-            raise TimeoutError(f"Expected {expected} clients, but there are {len(chosen)}: {list(chosen)}.")
+            raise TimeoutError(f"Expected {expected} clients, but {len(chosen)} are connected: {list(chosen)}.")
         return chosen
 
     def push(self, client: Client, kind: str, packet: Packet, round: int) -> str | None:
@@ -182,7 +184,7 @@ class FlowerTransport(Transport):
         """Asks new nodes for clients, and removes disconnected nodes. Returns immediately."""
         there = self._find_nodes()
         for node in [node for node in self._nodes if node not in there]:
-            _log.warning("The node of the clients %s has gone.", self._nodes.pop(node))
+            _log.warning("The node with the clients %s has disconnected.", self._nodes.pop(node))
         now = time.monotonic()
         for node in there - self._nodes.keys() - self._asked.keys():
             if self._retry_times.get(node, now) > now:
@@ -218,20 +220,22 @@ class FlowerTransport(Transport):
             clients = header.get("clients")
             # The log prints the names.
             if not isinstance(clients, list) or not all(is_client(key) and str(key).isprintable() for key in clients):
-                raise PacketError(f"its clients are {clients!r}"[:200])
+                raise PacketError(f"its list of clients is {clients!r}"[:200])
         except Exception as error:  # the content is untrusted
-            _log.warning("Node %d does not say who its clients are: %s.", node, one_line(describe(error)))
+            _log.warning("Node %d has no valid list of clients: %s.", node, one_line(describe(error)))
             self._retry_times[node] = time.monotonic() + _RETRY_SECONDS
             return
         if self._bound is not None:
             strange = [client for client in clients if self._bound.get(client) != node]
             if strange:
-                _log.warning("Node %d is not asked for the clients %s, which are not bound to it.", node, strange[:10])
+                _log.warning(
+                    "Node %d lists the clients %s, which are bound to other nodes: ignored.", node, strange[:10]
+                )
             clients = [client for client in clients if self._bound.get(client) == node]
         taken = [client for client in clients if self._node_of(client) is not None]
         if taken:
             _log.warning(
-                "Node %d says that it has the clients %s too: the one that said so first is asked, while it is there.",
+                "Node %d lists the clients %s of another node: ignored until the other node disconnects.",
                 node,
                 taken,
             )

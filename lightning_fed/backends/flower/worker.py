@@ -51,9 +51,9 @@ def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
             f" {str(path.parent)!r}."
         )
     if path.exists() and not path.is_socket():
-        raise FileExistsError(f"Expected a place for a socket, but {str(path)!r} is a file.")
+        raise FileExistsError(f"Expected a path for a socket, but {str(path)!r} is a file.")
     if _is_served(path):
-        raise FileExistsError(f"A worker is waiting at {str(path)!r} already.")
+        raise FileExistsError(f"Another worker uses the socket {str(path)!r}.")
     path.unlink(missing_ok=True)
     with Listener(str(path), family="AF_UNIX") as listener:
         _log.info("Waiting for messages at %s.", path)

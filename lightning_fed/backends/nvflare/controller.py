@@ -108,7 +108,7 @@ class FederationController(Controller):  # type: ignore[misc]
         self, client: Site, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
     ) -> None:
         """Drops a late answer."""
-        _log.warning("An answer of site %r to %r came too late, and is dropped.", client.name, task_name)
+        _log.warning("Dropped a late answer from site %r to %r.", client.name, task_name)
 
 
 def _survive_bad_answers() -> None:

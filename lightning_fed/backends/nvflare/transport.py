@@ -36,7 +36,7 @@ def from_shareable(content: Shareable) -> Packet:
     """
     text, data = content.get("text"), content.get("data")
     if not isinstance(text, str) or not isinstance(data, bytes):
-        raise PacketError("it is no message of lightning-fed")
+        raise PacketError("it is not a message from lightning-fed")
     return Packet(text, data)
 
 
@@ -79,7 +79,7 @@ class FlareTransport(Transport):
         while missing := {self._sites[client] for client in wanted} - self._connected():
             self._check_abort()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"The sites {sorted(missing)} did not come within {patience:.0f} s.")
+                raise TimeoutError(f"The sites {sorted(missing)} did not connect within {patience:.0f} s.")
             time.sleep(self._poll)
         return wanted
 
@@ -134,4 +134,4 @@ class FlareTransport(Transport):
 
     def _check_abort(self) -> None:
         if self._abort.triggered:
-            raise RuntimeError("The job was ended: submitted again, it goes on from the last complete round.")
+            raise RuntimeError("The job was aborted: submit the job again to resume from the last complete round.")

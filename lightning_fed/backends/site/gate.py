@@ -34,7 +34,7 @@ POLICY_FILE = "site_policy.toml"
 
 _MOST_REFUSALS = 200  # lines per rule and day: a server without permission must not fill the disk
 
-NOT_ANSWERED = "its site does not answer this order; the site's log has the reason"
+NOT_ANSWERED = "the site does not answer this order; the site's log has the reason"
 """Text of every refusal and fault under a policy. A text with details could leak data."""
 
 _TRACES = ("site_record", HEAD_FILE)  # prefixes of file names written under a policy
@@ -88,7 +88,7 @@ class SiteGate:
     def _guard(self, kind: str, packet: Packet, bare: Packet, answer: Callable[[Packet], Packet]) -> Packet:
         order = read_order(kind, packet.text, packet.data)
         if order is None:
-            raise PacketError("it is no message of lightning-fed")
+            raise PacketError("it is not a message from lightning-fed")
         refused = self._decide(order, None)
         if refused is not None:
             return refused
@@ -126,7 +126,7 @@ class SiteGate:
         for folder in {self._path.parent, self._store}:
             for file in folder.iterdir() if folder.is_dir() else ():
                 if file.suffix in (".toml", ".tml") or file.name.startswith(_TRACES) or "policy" in file.name.lower():
-                    _log.error("%s shows that the site has a policy, which belongs at %s.", file, self._path)
+                    _log.error("%s indicates a site policy, but %s is missing.", file, self._path)
                     return True
         return False
 
@@ -179,7 +179,7 @@ class SiteGate:
             and order.signature
             and _digest(order) in {line.content.get("digest") for line in record.recent}
         ):
-            raise Refusal("servers", "the order was done before: it is a copy")
+            raise Refusal("servers", "the order is a copy of an earlier order")
         now = _now(record)
         lines = [line.content for line in record.recent if line.time > now - DAY and line.content["event"] != CLOCK]
         size = 0 if reply is None else _size(reply)
@@ -191,13 +191,13 @@ class SiteGate:
                     _log.error(
                         "The record's clock is %.1f days ahead: `lightning-fed audit --set-clock` sets it.", ahead
                     )
-                raise Refusal("rounds_per_day", f"its site's policy allows {policy.rounds_per_day} rounds in a day")
+                raise Refusal("rounds_per_day", f"the site policy allows {policy.rounds_per_day} rounds per day")
             allowed, names = dict[str, Any](), list[str]()
         else:
             allowed, names = policy.judge_answer(order.answer, reply.text)
         spent = sum(content["bytes"] for content in lines if content["client"] is not None)
         if spent + size > policy.bytes_per_day or spent >= policy.bytes_per_day:
-            raise Refusal("bytes_per_day", f"its site's policy allows {policy.bytes_per_day} bytes in a day")
+            raise Refusal("bytes_per_day", f"the site policy allows {policy.bytes_per_day} bytes per day")
         limits = {"rounds_per_day": policy.rounds_per_day, "bytes_per_day": policy.bytes_per_day}
         return rule | allowed | limits, names
 
@@ -235,7 +235,7 @@ class SiteGate:
             order.client,
             order.round if order.round is None else round_number(order.round),
             content["bytes"],
-            f"refused by {rule['refused']}" if "refused" in rule else "begun" if reply is None else "left",
+            f"refused by {rule['refused']}" if "refused" in rule else "begun" if reply is None else "sent",
             line.digest,
         )
 

@@ -14,7 +14,9 @@ def check_owner(status: os.stat_result) -> None:
         OSError: If other users can change the file.
     """
     if os.name == "posix" and (status.st_mode & 0o022 or status.st_uid not in (0, os.getuid())):
-        raise OSError("others can change it, or its folder: chmod go-w, and chown to root or the worker's user")
+        raise OSError(
+            "other users can change the file or folder: use chmod go-w, and chown to root or the worker's user"
+        )
 
 
 def check_parents(path: Path) -> None:

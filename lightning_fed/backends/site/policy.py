@@ -121,13 +121,13 @@ class RequiredStep:
 
     def find_fault(self, half: Half) -> str | None:
         """Returns the reason for a violation by a client half, or ``None``."""
-        reason: str | None = f"its federation has no {self.name}"
+        reason: str | None = f"the federation has no {self.name}"
         for index, step in enumerate(half.steps):
             if type(step).__name__ == self.name:
                 is_here = type(step).on_client is not UpdateStep.on_client or any(
                     outer.reveals != "update" for outer in half.steps[index + 1 :]
                 )
-                reason = self._find_excess(step) if is_here else f"its {self.name} is done by the server"
+                reason = self._find_excess(step) if is_here else f"the server executes {self.name}"
                 if reason is None:
                     return None
         for callback in half.callbacks:
@@ -143,7 +143,7 @@ class RequiredStep:
                 value: Any = getattr(step, name, None)
                 is_number = isinstance(value, int | float) and not isinstance(value, bool)
                 if not is_number or not (value >= bound if word == "at least" else value <= bound):
-                    return f"{self.name} has {name}={value!r:.50}, and it is to be {word} {bound:g}"
+                    return f"{self.name} has {name}={value!r:.50}, but must have {word} {bound:g}"
         return None
 
 
@@ -177,7 +177,7 @@ class SitePolicy:
         >>> policy.judge_order(Order("statistics", "", b"", run="3f"), Half("FedAvg"))
         Traceback (most recent call last):
         ...
-        lightning_fed.backends.site.policy.Refusal: its site's policy allows no statistics
+        lightning_fed.backends.site.policy.Refusal: the site policy does not allow the answer 'statistics'
     """
 
     digest: str
@@ -209,22 +209,22 @@ class SitePolicy:
         methods = [pattern.lower() for pattern in self.methods]
         allowed["methods"] = _find_pattern("methods", [half.method.lower()], methods)[0]
         if order.answer not in self.answers:
-            raise Refusal("answers", f"its site's policy allows no {order.answer}")
+            raise Refusal("answers", f"the site policy does not allow the answer {order.answer!r}")
         allowed["answers"] = order.answer
         rules = _NAMES.get(order.answer, ())
         if rules and not any(getattr(self, rule) for rule in rules):
-            raise Refusal(rules[0], f"its site's policy allows no name in {' or '.join(rules)}")
+            raise Refusal(rules[0], f"the site policy does not allow any name in {' or '.join(rules)}")
         for required in self.steps:
             fault = required.find_fault(half)
             if fault is not None:
-                raise Refusal("steps", f"its site's policy needs other steps: {fault}")
+                raise Refusal("steps", f"the site policy requires other steps: {fault}")
         if self.clients_per_sum is not None:
             if not any(isinstance(step, SecureSum) for step in half.steps):
-                raise Refusal("clients_per_sum", "its site's policy needs a secure sum, and its federation has none")
+                raise Refusal("clients_per_sum", "the site policy requires a secure sum, but the federation has none")
             if order.sum_size is not None and order.sum_size < self.clients_per_sum:
                 raise Refusal(
                     "clients_per_sum",
-                    f"the secure sum has {order.sum_size} clients, and its site's policy needs {self.clients_per_sum}",
+                    f"the secure sum has {order.sum_size} clients, but the site policy requires {self.clients_per_sum}",
                 )
         return allowed
 
@@ -249,16 +249,16 @@ class SitePolicy:
         packet = json.loads(text)
         kind, header, tensors = packet["kind"], packet["header"], packet["tensors"]
         if kind not in _CONTENTS:
-            raise Refusal("answers", f"its site's policy knows no answer of the kind {kind!r}")
+            raise Refusal("answers", f"the site policy does not know answers of the kind {kind!r}")
         known_fields, known_groups = _CONTENTS[kind]
         unknown = sorted((header.keys() - known_fields) | (tensors.keys() - known_groups.keys()))
         if unknown:
-            raise Refusal("answers", f"its site's policy knows no {unknown[0]!r} in an answer of the kind {kind!r}")
+            raise Refusal("answers", f"the site policy does not know {unknown[0]!r} in answers of the kind {kind!r}")
         for name in COUNTS:
             if name not in self.counts and header.get(name, 0) not in (0, 1):
-                raise Refusal("counts", f"its site's policy does not allow {name!r} in counts")
+                raise Refusal("counts", f"the site policy does not allow {name!r} in counts")
         if "steps" not in self.counts and header.get("after") is not None:
-            raise Refusal("counts", "its site's policy does not allow the schedulers' 'steps' in counts")
+            raise Refusal("counts", "the site policy does not allow the schedulers' 'steps' in counts")
         names: dict[str, list[str]] = {"entries": [], "extras": [], "metrics": []}
         for group, rows in tensors.items():
             rule = known_groups[group]
@@ -280,7 +280,7 @@ class SitePolicy:
             kind = next(kind for kind, answer in ANSWERS.items() if answer == order.answer)
             if order.signature and is_signed(kind, order.text, order.data, order.signature, read_public_key(line)):
                 return line
-        raise Refusal("servers", "its site's policy does not know the server's key, or the order has expired")
+        raise Refusal("servers", "the site policy does not list the server's key, or the order has expired")
 
 
 def read_policy(path: Path) -> SitePolicy:
@@ -298,22 +298,22 @@ def read_policy(path: Path) -> SitePolicy:
     try:
         return _make_policy(hashlib.sha256(content).hexdigest(), values)
     except (TypeError, ValueError, AttributeError) as error:
-        raise PolicyError(f"{str(path)!r} is no policy: {error}") from error
+        raise PolicyError(f"{str(path)!r} is not a valid policy: {error}") from error
 
 
 def _read_own_file(path: Path) -> bytes:
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     if path.is_symlink():
-        raise OSError("it is a symbolic link")
+        raise OSError("the path is a symbolic link")
     with os.fdopen(os.open(path, flags), "rb") as file:
         opened = os.fstat(file.fileno())
         check_owner(opened)
         check_parents(path)
         if not stat.S_ISREG(opened.st_mode):
-            raise OSError("it is no file")
+            raise OSError("the path is not a regular file")
         content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
-            raise OSError(f"it has more than {_LARGEST} bytes")
+            raise OSError(f"the file has more than {_LARGEST} bytes")
         return content
 
 
@@ -321,7 +321,7 @@ def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
     known = [item.name for item in fields(SitePolicy) if item.name != "digest"]
     unknown = sorted(values.keys() - set(known))
     if unknown:
-        raise ValueError(f"expected rules of {known}, but got {unknown[0]!r}")
+        raise ValueError(f"expected rules from {known}, but got {unknown[0]!r}")
     needs = [name for name in values if name in _NEEDS]
     if list(values)[: len(needs)] != needs:  # a half-written file lacks the end
         raise ValueError(f"expected {', '.join(_NEEDS)} before all other rules, and as `steps = [...]`")
@@ -349,7 +349,7 @@ def _make_policy(digest: str, values: dict[str, Any]) -> SitePolicy:
     for name, allowed in (("answers", kinds), ("counts", [*COUNTS])):
         strange = [value for value in read.get(name, ()) if value not in allowed]
         if strange:
-            raise ValueError(f"expected `{name}` of {allowed}, but got {strange[0]!r}")
+            raise ValueError(f"expected `{name}` to contain only values from {allowed}, but got {strange[0]!r}")
     for line in read.get("servers", ()):
         if line != "*":
             read_public_key(line)
@@ -370,7 +370,7 @@ def _find_pattern(rule: str, names: Iterable[str], patterns: Sequence[str]) -> l
         simple = _simple_name(name)
         pattern = next((pattern for pattern in patterns if fnmatchcase(name, pattern) or simple == pattern), None)
         if pattern is None:
-            raise Refusal(rule, f"its site's policy does not allow {name[:200]!r} in {rule}")
+            raise Refusal(rule, f"the site policy does not allow {name[:200]!r} in {rule}")
         used[pattern] = None
     return list(used)
 

@@ -75,24 +75,24 @@ def read_lines(file: Iterable[bytes], head: str = START, number: int = 0) -> Ite
         >>> list(read_lines([first.replace(b"0}", b"7}"), second]))
         Traceback (most recent call last):
         ...
-        lightning_fed.backends.site.record.RecordError: line 1 is not as it was written
+        lightning_fed.backends.site.record.RecordError: line 1 was altered
     """
     torn: bytes | None = None
     for raw in file:
         digest, _, text = raw.rstrip(b"\n").partition(b" ")
         if not raw.endswith(b"\n") or digest.decode(errors="replace") != _digest(head, text):
             if torn is not None:
-                raise RecordError(f"line {number} is not as it was written")
+                raise RecordError(f"line {number} was altered")
             torn, number = raw.rstrip(b"\n"), number + 1
             continue
         content = json.loads(text)
         if content.get("torn") != (None if torn is None else hashlib.sha256(torn).hexdigest()):
-            raise RecordError(f"line {number if torn is not None else number + 1} is not as it was written")
+            raise RecordError(f"line {number if torn is not None else number + 1} was altered")
         torn, head, number = None, digest.decode(), number + 1
         yield Line(number, head, content)
     if torn is not None:
         is_cut = not raw.endswith(b"\n")
-        raise RecordError(f"line {number} is {'cut off in its middle' if is_cut else 'not as it was written'}")
+        raise RecordError(f"line {number} was {'truncated' if is_cut else 'altered'}")
 
 
 def read_record(path: Path) -> Iterator[Line]:
@@ -153,7 +153,7 @@ class Record:
         """
         is_new, head = not self._path.exists(), self._read_head()
         if is_new and head[0]:
-            raise RecordError(f"it is missing, and {str(self._head)!r} has the head of line {head[0]}")
+            raise RecordError(f"the record is missing, but {str(self._head)!r} has the head of line {head[0]}")
         check_parents(self._path)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
         for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # some systems lack some flags
@@ -181,7 +181,7 @@ class Record:
             content, end = {**content, "torn": hashlib.sha256(self._torn).hexdigest()}, b"\n"
         data = end + write_line(self.last.digest, content)
         if os.write(self._descriptor, data) < len(data):
-            raise OSError(errno.ENOSPC, "the record's line was not written whole", str(self._path))
+            raise OSError(errno.ENOSPC, "the record's last line is incomplete", str(self._path))
         os.fsync(self._descriptor)
         self._catch_up(None)
         with atomic_write(self._head, f"-{os.getpid()}.partial") as partial:
@@ -195,19 +195,19 @@ class Record:
         except FileNotFoundError:
             return 0, START
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise RecordError(f"its head {str(self._head)!r} cannot be read: {error}") from error
+            raise RecordError(f"the record's head {str(self._head)!r} cannot be read: {error}") from error
 
     def _catch_up(self, head: tuple[int, str] | None) -> None:
         """Verifies new lines and compares the record with the head."""
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise RecordError("it is not a regular file")
+            raise RecordError("the record is not a regular file")
         check_owner(status)
         if self._file != (status.st_dev, status.st_ino):
             self._file, self._position, self.last = (status.st_dev, status.st_ino), 0, Line(0, START, {})
             self.recent.clear()
         if status.st_size < self._position:
-            raise RecordError("it is shorter than it was")
+            raise RecordError("the record is shorter than before")
         with os.fdopen(os.dup(self._descriptor), "rb") as file:
             file.seek(self._position)
             data = file.read()
@@ -226,9 +226,9 @@ class Record:
         if head is None:
             return
         if self.last.number < count or digest not in (None, expected):
-            raise RecordError(f"its line {count} is missing or another one than in {str(self._head)!r}")
+            raise RecordError(f"line {count} is missing, or differs from the head in {str(self._head)!r}")
         if not count and self.last.number > 1:  # a crash after the first line leaves no head
-            raise RecordError(f"it has {self.last.number} lines, and its head {str(self._head)!r} is missing")
+            raise RecordError(f"the record has {self.last.number} lines, but the head {str(self._head)!r} is missing")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -32,7 +32,7 @@ def read_private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
     except (ValueError, TypeError) as error:
         raise ValueError(f"Expected a key of `ssh-keygen -t ed25519 -N ''` in {str(path)!r}: {error}") from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise ValueError(f"Expected a key of `ssh-keygen -t ed25519` in {str(path)!r}, but it is of another type.")
+        raise ValueError(f"Expected a key of `ssh-keygen -t ed25519` in {str(path)!r}, but got another type of key.")
     return key
 
 

@@ -47,18 +47,18 @@ def check_vectorizable(fit: FederatedFit) -> None:
     sliced = [name for name, policy in fit.policies.items() if policy == "sliced"]
     obstacles = {
         "manual optimization steps one client's model": not module.automatic_optimization,
-        "there is not one optimizer": len(trainer.optimizers) != 1,
+        "the module does not have exactly one optimizer": len(trainer.optimizers) != 1,
         "several processes share the clients": trainer.world_size > 1,
-        f"{type(trainer.strategy).__name__} is not for one device alone": (
+        f"{type(trainer.strategy).__name__} is not a single-device strategy": (
             not isinstance(trainer.strategy, SingleDeviceStrategy)
         ),
-        f"the precision {trainer.precision!r} scales the loss of all clients alike": (loss_scaler(trainer) is not None),
+        f"the precision {trainer.precision!r} has one loss scale for all clients": (loss_scaler(trainer) is not None),
         "clipping by norm would take the norm over all clients (use gradient_clip_algorithm='value')": bool(clips),
-        "`optimizer_state='keep'` gives every client another count of steps": fit.options.optimizer_state == "keep",
+        "`optimizer_state='keep'` gives each client a different step count": fit.options.optimizer_state == "keep",
         "`max_steps` counts the steps of one client after another": trainer.max_steps != -1,
         "`limit_train_batches` counts the batches of one client after another": trainer.limit_train_batches != 1.0,
-        f"{type(rule).__name__} gives clients models of other shapes": rule.resizes,
-        f"clients hold some rows of {sliced[:1]} only": bool(sliced),
+        f"{type(rule).__name__} gives clients models with different shapes": rule.resizes,
+        f"clients hold only some rows of {sliced[:1]}": bool(sliced),
     }
     for obstacle, is_there in obstacles.items():
         if is_there:
@@ -90,9 +90,7 @@ def check_entries(module: nn.Module, names: Iterable[str]) -> None:
         if value.numel():
             first_name = names_by_storage.setdefault(value.untyped_storage().data_ptr(), name)
             if first_name != name:
-                raise Obstacle(
-                    f"{first_name!r} and {name!r} are two tensors that share their memory, which would be parted"
-                )
+                raise Obstacle(f"{first_name!r} and {name!r} share memory, and separate stacks would break the sharing")
 
 
 def _check_hooks(owner: Any, hooks: Iterable[str], base: type) -> None:

@@ -74,7 +74,7 @@ class Vectorized(VisitsAtOnce):
                 draws = check_vectorisation(trainer, module, names, batch)
         except Obstacle as obstacle:
             _log.warning(
-                "`visits=Vectorized(%d)`: the clients train one after another all the same, because %s.",
+                "`visits=Vectorized(%d)` has no effect, and clients train one after another: %s.",
                 self.clients,
                 obstacle,
             )
@@ -96,8 +96,8 @@ def _first_batch(population: Population, schedule: Schedule) -> tuple[Any, bool]
             with detect_draws() as has_drawn:
                 item = next(population.stream([planned], isolated=True))
         except Exception as error:
-            _log.debug("Client %r cannot be tried: %s", visit.client, describe(error))
+            _log.debug("Client %r has no batch for the trial: %s", visit.client, describe(error))
             continue
         if item.error is None and item.batch is not None:
             return item.batch, has_drawn[0]
-    raise Obstacle("no client of the first round has data to try it with")
+    raise Obstacle("no client of the first round has a batch for the trial")

@@ -94,9 +94,9 @@ class StackedModel:
         for those, used in others:
             if used != first:
                 raise RuntimeError(
-                    f"The losses of clients at the places {list(clients)} and {list(those)} of their group are not of"
-                    f" the same parameters (as {min(used ^ first)!r}): they cannot be stepped at once. With"
-                    " `visits='auto'` one trains after another."
+                    f"The losses of the clients at positions {list(clients)} and {list(those)} of a group depend on"
+                    f" different parameters (for example {min(used ^ first)!r}): these clients cannot train at once."
+                    " Use `visits='auto'`."
                 )
 
     @torch.no_grad()

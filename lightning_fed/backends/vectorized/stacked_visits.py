@@ -51,9 +51,9 @@ class StackedVisits(VisitDriver):
         if len(parts) == len(self.group) and not self.fit.has_warned("contents") and _has_equal_shapes(parts):
             self.fit.note_warning("contents")
             _log.warning(
-                "`Vectorized`: the batches of %d clients have the same shapes, but other texts, numbers or objects in"
-                " them (names of files?). Each client's step is run alone, which is slower than one client after"
-                " another: leave out of the batches what `training_step` does not need.",
+                "`Vectorized`: the batches of %d clients have equal shapes, but different texts, numbers or objects"
+                " (file names?). The clients' steps run separately, which is slower than sequential training:"
+                " remove values from the batches that `training_step` does not need.",
                 len(parts),
             )
         losses: list[Tensor] = []

@@ -30,7 +30,7 @@ from lightning_fed.lightning.isolated_pass import is_same, isolated_pass, loss_i
 from lightning_fed.lightning.logged_values import LogCall, intercepted
 from lightning_fed.model.entries import copy_state, tensors_by_path
 
-_WRITES = "`training_step` writes the attribute {!r}, which would be all clients'"
+_WRITES = "`training_step` writes the attribute {!r}, which all clients would share"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _SEEDS = (1, 2)  # for the two clients
 _TOLERANCE = 0.01  # for rounding, also on devices with low internal precision; real differences are larger
@@ -94,7 +94,7 @@ class _TwoClients:
 
     def take(self, call: LogCall) -> None:
         if isinstance(call.value, Metric):
-            raise Obstacle(f"the metric {call.name!r} would take the clients for examples")
+            raise Obstacle(f"the metric {call.name!r} would treat clients as examples")
         self._logged.append(torch.as_tensor(call.value).detach())
         self._reductions.append(call.reduction or "mean")
 
@@ -127,11 +127,11 @@ class _TwoClients:
             else:
                 alone = (one + other) / 2 if what == "loss" else torch.cat([one, other])
             if alone.shape != both.shape or not (alone - both).norm() <= tolerance * alone.norm() + 1e-12:
-                raise Obstacle(f"in a trial of two clients at once the {what} differed from one after the other")
+                raise Obstacle(f"in a trial with two clients at once, the {what} differed from sequential training")
         if not self._together(batch, draws, is_apart=True)[0].isfinite().all() and together[0].isfinite().all():
             raise Obstacle(
-                "`training_step` has parameters or buffers from elsewhere than the module's attributes (a list, the"
-                " optimizer), where they are all clients'"
+                "`training_step` uses parameters or buffers outside the module's attributes (a list, the"
+                " optimizer), which all clients would share"
             )
         return draws
 
@@ -144,7 +144,7 @@ class _TwoClients:
         if versions != [tensor_version(parameter) for parameter in self._trained]:
             raise Obstacle("`training_step` writes parameters that the optimizer trains")
         if has_drawn[0]:
-            raise Obstacle("`training_step` draws from Python's or NumPy's random numbers, which would be all clients'")
+            raise Obstacle("`training_step` draws from Python's or NumPy's generator, which all clients would share")
         loss = loss_in(output)
         return self._results(loss, lambda value: [value])
 
@@ -268,7 +268,7 @@ def _try_optimizer(optimizer: Optimizer) -> None:
     for stacked, first, second in zip(_stepped(optimizer, steps, 2), *alone, strict=True):
         moved = torch.stack([first, second])
         if not (stacked - moved).norm() <= 1e-4 * moved.norm():
-            raise Obstacle(f"{type(optimizer).__name__} does not treat every number alone: it would mix the clients")
+            raise Obstacle(f"{type(optimizer).__name__} is not elementwise, and would mix the clients")
 
 
 def _stepped(optimizer: Optimizer, steps: Sequence[Sequence[Tensor]], clients: int | None) -> list[Tensor]:

@@ -45,4 +45,4 @@ class AnswerFile:
             with atomic_write(self._path, f"-{os.getpid()}.partial") as partial, partial.open("wb") as file:
                 file.writelines((self._key, b"\n", answer.text.encode(), b"\n", answer.data))
         except OSError as error:
-            _log.warning("The answer is not kept, in case it is lost: %s.", describe(error))
+            _log.warning("Cannot store the answer for a repeated order: %s.", describe(error))

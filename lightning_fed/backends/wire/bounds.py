@@ -27,7 +27,7 @@ class OrderBounds:
         >>> from lightning_fed.server.schedule import Visit
         >>> order = TrainRequest("0a", Visit("hospital-a", 0, 7, epochs=50), -1, 0, 0, "", {"groups": [[{"lr": 0.1}]]})
         >>> OrderBounds(max_epochs=5).find_excess(order, batches_per_epoch=10)
-        'the server asks for 50 epochs, and this client allows 5'
+        'the server asks for 50 epochs, but this client allows 5'
     """
 
     max_epochs: int | None = None
@@ -57,15 +57,15 @@ class OrderBounds:
         """
         visit = train_request.visit
         if visit.steps is None and self.max_epochs is not None and visit.epochs > self.max_epochs:
-            return f"the server asks for {visit.epochs} epochs, and this client allows {self.max_epochs}"
+            return f"the server asks for {visit.epochs} epochs, but this client allows {self.max_epochs}"
         per_epoch = (visit.steps or 0) if batches_per_epoch is None else batches_per_epoch
         batches = visit.num_batches(per_epoch)
         if self.max_batches is not None and batches > self.max_batches:
-            return f"the server asks for {batches} batches, and this client allows {self.max_batches}"
+            return f"the server asks for {batches} batches, but this client allows {self.max_batches}"
         passes = math.ceil(batches / per_epoch) if per_epoch else 0
         if visit.steps is not None and self.max_epochs is not None and passes > self.max_epochs:
-            return f"the server asks for {passes} passes, and this client allows {self.max_epochs}"
+            return f"the server asks for {passes} passes, but this client allows {self.max_epochs}"
         if 0 < batches < self.min_batches:
-            return f"the server asks for {batches} batches, and this client answers for {self.min_batches} or more"
+            return f"the server asks for {batches} batches, but this client requires at least {self.min_batches}"
         rate = None if self.max_lr is None else find_bad_rate(train_request.hyperparameters, self.max_lr)
-        return None if rate is None else f"the server's learning rate {rate}, and this client allows {self.max_lr}"
+        return None if rate is None else f"the server's learning rate {rate}, but this client allows {self.max_lr}"

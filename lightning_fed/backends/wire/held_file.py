@@ -50,4 +50,4 @@ class HeldFile:
             with atomic_write(self._path, f"-{os.getpid()}.partial") as partial:
                 save_file({name: value.contiguous().cpu() for name, value in whole.items()}, partial)
         except Exception as error:  # a full disk, or a type unknown to safetensors
-            _log.warning("What the server sends once cannot be kept, and will be asked for again: %s.", describe(error))
+            _log.warning("Cannot store model entries; the client will request the entries again: %s.", describe(error))

@@ -53,7 +53,7 @@ _DTYPES = {
 NOT_HERE = "its data are not at this node"
 """Fault if the node does not serve the client."""
 
-NOT_HELD = "it does not have the entries that it was not sent"
+NOT_HELD = "it does not hold the entries missing in the message"
 """Fault if the client's entries differ from the server's record. The server then sends all entries."""
 
 
@@ -161,7 +161,7 @@ def write_packet(kind: str, header: Mapping[str, Any], **tensors: State) -> Pack
         for name, value in state.items():
             dtype = str(value.dtype).removeprefix("torch.")
             if dtype not in _DTYPES or value.layout != torch.strided:
-                raise PacketError(f"entry {name!r} is {value.dtype} with layout {value.layout}, which cannot travel")
+                raise PacketError(f"entry {name!r} is {value.dtype} with layout {value.layout}, which cannot be sent")
             table[group].append((name, dtype, list(value.shape)))
             flat = value.detach().cpu().contiguous().reshape(-1)
             parts.append(flat.view(torch.uint8).numpy().data if flat.numel() else b"")  # without a copy
@@ -179,9 +179,9 @@ def read_packet(packet: Packet, *kinds: str, client: Client | None = None) -> tu
         content = json.loads(packet.text)
         version, kind, header, table = (content[name] for name in ("version", "kind", "header", "tensors"))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise PacketError("it is no message of lightning-fed") from error
+        raise PacketError("it is not a message from lightning-fed") from error
     if version != VERSION:
-        raise PacketError(f"it is of version {version!r} instead of {VERSION}: install the same release everywhere")
+        raise PacketError(f"it has version {version!r} instead of {VERSION}: install the same release everywhere")
     if kind not in kinds or not isinstance(header, dict) or not isinstance(table, dict):
         raise PacketError(f"it is {kind!r} instead of {' or '.join(map(repr, kinds))}")
     if client is not None and (header.get("client") != client or isinstance(header.get("client"), bool)):
@@ -192,9 +192,9 @@ def read_packet(packet: Packet, *kinds: str, client: Client | None = None) -> tu
         for row in rows if isinstance(rows, list) else [None]:
             name, dtype, shape, size = _checked(row)
             if start + size > len(packet.data):
-                raise PacketError(f"entry {name!r} needs more bytes than there are")
+                raise PacketError(f"entry {name!r} needs more bytes than the message has")
             if name in state:
-                raise PacketError(f"entry {name!r} is there twice")
+                raise PacketError(f"entry {name!r} appears twice")
             state[name] = _tensor_at(packet.data, start, size, dtype, group == "state").reshape(shape)
             start += size
     if start != len(packet.data):
@@ -215,7 +215,7 @@ def _tensor_at(data: bytes, start: int, size: int, dtype: torch.dtype, is_model:
 
 def _checked(row: Any) -> tuple[str, torch.dtype, list[int], int]:
     if not (isinstance(row, list) and len(row) == 3 and _is_name(row[0]) and _is_shape(row[2])):
-        raise PacketError(f"its table has {row!r}, which is no entry")
+        raise PacketError(f"its table has the invalid entry {row!r}")
     name, dtype, shape = row
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise PacketError(f"its entry {name!r} has the type {dtype!r}")
@@ -298,7 +298,7 @@ def read_train_request(packet: Packet, kind: str) -> tuple[TrainRequest, Broadca
         train_request = TrainRequest(visit=visit, **header)
         _check_train_request(train_request)
     except (TypeError, KeyError, ValueError) as error:
-        raise PacketError(f"its train request does not have the fields of one: {error}") from error
+        raise PacketError(f"its train request is invalid:  {error}") from error
     return train_request, Broadcast(visit.round, tensors.get("state", {}), tensors.get("extras", {}))
 
 
@@ -413,7 +413,7 @@ def read_reply(packet: Packet, client: Client) -> Request | tuple[ClientUpdate, 
         update = ClientUpdate(client, num_samples, tensors["state"], tensors["extras"], metrics)
         return update, Answer(steps, header["after"], header["keeps"] is True, unsent)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise (error if isinstance(error, PacketError) else PacketError(f"it has no good header: {error!r}")) from error
+        raise (error if isinstance(error, PacketError) else PacketError(f"its header is invalid: {error!r}")) from error
 
 
 def unreadable(error: Exception) -> str:

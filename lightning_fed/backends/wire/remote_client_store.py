@@ -69,11 +69,11 @@ class RemoteClientStore(ClientStore):
         """
         if "folder" in state or state.get("states"):
             raise ValueError(
-                "The checkpoint's clients kept what is theirs in one process, which those on other machines do not see."
+                "Expected a checkpoint with remote clients, but got a checkpoint with client states from one process."
             )
         self.run = state.get("run") or uuid.uuid4().hex
         if not isinstance(self.run, str) or not re.fullmatch("[0-9a-f]{1,64}", self.run):  # a folder name
-            raise ValueError(f"The checkpoint names {self.run!r} as the fit of its clients, which is no such name.")
+            raise ValueError(f"Expected a hexadecimal name of the fit in the checkpoint, but got {self.run!r}.")
         self._rounds = dict(zip(state.get("clients", ()), state.get("rounds", ()), strict=True))
         self._round, self._of_round = -1, {}
         self._checkpoints = round, round

@@ -33,7 +33,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise RuntimeError(
-                    f"Another server trains in {str(folder)!r}: end it, or take another folder."
+                    f"Another server trains in {str(folder)!r}: stop this server, or use another folder."
                 ) from error
         yield
 
@@ -47,7 +47,7 @@ def read_clients(clients: int | Sequence[Client], folder: Path) -> int | Sequenc
     if isinstance(clients, int) and clients == len(known):
         return known
     if isinstance(clients, int) or set(clients) != set(known):
-        _log.warning("Expected the clients of the run, %s, but it is to go on with %s.", known, clients)
+        _log.warning("The run started with the clients %s, but resumes with %s.", known, clients)
     return clients
 
 

@@ -135,7 +135,7 @@ class ClientRunner:
 
     def _answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
         if kind not in ANSWERS:
-            raise PacketError(f"nothing answers messages of type {kind!r:.100}")
+            raise PacketError(f"this client does not answer messages of type {kind!r:.100}")
         population, datamodule = self._data_at(node)
         clients = _clients_at(node, population)
         if kind == HELLO:
@@ -151,7 +151,7 @@ class ClientRunner:
             last = None if finished is None else finished.read()
             if last is not None:
                 number = round_number(train_request.visit.round)
-                _log.info("Round %d: client %r hands its answer over again.", number, train_request.visit.client)
+                _log.info("Round %d: client %r repeats its answer.", number, train_request.visit.client)
                 return last
             reply = self._carry_out(kind, train_request, broadcast, population, datamodule)
             excess = find_bad_size(reply, live_entries(self._module))
@@ -191,7 +191,7 @@ class ClientRunner:
         except ClientFault:
             raise
         except Exception as error:
-            _log.exception("Round %d: the program of client %r failed.", round_number(round), client)
+            _log.exception("Round %d: client %r failed.", round_number(round), client)
             self._run = ""  # the module may be in an inconsistent state
             raise ClientFault(find_public_reason(error)) from error
         if remote.request is not None:
@@ -224,7 +224,9 @@ class ClientRunner:
         if kind == VISIT and (train_request.peers is None) != (self._summed is None):
             raise ClientFault(NOT_SUMMED if self._summed is None else NOT_MASKED)
         if train_request.seed != seed:
-            raise ClientFault(f"its federation has seed {seed}, and the server's {train_request.seed}")
+            raise ClientFault(
+                f"its federation has seed {seed}, but the server's federation has seed {train_request.seed}"
+            )
         if kind != VISIT:
             return
         try:

@@ -40,8 +40,8 @@ from lightning_fed.messages import Client, ClientUpdate, State, file_name
 
 _log = logging.getLogger(__name__)
 
-NOT_MASKED = "its federation has a secure sum, and the server asks for an update without a mask"
-NOT_SUMMED = "the server has a secure sum, and its federation has none"
+NOT_MASKED = "its federation has a secure sum, but the server requests an unmasked update"
+NOT_SUMMED = "the server has a secure sum, but its federation has none"
 
 
 class ClientSum:
@@ -74,7 +74,10 @@ class ClientSum:
             return write_sum_reply(request, steps[request.stage](request))
         except (SumError, ClientFault) as fault:
             _log.warning(
-                "Round %d: client %r is in no secure sum: %s.", round_number(request.round), self._client, fault
+                "Round %d: client %r does not join the secure sum: %s.",
+                round_number(request.round),
+                self._client,
+                fault,
             )
             return write_fault(Fault(self._client, str(fault)))
 
@@ -96,7 +99,7 @@ class ClientSum:
         try:
             self._check_count(len(set(peers)), least)
             if self._client not in peers or not set(peers) <= shares.keys():
-                raise SumError("it is to be masked with clients that it has shared nothing with")
+                raise SumError("the server names peers without shared secrets")
             vector = torch.cat([value.reshape(-1).cpu() for value in numbers.values()]).numpy().view(np.uint32)
             others = [keys[peer] for peer in peers if peer != self._client]
             add_masks(vector, _secrets_of(known), others, self._context(round))
@@ -122,8 +125,8 @@ class ClientSum:
         self._check_count(len(peers), request.least)
         if request.least < self._share * len(peers) - 1e-9:
             raise SumError(
-                f"the sum is to be read of {request.least} of {len(peers)} clients, and its federation says"
-                f" {self._share:.3g} of them"
+                f"{request.least} of {len(peers)} clients could unmask the sum, but its federation requires a fraction"
+                f" of {self._share:.3g}"
             )
         check_peers(peers, self._client, secrets.public, request.least)
         sealed, own = share_secrets(secrets, self._client, peers, request.least, self._context(request.round))
@@ -135,7 +138,7 @@ class ClientSum:
         known = self._take(request.round, "shared")
         keys, sealing = _keys_of(known), bytes.fromhex(known["sealing"])
         if self._client not in request.peers or not set(request.peers) <= keys.keys():
-            raise SumError("it is sent shares of clients that it has shared nothing with")
+            raise SumError("the server forwards shares from clients without shared secrets")
         self._check_count(len(request.peers), int(known["least"]))
         context, missing = self._context(request.round), _hex(Share(NO_SHARE, NO_SHARE))
         shares = {self._client: known["own"]}
@@ -146,7 +149,7 @@ class ClientSum:
                 shares[peer] = _hex(open_share(sealing, keys[peer], keys[self._client], sealed, context))
             except SumError as error:
                 number = round_number(request.round)
-                _log.warning("Round %d: client %r: %s, by %r.", number, self._client, error, peer)
+                _log.warning("Round %d: client %r: %s (from client %r).", number, self._client, error, peer)
                 shares[peer] = missing  # other clients' shares may suffice
         self._put(request.round, "opened", {**known, "shares": list(shares.items())})
         return tuple(NOT_OPENED if shares[peer] == missing else OPENED for peer in request.peers)
@@ -156,9 +159,9 @@ class ClientSum:
         shares = {peer: Share(*map(bytes.fromhex, share)) for peer, share in known["shares"]}
         survivors = [peer for peer, is_there in zip(request.peers, request.survivors, strict=True) if is_there]
         if list(shares) != list(request.peers):
-            raise SumError("the masks of other clients are to be taken off than it has masked with")
+            raise SumError("the server requests shares for other clients than its masking peers")
         if self._client not in survivors:
-            raise SumError("it is no part of the sum whose masks are to be taken off")
+            raise SumError("it is not a client of the sum to unmask")
         self._check_count(len(survivors), int(known["least"]))
         self._note_release(request.round, survivors)
         return tuple(shares[peer].seed if peer in survivors else shares[peer].pairing for peer in request.peers)
@@ -169,14 +172,14 @@ class ClientSum:
     def _check_count(self, count: int, least: int) -> None:
         needed = max(least, self._min_clients)
         if count < needed:
-            raise SumError(f"the sum has {count} clients, and it needs {needed}")
+            raise SumError(f"the sum has {count} clients, but needs {needed}")
 
     def _note_release(self, round: int, survivors: list[Client]) -> None:
         path = self._folder / "released.json"
         released = json.loads(path.read_text()) if path.exists() else {}
         clients = hashlib.sha256(json.dumps(sorted(survivors, key=repr)).encode()).hexdigest()[:32]
         if released.setdefault(str(round), clients) != clients:
-            raise SumError("the round's sum was read before, of other clients")
+            raise SumError("the round's sum was unmasked before, for other clients")
         write_text_atomically(path, json.dumps(released))
 
     def _put(self, round: int, stage: str, values: dict[str, Any]) -> None:
@@ -196,7 +199,7 @@ class ClientSum:
         try:
             path.rename(taken)
         except FileNotFoundError as error:
-            reason = f"it has nothing of round {round_number(round)} for this step of a secure sum"
+            reason = f"it has no secrets for this step of the secure sum in round {round_number(round)}"
             raise ClientFault(reason) from error
         try:
             values: dict[str, Any] = json.loads(taken.read_text())

@@ -85,7 +85,7 @@ def read_sum_request(packet: Packet) -> SumRequest:
     """
     header, tensors = read_packet(packet, "sum")
     if set(header) != {"stage", "run", "round", "client", "least", "peers", "survivors"}:
-        raise PacketError("its request does not have the fields of one")
+        raise PacketError("its request has missing or unknown fields")
     stage, peers, survivors = header["stage"], header["peers"], header["survivors"]
     if stage not in get_args(Stage):
         raise PacketError(f"the step is {stage!r:.100}")
@@ -95,12 +95,12 @@ def read_sum_request(packet: Packet) -> SumRequest:
     if type(header["least"]) is not int or not 0 <= header["least"] < _MANY:
         raise PacketError(f"least is {header['least']!r:.100}")
     if not isinstance(peers, list) or len(peers) > _MOST_CLIENTS or not all(map(is_client, peers)):
-        raise PacketError("its clients are none")
+        raise PacketError("its list of clients is invalid")
     if len(set(peers)) < len(peers) or bool(peers) != (stage != "keys"):
-        raise PacketError(f"its {len(peers)} clients are not those of a sum")
+        raise PacketError(f"its {len(peers)} clients have duplicates, or do not fit the step")
     expected = len(peers) if stage == "unmask" else 0
     if not isinstance(survivors, list) or len(survivors) != expected or {*map(type, survivors)} - {bool}:
-        raise PacketError("its survivors are not some of its clients")
+        raise PacketError("its list of survivors is invalid")
     rows = _to_rows(tensors, len(peers) if ROW_BYTES[stage] else 0, ROW_BYTES[stage])
     return SumRequest(**{**header, "peers": tuple(peers), "survivors": tuple(survivors), "rows": rows})
 
@@ -141,7 +141,7 @@ def _to_tensor(rows: tuple[bytes, ...], size: int) -> torch.Tensor:
 
 def _to_rows(tensors: Mapping[str, Mapping[str, Any]], count: int, size: int) -> tuple[bytes, ...]:
     if tensors.keys() != {"rows"} or tensors["rows"].keys() != {"rows"}:
-        raise PacketError("its tensors are not its rows")
+        raise PacketError("its tensors are not rows")
     value: torch.Tensor = tensors["rows"]["rows"]
     if value.dtype != torch.uint8 or value.shape != torch.Size([count, size]):
         raise PacketError(f"its rows are {value.dtype} of shape {list(value.shape)} instead of {[count, size]}")

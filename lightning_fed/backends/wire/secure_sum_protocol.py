@@ -130,13 +130,13 @@ def check_peers(peers: Mapping[Client, bytes], client: Client, own: bytes, least
             halves could then restore different secrets.
     """
     if peers.get(client) != own:
-        raise SumError("its own keys are not among those of the sum")
+        raise SumError("its own keys are missing in the sum")
     for part in (slice(0, KEY), slice(KEY, 2 * KEY)):
         if len({public[part] for public in peers.values()}) < len(peers):
             raise SumError("two clients of the sum have the same key")
     if not len(peers) / 2 < least <= len(peers):
         raise SumError(
-            f"{least} of {len(peers)} clients would restore its secrets, and more than a half must be needed"
+            f"{least} of {len(peers)} clients could restore its secrets, but more than half must be necessary"
         )
 
 
@@ -188,9 +188,9 @@ def open_share(sealing: bytes, sender: bytes, receiver: bytes, sealed: bytes, co
     try:
         opened = cipher.decrypt(sealed[:NONCE], sealed[NONCE:], None)
     except InvalidTag as error:
-        raise SumError("a share that it was sent cannot be opened") from error
+        raise SumError("a received share cannot be opened") from error
     if len(opened) != 2 * SECRET:
-        raise SumError("a share that it was sent has another length")
+        raise SumError("a received share has a wrong length")
     return Share(opened[:SECRET], opened[SECRET:])
 
 
@@ -237,7 +237,7 @@ def find_masks(
         SumError: If too few clients answered, or the restored secrets do not match the published rows.
     """
     if len(shares) < least:
-        raise SumError(f"{len(shares)} clients have answered, and {least} must have to take the masks off")
+        raise SumError(f"{len(shares)} clients have answered, but {least} are necessary to unmask the sum")
     total, liars = np.zeros(size, np.uint32), set[Client]()
     for peer, public in peers.items():
         is_there = peer in survivors
@@ -270,8 +270,8 @@ def _restore(
     what, opened = "mask" if is_seed else "key", {name: part for name, part in held.items() if part[1] != NO_SHARE}
     if len(opened) < least:
         raise SumError(
-            f"{len(held) - len(opened)} of {len(held)} clients cannot open what client {dealer!r} has sealed for them,"
-            f" and its {what} needs {least}: it is at fault, or all of these are",
+            f"{len(held) - len(opened)} of {len(held)} clients cannot open the shares of client {dealer!r},"
+            f" and its {what} needs {least} shares: either it or all of these clients are at fault",
             dealer,
         )
     for holders in itertools.islice(itertools.combinations(opened, least), _MOST_TRIES):
@@ -285,8 +285,8 @@ def _restore(
         }  # fmt: skip
         return secret, wrong
     raise SumError(
-        f"the shares of client {dealer!r} do not restore its {what}: it is at fault, or more than"
-        f" {len(opened) - least} of the {len(opened)} clients that have answered with them",
+        f"the shares of client {dealer!r} do not restore its {what}: either it or more than"
+        f" {len(opened) - least} of the {len(opened)} answering clients are at fault",
         dealer,
     )
 
@@ -314,7 +314,7 @@ def _exchange(private: bytes, public: bytes) -> bytes:
     try:
         return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as error:
-        raise SumError("a key of the sum is none") from error
+        raise SumError("a key of the sum is invalid") from error
 
 
 def _sealing_cipher(private: bytes, other: bytes, sender: bytes, receiver: bytes, context: bytes) -> ChaCha20Poly1305:

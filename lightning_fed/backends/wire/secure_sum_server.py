@@ -60,7 +60,7 @@ class ServerSum:
         shares is excluded, too, and the other clients restart with new keys: nothing is masked yet.
         """
         for client in [client for client in clients if client in self.distrusted]:
-            self._server.fail(client, "with its shares a sum of this run could not be read")
+            self._server.fail(client, "its shares failed in an earlier sum of this run")
         clients = [client for client in clients if client not in self.distrusted]
         while self._are_enough(clients):
             published = self._publish(clients)
@@ -77,7 +77,7 @@ class ServerSum:
             if len(clients) == len(opened):
                 self.peers = {client: published[client] for client in clients}
                 return
-            words = "Round %d: the secure sum begins again, with new keys of the other %d clients."
+            words = "Round %d: the secure sum restarts with new keys from the other %d clients."
             _log.warning(words, round_number(self._server.report.round), len(clients))
 
     def _publish(self, clients: Sequence[Client]) -> dict[Client, bytes]:
@@ -113,13 +113,15 @@ class ServerSum:
         missing = sum(rows[client] != OPENED for rows in opened.values())
         if not missing:
             return False
-        words = f"{missing} of {len(opened)} clients cannot open what it has sealed for them"
+        words = f"{missing} of {len(opened)} clients cannot open its shares"
         if len(opened) - missing >= self._sum.least:
             number = round_number(self._server.report.round)
-            _log.warning("Round %d: client %r: %s; the others' shares are enough.", number, client, words)
+            _log.warning("Round %d: client %r: %s; the other clients' shares are enough.", number, client, words)
             return False
         self.distrusted.add(client)
-        self._server.fail(client, f"{words}: it is at fault, or all of these are; it is in no more sums of this run")
+        self._server.fail(
+            client, f"{words}: either it or all of these clients are at fault; excluded from further sums of this run"
+        )
         return True
 
     def unmask(self, survivors: Sequence[Client]) -> None:
@@ -139,18 +141,18 @@ class ServerSum:
             )
         except Exception as error:  # arbitrary shares raise several error types
             reason = str(error) if isinstance(error, SumError) else describe(error)
-            self._sum.discard(f"the sum cannot be read: {reason}")
+            self._sum.discard(f"the sum cannot be unmasked: {reason}")
             dealer = error.dealer if isinstance(error, SumError) else None
             if dealer is not None:
                 self.distrusted.add(dealer)
                 words = (
-                    "Round %d: client %r is in no more sums of this run, and the round is not done again without it: if"
-                    " clients helped to read a second sum of the round, the difference could be an update."
+                    "Round %d: client %r is excluded from further sums of this run. The round is not repeated without"
+                    " the client, because the difference between two sums could reveal an update."
                 )
                 _log.warning(words, round_number(self._server.report.round), dealer)
             return
         for liar in liars:
-            words = "Round %d: client %r has answered wrong shares, and the sum was read without them."
+            words = "Round %d: client %r sent wrong shares; the sum was unmasked without these shares."
             _log.warning(words, round_number(self._server.report.round), liar)
         parts = torch.split(torch.from_numpy(masks.view(np.int32)), sizes)
         self._sum.subtract(
@@ -161,7 +163,7 @@ class ServerSum:
         if len(clients) >= self._sum.least:
             return True
         for client in clients:
-            reason = f"a secure sum is read of {self._sum.least} clients or more, and {len(clients)} have come to it"
+            reason = f"a secure sum needs at least {self._sum.least} clients, but only {len(clients)} are left"
             self._server.fail(client, reason)
         return False
 
@@ -201,5 +203,5 @@ class ServerSum:
             if counts:
                 self._server.fail(client, answer.reason)
             else:
-                words = "Round %d: client %r does not help to read the sum: %s."
+                words = "Round %d: client %r does not help to unmask the sum: %s."
                 _log.warning(words, round_number(report.round), client, answer.reason)

@@ -61,7 +61,7 @@ class ServerRunner:
         if isinstance(clients, int):
             check_count("clients", clients)
         if not patience >= 0:
-            raise ValueError(f"Expected a `patience` that is not negative, but got {patience}.")
+            raise ValueError(f"Expected `patience` to be at least 0, but got {patience}.")
         self._clients = list(clients) if isinstance(clients, Mapping) else clients
         self._folder, self._patience = Path(folder), patience
         self._run = partial(run_server, federation, model, val_data, options, folder=self._folder, callbacks=callbacks)
@@ -132,7 +132,7 @@ def run_server(
         getattr(trainer, stage)(module, datamodule=HalfData(ClientsBatch()), ckpt_path=path)
         return trainer
     if last.exists():
-        _log.info("Going on from %s.", last)
+        _log.info("Resuming from %s.", last)
     if val_data is None and any(isinstance(callback, ClientEvaluation) for callback in callbacks):
         val_data = ClientsBatch()
     if isinstance(val_data, L.LightningDataModule):
@@ -149,7 +149,7 @@ def _check(half: Federation, module: L.LightningModule, callbacks: Sequence[L.Ca
     for callback in (*callbacks, *half.method.callbacks, *of_steps):
         reason = getattr(callback, "needs_local_clients", "")
         if not reason and has_statistics and not getattr(callback, "can_recalibrate_remotely", True):
-            reason = "with batch_norm='recalibrate' its clients would be asked for more: choose another `batch_norm`"
+            reason = "batch_norm='recalibrate' would need more messages to clients: choose another `batch_norm`"
         if reason:
             raise MisconfigurationException(
                 f"`{type(callback).__name__}` does not work yet with clients on other machines: {reason}."

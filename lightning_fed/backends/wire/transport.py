@@ -206,7 +206,7 @@ class Transport(ABC):
             name = self.push(message.client, kind, self.signed(kind, packet), round)
             if name is not None:
                 _log.info(
-                    "Round %d: client %r was started again, and is asked again.", round_number(round), message.client
+                    "Round %d: client %r restarted, and gets the message again.", round_number(round), message.client
                 )
                 self.sent += len(packet.data)
                 self._left[message.name] = message.client, round
@@ -225,7 +225,7 @@ class Transport(ABC):
                 del self._left[name]
             if isinstance(answer, Packet):
                 self.late += 1
-                words = "The answer of client %r to round %d came too late, and is dropped."
+                words = "Dropped the late answer of client %r to round %d."
                 _log.warning(words, client, round_number(round))
 
 
@@ -265,7 +265,7 @@ def put_aside(answer: Answer) -> Callable[[], Answer]:
         file.write(answer.data)
         file.flush()
     except OSError as error:
-        _log.warning("An answer waits in memory, because it cannot be written: %s.", error)
+        _log.warning("An answer stays in memory, because a temporary file cannot be written: %s.", error)
         if file is not None:
             with contextlib.suppress(OSError):  # a failed flush
                 file.close()

@@ -238,15 +238,15 @@ def test_a_visit_that_hangs_leaves_its_client_out_in_all(two):
 
 
 REFUSED = {
-    "max_steps": "MisconfigurationException: `max_steps` counts the steps of one process",
-    "every_n_train_steps": "MisconfigurationException: `ModelCheckpoint` would save inside a round",
-    "on_server_receive": "MisconfigurationException: `Forgetful` sees a client's update in the process that trained it",
-    "sync_batch_norm": "MisconfigurationException: Synchronised BatchNorm",
-    "sync_batchnorm": "MisconfigurationException: Synchronised BatchNorm",
+    "max_steps": "MisconfigurationException: `max_steps` counts the steps of a single process",
+    "every_n_train_steps": "MisconfigurationException: `ModelCheckpoint` would save within a round",
+    "on_server_receive": "MisconfigurationException: `Forgetful` only sees a client's update in the client's process",
+    "sync_batch_norm": "MisconfigurationException: Expected plain BatchNorm layers",
+    "sync_batchnorm": "MisconfigurationException: Expected plain BatchNorm layers",
     "module": "MisconfigurationException: Expected every process to build the same module",
     "lambda": "MisconfigurationException: Expected objects for other processes to be picklable",
-    "on_server_aggregate": "RuntimeError: The processes have made different global models",
-    "store": "MisconfigurationException: `OwnStore` keeps what is the clients' for one process",
+    "on_server_aggregate": "RuntimeError: The processes have different global models",
+    "store": "MisconfigurationException: `OwnStore` keeps client states in one process",
     "all_fail": "OSError: the disk is gone",
     "all_empty": "RuntimeError: No new model has come of 1 round, up to round 1, in which 5 of 5 clients failed",
 }

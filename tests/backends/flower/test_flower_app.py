@@ -96,8 +96,11 @@ def test_what_is_no_app(tmp_path, capsys):
             ["new", str(tmp_path / "x"), "-c", "nowhere.yaml"],
             "Expected a recipe, a YAML file",
         ),
-        (["new", str(tmp_path / "1x"), "-c", "nowhere.yaml"], "a folder whose name begins with a letter, but got '1x'"),
-        (["worker", str(tmp_path), "--socket", str(tmp_path / "s")], "Expected an app of `lightning-fed flower new`"),
+        (["new", str(tmp_path / "1x"), "-c", "nowhere.yaml"], "a folder name with a letter at the start, but got '1x'"),
+        (
+            ["worker", str(tmp_path), "--socket", str(tmp_path / "s")],
+            "Expected a folder from `lightning-fed flower new`",
+        ),
     ):
         with pytest.raises(SystemExit):
             main(["flower", *args])
@@ -149,7 +152,7 @@ def test_what_a_worker_cannot_answer(tmp_path):
         thread.join(0.01)
     app, context = light_app(), Context(1, 11, {"worker": str(socket)}, RecordDict(), {})
     FakeGrid({})
-    with pytest.raises(ValueError, match="it is no message of lightning-fed"):
+    with pytest.raises(ValueError, match="it is not a message from lightning-fed"):
         app(Message(to_records(Packet("nonsense")), 11, "train"), context)
     with Client(str(socket), family="AF_UNIX") as connection:
         connection.send_bytes(b"{}")

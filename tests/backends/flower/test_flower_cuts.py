@@ -71,7 +71,7 @@ def test_the_link_is_back_after_the_time_limit(federated_trainer, tmp_path, slee
         link.cut(50)
         finish(deployment, process)
         log = deployment.log("run")
-    assert "The answer of client 'bob' to round 2 came too late, and is dropped." in log
+    assert "Dropped the late answer of client 'bob' to round 2." in log
     left_out = [
         (client, int(round) - 1) for round, client in re.findall(r"Round (\d+): client '(\w+)' is left out", log)
     ]

@@ -124,24 +124,24 @@ def reshaped_statistics(said, data):
 
 NONSENSE = {
     "no answer": (lambda content: [], "it did not answer within 1 s"),
-    "empty": (lambda content: [RecordDict()], "no message of lightning-fed"),
+    "empty": (lambda content: [RecordDict()], "not a message from lightning-fed"),
     "other records": (
         lambda content: [RecordDict({"packet": ConfigRecord({"text": 3}), "tensors": ArrayRecord()})],
-        "no message of lightning-fed",
+        "not a message from lightning-fed",
     ),
-    "no JSON": (table(lambda said, data: ("{", data)), "no message of lightning-fed"),
-    "deep JSON": (table(lambda said, data: ("[" * 100_000, data)), "no message of lightning-fed"),
+    "no JSON": (table(lambda said, data: ("{", data)), "not a message from lightning-fed"),
+    "deep JSON": (table(lambda said, data: ("[" * 100_000, data)), "not a message from lightning-fed"),
     "another version": (table(lambda said, data: (json.dumps({**said, "version": 99}), data)), "install the same"),
     "another's": (changed(client="ann"), "it answers for client 'ann'"),
-    "too few bytes": (table(lambda said, data: (json.dumps(said), data[:-4])), "more bytes than there are"),
+    "too few bytes": (table(lambda said, data: (json.dumps(said), data[:-4])), "more bytes than the message has"),
     "too many bytes": (table(lambda said, data: (json.dumps(said), data + b"0000")), "it has"),
     "not finite": (table(poisoned), "has NaN or infinite values"),
     "another shape": (table(reshaped), "has shape"),
     "another type": (table(retyped), "has dtype"),
     "another name": (table(renamed), "missing entries"),
-    "a huge shape": (table(huge), "which is no entry"),
-    "a shape that is no list": (table(shaped({})), "which is no entry"),
-    "a shape whose product overflows": (table(shaped([2**47, 2**47, 0])), "which is no entry"),
+    "a huge shape": (table(huge), "has the invalid entry"),
+    "a shape that is no list": (table(shaped({})), "has the invalid entry"),
+    "a shape whose product overflows": (table(shaped([2**47, 2**47, 0])), "has the invalid entry"),
     "a header without end": (
         table(lambda said, data: (json.dumps({**said, "more": "x" * 2_000_000}), data)),
         "characters and",
@@ -152,11 +152,11 @@ NONSENSE = {
     "weights that overflow": (table(filled(3e38)), "its values have the root mean square inf, above 1e+10"),
     "a number for a name": (
         table(lambda said, data: (json.dumps({**said, "tensors": {"state": [[1, "float32", [1]]]}}), data)),
-        "which is no entry",
+        "has the invalid entry",
     ),
     "no examples": (changed(num_samples=0), "it reports 0 examples"),
     "many examples": (changed(num_samples="many"), "'many' examples"),
-    "no metrics": (changed(metrics=None), "no good header"),
+    "no metrics": (changed(metrics=None), "its header is invalid"),
     "a program that failed": (
         lambda content: [to_records(write_packet("fault", {"client": LOST, "reason": "gone"}))],
         "gone",
@@ -211,7 +211,7 @@ def test_statistics_that_cannot_be_used(tmp_path, caplog):
         len(changes), change=spoilt("evaluate", changes), server_callbacks=[Count()],
     )  # fmt: skip
     left_out = [message for message in caplog.messages if "left out" in message]
-    reasons = ("does not fit the model", "NaN or infinite", "which is no entry")
+    reasons = ("does not fit the model", "NaN or infinite", "has the invalid entry")
     for message, reason in zip(left_out, reasons, strict=True):
         assert message.startswith("Client 'bob''s BatchNorm statistics are excluded")
         assert reason in message
@@ -333,8 +333,8 @@ def test_full_disks_that_cost_nothing(tmp_path, monkeypatch, caplog, federated_t
     there, *_ = on_flower(tmp_path, make_module, models.vectors(SIZES), lambda: Federation(seed=1), limit=deadline)
     here, _ = in_process(federated_trainer, make_module, models.vectors(SIZES), Federation(seed=1))
     assert_same(state_of(there), state_of(here))
-    assert "The answer is not kept, in case it is lost: OSError: [Errno 28] No space left on device" in caplog.text
-    assert "An answer waits in memory, because it cannot be written" in caplog.text
+    assert "Cannot store the answer for a repeated order: OSError: [Errno 28] No space left on device" in caplog.text
+    assert "An answer stays in memory, because a temporary file cannot be written" in caplog.text
 
 
 # --- Killed server ----------------------------------------------------------------------------------------------------
@@ -485,7 +485,7 @@ def test_frozen_entries_must_be_the_same(tmp_path):
 
 def test_clients_that_do_not_come(tmp_path):
     transport = FlowerTransport(FakeGrid({}), 1, 0.01)
-    with pytest.raises(TimeoutError, match=r"did not come within 0 s: missing are \{'ann'\}"):
+    with pytest.raises(TimeoutError, match=r"did not connect within 0 s: missing are \{'ann'\}"):
         transport.meet(["ann"], 0)
     with pytest.raises(TimeoutError, match="0 of 2 are there"):
         transport.meet(2, 0)
@@ -527,9 +527,9 @@ def test_an_answer_in_time_is_read_after_the_time_limit(tmp_path):
 
 def test_a_message_of_nonsense_to_a_client(tmp_path):
     app = client_app(Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path / "c")
-    with pytest.raises(ValueError, match="it is no message of lightning-fed"):
+    with pytest.raises(ValueError, match="it is not a message from lightning-fed"):
         app.runner.answer("train", Packet("{}"), {})
-    with pytest.raises(ValueError, match="does not have the fields"):
+    with pytest.raises(ValueError, match="its train request is invalid"):
         app.runner.answer("train", write_packet("train", {"visit": {"client": "ann", "round": 0, "seed": 0}}), {})
 
 

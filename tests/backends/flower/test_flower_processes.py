@@ -198,7 +198,7 @@ def test_two_sites_with_policies(federated_trainer, tmp_path):
         key = f'key="{tmp_path / "keys" / "server"}"'
         finish(deployment, run(deployment, write_app(tmp_path), tmp_path / "run", rounds=2, more=key))
         for round in range(2):
-            refused = f"Round {round + 1}: client 'bob' is left out: its site's policy does not allow"
+            refused = f"Round {round + 1}: client 'bob' is left out: the site policy does not allow"
             assert refused in deployment.log("run")
         assert deployment.log("run").count("is left out") == 2
     compare(tmp_path / "run", here)

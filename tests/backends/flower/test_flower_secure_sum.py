@@ -146,8 +146,11 @@ def test_one_more_and_the_round_comes_to_nothing(stage, federated_trainer, tmp_p
     assert len(asked) == (5 if stage == "unmask" else 0)
     assert_same(state_of(masked), state_of(plain))
     assert [row["fed/failed"] for row in here.logged] == [row["fed/failed"] for row in there.logged] == [0, 5, 0]
-    words = {"unmask": "3 clients have answered, and 4 must have", "train": "the secure sum needs at least 4 clients"}
-    words = words.get(stage, "have come to it")  # before training
+    words = {
+        "unmask": "3 clients have answered, but 4 are necessary",
+        "train": "the secure sum needs at least 4 clients",
+    }
+    words = words.get(stage, "are left")  # before training
     lost_on_flower = "does not help" if stage == "unmask" else "its answer cannot be read"
     assert words in caplog.text[caplog.text.index(lost_on_flower) :]  # the simulation logs first
 
@@ -155,7 +158,7 @@ def test_one_more_and_the_round_comes_to_nothing(stage, federated_trainer, tmp_p
 def test_one_that_does_not_help_to_read_the_sum_is_in_it(federated_trainer, tmp_path, caplog):
     (plain, _, _), (masked, _, there), _, _ = both(federated_trainer, tmp_path, federation, "unmask", ["bob"], [])
     assert_same(state_of(masked), state_of(plain))
-    assert "client 'bob' does not help to read the sum" in caplog.text
+    assert "client 'bob' does not help to unmask the sum" in caplog.text
     assert [row["fed/failed"] for row in there.logged] == [0, 0, 0]
 
 
@@ -174,12 +177,10 @@ def test_a_sum_begins_again_without_one_who_seals_nonsense(federated_trainer, tm
     masked, _, _, grid = on_flower(
         tmp_path, module, models.vectors(SIZES), federation, change=seal_nonsense, server_callbacks=[there]
     )
-    words = (
-        "client 'bob' is left out: 4 of 5 clients cannot open what it has sealed for them: it is at fault, or all of"
-    )
+    words = "client 'bob' is left out: 4 of 5 clients cannot open its shares: either it or all of these clients"
     assert words in caplog.text
-    assert "Round 1: the secure sum begins again, with new keys of the other 4 clients." in caplog.text
-    assert "Round 2: client 'bob' is left out: with its shares a sum of this run could not be read" in caplog.text
+    assert "Round 1: the secure sum restarts with new keys from the other 4 clients." in caplog.text
+    assert "Round 2: client 'bob' is left out: its shares failed in an earlier sum of this run" in caplog.text
     assert [row["fed/failed"] for row in there.logged] == [1, 1, 1]
     asked = [stage_of(message) for _, message in grid.sent]
     assert {stage: asked.count((stage, 0, "ann")) for stage in ("keys", "shares", "open", "train", "unmask")} == {
@@ -206,7 +207,7 @@ def test_one_that_nobody_else_accuses_stays(federated_trainer, tmp_path, caplog)
     masked, *_ = on_flower(tmp_path, module, models.vectors(SIZES), federation, change=accuse, server_callbacks=[there])
     plain, _ = in_process(federated_trainer, module, models.vectors(SIZES), federation())
     assert [row["fed/failed"] for row in there.logged] == [0, 0, 0]
-    assert "client 'bob': 1 of 5 clients cannot open what it has sealed for them; the others' shares" in caplog.text
+    assert "client 'bob': 1 of 5 clients cannot open its shares; the other clients' shares" in caplog.text
     assert_same(state_of(masked), state_of(plain))
 
 
@@ -223,9 +224,9 @@ def test_one_who_shares_something_else_costs_a_round(federated_trainer, tmp_path
     on_flower(tmp_path, module, models.vectors(SIZES), federation, server_callbacks=[there])
     assert [row["fed/failed"] for row in there.logged] == [5, 1, 1]
     assert len(there.aggregates) == 2
-    assert "the shares of client 'bob' do not restore its mask: it is at fault, or more than 1 of the 5" in caplog.text
-    assert "Round 1: client 'bob' is in no more sums of this run, and the round is not done again" in caplog.text
-    assert "Round 2: client 'bob' is left out: with its shares a sum of this run could not be read" in caplog.text
+    assert "the shares of client 'bob' do not restore its mask: either it or more than 1 of the 5" in caplog.text
+    assert "Round 1: client 'bob' is excluded from further sums of this run. The round is not repeated" in caplog.text
+    assert "Round 2: client 'bob' is left out: its shares failed in an earlier sum of this run" in caplog.text
 
 
 def test_one_whose_disk_is_full_is_not_in_the_sum(federated_trainer, tmp_path, monkeypatch, caplog):
@@ -296,11 +297,11 @@ SUM = [MaxSamples(40), SecureSum(5.0)]
 @pytest.mark.parametrize(
     ("ours", "theirs", "words"),
     [
-        (SUM, [], "the server has a secure sum, and its federation has none"),
-        ([], SUM, "its federation has a secure sum, and the server asks for an update without a mask"),
+        (SUM, [], "the server has a secure sum, but its federation has none"),
+        ([], SUM, "its federation has a secure sum, but the server requests an unmasked update"),
         (
             [MaxSamples(40), SecureSum(5.0, 0.6)], SUM,
-            "is to be read of 3 of 5 clients, and its federation says 0.667",
+            "3 of 5 clients could unmask the sum, but its federation requires a fraction of 0.667",
         ),
         ([MaxSamples(40), SecureSum(10.0)], SUM, "units per 1.0, but the server"),
         ([MaxSamples(400), SecureSum(5.0)], SUM, "units per 1.0, but the server"),

@@ -249,7 +249,7 @@ def test_data_that_cannot_be_read_tell_nothing(tmp_path, caplog):
     assert str(error) == "its program raised OSError; the client's log says where"
     assert error.__cause__ is None
     assert error.__suppress_context__
-    (warning,) = (text for text in caplog.messages if "does not say who its clients are" in text)
+    (warning,) = (text for text in caplog.messages if "has no valid list of clients" in text)
     assert SECRET not in warning
     assert SECRET in caplog.text  # the client's log, in this process
 
@@ -267,20 +267,20 @@ def order(epochs=1, steps=None, lr=0.1, **more):
     [
         ({}, order(10**6, lr=1e5), None),
         ({"max_epochs": 3}, order(3), None),
-        ({"max_epochs": 3}, order(4), "the server asks for 4 epochs, and this client allows 3"),
-        ({"max_epochs": 3}, order(steps=31), "the server asks for 4 passes, and this client allows 3"),
+        ({"max_epochs": 3}, order(4), "the server asks for 4 epochs, but this client allows 3"),
+        ({"max_epochs": 3}, order(steps=31), "the server asks for 4 passes, but this client allows 3"),
         ({"max_epochs": 3}, order(steps=30), None),
         ({"max_batches": 20}, order(2), None),
-        ({"max_batches": 20}, order(3), "the server asks for 30 batches, and this client allows 20"),
-        ({"max_batches": 20}, order(steps=21), "the server asks for 21 batches, and this client allows 20"),
-        ({"min_batches": 5}, order(steps=4), "the server asks for 4 batches, and this client answers for 5 or more"),
+        ({"max_batches": 20}, order(3), "the server asks for 30 batches, but this client allows 20"),
+        ({"max_batches": 20}, order(steps=21), "the server asks for 21 batches, but this client allows 20"),
+        ({"min_batches": 5}, order(steps=4), "the server asks for 4 batches, but this client requires at least 5"),
         ({"min_batches": 5}, order(steps=5), None),
         ({"max_lr": 0.5}, order(lr=0.5), None),
-        ({"max_lr": 0.5}, order(lr=0.6), "the server's learning rate 'lr' is 0.6, and this client allows 0.5"),
+        ({"max_lr": 0.5}, order(lr=0.6), "the server's learning rate 'lr' is 0.6, but this client allows 0.5"),
         (
             {"max_lr": 0.5},
             order(schedulers=[{"_schedulers": [{"base_lrs": [0.1, 9.0]}]}]),
-            "the server's learning rate 'base_lrs' is 9.0, and this client allows 0.5",
+            "the server's learning rate 'base_lrs' is 9.0, but this client allows 0.5",
         ),
     ],
 )
@@ -323,7 +323,7 @@ def test_a_client_does_no_more_than_it_allows(tmp_path, caplog):
         transport.meet(2, 1), tmp_path / "s",
     )  # fmt: skip
     report = trainer.callbacks[0].server.report
-    assert report.failed == {"bob": "the server asks for 9 epochs, and this client allows 8"}
+    assert report.failed == {"bob": "the server asks for 9 epochs, but this client allows 8"}
     assert list(report.received) == ["ann"]
     assert "Round 1: client 'bob' does not train" in caplog.text
 

@@ -116,5 +116,5 @@ def test_an_answer_that_cannot_be_decoded_excludes_its_site(federated_trainer, t
 
 @pytest.mark.parametrize("content", [{}, {"text": 3, "data": b""}, {"text": "{}", "data": [1]}])
 def test_what_is_no_message(content):
-    with pytest.raises(PacketError, match="no message of lightning-fed"):
+    with pytest.raises(PacketError, match="not a message from lightning-fed"):
         from_shareable(content)

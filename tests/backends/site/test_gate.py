@@ -129,7 +129,7 @@ def test_orders_count_whatever_becomes_of_them(order, tmp_path, caplog):
     assert [json.loads(reply.text)["header"]["reason"] for reply in replies] == [NOT_ANSWERED] * 2
     steps = Counted.steps
     assert steps > 0
-    assert "allows 1 rounds in a day" in caplog.text
+    assert "allows 1 rounds per day" in caplog.text
     events = [(line["event"], line["rule"].get("refused")) for line in lines_of(tmp_path)]
     assert events == [("order", None), ("answer", None), ("answer", "rounds_per_day")]
 
@@ -202,7 +202,7 @@ def test_a_signed_order_is_done_once_and_before_its_expiry(order, tmp_path, capl
         ("train", Packet(signed.text.replace("\n1", "\n2"), signed.data)),
     ):
         assert json.loads(runner.answer(kind, packet, {}).text)["header"]["reason"] == NOT_ANSWERED
-    assert "the order was done before" in caplog.text
+    assert "the order is a copy of an earlier order" in caplog.text
     assert caplog.text.count("or the order has expired") == 6
     line = signed.text.partition("\n")[2]
     digests = {digest_order("update", order.text, order.data, text) for text in (line, line.upper(), line + " ")}
@@ -247,7 +247,7 @@ def test_a_misspelt_policy_lets_nothing_leave(name, tmp_path, caplog):
     (tmp_path / name).write_text('servers = ["*"]')
     with pytest.raises(PacketError, match=NOT_ANSWERED):
         start(tmp_path).answer("query", HELLO, {})
-    assert f"{name} shows that the site has a policy" in caplog.text
+    assert f"{name} indicates a site policy" in caplog.text
 
 
 def test_without_a_policy_and_traces_everything_leaves(tmp_path):
@@ -263,4 +263,4 @@ def test_folders_of_others_above_the_policy(tmp_path, caplog):
     folder.parent.chmod(0o777)
     with pytest.raises(PacketError, match=NOT_ANSWERED):
         start(folder).answer("query", HELLO, {})
-    assert "others can change it, or its folder" in caplog.text
+    assert "other users can change the file or folder" in caplog.text

@@ -109,17 +109,17 @@ REFUSALS = {
     "bytes_per_day": ({"bytes_per_day": 100}, "", {}),
 }  # fmt: skip
 REASONS = {
-    "servers": "does not know the server's key",
+    "servers": "does not list the server's key",
     "runs": "in runs",
     "methods": "does not allow 'fedavg' in methods",
-    "answers": "allows no statistics",
-    "steps": "its federation has no MaxNorm",
-    "clients_per_sum": "the secure sum has 3 clients, and its site's policy needs 4",
+    "answers": "does not allow the answer 'statistics'",
+    "steps": "the federation has no MaxNorm",
+    "clients_per_sum": "the secure sum has 3 clients, but the site policy requires 4",
     "entries": "does not allow 'net.2.weight' in entries",
     "extras": "in extras",
     "metrics": "does not allow 'age' in metrics",
-    "rounds_per_day": "allows 1 rounds in a day",
-    "bytes_per_day": "allows 100 bytes in a day",
+    "rounds_per_day": "allows 1 rounds per day",
+    "bytes_per_day": "allows 100 bytes per day",
 }
 
 
@@ -196,10 +196,10 @@ def test_messages_of_no_known_type_are_not_answered(kind, tmp_path):
 def test_steps_that_the_server_does_protect_nobody_from_it():
     step = RequiredStep("MaxNorm", at_most={"bound": 1.0})
     half = lambda *steps: gate.Half("FedAvg", Federation(steps=list(steps)).server.chain.steps)  # noqa: E731
-    assert step.find_fault(half(MaxNorm(0.5))) == "its MaxNorm is done by the server"
+    assert step.find_fault(half(MaxNorm(0.5))) == "the server executes MaxNorm"
     assert step.find_fault(half(UniformWeights(), MaxNorm(0.5), SecureSum(5.0))) is None
     assert step.find_fault(half(UniformWeights(), MaxNorm(2.0), SecureSum(5.0))) == (
-        "MaxNorm has bound=2.0, and it is to be at most 1"
+        "MaxNorm has bound=2.0, but must have at most 1"
     )
     assert "has clip=None" in str(
         RequiredStep("SecureSum", at_most={"clip": 9.0}).find_fault(gate.Half("FedAvg", [SecureSum(None)]))
@@ -213,7 +213,7 @@ def test_a_callback_that_protects_examples_has_the_values_that_are_required():
     half = gate.Half("FedAvg", callbacks=[DPSGD()])
     assert RequiredStep("DPSGD", {"noise_multiplier": 1.0}, {"max_grad_norm": 1.0}).find_fault(half) is None
     for at_least in ({"noise_multiplier": 2.0}, {"noise": 0.0}, {"noise_multiplier": float("nan")}):
-        assert "it is to be at least" in RequiredStep("DPSGD", at_least).find_fault(half)
+        assert "must have at least" in RequiredStep("DPSGD", at_least).find_fault(half)
 
 
 def test_sums_and_states_of_an_evaluation_are_metrics(tmp_path):
@@ -274,11 +274,11 @@ def as_pipe(path):
 BAD_FILES = {
     "a symbolic link": as_link,
     "a dangling link": lambda path: (as_link(path), path.with_suffix(".real").unlink()),
-    "no file": as_pipe,
-    "others can change it": lambda path: path.chmod(0o666),
-    "or its folder": lambda path: path.parent.chmod(0o777),
-    "expected rules of": lambda path: path.write_text(path.read_text() + "metric = []\n"),
-    "expected `answers` of": lambda path: path.write_text('answers = ["updates"]'),
+    "not a regular file": as_pipe,
+    "other users can change": lambda path: path.chmod(0o666),
+    "or folder": lambda path: path.parent.chmod(0o777),
+    "expected rules from": lambda path: path.write_text(path.read_text() + "metric = []\n"),
+    "expected `answers` to contain only values from": lambda path: path.write_text('answers = ["updates"]'),
     "expected `entries` to be a list of texts": lambda path: path.write_text('entries = "net.*"'),
     "before all other rules": lambda path: path.write_text(path.read_text() + '[[steps]]\nname = "DPSGD"\n'),
     "whole number": lambda path: path.write_text("rounds_per_day = -1"),

@@ -49,7 +49,7 @@ def test_every_changed_byte_and_every_cut_inside_a_line_is_found(record):
     ends = [index + 1 for index, byte in enumerate(whole) if byte == ord("\n")]
     for index in range(len(whole)):
         record.write_bytes(whole[:index] + bytes([whole[index] ^ 1]) + whole[index + 1 :])
-        with pytest.raises(RecordError, match=r"line [1-4] is"):
+        with pytest.raises(RecordError, match=r"line [1-4] was"):
             numbers(record)
         record.write_bytes(whole[:index])
         if index in (0, *ends):  # only detectable with an external copy of the head
@@ -118,9 +118,9 @@ def replaced_by_link(path):
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "it is shorter than it was"),
-        (lambda path: path.write_bytes(b"x" + path.read_bytes() + b"x\n"), "line 3 is not as it was written"),
-        (lambda path: path.chmod(0o666), "others can change it"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "the record is shorter than before"),
+        (lambda path: path.write_bytes(b"x" + path.read_bytes() + b"x\n"), "line 3 was altered"),
+        (lambda path: path.chmod(0o666), "other users can change"),
         (replaced_by_link, "symbolic link"),
     ],
 )
@@ -163,16 +163,16 @@ def test_the_command(tmp_path, capsys):
     main(["audit", str(path), "--last", "1"])
     shown = capsys.readouterr().out
     head = [line.digest for line in read_record(path)][-1]
-    assert "clients: left, 0 names" in shown
-    assert f"3 lines as they were written; head {head}" in shown
-    assert "found only with a head that was noted elsewhere" in shown
+    assert "clients: sent, 0 names" in shown
+    assert f"3 lines verified; head {head}" in shown
+    assert "pass an earlier head from another machine" in shown
     main(["audit", str(path), "--head", head, "--full"])
     assert json.loads(capsys.readouterr().out.splitlines()[0].split(" ", 2)[2])["answer"] == "clients"
     whole = path.read_bytes()
     lines = whole.splitlines(keepends=True)
     for changed, error in (
-        (b"".join(lines[:2]), f"no line has the digest {head}: lines were cut off"),
-        (whole.replace(b"clients", b"clientz"), "line 1 is not as it was written: what follows line 0 proves nothing"),
+        (b"".join(lines[:2]), f"no line has the digest {head}: the record was truncated"),
+        (whole.replace(b"clients", b"clientz"), "line 1 was altered: lines after line 0 are unverified"),
     ):
         path.write_bytes(changed)
         with pytest.raises(SystemExit):
@@ -183,15 +183,18 @@ def test_the_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda path, head: path.rename(path.with_suffix(".old")), "it is missing, and"),
-        (lambda path, head: path.write_bytes(b""), "its line 3 is missing"),
+        (lambda path, head: path.rename(path.with_suffix(".old")), "the record is missing, but"),
+        (lambda path, head: path.write_bytes(b""), "line 3 is missing"),
         (
             lambda path, head: path.write_bytes(b"".join(path.read_bytes().splitlines(True)[:2])),
-            "its line 3 is missing",
+            "line 3 is missing",
         ),
         (lambda path, head: head.unlink(), "is missing"),
         (lambda path, head: head.write_text("{}"), "cannot be read"),
-        (lambda path, head: head.write_text(head.read_text().replace('"digest": "', '"digest": "0')), "another one"),
+        (
+            lambda path, head: head.write_text(head.read_text().replace('"digest": "', '"digest": "0')),
+            "differs from the head",
+        ),
     ],
 )
 @pytest.mark.parametrize("is_new", [False, True])
@@ -204,7 +207,7 @@ def test_a_record_that_is_shorter_than_its_head_closes_the_site(spoil, reason, i
         runner, _ = site(tmp_path)
     with pytest.raises(PacketError, match=NOT_ANSWERED):
         runner.answer("query", HELLO, {})
-    assert reason in caplog.text or "it is shorter than it was" in caplog.text
+    assert reason in caplog.text or "the record is shorter than before" in caplog.text
 
 
 def test_a_rotated_record_begins_anew(tmp_path):
@@ -227,6 +230,6 @@ def test_a_clock_that_was_ahead_is_set_by_the_operator(tmp_path, monkeypatch, ca
     ahead = [line.time - time.time() for line in read_record(path)]
     assert min(ahead) > 3649 * 86400
     main(["audit", str(path), "--set-clock"])
-    assert "the operator has set the record's clock" in capsys.readouterr().out
+    assert "the operator set the record's clock" in capsys.readouterr().out
     runner.answer("query", HELLO, {})
     assert abs(list(read_record(path))[-1].time - time.time()) < 60

@@ -355,7 +355,7 @@ class Takes(models.Module):
 def test_names_in_batches_keep_clients_apart(federated_trainer, caplog):
     data = models.vectors(dict.fromkeys("abc", 40))
     compare(federated_trainer, wrapped_in(Takes), named(data, str), size=3)
-    assert caplog.text.count("but other texts, numbers or objects in them") == 1
+    assert caplog.text.count("but different texts, numbers or objects") == 1
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(6)], ids=["python", "torch"])
@@ -659,13 +659,13 @@ REASONS = [
     (Counts, {}, "`training_step` writes the attribute 'seen'"),
     (Measures, {}, "`training_step` writes the attribute 'accuracy."),
     (Asks, {}, "in a trial `training_step` raised RuntimeError: vmap"),
-    (Listed, {}, "has parameters or buffers from elsewhere than the module's attributes"),
+    (Listed, {}, "uses parameters or buffers outside the module's attributes"),
     (Bounded, {}, "writes parameters that the optimizer trains"),
-    (Parted, {}, "'net.0.weight' and 'other.weight' are two tensors that share their memory"),
+    (Parted, {}, "'net.0.weight' and 'other.weight' share memory"),
     (Hooked, {}, "a hook of the parameter 'net.0.weight'"),
     slow((Shows, {}, "writes the attribute 'example'")),
     (Centred, {}, "writes the attribute 'center.value'"),
-    (Shuffles, {}, "`training_step` draws from Python's or NumPy's random numbers"),
+    (Shuffles, {}, "`training_step` draws from Python's or NumPy's generator"),
     (Changes, {}, "`Changes.on_before_batch_transfer` is written for one client's batch"),
     (models.ManualModule, {}, "manual optimization"),
     (models.Module, {"callbacks": [Clips]}, "`Clips.on_after_backward` is written for one client's batch"),
@@ -674,12 +674,12 @@ REASONS = [
     (models.Module, {"optimizer_state": "keep"}, "`optimizer_state='keep'`"),
     (models.Module, {"limit_train_batches": 4}, "`limit_train_batches` counts the batches"),
     (models.Module, {"max_steps": 9}, "`max_steps` counts the steps"),
-    (lambda net: models.Module(net, lambda own: Lars(own, lr=0.1)), {}, "Lars does not treat every number alone"),
+    (lambda net: models.Module(net, lambda own: Lars(own, lr=0.1)), {}, "Lars is not elementwise"),
     slow((lambda net: models.Module(net, torch.optim.LBFGS), {}, "in a trial LBFGS raised TypeError")),
     pytest.param(
         lambda net: models.Module(net, torch.optim.Adafactor),
         {},
-        "Adafactor does not treat every number alone",
+        "Adafactor is not elementwise",
         marks=[
             pytest.mark.slow,
             pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="torch 2.5 brings it"),
@@ -706,7 +706,7 @@ def test_what_falls_back(make, options, reason, federated_trainer, caplog):
     assert_same(results[0][0], results[1][0])
     assert results[0][1:] == results[1][1:]
     (record,) = [record for record in caplog.records if record.name == LOGGER]
-    assert record.getMessage().startswith("`visits=Vectorized(3)`: the clients train one after another all the same")
+    assert record.getMessage().startswith("`visits=Vectorized(3)` has no effect, and clients train one after another")
     assert reason in record.getMessage()
 
 

@@ -117,7 +117,7 @@ def test_late_answers_are_counted_and_not_used(clock, caplog):
     network.answers["ann"] = 1
     assert ask(network, ["ann"], round=1) == {"ann": "ann to round 1"}
     assert network.late == 1
-    assert "The answer of client 'ann' to round 1 came too late, and is dropped." in caplog.text
+    assert "Dropped the late answer of client 'ann' to round 1." in caplog.text
     ask(network, ["ann"], round=2)
     assert network.late == 1
 
