@@ -96,7 +96,6 @@ class RemoteClientSide(RemoteSide):
         client_store: Record of the rounds with stored client state.
         clients: The clients' keys.
         seed: The federation's seed.
-
     """
 
     has_server = True
@@ -125,8 +124,8 @@ class RemoteClientSide(RemoteSide):
         fit, server, optimizers = round.fit, round.fit.server, round.optimizers
         if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in optimizers.step_schedulers):
             raise MisconfigurationException(
-                "Expected per-step schedulers that the server can step itself, but the steps of `ReduceLROnPlateau`"
-                " depend on what a client measures: choose another schedule, or step it once per round."
+                "Expected per-step schedulers that the server can repeat, but the steps of `ReduceLROnPlateau`"
+                " depend on a client's measurements: choose another schedule, or step it once per round."
             )
         frozen = {name: value for name, value in round.local.server_entries.items() if fit.policies[name] == "frozen"}
         filled = [
@@ -134,10 +133,9 @@ class RemoteClientSide(RemoteSide):
         ]
         if filled:
             raise MisconfigurationException(
-                "Expected buffers that held NaN or infinite values at the start, and so do not travel, to stay as they"
-                f" were, but the server has given values to {sorted(filled)} (in its validation, say), which the"
-                " clients' modules do not have: name them in `personal`, with which each side keeps its own, or make"
-                " them with finite values, with which they are sent and averaged."
+                "Expected buffers with NaN or infinite initial values to stay unchanged, because such buffers are not"
+                f" sent, but the server's validation or training has filled {sorted(filled)}: name the buffers in"
+                " `personal` (each side keeps separate values), or start with finite values (sent and averaged)."
             )
         self._server_entries = round.local.server_entries
         start = pack_numbers(optimizers.start) | {"optimizers": name_optimizers(fit.trainer.optimizers)}
@@ -176,7 +174,7 @@ class RemoteClientSide(RemoteSide):
         remote.broadcast = yield Ask(remote.request or Request(client))
         answer = self._open((yield Step()), client, round.state)
         if not isinstance(answer, tuple):
-            _exclude(server, client, answer, "it asks, and does not answer")
+            _exclude(server, client, answer, "it sent a request instead of an answer")
             return
         update, reported = answer
         try:
@@ -354,7 +352,7 @@ class RemoteClientSide(RemoteSide):
         for client, reply in self._transport.ask(REQUEST, packets, number):
             answer = self._open(reply, client, model)
             if not isinstance(answer, Request):
-                _exclude(fit.server, client, answer, "it does not ask")
+                _exclude(fit.server, client, answer, "it sent no request")
                 continue
             answer.extras = on_device(answer.extras, fit.module.device)
             requests[client] = answer
@@ -367,7 +365,7 @@ class RemoteClientSide(RemoteSide):
         answer = self._open(reply, client, model)
         if isinstance(answer, tuple):
             return answer[0]
-        return answer.reason if isinstance(answer, Fault) else "it does not answer what it was asked"
+        return answer.reason if isinstance(answer, Fault) else "it sent another kind of answer"
 
     def _open(self, reply: Packet | str, client: Client, model: State) -> Request | tuple[ClientUpdate, Answer] | Fault:
         answer = read_answer(reply, client, model)
@@ -388,13 +386,12 @@ def _fill_in(update: ClientUpdate, sent: State, count: int) -> None:
 
     Raises:
         BadUpdate: If the client reports another number of unsent entries.
-
     """
     if not count:
         return
     missing = frozenset(sent.keys() - update.state.keys())
     if len(missing) != count:
-        raise BadUpdate(f"it reports {count} unsent entries, and {len(missing)} are missing")
+        raise BadUpdate(f"it reports {count} unsent entries, but {len(missing)} are missing")
     whole = update.state | {name: sent[name] for name in missing}
     update.state = {name: whole[name] for name in (*sent, *(update.state.keys() - sent.keys()))}
     update.unsent = missing
@@ -415,7 +412,6 @@ class _Steps:
         num_steps: Steps of the optimizers.
         of_schedulers: Steps of every per-step scheduler; ``None`` without per-step schedulers and loss scale.
         scaler: State of the loss scale; empty without a loss scale.
-
     """
 
     num_steps: int
@@ -431,7 +427,6 @@ def _read_steps(said: Answer, optimizers: LocalOptimizers, most: int) -> _Steps:
 
     Raises:
         BadUpdate: If a number is implausible.
-
     """
     if said.steps > most:
         raise BadUpdate(f"it reports {said.steps} steps, and {most} are possible")
@@ -465,7 +460,6 @@ class _RemoteVisit:
         request: The client's request; ``None`` without one.
         broadcast: The message; set by the visit.
         steps: The reported steps; ``None`` without a good update.
-
     """
 
     visit: Visit
@@ -489,7 +483,6 @@ def _exclude(
         client: The client.
         answer: Result of :func:`read_answer`.
         otherwise: The reason for an answer of another kind.
-
     """
     if isinstance(answer, Fault) and not isinstance(answer, _Unreadable):
         server.fail(client, answer.reason)

@@ -73,7 +73,6 @@ class RemoteServer(ServerInterface):
     Attributes:
         update: The update; ``None`` before the update and without one.
         fault: Reason for a missing update.
-
     """
 
     def __init__(self, server: ServerInterface, broadcast: Broadcast, asked: str) -> None:
@@ -98,11 +97,10 @@ class RemoteServer(ServerInterface):
 
         Raises:
             ClientFault: If the message does not match the request, or is not finite.
-
         """
         request = Request(client) if request is None else request
         if self._asked and digest_request(request) != self._asked:
-            raise ClientFault("it asks for something else than before: its data are not always in the same order")
+            raise ClientFault("its request differs from the first request: its data must have a constant order")
         state = self._broadcast.state
         fault = find_implausible(state) or find_non_finite(self._broadcast.extras)
         if fault is not None:
@@ -131,7 +129,7 @@ class RemoteServer(ServerInterface):
         if error is not None and not isinstance(error, ClientFault | VisitTimeout):
             self.fault = reason.replace(describe(error), type(error).__name__)
             if self.fault == reason:
-                self.fault = f"it failed by {type(error).__name__}"
+                self.fault = f"it failed with {type(error).__name__}"
         return super().fail(client, reason, error)
 
     def finish_round(self) -> State | None:
@@ -154,7 +152,6 @@ class RemoteServerSide(RemoteSide):
         request: The client's request, if the server asked for a request.
         answer: A callback's answer, or statistics of BatchNorm inputs, if the server asked for one of these.
         left: Final state of per-step schedulers and loss scale after the visit; ``None`` if no later visit needs it.
-
     """
 
     has_server = False
@@ -194,7 +191,6 @@ class RemoteServerSide(RemoteSide):
         Raises:
             ClientFault: If the client has lost stored state.
             HalvesMismatch: If the server has another model.
-
         """
         trainer, train_request = fit.trainer, self._train_request
         if self._kind == QUESTION:
@@ -205,12 +201,12 @@ class RemoteServerSide(RemoteSide):
         fit.store.restore(train_request.kept + 1, {"run": 0})
         assert isinstance(fit.store, FolderStore)
         if train_request.kept >= 0 and fit.store.newest(train_request.visit.client) != train_request.kept:
-            raise ClientFault(f"it does not have any more what it kept in round {round_number(train_request.kept)}")
+            raise ClientFault(f"it has lost its state from round {round_number(train_request.kept)}")
         entries = live_entries(trainer.lightning_module)
         frozen = {name: entries[name] for name in entries if fit.policies[name] == "frozen"}
         if digest(frozen) != train_request.frozen:
             raise HalvesMismatch(
-                f"the server has other values of the entries that never travel ({', '.join(frozen) or 'none here'}):"
+                f"the server has other values for the entries that are never sent ({', '.join(frozen) or 'none here'}):"
                 " both halves need the same model, with the same weights"
             )
         if train_request.held:
@@ -228,11 +224,10 @@ class RemoteServerSide(RemoteSide):
 
         Raises:
             HalvesMismatch: If the server has another model.
-
         """
         if sent["optimizers"] != name_optimizers(trainer.optimizers):
             raise HalvesMismatch(
-                f"the server's optimizers are {sent['optimizers']}, and the client's"
+                f"the server's optimizers are {sent['optimizers']}, but the client's are"
                 f" {name_optimizers(trainer.optimizers)}: both need the same model"
             )
         load_hyperparameters(trainer.optimizers, sent["groups"])
@@ -251,7 +246,6 @@ class RemoteServerSide(RemoteSide):
 
         Raises:
             ClientFault: If the client's entries differ from the server's.
-
         """
         broadcast, kept = self._broadcast, self._held.read()
         shared = [name for name in entries if fit.policies[name] == "shared"]
@@ -277,8 +271,8 @@ class RemoteServerSide(RemoteSide):
                 steps = optimizers.steps_of(end)
                 if steps is None:
                     raise MisconfigurationException(
-                        "Expected per-step schedulers with `last_epoch` in their state, by which the server steps its"
-                        f" own, but got {[sorted(state) for state in optimizers.start['schedulers']]}."
+                        "Expected per-step schedulers with `last_epoch` in their state, for the server's"
+                        f" copies, but got {[sorted(state) for state in optimizers.start['schedulers']]}."
                     )
                 self.left = {"steps": steps, "scaler": pack_numbers(end["scaler"])}
             return
@@ -322,7 +316,7 @@ class RemoteServerSide(RemoteSide):
         try:
             callback = next((one for one in federated_callbacks(trainer) if type(one).__name__ == name), None)
             if not isinstance(callback, AskableCallback):
-                raise ClientFault(f"its half has no callback {str(name)[:100]!r}, which is asked")
+                raise ClientFault(f"its half has no callback {str(name)[:100]!r}, which the server queries")
             state = ask_server(fit, Request(visit.client)).state
             fit.decision = "own" if question.get("decision") == "own" else ""
             if question.get("own"):

@@ -207,7 +207,7 @@ def test_a_half_without_the_callback_says_so(tmp_path, caplog):
     _, trainer, *_ = on_flower(
         tmp_path, base_and_head, models.vectors(TRAIN), Federation, 1, server_callbacks=[ClientEvaluation()]
     )
-    assert "does not answer: its half has no callback 'ClientEvaluation', which is asked." in caplog.text
+    assert "does not answer: its half has no callback 'ClientEvaluation', which the server queries." in caplog.text
     assert "val_loss" not in trainer.callback_metrics
 
 

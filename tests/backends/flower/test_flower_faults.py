@@ -407,7 +407,7 @@ def test_a_client_whose_folder_is_lost(tmp_path, caplog):
         tmp_path, lambda: models.Module(models.BaseAndHead()), data, lambda: Federation(FedPer("net.head.*")),
         change=lose, rounds=2, server_callbacks=[Lose()],
     )  # fmt: skip
-    assert "client 'bob' is left out: it does not have any more what it kept in round 1." in caplog.text
+    assert "client 'bob' is left out: it has lost its state from round 1." in caplog.text
 
 
 # --- Faulty programs --------------------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ def test_one_client_that_says_its_program_is_at_fault_ends_no_run(tmp_path, capl
     ("federation", "reason"),
     [
         (lambda: Federation(seed=5), "its federation has seed 5, and the server's 0"),
-        (lambda: Federation(frozen=["net.0.*"]), "other values of the entries that never travel"),
+        (lambda: Federation(frozen=["net.0.*"]), "other values for the entries that are never sent"),
     ],
 )
 def test_halves_that_do_not_fit(federation, reason, tmp_path):
@@ -476,7 +476,7 @@ def test_frozen_entries_must_be_the_same(tmp_path):
         )
     }
     transport = FlowerTransport(FakeGrid(apps), 5, 0.01)
-    with pytest.raises(RuntimeError, match="other values of the entries that never travel"):
+    with pytest.raises(RuntimeError, match="other values for the entries that are never sent"):
         run_server(
             Federation(frozen=["net.0.*"]), make_module, None, {**OPTIONS, "max_epochs": 1},
             transport, transport.meet(3, 1), tmp_path / "s",

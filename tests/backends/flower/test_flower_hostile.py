@@ -182,7 +182,7 @@ def test_another_folder_is_noticed(federation, callbacks, how, tmp_path, caplog)
     on_flower(
         tmp_path, case_module, models.vectors(SIZES), federation, callbacks=callbacks, server_callbacks=[Change()]
     )
-    assert "Round 3: client 'bob' is left out: it does not have any more what it kept in round 2." in caplog.text
+    assert "Round 3: client 'bob' is left out: it has lost its state from round 2." in caplog.text
 
 
 def test_nodes_that_come_back_with_each_others_data(tmp_path, caplog):
