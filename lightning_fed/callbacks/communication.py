@@ -115,7 +115,6 @@ class CommunicationReport(FederatedCallback):
         self._sent: dict[Client, Broadcast] = {}  # not yet received
         self._full: dict[str, tuple[int, int]] = {}
         self._visits: dict[tuple[int, Client], dict[str, Traffic]] = {}
-        self._sums: dict[int, dict[str, Traffic]] = {}  # early rounds
         self._counts: dict[int, tuple[int, int]] = {}  # numbers of visits and answers in early rounds
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -141,9 +140,10 @@ class CommunicationReport(FederatedCallback):
         """Removes the traffic from an interrupted run of this round, and sums up early rounds."""
         now, self._sent = trainer.current_epoch, {}
         self._visits = {key: traffic for key, traffic in self._visits.items() if key[0] < now}
-        self._sums = {round: traffic for round, traffic in self._sums.items() if round < now}
         self._counts = {round: counts for round, counts in self._counts.items() if round < now}
-        for round in sorted({round for round, _ in self._visits if round < now - self.client_rounds}):
+        for round in sorted(
+            {round for round, _ in self._visits if round < now - self.client_rounds} - self._counts.keys()
+        ):
             self._sum_up(round)
 
     def on_server_send(
@@ -198,18 +198,15 @@ class CommunicationReport(FederatedCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the traffic."""
-        self._visits, self._sums = {}, {}
+        self._visits = {}
         self._counts = {round: (visits, answers) for round, (visits, answers) in state_dict["visits"].items()}
         for row in (Traffic(*fields) for fields in state_dict["rows"]):
-            if row.round in self._counts:
-                self._sums.setdefault(row.round, {})[row.part] = row
-            else:
-                self._visits.setdefault((row.round, row.client), {})[row.part] = row
+            self._visits.setdefault((row.round, row.client), {})[row.part] = row
 
     @property
     def rows(self) -> list[Traffic]:
         """All traffic, in order."""
-        return [row for traffic in self._traffic() for row in traffic.values()]
+        return [row for traffic in self._visits.values() for row in traffic.values()]
 
     def summary(self) -> list[PartTraffic]:
         """Averages over clients and rounds, by part and over all parts.
@@ -218,7 +215,7 @@ class CommunicationReport(FederatedCallback):
             One entry per model part, then requests and extras if any, then the sum. Empty before the first visit.
 
         """
-        if not self._traffic():
+        if not self._visits:
             return []
         seen = dict.fromkeys([*self._full, *(row.part for row in self.rows)])
         summaries = [self._summarize([part], part) for part in seen]
@@ -245,18 +242,16 @@ class CommunicationReport(FederatedCallback):
             writer.writerow(Traffic._fields)
             writer.writerows(row._replace(round=round_number(row.round)) for row in self.rows)
 
-    def _traffic(self) -> list[dict[str, Traffic]]:
-        return [*self._sums.values(), *self._visits.values()]
-
     def _sum_up(self, round: int) -> None:
         """Replaces the traffic per client in a round by sums."""
         visits = [self._visits.pop(key) for key in list(self._visits) if key[0] == round]
         self._counts[round] = len(visits), _num_answers(visits)
-        sums = self._sums[round] = {}
+        sums: dict[str, Traffic] = {}
         for row in (row for traffic in visits for row in traffic.values()):
             before = sums.get(row.part, Traffic(round, _ALL, row.part))
             numbers = [total + added for total, added in zip(before[3:], row[3:], strict=True)]
             sums[row.part] = Traffic(round, _ALL, row.part, *numbers)
+        self._visits = dict(sorted([((round, _ALL), sums), *self._visits.items()], key=lambda item: item[0][0]))
 
     def _by_part(self, state: Mapping[str, Tensor]) -> dict[str, State]:
         parts: dict[str, State] = {}
@@ -289,9 +284,10 @@ class CommunicationReport(FederatedCallback):
         visit[part] = row._replace(**{name: getattr(row, name) + count for name, count in added.items()})
 
     def _summarize(self, parts: Sequence[str], name: str) -> PartTraffic:
-        selected = [{part: row for part, row in traffic.items() if part in parts} for traffic in self._traffic()]
-        downs = sum(visits for visits, _ in self._counts.values()) + len(self._visits)
-        ups = sum(answers for _, answers in self._counts.values()) + _num_answers(self._visits.values())
+        selected = [{part: row for part, row in traffic.items() if part in parts} for traffic in self._visits.values()]
+        single = [traffic for (round, _), traffic in self._visits.items() if round not in self._counts]
+        downs = sum(visits for visits, _ in self._counts.values()) + len(single)
+        ups = sum(answers for _, answers in self._counts.values()) + _num_answers(single)
         full = [self._full.get(part, (0, 0)) for part in parts]
         full_numel, full_bytes = (sum(sizes) for sizes in zip(*full, strict=True))
         down_bytes, up_bytes = _total(selected, "down_bytes"), _total(selected, "up_bytes")

@@ -80,12 +80,13 @@ class PartitionedData(FederatedDataModule):
         check_inside("val_fraction", val_fraction)
         if not 0 <= test_fraction < 1 - val_fraction:
             raise ValueError(
-                f"Expected `test_fraction` to be in [0, 1 - val_fraction), but got {test_fraction} beside"
+                f"Expected `test_fraction` to be in [0, 1 - val_fraction), but got {test_fraction} with"
                 f" val_fraction={val_fraction}."
             )
         self.source = source
         self.prepare_data_per_node = source.prepare_data_per_node
-        for hook in FORWARDED:  # without an override in the source, the hook is Lightning's
+        # Without an override in the source, the hook is Lightning's.
+        for hook in (*FORWARDED, "on_exception", "state_dict", "load_state_dict"):
             setattr(self, hook, getattr(source, hook))
         self.partition = partition
         self.val_fraction = val_fraction
@@ -109,18 +110,6 @@ class PartitionedData(FederatedDataModule):
     def teardown(self, stage: str) -> None:
         """Tears down the source datamodule."""
         self.source.teardown(self._stage_of_source(stage))
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Passes an exception to the source datamodule."""
-        self.source.on_exception(exception)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the source datamodule."""
-        return self.source.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the state of the source datamodule."""
-        self.source.load_state_dict(state_dict)
 
     def population(self) -> Population:
         """Returns the clients as a source of batches for the rounds.

@@ -318,7 +318,7 @@ def test_what_is_held_out_does_not_change_between_two_stages():
 def test_refuses_what_is_no_share(fraction):
     with pytest.raises(ValueError, match=rf"`val_fraction` to be in \(0, 1\), but got {fraction}"):
         PartitionedData(Numbered(), ByGroup([0] * 90), val_fraction=fraction)
-    with pytest.raises(ValueError, match=r"`test_fraction` to be in \[0, 1 - val_fraction\), but got 0.9 beside"):
+    with pytest.raises(ValueError, match=r"`test_fraction` to be in \[0, 1 - val_fraction\), but got 0.9 with"):
         PartitionedData(Numbered(), ByGroup([0] * 90), test_fraction=0.9)
 
 
@@ -333,7 +333,7 @@ def test_a_data_set_alone_is_refused_with_the_call_that_makes_a_datamodule():
 
 
 def test_the_clients_are_not_known_before_setup():
-    with pytest.raises(RuntimeError, match="after `setup`"):
+    with pytest.raises(RuntimeError, match="Expected `setup` before `population`"):
         PartitionedData(Numbered(), ByGroup([0] * 90)).population()
 
 
