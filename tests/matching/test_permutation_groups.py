@@ -325,7 +325,7 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"`pin` to match entries of the module, but 'conv3\.\*' matches none"):
         PermutationGroups.of(module, example, pin=["conv3.*"])
     alien = PermutationGroup.over({"other": torch.zeros(3)}, {("other", 0): "vec"}, 3)
-    with pytest.raises(ValueError, match=r"`extra_groups` to have entries of the module, but got \['other'\]"):
+    with pytest.raises(ValueError, match=r"`extra_groups` to contain entries of the module, but got \['other'\]"):
         PermutationGroups.of(module, example, extra_groups=[alien])
     groups, state = PermutationGroups.of(module, example), module.state_dict()
     for call in (

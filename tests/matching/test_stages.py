@@ -140,7 +140,7 @@ def test_given_stages():
         (0, "'auto', a positive integer"),
         ("all", "'auto', a positive integer"),
         ([["conv1.*"], ["bn1.*"]], "'layer1.0.conv1.weight' matches none"),
-        ([["conv1.*"], ["*"]], r"neurons of 'conv1' .* but they are in \[0, 1\]"),
+        ([["conv1.*"], ["*"]], r"neurons of 'conv1'.* but got stages \[0, 1\]"),
         ([["fc.*"], ["*"]], "neurons of"),
         ([["*"], ["fc.*"]], r"\['fc.\*'\] has none"),
     ],

@@ -132,7 +132,7 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
     Example:
         >>> margins = {"a": 1.0, "b": 1.5, "c": 1e30}
         >>> find_outlying_prototypes({k: {"prototypes:lpm:semantic:mean": torch.tensor(v)} for k, v in margins.items()})
-        {'c': 'its prototype margin is 1e+30, and that of the median client 1.5'}
+        {'c': 'its prototype margin is 1e+30, but the median is 1.5'}
     """
     margins = {
         client: max(abs(float(value)) for name, value in extras.items() if name.startswith(_LPM))
@@ -155,7 +155,7 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
         median = _median(sizes)
         for client, size in sizes.items():
             if median and size > _OUTLYING * max(median, least):
-                faults[client] = f"its {description} {size:.3g}, and that of the median client {median:.3g}"
+                faults[client] = f"its {description} {size:.3g}, but the median is {median:.3g}"
     return faults
 
 

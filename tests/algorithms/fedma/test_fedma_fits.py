@@ -141,7 +141,7 @@ def test_what_cannot_be_in_a_fit(federated_trainer):
         run(optimizer_state="keep")
     with pytest.raises(MisconfigurationException, match="Adagrad"):
         run(optimizer=torch.optim.Adagrad)
-    with pytest.raises(MisconfigurationException, match=r"is FedAvg\."):
+    with pytest.raises(MisconfigurationException, match=r"but got FedAvg\."):
         run(FedAvg(), callbacks=[LayerwiseTraining()])
     with pytest.raises(MisconfigurationException, match="shared entries, but got none: all entries are personal or"):
         run(frozen=["*"])
