@@ -13,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_fed.callbacks.picture_grid import default_colors
 from lightning_fed.callbacks.segmentation_images import SegmentationImages
-from lightning_fed.cli import demo
-from lightning_fed.cli.demo import run_demo
+from lightning_fed.cli import demo_training
+from lightning_fed.cli.demo_training import run_demo
 from lightning_fed.cli.main import main
 from lightning_fed.datasets import CamVid, Shapes
 from lightning_fed.tasks import SegmentationTask
@@ -45,8 +45,8 @@ def small(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", save)
-        patch.setattr(demo, "Shapes", small_scenes)
-        patch.setattr(demo, "SegmentationTask", small_network)
+        patch.setattr(demo_training, "Shapes", small_scenes)
+        patch.setattr(demo_training, "SegmentationTask", small_network)
         patch.setattr(sys.stdout, "write", text.append)
         result = run_demo(rounds=5, out=folder / "runs", **SMALL)
     return result, "".join(text), figures[0]
@@ -128,7 +128,9 @@ def test_the_picture_shows_clients_curves_and_predictions(small):
 @pytest.mark.slow
 def test_it_takes_camvid(tmp_path, monkeypatch, capsys):
     write_camvid_npz(tmp_path / "camvid", {"train": {"A1": 24}, "val": {"A1": 9}}, plain_masks=True)
-    monkeypatch.setattr(demo, "CamVid", lambda *args, **options: CamVid(*args, **{**options, "image_size": (32, 32)}))
+    monkeypatch.setattr(
+        demo_training, "CamVid", lambda *args, **options: CamVid(*args, **{**options, "image_size": (32, 32)})
+    )
     result = run_demo(tmp_path, rounds=1, out=tmp_path / "runs", num_clients=2, clients_per_round=1)
     assert "on CamVid: 24 images over 2 clients, 1 in a round" in capsys.readouterr().out
     assert len(result.rounds) == 1
@@ -157,7 +159,7 @@ def test_it_learns(tmp_path):
 
 def test_options_of_the_command(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(demo, "run_demo", lambda **options: seen.append(options))
+    monkeypatch.setattr(demo_training, "run_demo", lambda **options: seen.append(options))
     main(["demo"])
     main(["demo", "--data", "d", "--rounds", "3", "--out", "o"])
     assert seen == [
@@ -185,7 +187,7 @@ def test_a_mistake_gets_a_short_answer(arguments, status, message, monkeypatch, 
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
+    monkeypatch.setattr(demo_training, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
     with pytest.raises(SystemExit) as stopped:
         main(["demo"])
     assert stopped.value.code == 1

@@ -1,0 +1,247 @@
+"""Training for the demo: DeepLabV3+ over clients with different images; prints a table and draws a picture."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+from lightning_fed.argument_checks import check_count
+from lightning_fed.callbacks.evaluation.client_evaluation import ClientEvaluation
+from lightning_fed.callbacks.picture_grid import default_colors, segmentation_grid
+from lightning_fed.callbacks.segmentation_images import SegmentationImages
+from lightning_fed.compare.run import RoundCurve, quiet
+from lightning_fed.data.appearance import Look
+from lightning_fed.data.label_lookup import labels_of
+from lightning_fed.data.partitioned import PartitionedData
+from lightning_fed.data.partitions import Dirichlet, Partition
+from lightning_fed.data.population import seeded_generators
+from lightning_fed.datasets.array_module import ArrayDataModule
+from lightning_fed.datasets.camvid import CamVid
+from lightning_fed.datasets.shapes import Shapes
+from lightning_fed.messages import Client
+from lightning_fed.metrics.segmentation import SegmentationScores
+from lightning_fed.model.feature_extraction import evaluating
+from lightning_fed.tasks.segmentation import SegmentationTask
+from lightning_fed.trainer import FederatedTrainer
+
+_ENCODER = "tu-mobilenetv3_small_100"
+_NUM_PICTURES = 8
+_SHAPES_MEAN, _SHAPES_STD = 0.47, 0.22  # both for all channels
+_DECISIONS = {
+    "own": "clients look different, so each client has its own statistics",
+    "pooled": "clients look alike, so they share pooled statistics",
+    "": "no decision",
+}
+# Name: name in the log, factor, digits.
+_COLUMNS = {
+    "clients": ("fed/clients", 1, 0),
+    "loss": ("train_loss", 1, 3),
+    "val mIoU": ("fed/val_miou/mean", 1, 3),
+    "pixel acc": ("fed/val_pixel_acc/mean", 1, 3),
+    "MB up": ("comm/up_bytes", 1e-6, 1),
+    "MB down": ("comm/down_bytes", 1e-6, 1),
+    "seconds": ("seconds", 1, 1),
+}
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """Every round's logged values, the TensorBoard folder (also with checkpoint and picture), and the PNG file."""
+
+    rounds: list[dict[str, float]]
+    log_dir: Path
+    picture: Path
+
+
+def run_demo(
+    data_dir: Path | None = None,
+    rounds: int | None = None,
+    out: Path = Path("runs/demo"),
+    *,
+    num_clients: int = 24,
+    clients_per_round: int = 5,
+    num_scenes: int = 960,
+) -> DemoResult:
+    """Trains DeepLabV3+ federatedly; writes a table, TensorBoard logs and a picture with predictions by client.
+
+    A Dirichlet distribution draws each client's classes. Generated images also have a different contrast and different
+    colours for each client.
+
+    Args:
+        data_dir: Folder with CamVid; ``None`` generates scenes.
+        rounds: Number of rounds; ``None`` for 16.
+        out: Folder for logs and pictures; each run has a subfolder.
+        num_clients: Number of clients.
+        clients_per_round: Clients per round.
+        num_scenes: Number of generated training scenes.
+
+    Raises:
+        ModuleNotFoundError: If a package from the extra ``demo`` is missing.
+        ValueError: If a number is outside the allowed range.
+        FileNotFoundError: If ``data_dir`` has no CamVid.
+    """
+    missing = [name for name in ("matplotlib", "tensorboard") if find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(f"The demo needs {' and '.join(missing)}: pip install 'lightning-fed[demo]'")
+    if rounds is not None:
+        check_count("rounds", rounds)
+    data: ArrayDataModule
+    rounds, mean, std = rounds or 16, None, None
+    if data_dir is None:
+        data = Shapes(num_train=num_scenes, num_val=1, num_test=1, batch_size=8, eval_batch_size=32)
+        split = Dirichlet(num_clients, alpha=1.0)
+        mean, std = _SHAPES_MEAN, _SHAPES_STD
+        partition: Partition = Look(split, contrast=1.0, colour=1.0, mean=mean, std=std)
+    else:
+        data = CamVid(data_dir, image_size=(96, 128), augment=True, batch_size=8, eval_batch_size=32)
+        # CamVid has no background class.
+        partition = split = Dirichlet(num_clients, alpha=0.5, background=None, min_size=4)
+    clients = PartitionedData(data, partition, val_fraction=0.1, seed=0)
+    with quiet(), _single_thread(), seeded_generators(seed=0):
+        clients.setup("fit")
+        task = SegmentationTask(
+            "DeepLabV3Plus",
+            num_classes=data.num_classes,
+            encoder_name=_ENCODER,
+            model_kwargs={"decoder_channels": 64},
+            optimizer="AdamW",
+            lr=0.002,
+        )
+        table, evaluation = RoundCurve(_say_round), ClientEvaluation(clients="round")
+        logger = TensorBoardLogger(out, name="")
+        trainer = FederatedTrainer(
+            max_rounds=rounds,
+            clients_per_round=clients_per_round,
+            local_epochs=3,
+            seed=0,
+            logger=logger,
+            callbacks=[table, evaluation, SegmentationImages(every_n_epochs=4)],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+        )
+        parameters = sum(parameter.numel() for parameter in task.parameters())
+        _say(
+            f"DeepLabV3+ ({_ENCODER}, {parameters / 1e6:.1f} M parameters, not pretrained) on {type(data).__name__}:"
+            f" {len(data.train_dataset)} images over {num_clients} clients, {clients_per_round} in a round.\n"
+        )
+        _say("  ".join(["round", *_COLUMNS]))
+        trainer.fit(task, datamodule=clients)
+    shift = next((row["fed/batch_norm_shift"] for row in table.rounds if "fed/batch_norm_shift" in row), 0.0)
+    _say(f"\nBatchNorm: {_DECISIONS[trainer.federation.batch_norm_decision]} (shift {shift:.2f} after round 1).")
+    result = DemoResult(table.rounds, Path(logger.log_dir), Path(logger.log_dir) / "demo.png")
+    parts = split.split(data.train_dataset, trainer.federation.schedule.seed)
+    labels = labels_of(data.train_dataset, background=split.background)
+    counts = [np.bincount(labels[indices], minlength=data.num_classes) for indices in parts.values()]
+    tiles = [
+        _predict(trainer.federation.client_model(client), client, clients.val[client], mean, std)
+        for client in list(clients.val)[:_NUM_PICTURES]
+    ]
+    draw(result, data, np.stack(counts), tiles)
+    _say(
+        "\nTensorBoard (steps are batches; `epoch` is the round, from 0):"
+        f"\n    {_program('tensorboard')} --logdir {out}"
+        f"\nCurves and predictions:\n    {result.picture}"
+    )
+    return result
+
+
+def draw(result: DemoResult, data: ArrayDataModule, counts: np.ndarray, tiles: Sequence[tuple[str, Tensor]]) -> None:
+    """Draws the clients' classes, the curves, and one held-out image per client with the prediction.
+
+    Args:
+        result: The rounds and the picture's path.
+        data: The classes.
+        counts: Images by client and dominant class, shape ``(num_clients, num_classes)``.
+        tiles: Title and picture by client.
+    """
+    from matplotlib.figure import Figure  # the extra `demo`
+
+    colors = default_colors(data.num_classes)
+    figure = Figure(figsize=(12, 7.5), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 1.25), squeeze=False).flat
+    skew, loss, score = above.subplots(1, 3)
+
+    bottom = np.zeros(len(counts))
+    for number, (name, color) in enumerate(zip(data.class_names, colors, strict=True)):
+        if counts[:, number].any():
+            skew.bar(range(len(counts)), counts[:, number], 0.9, bottom, color=[v / 255 for v in color], label=name)
+            bottom += counts[:, number]
+    skew.set(title="Training images by dominant class", xlabel="client", ylabel="images", ylim=(0, 1.3 * bottom.max()))
+    skew.legend(fontsize="small", ncols=3, loc="upper center")
+
+    numbers = range(1, len(result.rounds) + 1)
+    for axes, name, label, line_color in (
+        (loss, "train_loss", "clients, training", "tab:blue"),
+        (loss, "val_loss", "global model, validation", "tab:orange"),
+        (score, "fed/val_pixel_acc/mean", "pixel accuracy", "tab:green"),
+        (score, "fed/val_miou/mean", "mean IoU", "tab:red"),
+    ):
+        axes.plot(numbers, [row[name] for row in result.rounds], "o-", label=label, color=line_color)
+    loss.set(title="Loss", xlabel="round", ylim=(0, None))
+    score.set(title="The round's clients, validation", xlabel="round", ylim=(0, 1))
+    for axes in (loss, score):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    for axes in (skew, loss, score):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+
+    grid = below.subplots(3, len(tiles), squeeze=False)
+    for column, (title, picture) in enumerate(tiles):
+        for row, (name, tile) in enumerate(zip(("input", "truth", "prediction"), picture.chunk(3, dim=2), strict=True)):
+            grid[row, column].imshow(tile.permute(1, 2, 0).numpy(), interpolation="nearest")
+            grid[row, column].set(xticks=[], yticks=[], ylabel=name if column == 0 else "")
+        grid[0, column].set_title(title, fontsize="small")
+    figure.savefig(result.picture, dpi=100)
+
+
+def _predict(model: Any, client: Client, held_out: Any, mean: float | None, std: float | None) -> tuple[str, Tensor]:
+    """Scores a client's model; draws input, truth and prediction for a held-out image with shape (3, H, 3 W)."""
+    scores = SegmentationScores(model.num_classes)
+    examples = [held_out[index] for index in range(len(held_out))]
+    images, masks = (torch.stack([example[part] for example in examples]) for part in (0, 1))
+    with evaluating(model):
+        logits = model(images)
+    scores.update(logits, masks)
+    colors, guess = default_colors(model.num_classes), logits.argmax(1)
+    tile = segmentation_grid(images[:1], masks[:1], guess[:1], colors, mean, std, padding=0)
+    return f"client {client}: {float(scores.compute()['miou']):.2f}", tile
+
+
+@contextmanager
+def _single_thread() -> Iterator[None]:
+    # Small images gain nothing from a second thread, and threads spin on busy cores.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _say_round(number: int, values: Mapping[str, float]) -> None:
+    cells = {name: f"{factor * values[key]:.{digits}f}" for name, (key, factor, digits) in _COLUMNS.items()}
+    _say("  ".join(cell.rjust(len(name)) for name, cell in {"round": f"{number}", **cells}.items()))
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _program(name: str) -> str:
+    path = Path(sys.executable).with_name(name)  # also without an activated environment
+    if shutil.which(name) is not None or not path.exists():
+        return name
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
