@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.portable import pairwise
+
 
 def quick(cases, chosen):
     """Marks the cases outside `chosen` as slow.
@@ -13,6 +15,12 @@ def quick(cases, chosen):
     cases, chosen = list(cases), list(chosen)
     assert not [case for case in chosen if case not in cases]
     return [case if case in chosen else slow(case) for case in cases]
+
+
+def pairs(*columns):
+    """Cases in which every pair of values from two columns occurs, instead of the full product."""
+    settings = pairwise({place: range(len(column)) for place, column in enumerate(columns)})
+    return [tuple(column[setting[place]] for place, column in enumerate(columns)) for setting in settings]
 
 
 def slow(case):

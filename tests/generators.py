@@ -26,7 +26,8 @@ def same_random_numbers():
     forget_seeds()
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
-    torch.manual_seed(0)
+    # `torch.manual_seed` also formats a stack for every absent device: half a millisecond per test.
+    (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(0)
     try:
         yield
     finally:

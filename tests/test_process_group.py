@@ -23,6 +23,7 @@ from lightning_fed.server.schedule import Schedule, Visit
 from lightning_fed.server.server import RoundReport
 from lightning_fed.steps import MaxMedianNorm
 from tests import models
+from tests.breadth import quick
 from tests.chains import chain_of
 from tests.recorders import assert_same
 
@@ -100,8 +101,16 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("shares", [((0, 1, 2, 3, 4), (), ()), ((3, 1), (), (4, 0, 2)), ((), (2,), (0, 1, 3, 4))])
+SHARES = [((0, 1, 2, 3, 4), (), ()), ((3, 1), (), (4, 0, 2)), ((), (2,), (0, 1, 3, 4))]
+
+
+@pytest.mark.parametrize(
+    ("rule", "shares"),
+    quick(
+        [(rule, shares) for rule in RULES for shares in SHARES],
+        [(rule, SHARES[1 + place % 2]) for place, rule in enumerate(RULES)],
+    ),
+)
 def test_parts_that_are_sent_and_merged_are_one(rule, shares):
     """As in a fit with processes: each starts the round, and merges all parts in the same order."""
     one, many = chain_of(RULES[rule]()), [chain_of(RULES[rule]()) for _ in shares]

@@ -11,14 +11,14 @@ def count(samples):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64, torch.bool])
-@pytest.mark.parametrize("size", [1, 3, 7, 64])
-def test_one_number_for_each_content(dtype, size):
-    samples = torch.eye(size).to(dtype)
-    assert count(samples) == size
-    hashes = sample_hashes(samples)
-    order = torch.randperm(size)
-    assert torch.equal(sample_hashes(samples[order]), hashes[order])  # does not depend on other samples
-    assert torch.equal(sample_hashes(samples[:1]), hashes[:1])
+def test_one_number_for_each_content(dtype):
+    for size in (1, 3, 7, 64):
+        samples = torch.eye(size).to(dtype)
+        assert count(samples) == size
+        hashes = sample_hashes(samples)
+        order = torch.randperm(size)
+        assert torch.equal(sample_hashes(samples[order]), hashes[order])  # does not depend on other samples
+        assert torch.equal(sample_hashes(samples[:1]), hashes[:1])
 
 
 def test_a_single_bit_makes_another_number():

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from lightning_fed.algorithms.fedaws import spreadout_margin, spreadout_top_k
 from lightning_fed.numerics import chunks
+from tests.breadth import pairs
 from tests.references_server import gradient_reference, spreadout_margin_reference, spreadout_top_k_reference
 
 EXAMPLE = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
@@ -29,9 +30,10 @@ def test_margins_against_a_plain_sum(margin):
     assert spreadout_margin(weight, margin).item() == pytest.approx(spreadout_margin_reference(weight.tolist(), margin))
 
 
-@pytest.mark.parametrize("comparison", [None, [0, 2, 3, 6], [4]])
-@pytest.mark.parametrize("k", [1, 3, 100])
-@pytest.mark.parametrize("classes", [[0, 1, 2, 3, 4, 5, 6], [5, 2], [4], []])
+@pytest.mark.parametrize(
+    ("classes", "k", "comparison"),
+    pairs([[0, 1, 2, 3, 4, 5, 6], [5, 2], [4], []], [1, 3, 100], [None, [0, 2, 3, 6], [4]]),
+)
 def test_nearest_classes_against_a_plain_sum(classes, k, comparison):
     """Includes a class without other classes for comparison, and fewer than k other classes."""
     weight = vectors()

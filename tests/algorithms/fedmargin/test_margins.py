@@ -22,7 +22,7 @@ from lightning_fed.algorithms.fedmargin.prototypes import (
 from lightning_fed.numerics.weighted_mean import WeightedMean
 from tests import references_margin as references
 from tests.algorithms.fedmargin.test_prototypes import prototypes, random_clients
-from tests.breadth import quick
+from tests.breadth import pairs, quick
 
 MARGINS = ["semantic", "hypothesis", "relative", "gain"]
 REDUCTIONS = ["mean", "sum", "count", "max"]
@@ -137,9 +137,7 @@ def as_nan(value):
     return math.nan if value is None else value
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("margin", MARGINS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "margin", "reduction"), pairs(range(3), MARGINS, REDUCTIONS))
 def test_client_margins_against_the_reference(seed, margin, reduction):
     means, counts = random_clients(seed)
     options = {"num_classes": 5, "garbage": torch.nan}
@@ -168,9 +166,7 @@ def test_client_margins_against_the_reference(seed, margin, reduction):
         close(result, as_nan(expected), atol=1e-12)
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("kind", ["pairs", "nearest"])
-@pytest.mark.parametrize("client", range(4))
+@pytest.mark.parametrize(("client", "kind", "normalize"), pairs(range(4), ["pairs", "nearest"], [False, True]))
 def test_mean_margin_against_the_reference(client, kind, normalize):
     means, _ = random_clients(3)
     expected = references.mean_margin_reference(means[client], kind, normalize)
@@ -205,13 +201,12 @@ def test_attention_against_the_reference(values, kind):
     assert result.sum().item() == pytest.approx(1)
 
 
-@pytest.mark.parametrize("sizes", [None, [3, 0, 8], [1, 1, 1]])
-@pytest.mark.parametrize("combine", COMBINATIONS)
-@pytest.mark.parametrize(
-    ("local", "aggregate"),
-    [([0.2, 0.5, 0.3], [0.6, 0.1, 0.3]), ([0.0, 1.0, 0.0], [0.5, 0.5, 0.0]), ([1, 0, 0], [0, 0.5, 0.5])],
-)
-def test_combination_against_the_reference(local, aggregate, combine, sizes):
+SHARES = [([0.2, 0.5, 0.3], [0.6, 0.1, 0.3]), ([0.0, 1.0, 0.0], [0.5, 0.5, 0.0]), ([1, 0, 0], [0, 0.5, 0.5])]
+
+
+@pytest.mark.parametrize(("shares", "combine", "sizes"), pairs(SHARES, COMBINATIONS, [None, [3, 0, 8], [1, 1, 1]]))
+def test_combination_against_the_reference(shares, combine, sizes):
+    local, aggregate = shares
     result = combine_attention(
         torch.tensor(local, dtype=torch.float64), torch.tensor(aggregate).double(), combine, num_samples=sizes
     )
@@ -250,9 +245,9 @@ def test_permuted_clients_have_permuted_attention(margin, kind):
         torch.testing.assert_close(plain[order], permuted, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("margin", ["semantic", "hypothesis", "gain"])
-@pytest.mark.parametrize("scale", [1e-6, 0.5, 1e6])
+@pytest.mark.parametrize(
+    ("scale", "margin", "reduction"), pairs([1e-6, 0.5, 1e6], ["semantic", "hypothesis", "gain"], REDUCTIONS)
+)
 def test_the_scale_of_the_features_does_not_matter(scale, margin, reduction):
     for plain, scaled in zip(
         margins_of_a_round(*random_round(), margin, reduction),
@@ -281,10 +276,7 @@ COUNTS = [1, 2, 3, 10, 49]
     ("count", "margin", "kind", "combine"),
     quick(
         list(itertools.product(COUNTS, MARGINS, ATTENTIONS, COMBINATIONS)),
-        [  # all triples
-            (COUNTS[i], MARGINS[j], ATTENTIONS[k], COMBINATIONS[(i + j + k) % 4])
-            for i, j, k in itertools.product(range(5), range(4), range(2))
-        ],
+        pairs(COUNTS, MARGINS, ATTENTIONS, COMBINATIONS),
     ),
 )
 def test_equal_clients_count_the_same_exactly(count, margin, kind, combine):

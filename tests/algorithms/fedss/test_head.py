@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_fed.algorithms.fedss import log_correction, sample_negatives, sampled_logits
 from lightning_fed.modules import SampledClasses, SampledSoftmaxHead
 from tests import references_sampled_softmax as references
+from tests.breadth import pairs
 
 N, D, BATCH = 12, 5, 7
 POSITIVES, NEGATIVES = [2, 3, 9], [0, 4, 5, 11]
@@ -361,9 +362,7 @@ def test_autocast(kind):
 # --- Largest logits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1, 3, 11, 12, 100])
-@pytest.mark.parametrize("k", [1, 4, 12])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("chunk_size", "k", "kind"), pairs([None, 1, 3, 11, 12, 100], [1, 4, 12], list(KINDS)))
 def test_topk_of_all_logits(kind, k, chunk_size):
     head = SampledSoftmaxHead(D, N, **KINDS[kind]).double()
     features = torch.randn(2, 3, D, dtype=torch.float64, requires_grad=True)

@@ -39,7 +39,7 @@ from lightning_fed.rule import RoundInfo
 from lightning_fed.server.server import Server
 from lightning_fed.steps.chain import Chain
 from tests import models
-from tests.breadth import quick
+from tests.breadth import pairs, quick
 from tests.recorders import Recorder
 from tests.references_robust import (
     arc_reference,
@@ -258,17 +258,18 @@ def test_a_shift_of_all_steps_shifts_the_result(name):
     )
 
 
-@pytest.mark.parametrize("rule", [TrimmedMean, MultiKrum, Bulyan])
-@pytest.mark.parametrize("before", [[], ["nnm"], ["arc"]])
-@pytest.mark.parametrize("size", [1, 2, 6])
+@pytest.mark.parametrize(
+    ("rule", "before", "size"), pairs([TrimmedMean, MultiKrum, Bulyan], [[], ["nnm"], ["arc"]], [1, 2, 6])
+)
 def test_without_malicious_clients_it_is_the_mean(rule, before, size):
     rows = matrix(size)
     np.testing.assert_allclose(aggregated(rule(0), rows, steps=mixtures(before, 0)), rows.mean(0), **CLOSE)
 
 
-@pytest.mark.parametrize("value", [1e30, -1e30, 3.0])
-@pytest.mark.parametrize("before", [[], ["nnm"], ["arc"], ["arc", "nnm"]])
-@pytest.mark.parametrize("rule", [Median, TrimmedMean])
+@pytest.mark.parametrize(
+    ("rule", "before", "value"),
+    pairs([Median, TrimmedMean], [[], ["nnm"], ["arc"], ["arc", "nnm"]], [1e30, -1e30, 3.0]),
+)
 def test_the_result_is_inside_the_range_of_the_honest(rule, before, value):
     rows = matrix(9)
     rows[:4] = value * np.sign(matrix(4, 7))

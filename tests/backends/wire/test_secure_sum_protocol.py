@@ -43,6 +43,7 @@ from lightning_fed.errors import ClientFault
 from lightning_fed.messages import ClientUpdate
 from lightning_fed.privacy import Ring
 from lightning_fed.privacy.secure_sum import RingSum
+from tests.breadth import pairs
 
 CONTEXT = context_of("0a", 3)
 NAMES = ["ann", "bob", 3, "dan", "eve", "3", "gil"]
@@ -91,9 +92,7 @@ def vectors(names, size=1000, seed=0):
     return {name: generator.integers(0, 2**32, size, dtype=np.uint32) for name in names}
 
 
-@pytest.mark.parametrize("lost_before", [0, 1, 2])
-@pytest.mark.parametrize("lost_after", [0, 1, 2])
-@pytest.mark.parametrize("helpers", ["all", "least"])
+@pytest.mark.parametrize(("lost_before", "lost_after", "helpers"), pairs([0, 1, 2], [0, 1, 2], ["all", "least"]))
 def test_sums_of_parties(lost_before, lost_after, helpers):
     """Seven clients: some share no secrets, some are lost afterwards, and some do not help to unmask."""
     least = 4

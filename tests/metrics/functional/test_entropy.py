@@ -8,6 +8,7 @@ import torch
 from lightning_fed.metrics.functional.entropy import feature_entropy, shannon_entropy, softmax_entropy
 from lightning_fed.numerics import chunks
 from tests import references_margin as references
+from tests.breadth import pairs
 
 ACTIVATIONS = ["relu", "abs", "softmax"]
 SHAPES = [(3, 4), (2, 3, 5), (2, 5, 3, 4), (1, 2, 2, 3, 2)]
@@ -50,9 +51,7 @@ def test_features_that_are_not_finite_have_no_entropy(activation):
     assert result.isnan().tolist() == [True, True, False]
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "activation", "normalize"), pairs(SHAPES, ACTIVATIONS, [False, True]))
 def test_features_against_the_reference(shape, activation, normalize):
     features = torch.randn(shape, dtype=torch.float64)
     features[0] = -features[0].abs()  # all 0 after a ReLU
