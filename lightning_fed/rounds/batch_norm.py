@@ -504,12 +504,14 @@ def layers_in_training(module: nn.Module) -> dict[str, nn.BatchNorm2d]:
 
 
 def measured_layers(fit: FederatedFit) -> dict[str, nn.BatchNorm2d]:
-    """BatchNorm layers in training mode by name, without layers with statistics in ``personal``."""
-    layers, option = layers_in_training(fit.module), fit.batch_norm
-    if isinstance(option, LocalStatistics) and option.measured == "visit":  # the option makes statistics personal
-        return layers
-    is_personal = {name: fit.policies.get(f"{name}.running_mean".lstrip(".")) == "personal" for name in layers}
-    return {name: layer for name, layer in layers.items() if not is_personal[name]}
+    """BatchNorm layers in training mode by name, without layers with frozen or personal statistics."""
+    option = fit.batch_norm
+    # `measured="visit"` makes statistics personal.
+    is_visit = isinstance(option, LocalStatistics) and option.measured == "visit"
+    excluded = ("frozen",) if is_visit else ("frozen", "personal")
+    layers = layers_in_training(fit.module)
+    policies = {name: fit.policies.get(f"{name}.running_mean".lstrip(".")) for name in layers}
+    return {name: layer for name, layer in layers.items() if policies[name] not in excluded}
 
 
 def client_statistics(

@@ -10,10 +10,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_fed import Faults, FederatedCallback, FederatedDataModule, LocalStatistics, adapt
 from lightning_fed.algorithms import FedAvg, FedSS
+from lightning_fed.data import Dirichlet
 from lightning_fed.modules import SampledSoftmaxHead
 from lightning_fed.privacy import SecureSum
 from lightning_fed.rounds import batch_norm
@@ -201,6 +202,52 @@ def test_models_without_batch_norm_in_training_get_no_message(module, federated_
     assert not [record for record in caplog.records if record.levelno > logging.INFO and "batch_norm" in record.name]
     assert "fed/batch_norm_shift" not in recorder.logged[-1]
     assert not trainer.federation.has_own_statistics
+
+
+def test_frozen_statistics_are_not_measured(federated_trainer):
+    """Layer 1 alone has different inputs, and would decide for own statistics."""
+    initial = models.norm_mlp()[1]
+    trainer, module, _ = fit(federated_trainer, unlike(), frozen=["net.1.*"])
+    assert trainer.federation.state_dict()["norm_layers"] == ["net.5"]
+    own = trainer.federation.client_model("bob")
+    for layer in (module.net[1], own.net[1]):
+        assert_same(layer.state_dict(), initial.state_dict())
+    assert not torch.equal(module.net[5].running_mean, initial.running_mean[:1])
+
+
+class Gratings(Dataset):
+    """Stripes with a direction per class, and a brightness per group of classes."""
+
+    def __init__(self, is_bright, count=240, side=12):
+        generator = torch.Generator().manual_seed(3)
+        self.targets = torch.arange(count) % 4
+        angles = self.targets * torch.pi / 4
+        phases = 6.3 * torch.rand(count, 1, 1, generator=generator)
+        rows, columns = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+        waves = torch.cos(angles)[:, None, None] * rows + torch.sin(angles)[:, None, None] * columns
+        noise = 0.7 * torch.randn(count, 1, side, side, generator=generator)
+        self.images = (
+            torch.sin(1.2 * waves + phases)[:, None] + noise + 3 * is_bright * (self.targets > 1)[:, None, None, None]
+        )
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        return self.images[index], self.targets[index]
+
+
+@pytest.mark.parametrize("is_bright", [False, True])
+def test_a_skew_of_labels_is_no_shift_of_looks(is_bright, federated_trainer):
+    """Dirichlet 0.1 with one appearance stays pooled; brightness that follows the classes does not."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
+    )  # fmt: skip
+    trainer = federated_trainer(max_rounds=2, seed=SEED, partition=Dirichlet(5, 0.1))
+    trainer.fit(models.Module(net), DataLoader(Gratings(is_bright), batch_size=12))
+    assert trainer.federation.batch_norm_decision == ("own" if is_bright else "pooled")
 
 
 def secure_sum():
