@@ -218,7 +218,7 @@ def test_a_client_without_draws_is_left_out_by_name():
 def test_passes_beside_training_see_what_the_sampler_draws():
     loader = DataLoader(numbers(), 7, sampler=SubsetRandomSampler(range(40)), drop_last=True)
     population = split_loader(loader, IID(2), 0)
-    own = sorted(index for index in population.source.indices[1].tolist() if index < 40)
+    own = sorted(index for index in population.source.datasets[1].indices.tolist() if index < 40)
     aside = torch.cat([batch[0] for batch in population.one_pass(Visit(1, 3, 0), isolated=True)])
     assert sorted(aside.flatten().tolist()) == own
     assert not population.gives_all(1)
