@@ -207,7 +207,7 @@ def federated_callbacks(trainer: L.Trainer) -> list[FederatedCallback]:
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, FederatedCallback)]
 
 
-def tell_of_model(trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
+def notify_model_loaded(trainer: L.Trainer, module: L.LightningModule, client: Client | None) -> None:
     """Calls :meth:`FederatedCallback.on_model_loaded` in all callbacks."""
     for callback in federated_callbacks(trainer):
         callback.on_model_loaded(trainer, module, client)

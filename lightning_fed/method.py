@@ -62,8 +62,8 @@ class Method:
             settings = {**base.settings, **settings}
         else:
             self.aggregator = base
-            own = next((COMPANIONS[kind] for kind in type(base).__mro__ if kind in COMPANIONS), None)
-            callbacks = (*callbacks, *(own(base) if own is not None else ()))
+            build_callbacks = next((COMPANIONS[kind] for kind in type(base).__mro__ if kind in COMPANIONS), None)
+            callbacks = (*callbacks, *(build_callbacks(base) if build_callbacks is not None else ()))
         self.callbacks: tuple[Callback, ...] = tuple(callbacks)
         self.steps: tuple[UpdateStep, ...] = tuple(steps)
         self.settings: dict[str, Any] = settings
@@ -140,12 +140,12 @@ def find_method(name: str) -> type[Method] | type[Aggregator]:
     if not module:
         check_option("method", name, method_names())
     try:
-        found = getattr(import_module(module), attribute)
+        method_class = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"Expected `method` to be a name or the path of a class, but got {name!r}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Method | Aggregator)):
+    if not (isinstance(method_class, type) and issubclass(method_class, Method | Aggregator)):
         raise ValueError(f"Expected `method` to be the path of a Method or an Aggregator, but got {name!r}.")
-    return found
+    return method_class
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:
@@ -209,7 +209,11 @@ def list_options(method: type | Callback) -> dict[str, Any]:
     """Defaults by option for a method or callback; ``inspect.Parameter.empty`` for a required option."""
     kind = method if isinstance(method, type) else type(method)
     parameters = inspect.signature(kind).parameters.values()
-    return {one.name: one.default for one in parameters if one.kind is not inspect.Parameter.POSITIONAL_ONLY}
+    return {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
+    }
 
 
 def _build_by_name(name: str, options: Mapping[str, Any]) -> Method:
@@ -222,14 +226,14 @@ def _build_by_name(name: str, options: Mapping[str, Any]) -> Method:
             f"Expected {name!r} with its options {missing}, which have no default: `{name}:{missing[0]}=VALUE`."
         )
     method = build_method(method_class(**{option: options[option] for option in options if option in defaults}))
-    others = {option: value for option, value in options.items() if option not in defaults}
+    callback_options = {option: value for option, value in options.items() if option not in defaults}
     known = dict.fromkeys([*defaults, *(option for callback in method.callbacks for option in list_options(callback))])
-    unknown = [option for option in others if option not in known]
+    unknown = [option for option in callback_options if option not in known]
     if unknown:
         raise ValueError(f"Expected options of {name!r} to be of {list(known)}, but got {unknown}.")
-    if others:
+    if callback_options:
         method = copy.copy(method)
-        method.callbacks = tuple(_with_options(callback, others) for callback in method.callbacks)
+        method.callbacks = tuple(_with_options(callback, callback_options) for callback in method.callbacks)
     return method
 
 

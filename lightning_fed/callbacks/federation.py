@@ -462,9 +462,9 @@ class Federation(TrainerCallback):
         self._is_fit, self._models.is_lost = stage == "fit", False
         protect_checkpoints(trainer)
         strategy = sharing_strategy(trainer)
-        own = [callback for step in self.server.chain.steps for callback in step.callbacks()]
+        step_callbacks = [callback for step in self.server.chain.steps for callback in step.callbacks()]
         shared = strategy.callbacks() if strategy is not None else ()
-        add_callbacks(trainer, self, [*self.method.callbacks, *own, *shared])
+        add_callbacks(trainer, self, [*self.method.callbacks, *step_callbacks, *shared])
         option = self.options.batch_norm
         if option == "auto" or (isinstance(option, LocalStatistics) and option.unseen != "pooled"):
             add_callbacks(trainer, self, [UnseenData(partial(getattr, self, "_fit"))])  # a lambda cannot be pickled

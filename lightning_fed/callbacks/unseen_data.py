@@ -138,7 +138,7 @@ class UnseenData(FederatedCallback):
         adapter.report = statistics.as_extras()
 
     def _warn_of_single_example(self) -> None:
-        if self._find_fit().note_warning("single"):
+        if self._find_fit().record_warning("single"):
             _log.warning(
                 "A batch with a single example is excluded from the BatchNorm statistics: set another batch size, or"
                 " drop_last=True."

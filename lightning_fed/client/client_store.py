@@ -45,7 +45,7 @@ class ClientStore(ABC):
         """Replaces the client's tensors as of ``round``; an empty state forgets the client."""
 
     @abstractmethod
-    def settle(self, round: int, clients: Collection[Client]) -> None:
+    def commit(self, round: int, clients: Collection[Client]) -> None:
         """Commits the tensors of ``round`` for clients with a good update, and removes the other clients' tensors."""
 
     @abstractmethod
@@ -109,7 +109,7 @@ class MemoryStore(ClientStore):
             self._round, self._of_round = round, {}
         self._of_round[client] = copy_state(state)
 
-    def settle(self, round: int, clients: Collection[Client]) -> None:
+    def commit(self, round: int, clients: Collection[Client]) -> None:
         """Removes the other clients' tensors."""
         if round == self._round:
             self._of_round = {client: state for client, state in self._of_round.items() if client in clients}
@@ -243,7 +243,7 @@ class FolderStore(ClientStore):
             self._of_round = round, []
         self._of_round[1].append(client)
 
-    def settle(self, round: int, clients: Collection[Client]) -> None:
+    def commit(self, round: int, clients: Collection[Client]) -> None:
         """Deletes the other clients' versions of the round."""
         if self._of_round[0] != round:
             return

@@ -109,8 +109,8 @@ class LocalModel:
         self._find_entries()
         known = {name: value for name, value in (known or {}).items() if name in self.entries}
         unchanged = identical_entries({name: self.entries[name] for name in known}, known)
-        here = [name for name in self.shared if name not in self.sliced and name not in unchanged]
-        copied = copy_state({name: self.entries[name] for name in here})
+        copied_names = [name for name in self.shared if name not in self.sliced and name not in unchanged]
+        copied = copy_state({name: self.entries[name] for name in copied_names})
         return {
             name: known[name] if name in unchanged else copied.get(name, self.entries[name]) for name in self.shared
         }
@@ -133,7 +133,7 @@ class LocalModel:
             if not torch.allclose(value, server_value, rtol=0, atol=0, equal_nan=True)
         ]
 
-    def keep_server_entries(self) -> None:
+    def update_server_entries(self) -> None:
         """Copies the global model's untransmitted entries as the server's values."""
         self.server_entries = copy_state({name: self.entries[name] for name in self.server_entries})
 
@@ -199,7 +199,7 @@ class LocalModel:
         self._recalled = {client: client_state}
         return without_prefix(client_state, _MEMORY)
 
-    def keep(
+    def store_client(
         self,
         client: Client,
         round: int,
@@ -231,7 +231,7 @@ class LocalModel:
         self._model_keys.append((state, key))
         return key
 
-    def keep_statistics(
+    def store_statistics(
         self, client: Client, round: int, statistics: Mapping[str, Tensor], state: Mapping[str, Tensor]
     ) -> None:
         """Stores a client's BatchNorm statistics.
@@ -266,7 +266,7 @@ class LocalModel:
         was_plausible = [name for name in personal if find_implausible({name: start[name]}) is None]
         return find_implausible({name: personal[name] for name in was_plausible})
 
-    def kept_optimizer_state(self, client: Client) -> State:
+    def take_optimizer_state(self, client: Client) -> State:
         """The stored optimizer state for the loaded client, as from :func:`pack_optimizers`."""
         return self._optimizer_state.pop(client, {})
 

@@ -82,7 +82,7 @@ class LocalOptimizers:
         """Hyper-parameters, per-step schedulers and loss scale for the start of every visit."""
         return {name: self._start[name] for name in ("groups", "schedulers", "scaler")}
 
-    def note_visit(self, position: int, final_state: Mapping[str, Any]) -> None:
+    def record_visit(self, position: int, final_state: Mapping[str, Any]) -> None:
         """Records the final state after a visit in another process or on another machine.
 
         Args:
@@ -90,7 +90,7 @@ class LocalOptimizers:
             final_state: The state from ``finals``.
 
         """
-        if self.goes_on:
+        if self.has_lasting_state:
             self.finals[position] = {**self._start, **final_state}
 
     def advanced(self, steps: Sequence[int]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class LocalOptimizers:
         return known if len(known) == len(counts) else None
 
     @property
-    def goes_on(self) -> bool:
+    def has_lasting_state(self) -> bool:
         """True if schedulers or the loss scale continue from a client's visit."""
         return bool(self.step_schedulers) or self.scaler is not None
 
@@ -158,7 +158,7 @@ class LocalOptimizers:
             position: Index of the visit in the round.
 
         """
-        if self.goes_on:
+        if self.has_lasting_state:
             self.finals[position] = self._capture(buffers=False)
         return pack_optimizers(self.optimizers) if self.mode == "keep" else {}
 
@@ -190,9 +190,9 @@ class LocalOptimizers:
         return [
             [
                 {**group, **{name: now[name] for name in _HYPERPARAMETERS if name in now}}
-                for group, now in zip(own, source, strict=True)
+                for group, now in zip(visit_groups, source, strict=True)
             ]
-            for own, source in zip(groups, sources, strict=True)
+            for visit_groups, source in zip(groups, sources, strict=True)
         ]
 
     def _median(self, finals: Mapping[int, dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> dict[str, Any]:

@@ -232,14 +232,14 @@ class FederatedFit:
             entries = live_entries(self.module)
             self.initial_statistics = copy_state({name: entries[name] for name in entries if name in names})
 
-    def note_warning(self, subject: str) -> bool:
+    def record_warning(self, subject: str) -> bool:
         """Records a warning in the log; returns whether the warning is the first one on the subject in the fit."""
         is_first = subject not in self._warnings
         self._warnings.add(subject)
         return is_first
 
     def has_warned(self, subject: str) -> bool:
-        """True after :meth:`note_warning` for the subject."""
+        """True after :meth:`record_warning` for the subject."""
         return subject in self._warnings
 
     def ignore_warning(self, message: str, module: str = "") -> None:

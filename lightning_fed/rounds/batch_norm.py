@@ -25,7 +25,7 @@ from lightning_fed.data.population import PlannedVisit, Population, seeded_gener
 from lightning_fed.data.visit_clock import VisitClock
 from lightning_fed.data.visit_costs import balance_loads
 from lightning_fed.errors import OptionError, describe
-from lightning_fed.federated_callback import tell_of_model
+from lightning_fed.federated_callback import notify_model_loaded
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.options import FixedStatistics, LocalStatistics
 from lightning_fed.fit.synchronisation import process_group_of
@@ -91,10 +91,10 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
             option,
             rounds,
         )
-        fit.note_warning("batch_norm")
+        fit.record_warning("batch_norm")
     if visits and (option == "average" or isinstance(option, FixedStatistics)) and not fit.is_batch_norm_fixed:
         warn_of_averaging(fit.module, local, min(planned.num_batches for planned in visits))
-        fit.note_warning("batch_norm")
+        fit.record_warning("batch_norm")
     measures = fit.reports_statistics or fit.has_measured_statistics
     if measures and forward_step(fit.module) is None and layers_in_training(fit.module):
         _log.warning(
@@ -105,7 +105,7 @@ def warn_of_batch_norm(fit: FederatedFit, local: LocalModel, visits: Sequence[Pl
             "they are averaged" if fit.reports_statistics else "the model keeps its initial ones",
             type(fit.module).__name__,
         )
-        fit.note_warning("batch_norm")
+        fit.record_warning("batch_norm")
 
 
 def warn_of_monitors(fit: FederatedFit) -> None:
@@ -118,7 +118,7 @@ def warn_of_monitors(fit: FederatedFit) -> None:
     if not fit.has_own_statistics:
         return
     names = [name for name in monitored_names(fit) if not name.startswith(("fed/", "client/", "comm/", "train"))]
-    if names and fit.note_warning("monitor"):
+    if names and fit.record_warning("monitor"):
         _log.warning(
             "%r is a value of the global model, for which %s: each client has its own BatchNorm statistics. Give"
             " validation data by client, and monitor %r, the mean over the clients' own models.",
@@ -198,7 +198,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
             fit.clock,
         )
         local.load_global(state)
-        tell_of_model(fit.trainer, module, None)
+        notify_model_loaded(fit.trainer, module, None)
     else:
         measured = fit.measure_remotely(server, visits, send)
     shift, fault = pool_reports(fit, local, measured, list(layers))
@@ -207,7 +207,7 @@ def measure_round(fit: FederatedFit, local: LocalModel) -> tuple[dict[str, float
         for client in (visit.client for visit in visits):
             served_state = server.rule.model_of(client)
             statistics = own_statistics(reports.get(client, {}))  # empty if the client cannot measure
-            local.keep_statistics(
+            local.store_statistics(
                 client, server.report.round, statistics, state if served_state is None else served_state
             )
     return shift, fault
@@ -238,7 +238,7 @@ def pool_reports(
     of_global = groups[0][1] if groups and groups[0][0] is None else [report for _, report in measured]
     if isinstance(fit.batch_norm, LocalStatistics) and fit.batch_norm.measured == "visit":
         _write_statistics(local.entries, local.personal, of_global, layers, server.rule)
-        local.keep_server_entries()
+        local.update_server_entries()
     else:
         _write_statistics(local.entries, local.shared, of_global, layers, server.rule)
     for model, reports in groups:
@@ -267,7 +267,11 @@ def _find_shift(
     by_layer = {
         name: [shift_between(reports, name, rule.tolerated(len(reports))) for reports in groups] for name in layers
     }
-    shifts = {name: max(known) for name, found in by_layer.items() if (known := [x for x in found if x is not None])}
+    shifts = {
+        name: max(known)
+        for name, layer_shifts in by_layer.items()
+        if (known := [x for x in layer_shifts if x is not None])
+    }
     largest = max(shifts, key=lambda name: shifts[name], default="")
     return largest, shifts.get(largest)
 
@@ -286,7 +290,7 @@ def _record_shift(
         decide_statistics(fit, largest, shift, len(measured))
     if shift is None:
         return {}
-    if fit.batch_norm == "recalibrate" and shift > LARGE_SHIFT and fit.note_warning("shift"):
+    if fit.batch_norm == "recalibrate" and shift > LARGE_SHIFT and fit.record_warning("shift"):
         _log.warning(
             "The clients' data differ so much that pooled BatchNorm statistics may fit none of them: of the variance of"
             " the inputs of BatchNorm layer %r %.0f %% lies between the clients, and the global model can score far"
@@ -329,7 +333,7 @@ def decide_statistics(fit: FederatedFit, layer: str, shift: float | None, num_re
             text,
         )
         fit.decision, fit.reports = decision, {}
-    elif fit.note_warning("undecided"):
+    elif fit.record_warning("undecided"):
         _log.info(
             "The choice between own and pooled BatchNorm statistics is open after %d reports: a decision needs reports"
             " of %d clients, in the first round of half the clients. Until then the latest reports serve all clients.",
@@ -390,7 +394,7 @@ def load_own_model(
                 served = measured = _measure_client(fit, local, client, state, measure_round)
             elif stored is not None:
                 served = {}
-                if fit.note_warning("stale"):
+                if fit.record_warning("stale"):
                     _log.warning(
                         "The BatchNorm statistics in the store of client %r belong to other weights, and the client's"
                         " training data are not here to measure again: %s for this client, and for others like it.",
@@ -475,7 +479,7 @@ def _measure_client(fit: FederatedFit, local: LocalModel, client: Client, state:
     if step is None or not layers:
         return {}
     local.load_client(client, state)
-    tell_of_model(fit.trainer, module, client)
+    notify_model_loaded(fit.trainer, module, client)
     visit = fit.schedule.visit_of(measure_round, client)
     try:
         with torch.inference_mode(False), seeded_generators(), fit.clock.visit():
@@ -583,7 +587,7 @@ def measure_statistics(
     for visit in (visits[position] for position in shares[ranks.rank]):
         try:
             load(visit)
-            tell_of_model(trainer, module, visit.client)
+            notify_model_loaded(trainer, module, visit.client)
             with clock.visit():
                 report = client_statistics(trainer, module, population, visit, layers, step)
             server.report.up_bytes += tensor_bytes(report)
@@ -626,7 +630,7 @@ def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> Non
         batches: Batches of the shortest visit.
 
     """
-    left = max(
+    remaining = max(
         (
             (1 - layer.momentum) ** batches  # share of the old statistics that is left after the visit
             for name, layer in batch_norm_layers(module).items()
@@ -634,12 +638,12 @@ def warn_of_averaging(module: nn.Module, local: LocalModel, batches: int) -> Non
         ),
         default=0.0,
     )
-    if left > _MOST_LEFT:
+    if remaining > _MOST_LEFT:
         _log.warning(
             "The running statistics of BatchNorm layers are averaged, but after a visit of %d batches %.0f %% of them"
             " are still the old ones: evaluation can fail although the training loss falls."
             " batch_norm='recalibrate' measures them with the averaged model; `lightning_fed.modules.to_group_norm`"
             " does without them.",
             batches,
-            100 * left,
+            100 * remaining,
         )

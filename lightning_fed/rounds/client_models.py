@@ -17,7 +17,7 @@ from lightning_fed.client.local_optimizers import copy_state
 from lightning_fed.console import round_number
 from lightning_fed.data.population import seed_everything, seeded_generators
 from lightning_fed.errors import ClientFault, VisitTimeout
-from lightning_fed.federated_callback import AskableCallback, tell_of_model
+from lightning_fed.federated_callback import AskableCallback, notify_model_loaded
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State
@@ -83,7 +83,7 @@ class ClientModels:
     def __init__(self, fit: FederatedFit, remote: RemoteSide | None = None) -> None:
         self._fit, self._remote = fit, remote
         self.is_lost = False
-        self._has_named_strangers = False
+        self._has_logged_strangers = False
 
     def restore(self, rounds: int, state: dict[str, Any], must: bool) -> None:
         """Restores the clients' personal entries after a number of rounds.
@@ -118,13 +118,13 @@ class ClientModels:
 
         def load(client: Client) -> None:
             self._load(local, client, state)
-            tell_of_model(trainer, module, client)
+            notify_model_loaded(trainer, module, client)
 
         try:
             yield load
         finally:
             local.load_global(state)
-            tell_of_model(trainer, module, None)
+            notify_model_loaded(trainer, module, None)
 
     def state(self, module: L.LightningModule | None, client: Client, is_in_round: bool) -> dict[str, Any]:
         """See :meth:`Federation.client_state`; without a module the clients are not known either."""
@@ -160,7 +160,7 @@ class ClientModels:
         fit, clients, round = self._fit, list(clients), trainer.current_epoch
         with torch.inference_mode(False):  # tensors made in that mode cannot be trained
             local = self.local(module)
-            self._name_strangers(clients, bool(local.personal))
+            self._log_strangers(clients, bool(local.personal))
             measured: dict[Client, State] = {}
             state = local.global_state()
             seed = fit.schedule.end_seed(round)
@@ -190,7 +190,7 @@ class ClientModels:
                             measured.update({} if statistics is None else {visit.client: statistics})
                         else:
                             local.load_global(sent)
-                        tell_of_model(trainer, module, visit.client if own else None)
+                        notify_model_loaded(trainer, module, visit.client if own else None)
                         seed_everything(visit.seed)
                         with fit.clock.visit():
                             return callback.on_client_question(trainer, module, visit.client, question)
@@ -199,10 +199,10 @@ class ClientModels:
                         self._ask_here(trainer, visits, answer_here, answers)
                     finally:
                         local.load_global(state)
-                        tell_of_model(trainer, module, None)
+                        notify_model_loaded(trainer, module, None)
         if self._remote is None:
             answers = Answers.joined(process_group_of(trainer).gather(answers), clients)
-            self._keep(trainer, local, measured, state)
+            self._store_measurements(trainer, local, measured, state)
         for client, reason in answers.failed.items():
             _log.warning("Client %r does not answer: %s.", client, reason)
         return answers
@@ -223,10 +223,10 @@ class ClientModels:
             return
         local = self.local(module)
         state, measured = local.global_state(), dict[Client, State]()
-        here = sorted(clients, key=lambda client: (isinstance(client, str), client))
+        ordered = sorted(clients, key=lambda client: (isinstance(client, str), client))
         try:
             with torch.inference_mode(False), ranks.independent():
-                for client in itertools.islice(here, ranks.rank, None, ranks.size):
+                for client in itertools.islice(ordered, ranks.rank, None, ranks.size):
                     try:
                         served_state = self._shared(client, state)
                         statistics = load_own_model(fit, local, client, served_state, fit.statistics_round)
@@ -236,20 +236,22 @@ class ClientModels:
                     measured.update({} if statistics is None else {client: statistics})
         finally:
             local.load_global(state)
-            tell_of_model(trainer, module, None)
-        self._keep(trainer, local, measured, state)
+            notify_model_loaded(trainer, module, None)
+        self._store_measurements(trainer, local, measured, state)
 
     def _load(self, local: LocalModel, client: Client, state: State) -> None:
         # With several processes, a single process stores no measurement.
         fit = self._fit
         statistics = load_own_model(fit, local, client, self._shared(client, state), fit.statistics_round)
         if statistics is not None and process_group_of(fit.trainer).size == 1:
-            self._keep(fit.trainer, local, {client: statistics}, state)
+            self._store_measurements(fit.trainer, local, {client: statistics}, state)
 
-    def _keep(self, trainer: L.Trainer, local: LocalModel, measured: Mapping[Client, State], state: State) -> None:
+    def _store_measurements(
+        self, trainer: L.Trainer, local: LocalModel, measured: Mapping[Client, State], state: State
+    ) -> None:
         for part in process_group_of(trainer).gather(measured):
             for client, statistics in part.items():
-                local.keep_statistics(client, self._fit.rounds - 1, statistics, self._shared(client, state))
+                local.store_statistics(client, self._fit.rounds - 1, statistics, self._shared(client, state))
 
     def _ask_here(
         self, trainer: L.Trainer, visits: Sequence[Visit], answer: Callable[[Visit], ClientUpdate], answers: Answers
@@ -284,11 +286,11 @@ class ClientModels:
         served_state = self._fit.server.rule.model_of(client)
         return state if served_state is None else served_state
 
-    def _name_strangers(self, clients: Sequence[Client], has_personal: bool) -> None:
+    def _log_strangers(self, clients: Sequence[Client], has_personal: bool) -> None:
         """Logs once the clients without training: new clients, or misspelt names."""
-        if not self._fit.is_population_known or self._has_named_strangers:
+        if not self._fit.is_population_known or self._has_logged_strangers:
             return
-        self._has_named_strangers = True
+        self._has_logged_strangers = True
         known = self._fit.population.clients
         keys = known if isinstance(known, range) else set(known)
         strangers = [client for client in clients if client not in keys]

@@ -405,7 +405,7 @@ class RoundLoop:
 
     def _padded_steps(self, loader: RoundLoader) -> int:
         # Lightning's steps for the padding after the last visit.
-        window, real = self.fit.trainer.accumulate_grad_batches, sum(each.num_batches for each in loader.visits)
+        window, real = self.fit.trainer.accumulate_grad_batches, sum(planned.num_batches for planned in loader.visits)
         return -(-(real + loader.padding) // window) + real // -window
 
     def measure_statistics(self, clients: Collection[Client]) -> None:

@@ -155,7 +155,7 @@ class Round:
 
     def join(self) -> None:
         """Joins the processes with shares of the visits, after the last visit."""
-        if self.local.dropped and self.fit.note_warning("dropped"):
+        if self.local.dropped and self.fit.record_warning("dropped"):
             warn_of_dropped(self.local.dropped)
         self._carried.end_round(self._server.report.round)
         self.fit.synchronisation.join(self.state, self.optimizers, self.cohort)
@@ -176,8 +176,8 @@ class Round:
                 state, is_new = None, False
         if is_new:
             self.fit.model_round = self._server.report.round
-        self._settle(() if state is None else self._server.report.received)
-        self._server.held.note(self._server.report.round, self._server.report.received)
+        self._commit(() if state is None else self._server.report.received)
+        self._server.held.record_clients(self._server.report.round, self._server.report.received)
         self.log(has_aggregate=state is not None)
         self.fit.synchronisation.end_round()
         self.is_over, self._is_new = True, is_new
@@ -221,9 +221,9 @@ class Round:
         served = self.fit.served(self.cohort).visits  # without stragglers whose work is dropped
         return [position for position, visit in enumerate(served) if visit.client in received]
 
-    def _settle(self, counting: Collection[Client]) -> None:
+    def _commit(self, counting: Collection[Client]) -> None:
         if self.fit.has_server:
-            self.fit.store.settle(self._server.report.round, counting)
+            self.fit.store.commit(self._server.report.round, counting)
 
     def measure_batch_norm(self) -> str | None:
         """Pools BatchNorm statistics for the new global model; returns a fault in the statistics."""
@@ -262,7 +262,7 @@ class Round:
         self.local.load_global(self.state)
         self.optimizers.start_visit()
         self._server.abandon_round()
-        self._settle(())
+        self._commit(())
         self.is_over = True
         self.end()
 

@@ -140,7 +140,7 @@ class ClientVisit:
                 return
 
             # Keep.
-            self._local.keep(client, self.planned.visit.round, self._end_optimizers(), self.memory)
+            self._local.store_client(client, self.planned.visit.round, self._end_optimizers(), self.memory)
         finally:
             for callback in self._callbacks:
                 callback.on_client_visit_end(trainer, module, client)
@@ -205,7 +205,7 @@ class ClientVisit:
     def _load_optimizers(self, request: Request) -> None:
         kept = {}
         if self._fit.options.optimizer_state == "keep":
-            kept = self._local.kept_optimizer_state(request.client)
+            kept = self._local.take_optimizer_state(request.client)
         if kept.pop(_FIT_NUMBER, torch.tensor(0)) != self._fit.number:  # a fit begins with new optimizers
             kept = {}
         rows = [(self._local.sliced[name], rows) for name, rows in request.rows.items()]
@@ -240,7 +240,7 @@ class ClientVisit:
             frozen = [name for name in fit.unset if fit.policies[name] == "frozen"]
             filled = self._local.changed_server_entries(frozen)
             if filled:
-                fit.note_warning("filled")
+                fit.record_warning("filled")
                 warn_of_filled(filled)
         return update
 

@@ -34,7 +34,7 @@ class HeldEntries:
         >>> held.start_round(1, {"w": weight + 1})
         >>> held.held_by("a", {"w": weight + 1})
         frozenset()
-        >>> held.note(1, ["a"])
+        >>> held.record_clients(1, ["a"])
         >>> held.held_by("a", {"w": weight + 1}), held.held_by("b", {"w": weight + 1})
         (frozenset({'w'}), frozenset())
 
@@ -87,7 +87,7 @@ class HeldEntries:
         held = {name: self.values[name] for name, start in self._since.items() if has_present or last >= start}
         return identical_entries(held, state)
 
-    def note(self, round: int, clients: Iterable[Client]) -> None:
+    def record_clients(self, round: int, clients: Iterable[Client]) -> None:
         """Records clients with a round's model, unless all clients have the initial values."""
         if any(start != _ALWAYS for start in self._since.values()):
             self._rounds |= dict.fromkeys(clients, round)

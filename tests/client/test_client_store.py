@@ -11,6 +11,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -490,6 +491,7 @@ DAMAGE = {
     "a folder that is gone": (lambda path: shutil.rmtree(path.parent), "is missing"),
     "a file that is gone": (lambda path: path.unlink(), "is missing"),
     "another byte": (flip_a_byte, "has changed in the file"),
+    "no checksum": (lambda path: save_file(load_file(path), path), "has changed in the file"),
     "an empty file": (lambda path: path.write_bytes(b""), "cannot be read"),
     "something else": (lambda path: path.write_text("my notes"), "cannot be read"),
 }
@@ -614,13 +616,13 @@ def test_without_checkpoints_the_folder_does_not_grow(tmp_path):
     store = FolderStore(tmp_path)
     for round in range(6):
         store.put("a", round, {"head": torch.tensor([float(round)])})
-        store.settle(round, ["a"])
+        store.commit(round, ["a"])
     assert len(list(tmp_path.rglob("*.safetensors"))) == 2
     inside = store.checkpoint(5)
     other = FolderStore(tmp_path)
     other.restore(5, inside)
     assert float(other.get("a")["head"]) == 4
-    store.settle(5, [])
+    store.commit(5, [])
     assert float(store.get("a")["head"]) == 4
 
 

@@ -387,7 +387,7 @@ def test_what_goes_where(local):
     fill(local.module, 3)
     update = local.answer("a", 5)
     assert (update.client, update.num_samples, set(update.state)) == ("a", 5, {"0.weight", "0.bias"})
-    local.keep("a", 0, {}, {})
+    local.store_client("a", 0, {}, {})
     fill(local.module, 4)
     assert update.state["0.bias"].tolist() == [3.0, 3.0]  # a copy
     local.load_client("b", broadcast.state)
@@ -416,7 +416,7 @@ def test_messages_that_do_not_fit(local):
 
 def test_nothing_is_kept_where_nothing_is_personal():
     local = LocalModel(net(), entry_policies(net()), MemoryStore())
-    local.keep("a", 0, {}, {})
+    local.store_client("a", 0, {}, {})
     assert local.store.get("a") is None
 
 
@@ -425,12 +425,12 @@ def test_personal_entries_and_optimizer_state_live_side_by_side(local):
     job.train(1)
     packed = pack_optimizers([job.optimizer])
     fill(local.module, 3)
-    local.keep("a", 0, packed, {})
+    local.store_client("a", 0, packed, {})
     local.load_client("a", local.global_state())
     assert local.module.state_dict()["2.bias"].tolist() == [3.0]
-    assert local.kept_optimizer_state("a").keys() == packed.keys()
+    assert local.take_optimizer_state("a").keys() == packed.keys()
     local.load_client("b", local.global_state())
-    assert local.kept_optimizer_state("b") == {}
+    assert local.take_optimizer_state("b") == {}
 
 
 def test_buffers_that_are_not_saved_start_anew():

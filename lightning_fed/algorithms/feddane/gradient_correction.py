@@ -23,7 +23,7 @@ from lightning_fed.callbacks.federation import find_federation
 from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, batch_length, seeded_generators
 from lightning_fed.errors import describe
-from lightning_fed.federated_callback import tell_of_model
+from lightning_fed.federated_callback import notify_model_loaded
 from lightning_fed.fit.synchronisation import process_group_of
 from lightning_fed.lightning.isolated_pass import isolated_pass, until_fault
 from lightning_fed.messages import Broadcast, Client, ClientUpdate, State, with_prefix, without_prefix
@@ -99,7 +99,7 @@ class GradientCorrection(GradientTerm):
         for client in sample[ranks.rank :: ranks.size]:  # other processes measure the other clients
             server.sent(client, Broadcast(round, state))
             local.load_client(client, state)
-            tell_of_model(trainer, module, client)
+            notify_model_loaded(trainer, module, client)
             try:
                 answer = self._measure(trainer, module, client, state, is_reloaded=True)
             except _NoAnswerError as fault:
@@ -116,7 +116,7 @@ class GradientCorrection(GradientTerm):
             else:
                 _log.warning("Round %d: client %r's gradient is excluded: %s.", round_number(round), client, reason)
         local.load_global(state)
-        tell_of_model(trainer, module, None)
+        notify_model_loaded(trainer, module, None)
         whole = WeightedMean()
         for part in ranks.gather_one_by_one(mean):
             whole.merge(part)

@@ -182,8 +182,8 @@ class FeatureFusion(FederatedCallback):
                     raise
                 self._fusion = self._fuse_by_batch(trainer, pl_module)
         self._is_untrained = stage != "fit" and not is_fused and (self.operator, self.conv_init) == ("conv", "default")
-        goes_on = stage != "fit" or trainer.current_epoch > 0
-        self._reference = self._fusion.frozen.state() if goes_on and self._fusion.is_referring else {}
+        has_lasting_state = stage != "fit" or trainer.current_epoch > 0
+        self._reference = self._fusion.frozen.state() if has_lasting_state and self._fusion.is_referring else {}
         self._stage, self._round_reference, self._weights = "rest", {}, {}
         self._fusion.has_run = False
         self._reset_cache()

@@ -49,7 +49,7 @@ class StackedVisits(VisitDriver):
             return super().train_step(training_step, args, kwargs)
         parts: list[StackedBatch] = list(args[0])
         if len(parts) == len(self.group) and not self.fit.has_warned("contents") and _has_equal_shapes(parts):
-            self.fit.note_warning("contents")
+            self.fit.record_warning("contents")
             _log.warning(
                 "`Vectorized`: the batches of %d clients have equal shapes, but different texts, numbers or objects"
                 " (file names?). The clients' steps run separately, which is slower than sequential training:"

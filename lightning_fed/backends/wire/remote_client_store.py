@@ -19,7 +19,7 @@ class RemoteClientStore(ClientStore):
 
     Example:
         >>> store = RemoteClientStore()
-        >>> store.note("a", 3)
+        >>> store.record("a", 3)
         >>> store.kept("a"), store.kept("b")
         (3, -1)
     """
@@ -42,12 +42,12 @@ class RemoteClientStore(ClientStore):
     def put(self, client: Client, round: int, state: State) -> None:
         """Does nothing: the client stores the state."""
 
-    def settle(self, round: int, clients: Collection[Client]) -> None:
+    def commit(self, round: int, clients: Collection[Client]) -> None:
         """Drops the round for clients without a used update."""
         if round == self._round:
             self._of_round = {client: number for client, number in self._of_round.items() if client in clients}
 
-    def note(self, client: Client, round: int) -> None:
+    def record(self, client: Client, round: int) -> None:
         """Records a good update."""
         if round != self._round:
             self._rounds |= self._of_round

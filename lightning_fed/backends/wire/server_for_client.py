@@ -28,7 +28,7 @@ from lightning_fed.console import round_number
 from lightning_fed.data.population import PlannedVisit, Population, seed_everything
 from lightning_fed.data.round_loader import RoundLoader
 from lightning_fed.errors import ClientFault, VisitTimeout, describe
-from lightning_fed.federated_callback import AskableCallback, federated_callbacks, tell_of_model
+from lightning_fed.federated_callback import AskableCallback, federated_callbacks, notify_model_loaded
 from lightning_fed.fit.federated_fit import FederatedFit
 from lightning_fed.lightning.internals import keep_schedulers, loss_scaler
 from lightning_fed.lightning.isolated_pass import forward_step
@@ -325,7 +325,7 @@ class RemoteServerSide(RemoteSide):
                 load_own_model(fit, round.local, visit.client, state, measured)
             else:
                 round.local.load_global(state)
-            tell_of_model(trainer, module, visit.client if question.get("own") else None)
+            notify_model_loaded(trainer, module, visit.client if question.get("own") else None)
             seed_everything(visit.seed)
             self.answer = callback.on_client_question(trainer, module, visit.client, question)
         except ClientFault as fault:

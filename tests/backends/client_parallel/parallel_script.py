@@ -627,7 +627,7 @@ class OwnStore(ClientStore):
     def put(self, client, round, state):
         pass
 
-    def settle(self, round, clients):
+    def commit(self, round, clients):
         pass
 
     def checkpoint(self, round):
