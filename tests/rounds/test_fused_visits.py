@@ -452,7 +452,9 @@ def test_obstacles_are_named(obstacle, fit, caplog):
 
 def test_an_unknown_version_of_lightning_is_left_alone(fit, monkeypatch):
     monkeypatch.setattr(batch_loop, "KNOWN_VERSIONS", ("1.",))
-    with pytest.raises(MisconfigurationException, match=f"because Lightning {re.escape(L.__version__)} has a loop"):
+    with pytest.raises(
+        MisconfigurationException, match=f"because Lightning {re.escape(L.__version__)} has an unknown loop"
+    ):
         fit(TABLE["plain"], "fused")
     counting = Counting()
     fit(TABLE["plain"], "auto", counting)

@@ -56,13 +56,13 @@ NUMBERS = {
     "more steps than there are": ("fedavg", {"steps": 10**30}, "steps"),
     "a list of schedulers": ("a schedule of steps", {"after": [1]}, "its scheduler steps cannot be used"),
     "no schedulers": ("a schedule of steps", {"after": {"steps": []}}, "its scheduler steps cannot be used"),
-    "steps back": ("a schedule of steps", {"after": {"steps": [-1]}}, "[-1] steps, of 0 to 1000000 each"),
+    "steps back": ("a schedule of steps", {"after": {"steps": [-1]}}, "[-1], expected 0 to 1000000 each"),
     "steps without end": (
         "a schedule of steps",
         {"after": {"steps": [10**9]}},
-        "[1000000000] steps, of 0 to 1000000 each",
+        "[1000000000], expected 0 to 1000000 each",
     ),
-    "a text for a number": ("a schedule of steps", {"after": {"steps": ["1"]}}, "['1'] steps"),
+    "a text for a number": ("a schedule of steps", {"after": {"steps": ["1"]}}, "['1'], expected"),
     "a reason of many lines": ("fedavg", {"num_samples": "1\nRound 1: all is well"}, r"1\nRound"),
 }
 
