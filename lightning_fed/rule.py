@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -72,9 +72,7 @@ class RuleCapabilities:
 
     """
 
-    accepts_rows: ClassVar[bool] = False
-    resizes: ClassVar[bool] = False
-    has_clusters: ClassVar[bool] = False
+    accepts_rows = resizes = has_clusters = False
 
     def held_rows(self) -> Mapping[str, Tensor]:
         """Rows held by clients in the aggregated round, by entry: int64, shape ``(rows,)``.

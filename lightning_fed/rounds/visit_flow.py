@@ -246,10 +246,8 @@ class ClientVisit:
 
     def _entry_versions(self, update: ClientUpdate) -> list[tuple[str, int, int]]:
         # Sliced entries are the module's tensors, and a pass with the model writes and restores the module.
-        return [
-            (name, id(value), 0 if name in self._local.sliced else value._version)  # noqa: SLF001
-            for name, value in update.state.items()
-        ]
+        sliced, state = self._local.sliced, update.state.items()
+        return [(name, id(value), name in sliced or value._version) for name, value in state]  # noqa: SLF001
 
     def _mark_unchanged(self, update: ClientUpdate, received: State) -> None:
         if update.state.keys() == received.keys():

@@ -525,9 +525,8 @@ def has_clients(trainer: L.Trainer, stage: Stage) -> bool:
 
 def _has_own_models(trainer: L.Trainer, federation: Federation) -> bool:
     """Returns whether clients may have other models than the global model."""
-    if federation.has_own_statistics or "personal" in federation.policies.values():
-        return True
-    if federation.server.rule.has_clusters:
+    has_personal_entries = "personal" in federation.policies.values()
+    if federation.has_own_statistics or has_personal_entries or federation.server.rule.has_clusters:
         return True
     return any(getattr(callback, "has_own_models", False) for callback in federated_callbacks(trainer))
 
