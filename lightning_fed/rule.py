@@ -28,7 +28,6 @@ class RoundInfo:
         sliced: Names of the entries with only some rows at a client.
         seed: The federation's seed; a step draws from (seed, round, client).
         refused: Reason by client for bad answers so far in the round.
-
     """
 
     round: int
@@ -52,7 +51,6 @@ class RoundPlan:
         drawn: Index of an earlier round, to visit the same cohort again; ``None`` for a new cohort.
         present: Usable clients in the earlier cohort; ``None`` for all.
         always: Additional clients in every cohort, with complete work.
-
     """
 
     drawn: int | None = None
@@ -69,7 +67,6 @@ class RuleCapabilities:
         resizes: Shapes of entries change from client to client or from round to round. Such a rule implements
             :meth:`expected`.
         has_clusters: The rule keeps several models. Such a rule implements :meth:`model_of`.
-
     """
 
     accepts_rows = resizes = has_clusters = False
@@ -120,7 +117,6 @@ class Aggregator(RuleCapabilities, ABC):
         >>> fedavg.receive(ClientUpdate("b", 3, {"w": torch.tensor([3.0])}))
         >>> fedavg.aggregate()
         {'w': tensor([2.2500])}
-
     """
 
     @abstractmethod
@@ -146,7 +142,6 @@ class Aggregator(RuleCapabilities, ABC):
 
         Raises:
             BadUpdate: If the rule cannot use the update; the rule is unchanged, and the server excludes the client.
-
         """
 
     @abstractmethod
@@ -163,7 +158,6 @@ class Aggregator(RuleCapabilities, ABC):
         Raises:
             BadUpdates: If a comparison of all updates excludes clients. The rule has removed these updates, and the
                 server calls the method again with enough other updates.
-
         """
 
     def metrics(self) -> dict[str, float]:

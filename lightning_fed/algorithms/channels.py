@@ -50,7 +50,6 @@ class Channel:
             above the round's median (``"above"``), or also below (``"both"``).
         is_per_example: A number within the limits per example is also accepted, because some numbers grow with a
             client's data.
-
     """
 
     form: Literal["entry", "numbers", "number"] = "entry"
@@ -74,7 +73,6 @@ class Channel:
 
         Raises:
             BadUpdate: If the part is missing, or does not match the global model.
-
         """
         alone = {"": update.extras[title]} if title in update.extras else {}
         sent = alone if self.form == "number" else without_prefix(update.extras, f"{title}:")
@@ -98,7 +96,6 @@ class Report(NamedTuple):
     Args:
         num_samples: Examples.
         numbers: Numbers by channel and entry.
-
     """
 
     num_samples: int
@@ -116,7 +113,6 @@ class Part:
         means: Means by channel.
         sums: A rule's further sums by entry, with a method ``merge``.
         reports: Numbers by client.
-
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)
@@ -150,7 +146,6 @@ class ChannelVisit:
         records: Results from :meth:`ChannelRule.follow_step` by entry, at the end of the visit.
         row: Row in a stack of simultaneous visits; ``None`` for a single visit.
         steps: Number of the visit's optimizer steps in a stack.
-
     """
 
     trainer: L.Trainer
@@ -191,7 +186,6 @@ class ChannelRule(AveragingAggregator):
         >>> from lightning_fed import Federation
         >>> [type(callback).__name__ for callback in Federation(LastGradient()).method.callbacks]
         ['ChannelCallback']
-
     """
 
     channels: ClassVar[Mapping[str, Channel]] = {}
@@ -222,7 +216,6 @@ class ChannelRule(AveragingAggregator):
             group: The optimizer's parameter group.
             state: The parameter's optimizer state.
             scale: Loss scale in the gradient.
-
         """
         return record
 
@@ -261,7 +254,6 @@ class ChannelRule(AveragingAggregator):
 
         Raises:
             BadUpdate: If tensors are missing or do not fit.
-
         """
         up = {title: one.read(title, update, self._state) for title, one in self.channels.items() if one.up}
         key = tuple(
@@ -284,7 +276,6 @@ class ChannelRule(AveragingAggregator):
 
         Raises:
             BadUpdate: If the rule cannot use the update. The part is unchanged.
-
         """
         self.add_to(part.running, update, self.weight(update))
         for title, values in up.items():
@@ -308,7 +299,6 @@ class ChannelRule(AveragingAggregator):
 
         Raises:
             BadUpdates: If numbers are outside the limits.
-
         """
         self._exclude()
         if len(self.parts) == 1:
@@ -331,7 +321,6 @@ class ChannelRule(AveragingAggregator):
         Args:
             state: The models' mean; the rule may change the tensors in place.
             part: All sums.
-
         """
         return state
 
@@ -383,7 +372,6 @@ class ChannelCallback(FederatedCallback):
 
     Args:
         rule: The rule with channels and equations.
-
     """
 
     supports_vectorize = True

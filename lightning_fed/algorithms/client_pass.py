@@ -33,7 +33,6 @@ def pass_over_data(
 
     Returns:
         The function's result; ``None`` after failed data.
-
     """
     faults: list[Exception] = []
     with seeded_generators(), closing(until_fault(population.one_pass(planned.visit, isolated=True), faults)) as data:
@@ -68,7 +67,6 @@ def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
 
     Raises:
         MisconfigurationException: If the module uses manual optimization.
-
     """
     if not module.automatic_optimization:
         raise MisconfigurationException(
@@ -90,7 +88,6 @@ def refuse_rows(broadcast: Broadcast, method: str) -> None:
     Example:
         >>> import torch
         >>> refuse_rows(Broadcast(0, {"w": torch.zeros(3)}), "MOON")
-
     """
     if broadcast.rows:
         raise MisconfigurationException(

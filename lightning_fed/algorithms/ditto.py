@@ -63,7 +63,6 @@ class PersonalModel(GradientTerm):
 
     References:
         Li et al., ICML 2021, Algorithm 1.
-
     """
 
     has_own_models = True
@@ -163,7 +162,6 @@ class Ditto(Method):
 
     References:
         Li et al., ICML 2021, Algorithm 1.
-
     """
 
     def __init__(

@@ -28,7 +28,6 @@ class FairAvg(Method):
 
     References:
         Michieli & Ozay, CVPR-W 2021, "FairAvg".
-
     """
 
     def __init__(self) -> None:

@@ -71,7 +71,6 @@ class AdaptiveAggregation(FederatedCallback):
 
     References:
         Zhang et al., AAAI 2023, equations 4 to 6.
-
     """
 
     supports_vectorize = True
@@ -181,7 +180,6 @@ def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tens
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
         >>> list(last_parameters(net, 1, net.state_dict()))
         ['2.weight', '2.bias']
-
     """
     layers: dict[str, dict[str, nn.Parameter]] = {}
     names = parameter_entries(module)
@@ -227,7 +225,6 @@ class FedALA(Method):
 
     References:
         Zhang et al., AAAI 2023, Algorithm 1.
-
     """
 
     def __init__(

@@ -60,7 +60,6 @@ class FedAtt(AveragingAggregator):
 
     References:
         Ji et al., IJCNN 2019, "attentive aggregation", and the authors' program.
-
     """
 
     def __init__(self, step_size: float = 1.2, noise: float = 0.0, seed: int = 0) -> None:
@@ -127,7 +126,6 @@ class SoftmaxMean:
         >>> mean.add({"w": torch.tensor([1.0])}, {"w": torch.tensor(2.0)})
         >>> mean.mean()
         {'w': tensor([0.7311], dtype=torch.float64)}
-
     """
 
     def __init__(self) -> None:
@@ -142,7 +140,6 @@ class SoftmaxMean:
         Args:
             state: Floating-point entries, with the same names and shapes in every state.
             scores: Score for each entry, shape ``()``.
-
         """
         for name, value in state.items():
             values = to_float64(value.detach(), copy=True)

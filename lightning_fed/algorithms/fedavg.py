@@ -44,7 +44,6 @@ class FedAvg(AveragingAggregator):
 
     References:
         McMahan et al., AISTATS 2017, Algorithm 1.
-
     """
 
     accepts_rows = True

@@ -57,7 +57,6 @@ class FedAvgM(Method):
 
     References:
         Hsu et al., 2019, "FedAvgM".
-
     """
 
     def __init__(

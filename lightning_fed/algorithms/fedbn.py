@@ -35,7 +35,6 @@ class FedBN(Method):
 
     References:
         Li et al., ICLR 2021.
-
     """
 
     def __init__(self, aggregator: str | Method | Aggregator = "fedavg") -> None:

@@ -63,7 +63,6 @@ class FedDyn(ChannelRule):
 
     References:
         Acar et al., ICLR 2021, Algorithm 1.
-
     """
 
     channels: ClassVar = {"feddyn": Channel(memory=True), "h": Channel(server=True)}

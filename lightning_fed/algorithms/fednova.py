@@ -79,7 +79,6 @@ class FedNova(ChannelRule):
 
     References:
         Wang et al., NeurIPS 2020, equations 8 to 10.
-
     """
 
     channels: ClassVar = {"length": Channel("numbers", up=True, bounds="both", is_per_example=True)}
@@ -135,7 +134,6 @@ class FedNova(ChannelRule):
 
         Raises:
             BadUpdate: If all lengths are 0.
-
         """
         lengths = up["length"]
         if not any(lengths.values()):

@@ -59,7 +59,6 @@ class AdaptiveOptimizer(Optimizer):
 
     References:
         Reddi et al., ICLR 2021, Algorithm 2.
-
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class AdaptiveOptimizer(Optimizer):
 
         Args:
             closure: Computes the loss and the gradients, as for every optimizer.
-
         """
         loss = None
         if closure is not None:
@@ -146,7 +144,6 @@ class FedAdagrad(Method):
 
     References:
         Reddi et al., ICLR 2021, Algorithm 2.
-
     """
 
     def __init__(
@@ -193,7 +190,6 @@ class FedAdam(Method):
 
     References:
         Reddi et al., ICLR 2021, Algorithm 2.
-
     """
 
     def __init__(
@@ -239,7 +235,6 @@ class FedYogi(Method):
 
     References:
         Reddi et al., ICLR 2021, Algorithm 2.
-
     """
 
     def __init__(

@@ -49,7 +49,6 @@ class FedPer(Method):
 
     References:
         Arivazhagan et al., 2019.
-
     """
 
     def __init__(
@@ -67,7 +66,6 @@ def head_selectors(head: Selector | Sequence[Selector]) -> Sequence[Selector]:
     Example:
         >>> head_selectors("head.*")
         ['head.*']
-
     """
     if head == "auto":
         return [_find_head]

@@ -43,7 +43,6 @@ class FedProx(Method):
 
     References:
         Li et al., MLSys 2020, Algorithm 2 and equation 2.
-
     """
 
     def __init__(self, mu: float = 0.01, row_weighting: RowWeighting = "global") -> None:

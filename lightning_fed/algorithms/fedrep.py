@@ -49,7 +49,6 @@ class HeadThenBody(FederatedCallback):
 
     References:
         Collins et al., ICML 2021, Algorithm 1.
-
     """
 
     keeps_privacy = True
@@ -154,7 +153,6 @@ class FedRep(Method):
 
     References:
         Collins et al., ICML 2021, Algorithm 1.
-
     """
 
     def __init__(

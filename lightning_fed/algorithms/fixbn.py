@@ -36,7 +36,6 @@ class FixBN(Method):
 
     References:
         Zhong et al., 2023.
-
     """
 
     def __init__(self, after: int, aggregator: str | Method | Aggregator = "fedavg") -> None:

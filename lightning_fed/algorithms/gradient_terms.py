@@ -23,7 +23,6 @@ class GradientTerm(FederatedCallback):
 
     Attributes:
         tensors: A tensor for each parameter with a term; empty outside visits.
-
     """
 
     def __init__(self, factor: float = 1.0) -> None:
@@ -63,7 +62,6 @@ def add_to_gradients(
         optimizer: The optimizer.
         term: Computes the term for a parameter with a gradient; ``None`` for a parameter without a term.
         factor: Factor for all terms.
-
     """
     scale = factor * gradient_scale(trainer, optimizer)
     for group in optimizer.param_groups:
@@ -87,6 +85,5 @@ def add_to_gradient(gradient: Tensor, term: Tensor, scale: float) -> None:
         >>> add_to_gradient(gradient, torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]), scale=2.0)
         >>> gradient.to_dense().tolist()
         [[0.0, 2.0], [5.0, 5.0], [0.0, 0.0]]
-
     """
     as_real(gradient).add_(term.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else term, alpha=scale)

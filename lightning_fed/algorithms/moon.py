@@ -68,7 +68,6 @@ class ContrastiveTerm(FederatedCallback):
 
     References:
         Li et al., CVPR 2021, equations 3 and 4.
-
     """
 
     def __init__(self, mu: float = 1.0, temperature: float = 0.5, layer: str = "auto", network: str = "auto") -> None:
@@ -197,7 +196,6 @@ def contrastive_loss(features: Tensor, of_global: Tensor, of_last: Tensor, tempe
         >>> z = torch.tensor([[1.0, 0.0]])
         >>> contrastive_loss(z, z, -z).item() < contrastive_loss(z, -z, z).item()
         True
-
     """
     towards = F.cosine_similarity(features, of_global, dim=1)
     away = F.cosine_similarity(features, of_last, dim=1)
@@ -243,7 +241,6 @@ class MOON(Method):
 
     References:
         Li et al., CVPR 2021, Algorithm 1.
-
     """
 
     def __init__(

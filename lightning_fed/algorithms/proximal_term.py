@@ -43,7 +43,6 @@ class ProximalTerm(GradientTerm):
 
     References:
         Li et al., MLSys 2020, Algorithm 2.
-
     """
 
     supports_vectorize = True

@@ -74,7 +74,6 @@ class QFFL(ChannelRule):
 
     References:
         Li et al., ICLR 2020, Algorithm 2.
-
     """
 
     channels: ClassVar = {
@@ -122,7 +121,6 @@ class QFFL(ChannelRule):
 
         Raises:
             BadUpdate: If :math:`L` is 0, or a power of the loss is not finite.
-
         """
         loss, lipschitz = up[_LOSS][""], up[_LIPSCHITZ][""]
         if lipschitz <= 0:

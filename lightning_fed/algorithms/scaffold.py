@@ -71,7 +71,6 @@ class SCAFFOLD(ChannelRule):
 
     References:
         Karimireddy et al., ICML 2020, Algorithm 1.
-
     """
 
     channels: ClassVar = {"control": Channel(up=True, down=True, memory=True)}

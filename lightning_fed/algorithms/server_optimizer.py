@@ -63,7 +63,6 @@ class ServerOptimizer(UpdateStep):
 
     References:
         Reddi et al., ICLR 2021, Algorithm 1 ("FedOpt").
-
     """
 
     def __init__(self, optimizer: type[Optimizer] | str, lazy_rows: bool = False, **optimizer_kwargs: Any) -> None:
@@ -99,7 +98,6 @@ class ServerOptimizer(UpdateStep):
 
         Raises:
             ValueError: If the state belongs to another optimizer.
-
         """
         expected = self.optimizer.__name__
         name = state.get("optimizer", expected)

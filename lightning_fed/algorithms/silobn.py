@@ -40,7 +40,6 @@ class SiloBN(Method):
 
     References:
         Andreux et al., DART 2020.
-
     """
 
     def __init__(

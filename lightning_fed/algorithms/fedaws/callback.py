@@ -70,7 +70,6 @@ class SpreadOut(FederatedCallback):
 
     References:
         Yu et al., ICML 2020, Algorithm 1, equations 7 and 8.
-
     """
 
     supports_vectorize = True

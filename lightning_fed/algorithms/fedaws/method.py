@@ -56,7 +56,6 @@ class FedAwS(Method):
     References:
         Yu et al., "Federated Learning with Only Positive Labels", ICML 2020. The paper has one class per client and
         another loss; the softmax over positive classes follows the FedSS paper.
-
     """
 
     def __init__(

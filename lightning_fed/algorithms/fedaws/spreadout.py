@@ -43,7 +43,6 @@ def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
 
     References:
         Yu et al., ICML 2020, equation 7.
-
     """
     check_positive("margin", margin)
     unit = _unit_rows(weight)
@@ -85,7 +84,6 @@ def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor 
 
     References:
         Yu et al., ICML 2020, equation 8.
-
     """
     k = check_count("k", k)
     unit = _unit_rows(weight)

@@ -41,7 +41,6 @@ class FedDANE(AveragingAggregator):
 
     References:
         Li et al., Asilomar 2019, "FedDANE".
-
     """
 
     def __init__(self, mu: float = 0.0) -> None:

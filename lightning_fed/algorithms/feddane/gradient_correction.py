@@ -70,7 +70,6 @@ class GradientCorrection(GradientTerm):
 
     References:
         Li et al., Asilomar 2019, "FedDANE".
-
     """
 
     needs_local_clients = "its gradients need requests outside visits"
@@ -162,7 +161,6 @@ class GradientCorrection(GradientTerm):
 
         Raises:
             _NoAnswerError: If the data fails, or no batch gives a loss.
-
         """
         federation, round = find_federation(trainer), trainer.current_epoch
         schedule, population, faults = federation.schedule, federation.population, list[Exception]()
@@ -210,7 +208,6 @@ def full_gradient(
 
     Returns:
         One gradient per parameter; empty if no batch gave a loss.
-
     """
     normalizing = [layer for layer in batch_norm_layers(module).values() if layer.training]  # frozen layers stay frozen
     recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase) and layer.training]
@@ -240,7 +237,6 @@ class _NoAnswerError(Exception):
     Args:
         reason: The reason for the log.
         step_error: The training step's exception, if any.
-
     """
 
     def __init__(self, reason: str, step_error: Exception | None = None) -> None:

@@ -105,7 +105,6 @@ class FeatureFusion(FederatedCallback):
 
     References:
         Yao et al., ICIP 2019, Algorithm 1; https://github.com/thu-media/FedFusion.
-
     """
 
     can_recalibrate_remotely = False
@@ -153,7 +152,6 @@ class FeatureFusion(FederatedCallback):
 
         Raises:
             RuntimeError: Before ``setup``.
-
         """
         if self._fusion is None:
             raise RuntimeError("Expected a module with fusion, but `setup` has not run yet.")

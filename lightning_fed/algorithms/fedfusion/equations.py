@@ -41,7 +41,6 @@ def fuse_multi(local: Tensor, reference: Tensor, weight: Tensor, channel_axis: i
         >>> local, reference = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]])
         >>> fuse_multi(local, reference, torch.tensor([0.25, 0.5]))
         tensor([[1.5000, 0.5000]])
-
     """
     axis = _check_shapes(local, reference, channel_axis)
     if weight.shape != local.shape[axis : axis + 1]:
@@ -72,7 +71,6 @@ def fuse_single(local: Tensor, reference: Tensor, weight: Tensor) -> Tensor:
         >>> local, reference = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]])
         >>> fuse_single(local, reference, torch.tensor(0.25))
         tensor([[1.5000, 1.2500]])
-
     """
     _check_shapes(local, reference, None)
     if weight.ndim:
@@ -111,7 +109,6 @@ def fuse_conv(
         >>> local, reference = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]])
         >>> fuse_conv(local, reference, torch.tensor([[1.0, 0.0, 0.5, 0.0], [0.0, 2.0, 0.0, -1.0]]))
         tensor([[ 3.5000, -4.0000]])
-
     """
     axis = _check_shapes(local, reference, channel_axis)
     channels = local.shape[axis]
@@ -145,7 +142,6 @@ def smooth_weight(weight: Tensor, previous: Tensor, ema: float) -> Tensor:
     Example:
         >>> smooth_weight(torch.tensor(0.3), torch.tensor(0.02), ema=0.9)
         tensor(0.0480)
-
     """
     if not ema:
         return weight
@@ -165,7 +161,6 @@ def channel_axis_of(features: Tensor, channel_axis: int | None = None) -> int:
     Example:
         >>> channel_axis_of(torch.zeros(2, 8, 4, 4)), channel_axis_of(torch.zeros(2, 5, 8))
         (1, 2)
-
     """
     if channel_axis is None:
         channel_axis = -1 if features.ndim == 3 else 1

@@ -26,7 +26,6 @@ class Extractor(NamedTuple):
     Attributes:
         network: Name of the module called with the data, as in ``named_modules``.
         layer: Input or output of a layer with the features; the path is relative to the network.
-
     """
 
     network: str
@@ -80,7 +79,6 @@ def find_extractor(
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
         >>> str(find_extractor(net))
         "the input of '2'"
-
     """
     layers = dict(module.named_modules())
     if at == "auto":
@@ -108,7 +106,6 @@ def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]
     Example:
         >>> [name for name, _ in named_features([torch.zeros(1), (torch.zeros(1), torch.zeros(1))])]
         ['0', '1_0', '1_1']
-
     """
     if isinstance(features, Tensor):
         if features.is_floating_point():
@@ -125,7 +122,6 @@ def replace_features(features: Any, new: Mapping[str, Tensor], name: str = "") -
     Example:
         >>> replace_features([1, torch.zeros(1)], {"1": torch.ones(1)})
         [1, tensor([1.])]
-
     """
     if isinstance(features, Tensor):
         return new.get(name or "0", features)
@@ -146,7 +142,6 @@ def example_inputs(network: nn.Module) -> Iterator[Tensor]:
     Example:
         >>> next(example_inputs(nn.Sequential(nn.Flatten(), nn.Linear(784, 10)))).shape
         torch.Size([2, 784])
-
     """
     for layer in network.modules():
         weight = next(layer.parameters(recurse=False), None)
@@ -183,7 +178,6 @@ def find_extractor_in_fit(
     Raises:
         ValueError: If the layer does not exist.
         MisconfigurationException: If the step proves no classifier, and no module has an extractor's name.
-
     """
     if at != "auto":
         return find_extractor(module, at, network)

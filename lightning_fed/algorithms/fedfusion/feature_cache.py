@@ -27,7 +27,6 @@ class FeatureCache:
         ...     features = cache.get(torch.eye(3), lambda samples: {"0": 2 * samples})
         >>> cache.hits, cache.misses
         (3, 3)
-
     """
 
     def __init__(self) -> None:
@@ -41,7 +40,6 @@ class FeatureCache:
         Args:
             samples: A batch, shape ``(N, ...)``.
             compute: Computes features by name, each in shape ``(N, ...)``.
-
         """
         keys = sample_hashes(samples).tolist()
         missing = [index for index, key in enumerate(keys) if key not in self._features]

@@ -40,7 +40,6 @@ class FrozenExtractor:
         >>> extractor = FrozenExtractor(net, FeatureLayer("1"))
         >>> extractor(torch.zeros(4, 2)).shape
         torch.Size([4, 3])
-
     """
 
     def __init__(self, network: nn.Module, layer: FeatureLayer) -> None:
@@ -75,7 +74,6 @@ class FrozenExtractor:
 
         Raises:
             ValueError: If a shape differs.
-
         """
         if isinstance(source, nn.Module):
             self.follow(source)
@@ -97,7 +95,6 @@ class FrozenExtractor:
 
         Args:
             source: The network with the values; ``None`` for the extractor.
-
         """
         entries = tensors_by_path(self.network if source is None else source)
         return {name: value.detach().clone() for name, value in entries.items() if name in self.entries}
@@ -122,7 +119,6 @@ class FrozenExtractor:
 
         Returns:
             The features, and the last executed layer with parameters.
-
         """
         started, finished = set[nn.Module](), dict[nn.Module, None]()
 

@@ -62,7 +62,6 @@ class FusionLayer(nn.Module):
 
     Raises:
         ValueError: If an option is invalid, the network cannot run to infer the channels, or a level does not exist.
-
     """
 
     operators: nn.ModuleDict
@@ -141,7 +140,6 @@ class FusionLayer(nn.Module):
         Args:
             source: A network with the same architecture, or parameter and buffer values by name; ``None`` for the
                 network's current values.
-
         """
         if self.operator != "none":
             self.frozen.refer(self.network if source is None else source)
@@ -313,7 +311,6 @@ class FusedExtractor(nn.Module):
         >>> extractor.refer()  # the global model as it was sent
         >>> extractor(torch.zeros(2, 1, 6, 6)).shape, len(extractor.state_dict())
         (torch.Size([2, 8, 4, 4]), 3)
-
     """
 
     def __init__(

@@ -44,7 +44,6 @@ class FedFusion(Method):
 
     References:
         Yao et al., "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019.
-
     """
 
     def __init__(

@@ -62,7 +62,6 @@ def fuse(
         >>> task = ClassificationTask("mcmahan_cnn", num_classes=10)
         >>> fuse(task, "conv").operators["0"].weight.shape
         torch.Size([64, 128])
-
     """
     if hasattr(module, FUSION) or find_fusion(module) is not None:
         raise ValueError(f"Expected {type(module).__name__} without `{FUSION}`, but the module has one: see `unwrap`.")
@@ -91,7 +90,6 @@ def find_fusion(module: nn.Module) -> FusionLayer | None:
     Example:
         >>> find_fusion(nn.Linear(2, 1)) is None
         True
-
     """
     fusions = [layer for layer in module.modules() if isinstance(layer, FusionLayer)]
     if len(fusions) > 1:
@@ -124,7 +122,6 @@ def unwrap(module: nn.Module) -> nn.Module:
         >>> _ = fuse(task, "multi")
         >>> list(unwrap(task).state_dict()) == names
         True
-
     """
     fusion = find_fusion(module)
     if fusion is None:
@@ -160,7 +157,6 @@ def plain_state(state: Mapping[str, Tensor]) -> State:
     Example:
         >>> list(plain_state({"net.weight": torch.zeros(1), "feature_fusion.operators.0.weight": torch.zeros(())}))
         ['net.weight']
-
     """
     inside = [name for name in state if name.startswith(f"{FUSION}.")]
     convolutions = [name for name in inside if state[name].ndim > 1]

@@ -36,7 +36,6 @@ class MixingOperator(FusionOperator):
 
     Attributes:
         weight: The weights :math:`\lambda`.
-
     """
 
     weight: nn.Parameter
@@ -67,7 +66,6 @@ class MultiFusion(MixingOperator):
         >>> local, reference = torch.rand(2, 4, 8, 8), torch.rand(2, 4, 8, 8)
         >>> torch.equal(operator(local, reference), local)
         True
-
     """
 
     def __init__(self, channels: int, channel_axis: int | None = None) -> None:
@@ -85,7 +83,6 @@ class SingleFusion(MixingOperator):
     Example:
         >>> SingleFusion()(torch.ones(2, 4), torch.zeros(2, 4)).sum().item()
         8.0
-
     """
 
     def __init__(self) -> None:
@@ -117,7 +114,6 @@ class ConvFusion(FusionOperator):
         >>> operator = ConvFusion(channels=64)
         >>> sum(parameter.numel() for parameter in operator.parameters())
         8256
-
     """
 
     def __init__(
@@ -157,7 +153,6 @@ class NoFusion(FusionOperator):
         >>> local = torch.rand(2, 4)
         >>> NoFusion()(local, torch.rand(2, 4)) is local
         True
-
     """
 
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
@@ -191,7 +186,6 @@ def build_operator(
     Example:
         >>> build_operator("multi", channels=8)
         MultiFusion(weights=8)
-
     """
     check_option("operator", name, OperatorName)
     if name == "conv":

@@ -86,7 +86,6 @@ class SampledSoftmax(FederatedCallback):
 
     References:
         FedSS, section 3 and Algorithm 1.
-
     """
 
     def __init__(
@@ -263,7 +262,6 @@ def _replace_tensor(batch: Any, old: Tensor, new: Tensor) -> Any:
 
     Raises:
         OptionError: If the batch does not contain the tensor.
-
     """
     count = 0
 

@@ -76,7 +76,6 @@ class SampledSoftmaxHead(LogitsLayer):
         >>> target, head(torch.ones(4, 2)).shape
         (tensor([0, 1, 1, 0]), torch.Size([4, 3]))
         >>> loss = F.cross_entropy(head(torch.ones(4, 2)), target)  # FedSS
-
     """
 
     def __init__(
@@ -139,7 +138,6 @@ class SampledSoftmaxHead(LogitsLayer):
 
         Raises:
             ValueError: If a class does not exist, or the objective "full" lacks a class.
-
         """
         held.check_among(self.num_classes)
         self._held, self._batch = held, _Batch(held)
@@ -162,7 +160,6 @@ class SampledSoftmaxHead(LogitsLayer):
         Raises:
             RuntimeError: If the layer holds all classes, see :meth:`hold`.
             ValueError: If the columns are unsorted or lack a positive, or a label is not a positive.
-
         """
         if self._held is None:
             raise RuntimeError("The head holds all classes: call `hold` before `begin_batch`.")
@@ -189,7 +186,6 @@ class SampledSoftmaxHead(LogitsLayer):
             >>> head.hold(SampledClasses(torch.tensor([7, 8, 500]), torch.tensor([True, False, True])))
             >>> head.relabel(torch.tensor([500, -100, 7]))
             tensor([   2, -100,    0])
-
         """
         return target if self._batch is None else self._batch.held.relabel(target)
 
@@ -204,7 +200,6 @@ class SampledSoftmaxHead(LogitsLayer):
         Raises:
             ValueError: In training, if the rows do not match the held classes, or if the objective or a margin needs
                 labels and :meth:`begin_batch` got none, or got another number.
-
         """
         if self._batch is None and self.training and self.margin:
             raise ValueError(
@@ -236,7 +231,6 @@ class SampledSoftmaxHead(LogitsLayer):
             >>> features, target = torch.randn(3, 2), torch.tensor([0, 4, 4])
             >>> torch.equal(head.loss(features, target), F.cross_entropy(head(features), target))
             True
-
         """
         check_option("reduction", reduction, Reduction)
         labels = target.reshape(-1)
@@ -268,7 +262,6 @@ class SampledSoftmaxHead(LogitsLayer):
             >>> head.weight.data = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 0.0], [0.0, 9.0]])
             >>> head.topk(torch.tensor([[1.0, 0.0]]), k=2, chunk_size=1)
             (tensor([[3., 2.]]), tensor([[1, 2]]))
-
         """
         self._check_rows()
         k, count = check_count("k", k), len(self.weight)
@@ -345,7 +338,6 @@ def find_sampled_softmax_head(module: nn.Module) -> str:
     Example:
         >>> find_sampled_softmax_head(nn.Sequential(nn.Linear(8, 2), SampledSoftmaxHead(2, 1000)))
         '1'
-
     """
     names: list[str] = [name for name, layer in module.named_modules() if isinstance(layer, SampledSoftmaxHead)]
     if len(names) != 1:

@@ -22,7 +22,6 @@ class MarginLoss(nn.Module):
         >>> loss = MarginLoss(SampledSoftmaxHead(8, 1000, scale=64.0, margin=0.5))
         >>> loss(torch.randn(4, 8), torch.tensor([1, 2, 3, 999])).shape
         torch.Size([])
-
     """
 
     def __init__(self, head: SampledSoftmaxHead) -> None:
@@ -60,7 +59,6 @@ def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool =
         >>> model = nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 1000))
         >>> to_sampled_softmax(model)[2]
         SampledSoftmaxHead(in_features=64, num_classes=1000, scale=20.0, bias=False)
-
     """
     margin_losses = [name for name, layer in module.named_modules() if _is_margin_loss(layer)]
     if margin_losses:

@@ -11,7 +11,6 @@ References:
       Model", IEEE Transactions on Neural Networks 2008 (correction).
     - Blanc and Rendle, "Adaptive Sampled Softmax with Kernel Based Sampling", ICML 2018 (correction only for
       negatives).
-
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, ge
         tensor([1, 2, 4, 5])
         >>> sample_negatives(torch.arange(20), 1_000_000, 5, np.random.default_rng(0)).shape
         torch.Size([5])
-
     """
     num_classes = check_count("num_classes", num_classes)
     num_negatives = check_count("num_negatives", num_negatives, lowest=0)
@@ -94,7 +92,6 @@ def log_correction(num_positives: int, num_negatives: int, num_classes: int) -> 
     Example:
         >>> round(log_correction(2, 2, 6), 6), log_correction(2, 4, 6)
         (0.693147, 0.0)
-
     """
     if num_positives + num_negatives > num_classes:
         raise ValueError(
@@ -138,7 +135,6 @@ def sampled_logits(
         >>> target = torch.tensor([1])
         >>> sampled_logits(torch.zeros(1, 3), torch.tensor([True, True, False]), 0.5, target, objective="negonly")
         tensor([[  -inf, 0.0000, 0.5000]])
-
     """
     check_option("objective", objective, Objective)
     _check_columns(logits, is_positive)
@@ -183,7 +179,6 @@ def with_margin(cosines: Tensor, target: Tensor, margin: float, margin_of: Margi
     References:
         - Deng et al., "ArcFace: Additive Angular Margin Loss for Deep Face Recognition", CVPR 2019.
         - Wang et al., "CosFace: Large Margin Cosine Loss for Deep Face Recognition", CVPR 2018.
-
     """
     columns = target.to(cosines.device, torch.int64).clamp(min=0).unsqueeze(1)
     plain = cosines.gather(1, columns)
@@ -239,7 +234,6 @@ def sampled_softmax_loss(
         tensor(0.5528)
         >>> sampled_softmax_loss(logits, torch.tensor([0]), is_positive, num_classes=6, objective="negonly")
         tensor(0.3150)
-
     """
     check_option("reduction", reduction, Reduction)
     check_option("objective", objective, Objective)
@@ -281,7 +275,6 @@ def gradient_noise(change: Iterable[Tensor], reference: Iterable[Tensor], norm: 
     Example:
         >>> gradient_noise([torch.tensor([3.0, 1.0]), torch.tensor([4.0])], [torch.tensor([0.0, 1.0]), torch.zeros(1)])
         tensor(5., dtype=torch.float64)
-
     """
     check_option("norm", norm, Norm)
     changes, references = list(change), list(reference)

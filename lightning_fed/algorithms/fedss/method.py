@@ -52,7 +52,6 @@ class FedSS(Method):
 
     References:
         "Efficient image representation learning with federated sampled softmax", submission to ICLR 2022.
-
     """
 
     def __init__(

@@ -35,7 +35,6 @@ class SampledClasses:
         >>> held = SampledClasses(torch.tensor([2, 5, 7]), torch.tensor([True, True, False]))
         >>> held.relabel(torch.tensor([5, -100, 2]))
         tensor([   1, -100,    0])
-
     """
 
     classes: Tensor
@@ -66,7 +65,6 @@ class SampledClasses:
 
         Raises:
             ValueError: If a class does not exist, or the objective "full" lacks classes.
-
         """
         lowest, highest = int(self.classes[0]), int(self.classes[-1])
         if lowest < 0 or highest >= num_classes:
@@ -81,7 +79,6 @@ class SampledClasses:
 
         Args:
             num_classes: Number of all classes.
-
         """
         num_positives = int(self.is_positive.sum())
         return log_correction(num_positives, len(self.classes) - num_positives, num_classes)
@@ -94,7 +91,6 @@ class SampledClasses:
 
         Raises:
             ValueError: If the columns are unsorted or invalid, or lack a positive.
-
         """
         _check_increasing("columns", columns)
         count = len(self.classes)
@@ -119,7 +115,6 @@ class SampledClasses:
         Raises:
             ForeignLabelError: If a label is not a positive.
             ValueError: If labels are not whole numbers.
-
         """
         if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
             raise ValueError(f"Expected `target` to be class numbers, but got {target.dtype}.")

@@ -87,7 +87,6 @@ class FeSEM(Aggregator):
 
     References:
         Xie et al., 2020, "FeSEM".
-
     """
 
     has_clusters = True
@@ -183,7 +182,6 @@ class FeSEM(Aggregator):
 
         Raises:
             ValueError: If the state has another number of centres.
-
         """
         centers = state.get("centers", [])
         if centers and len(centers) != self.num_centers:

@@ -31,7 +31,6 @@ class CenterEvaluation(L.Callback):
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> trainer = FederatedTrainer(max_rounds=10, method="fesem", logger=False)  # adds it by itself
-
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

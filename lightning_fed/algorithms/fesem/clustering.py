@@ -51,7 +51,6 @@ def k_means(
         >>> assignments, _ = k_means(points, 2, torch.ones(4), np.random.default_rng(0))
         >>> bool(assignments[0] == assignments[2]), bool(assignments[0] == assignments[1])
         (True, False)
-
     """
     if len(points) < num_centers:
         raise ValueError(f"Expected at least as many points as centres, but got {len(points)} and {num_centers}.")
@@ -81,7 +80,6 @@ def embed(states: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tenso
         >>> points = embed([{"w": torch.zeros(1000)}, {"w": torch.ones(1000)}], ["w"])
         >>> round(float((points[0] - points[1]).square().sum()), 6)
         1000.0
-
     """
     products = torch.zeros(len(states), len(states), dtype=torch.float64)
     for name in names:
