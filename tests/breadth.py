@@ -18,7 +18,7 @@ def quick(cases, chosen):
 
 
 def pairs(*columns):
-    """Cases in which every pair of values from two columns occurs, instead of the full product."""
+    """Combines columns: every pair of values occurs, in fewer cases than the full product."""
     settings = pairwise({place: range(len(column)) for place, column in enumerate(columns)})
     return [tuple(column[setting[place]] for place, column in enumerate(columns)) for setting in settings]
 
