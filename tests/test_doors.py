@@ -227,7 +227,7 @@ def test_clients_with_data_of_their_own_have_no_data_set_together(make, either_t
         def setup(self, stage):
             return self.trainer.datamodule.train_dataloader().dataset
 
-    with pytest.raises(AttributeError, match="ask the FederatedDataModule for its `clients`, each of which has one"):
+    with pytest.raises(AttributeError, match="use the FederatedDataModule's `clients`"):
         either_trainer(1).fit(Looking(models.mlp()), datamodule=FederatedDataModule(make()))
 
 
@@ -384,7 +384,7 @@ BAD_DATA = {  # data for FederatedTrainer.fit, options, error, message
     "nothing to split": (lambda: None, {"partition": IID(2)}, MisconfigurationException, "data sets that are handed"),
     "partition of clients": (
         datasets, {"partition": IID(2)}, OptionError,
-        "which `partition` splits .* a dict of 3. .* leave out",
+        "for `partition` to split .* a dict of 3. .* leave out",
     ),
     "no clients": (dict, {}, ValueError, "at least one client, but got none"),
     "no clients in a list": (list, {}, ValueError, "at least one client, but got none"),

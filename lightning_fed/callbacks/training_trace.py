@@ -176,7 +176,7 @@ class _Unproven(Exception):
 def _trace(trainer: L.Trainer, module: L.LightningModule) -> TrainingTrace:
     """Returns the trace from the first client with a successful step: from the first batch with a loss."""
     if not module.automatic_optimization:
-        raise _Unproven("it optimizes by hand, so that no step can be tried out")
+        raise _Unproven("a trial step is impossible with manual optimization")
     error: Exception | None = None
     for read_batch in _batch_readers(trainer):
         try:
@@ -301,7 +301,7 @@ def forward_of_training(trainer: L.Trainer, module: L.LightningModule) -> Iterat
         MisconfigurationException: If the step fails outside a fit, or trains no network.
 
     """
-    advice = "write a `forward` that computes what the loss is made of"
+    advice = "write a `forward` from the inputs to the outputs in the loss"
     try:
         trace = _trace(trainer, module)
     except _Unproven as fault:

@@ -58,9 +58,9 @@ class ClassNumbers:
                 else:
                     continue
                 raise ValueError(
-                    f"Expected one number for each class, but {fault}: give every data set the same `class_to_idx`,"
-                    " for example with empty folders for missing classes and `allow_empty=True`, or by a"
-                    " `target_transform`, and delete the attribute if it is no longer true."
+                    f"Expected one number for each class, but {fault}: give every data set the same `class_to_idx`, for"
+                    " example with empty folders for missing classes and `allow_empty=True`, or by a"
+                    " `target_transform`, and delete an outdated attribute."
                 )
 
 

@@ -308,9 +308,9 @@ def datamodule_of_handed(
     brings_clients = isinstance(train, Mapping | list | tuple) and not is_one_client(partition)
     if brings_clients and partition is not None:
         raise OptionError(
-            f"Expected one DataLoader or data set, which `partition` splits into clients, but got a"
+            "Expected one DataLoader or data set for `partition` to split into clients, but got a"
             f" {type(train).__name__} of {len(train)}. If its entries are the clients, leave out `partition`; if every"
-            " step takes a batch of each, put them into a `CombinedLoader`, of which each client gets a part."
+            " step takes a batch of each, put the loaders into a `CombinedLoader`; each client then gets a part."
         )
     if brings_clients:
         return FederatedDataModule(train, val)
@@ -501,8 +501,8 @@ def split_loader(loader: Any, partition: Partition, seed: int) -> DatasetClients
         indices = {client: np.sort(client_indices) for client, client_indices in indices.items()}
     if batch_size is None:
         _log.warning(
-            "%s is divided batch by batch: a step of a client takes its part of a batch, fewer examples than the whole"
-            " one has. To keep the size of batches, give each client its own loader in a FederatedDataModule.",
+            "%s is divided batch by batch: a client's step takes only the client's part of a batch. To keep the batch"
+            " size, give each client its own loader in a FederatedDataModule.",
             type(sampler).__name__,
         )
     parts = client_subsets(loader.dataset, indices, partial(partition.transform, seed=seed))
@@ -534,12 +534,12 @@ def _split_loaders(loaders: Any, partition: Partition, seed: int) -> LoaderClien
     if any(list(keys) != list(clients[0]) for keys in clients):
         raise OptionError(
             "Expected a partition that splits the data sets of all loaders into the same clients, but got"
-            f" {' and '.join(str(len(keys)) for keys in clients)} clients, or ones of other names."
+            f" {' and '.join(str(len(keys)) for keys in clients)} clients, or other names."
         )
     if partition.transform(clients[0][0], seed) is not None:
         raise OptionError(
-            f"Expected a partition that leaves samples as they are, but {type(partition).__name__} changes them, which"
-            " works for one loader that has a batch size: give each client its own loaders in a FederatedDataModule."
+            f"Expected a partition without changes to samples, but {type(partition).__name__} changes samples, which"
+            " needs a single loader with a batch size: give each client its own loaders in a FederatedDataModule."
         )
 
     return LoaderClients(LazyClients(clients[0], partial(_part_of_loaders, combined, parts)))
@@ -562,8 +562,8 @@ def _check_splittable(loader: Any) -> None:
     if not isinstance(loader, DataLoader) or is_iterable:
         description = f"one over the iterable {type(loader.dataset).__name__}" if is_iterable else type(loader).__name__
         raise TypeError(
-            "Expected `train_dataloader` to return a DataLoader over a map-style data set, or several, which a"
-            f" `partition` can split, but got {description}. {LOADERS_REMEDY}"
+            "Expected `train_dataloader` to return a DataLoader over a map-style data set, or several, for a"
+            f" `partition` to split, but got {description}. {LOADERS_REMEDY}"
         )
     check_class(loader, "that a `partition` can split")
 

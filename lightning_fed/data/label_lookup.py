@@ -96,8 +96,8 @@ def labels_of(
 
     def read_labels(part: Any, indices: IndexArray) -> npt.NDArray[Any]:
         _log.info(
-            "Reading %d samples of %s to find their labels, because it has no labels as `targets` or `labels`. Should"
-            " this take long, give it such an attribute.",
+            "Reading %d samples of %s to find their labels, because it has no labels as `targets` or `labels`. For"
+            " faster splits, add such an attribute.",
             indices.size,
             type(part).__name__,
         )
@@ -313,7 +313,7 @@ def _as_classes(values: npt.NDArray[Any]) -> IndexArray:
         labels = np.searchsorted(edges, values, side="right").astype(np.int64)
     if labels.size > 1 and (labels == labels[0]).all():
         _log.warning(
-            "All %d samples have the label %d, by which clients cannot differ. In masks of 0 and 255 the foreground"
+            "All %d samples have the label %d, so clients cannot differ by label. In masks of 0 and 255 the foreground"
             " counts as void: pass `ignore_index=None`. Other labels come from `label_fn`.",
             labels.size,
             labels[0],

@@ -79,9 +79,9 @@ class LoaderClients(Population):
         if dataset is not None and self.local_steps is not None and batch_size is not None:
             return self.local_steps * int(batch_size)
         raise ValueError(
-            f"Expected the loader of client {client!r} to have a data set with a length, because an average weighs"
-            " clients by their examples: define `__len__` on the data set, or set `local_steps` (and a batch size),"
-            " with which a client counts as the examples that a visit trains on."
+            f"Expected the loader of client {client!r} to have a data set with a length, because an average weights"
+            " clients by numbers of examples: define `__len__` on the data set, or set `local_steps` (and a batch"
+            " size), so a client counts with the examples in a visit."
         )
 
     def _loader(self, client: Client) -> Any:
@@ -239,9 +239,8 @@ def _checked_length(batch: Any) -> int:
     lengths = {int(value.shape[0]) for value in batch_tensors(batch) if value.ndim}
     if len(lengths) > 1:
         raise ValueError(
-            f"Expected the examples of a batch along the first dimension of all tensors, which then have one length,"
-            f" but got lengths {sorted(lengths)}: put the batch first, or give the loader a `dataset` with a length,"
-            " by which its examples are counted."
+            "Expected the examples of a batch along the first dimension of all tensors, with one length, but got"
+            f" lengths {sorted(lengths)}: put the batch first, or give the loader a `dataset` with a length."
         )
     return batch_length(batch)
 
@@ -321,8 +320,8 @@ def check_client_loader(loader: Any) -> None:
     if is_of_arrays and (not isinstance(loader, list) or len(kinds) > 1):
         raise TypeError(
             f"Expected a client's data to be a data set or a loader, but got {len(arrays)} arrays in a"
-            f" {type(loader).__name__}, which would be trained on as batches: put them into a"
-            " `torch.utils.data.TensorDataset(x, y)`, whose examples are along the first dimension."
+            f" {type(loader).__name__}, which would count as batches: use a `torch.utils.data.TensorDataset(x, y)`,"
+            " with examples along the first dimension."
         )
     if hasattr(loader, "column_names") and not isinstance(loader, Dataset):
         raise TypeError(

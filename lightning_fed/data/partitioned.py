@@ -141,7 +141,7 @@ class PartitionedData(FederatedDataModule):
         population = split_loader(self.source.train_dataloader(), self.partition, seed)
         if population.draws is not None:
             raise OptionError(
-                "Expected a training loader that passes over all examples, of which some are held out, but got"
+                "Expected a training loader with a pass over all examples, because some are held out, but got"
                 f" sampler={type(population.draws.sampler).__name__}: pass the datamodule itself, with `partition=` on"
                 " the Trainer."
             )

@@ -303,8 +303,8 @@ def in_one_thread() -> Iterator[None]:
     try:
         if set(_training_threads) != {thread}:
             raise MisconfigurationException(
-                "Expected one federated fit at a time in a process, but another thread has one that trains. Both would"
-                " draw from the same random numbers, and neither could be repeated: run them in processes of their own."
+                "Expected one federated fit at a time in a process, but another thread runs one. Both would draw from"
+                " the same random generators, so neither would be reproducible: run each fit in a separate process."
             )
         yield
     finally:
@@ -370,8 +370,8 @@ def _check_keys(clients: Iterable[Any]) -> None:
     for client in clients:
         if not isinstance(client, str | int | np.integer):
             raise TypeError(
-                f"Expected the clients' keys to be of type str or int, which checkpoints and logs can name, but got"
-                f" {client!r}, a {type(client).__name__}."
+                "Expected the clients' keys to be of type str or int, because checkpoints and logs name clients, but"
+                f" got {client!r}, a {type(client).__name__}."
             )
         if isinstance(client, str) and len(client) > LONGEST_NAME:
             raise ValueError(

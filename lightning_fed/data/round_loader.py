@@ -197,8 +197,8 @@ class RoundLoader:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self.population.split_loader is None:
             raise AttributeError(
-                "In a federation whose clients bring their own data, the training loader has no data set, batch size or"
-                " sampler of all of them: ask the FederatedDataModule for its `clients`, each of which has one."
+                "With separate data per client, the training loader has no common data set, batch size or sampler: use"
+                " the FederatedDataModule's `clients`."
             )
         return getattr(self.population.split_loader, name)
 

@@ -61,9 +61,9 @@ class SamplerStream:
         first, _, again = ((*self._draw(0, number, number), self._state()) for number in (0, 1, 0))
         if not all(map(np.array_equal, first[:2], again[:2])) or first[2] != again[2]:
             raise OptionError(
-                f"Expected {name} to draw the same indices from the same seed, but its passes depend on a state that"
-                " the clients would share: shuffle by the global generators, by an attribute `generator` (a"
-                f" `torch.Generator`), or by `set_epoch(epoch)`. {LOADERS_REMEDY}"
+                f"Expected {name} to draw the same indices from the same seed, but passes depend on a state shared"
+                " between clients: shuffle by the global generators, by an attribute `generator` (a `torch.Generator`),"
+                f" or by `set_epoch(epoch)`. {LOADERS_REMEDY}"
             )
 
     def part(self, client: Client, round: int, number: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -111,7 +111,7 @@ class SamplerStream:
         name = type(self.sampler).__name__
         if self.batch_size is not None and len(drawn) > len(self.sampler):
             raise OptionError(
-                f"Expected {name} to draw no more than its length of {len(self.sampler)}, but a pass goes on: change"
+                f"Expected {name} to draw no more than its length of {len(self.sampler)}, but a pass continues: change"
                 f" `__len__`. {LOADERS_REMEDY}"
             )
         batches = [[index] for index in drawn] if self.batch_size is not None else drawn
@@ -119,7 +119,7 @@ class SamplerStream:
             indices = np.array([operator.index(index) for batch in batches for index in batch], dtype=np.int64)
         except TypeError:
             raise OptionError(
-                f"Expected {name} to draw indices of examples, of which a partition assigns each to a client, but got"
+                f"Expected {name} to draw indices of examples, because a partition assigns examples to clients, but got"
                 f" {drawn[0]!r}. {LOADERS_REMEDY}"
             ) from None
         outside = (indices < 0) | (indices >= self._length)

@@ -50,7 +50,9 @@ def _read_idx(path: Path) -> Tensor:
                 unpacked.write_bytes(gzip.decompress(path.read_bytes()))
             values: Tensor = read_sn3_pascalvincent_tensor(str(unpacked))
     except (AssertionError, LookupError, ValueError) as error:
-        raise ValueError(f"Expected {path} to be an idx file, but it is another one or cut short.") from error
+        raise ValueError(
+            f"Expected {path} to be an idx file, but the format differs or the file is incomplete."
+        ) from error
     return values
 
 

@@ -90,8 +90,8 @@ class SegmentationScores(Metric):
         unknown = target[(target != 0) & (target != 1) & (target != self.ignore_index)]
         if len(unknown):
             raise ValueError(
-                f"Expected masks of 0 and 1, or {self.ignore_index} where a pixel is ignored, with mode={self.mode!r},"
-                f" but got {int(unknown[0])}. Masks of 0 and 255 become such by `mask > 0`."
+                f"Expected masks of 0 and 1, or {self.ignore_index} for ignored pixels, with mode={self.mode!r}, but"
+                f" got {int(unknown[0])}. Convert masks of 0 and 255 by `mask > 0`."
             )
         counts = multilabel_stat_scores((logits > 0).long(), target.long(), self.num_classes, **options)
         self.counts += counts.reshape(self.num_classes, 5)

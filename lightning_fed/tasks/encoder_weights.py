@@ -68,16 +68,16 @@ def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> No
     if missing:
         raise ValueError(
             f"Expected {path.name} to hold the encoder's {len(expected)} entries, but {len(missing)} are missing"
-            f" ({', '.join(missing[:3])}, ...). Those in the file are named {', '.join(list(state)[:3])}, ...: is it"
-            " another encoder's?"
+            f" ({', '.join(missing[:3])}, ...). The file has entries named {', '.join(list(state)[:3])}, ...: the file"
+            " may belong to another encoder."
         )
     wrong = [name for name in expected if entries[name].shape != expected[name].shape]
     if wrong:
         name = wrong[0]
         raise ValueError(
             f"Expected entry {name!r} of {path.name} to have shape {tuple(expected[name].shape)}, but got"
-            f" {tuple(entries[name].shape)} ({len(wrong)} entries differ): it is another encoder's, or one's for"
-            " images of another number of channels."
+            f" {tuple(entries[name].shape)} ({len(wrong)} entries differ): the file belongs to another encoder, or to"
+            " images with another number of channels."
         )
     left_over = [name for name in entries if name not in encoder.state_dict()]
     if left_over:

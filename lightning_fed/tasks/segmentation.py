@@ -166,7 +166,7 @@ class SegmentationTask(Task):
                 raise
             raise OptionError(
                 f"The pretrained weights {weights!r} of the encoder '{self._encoder_name}' could not be downloaded"
-                f" ({type(error).__name__}). Without a network give a file of them: encoder_weights='PATH.safetensors'."
+                f" ({type(error).__name__}). Without a network, pass a file: encoder_weights='PATH.safetensors'."
             ) from error
         if weights is not None and is_file:
             load_encoder_weights(network.get_submodule("encoder"), weights)
@@ -207,8 +207,8 @@ class SegmentationTask(Task):
             )
         if seems_ignored:
             rank_zero_warn(
-                f"No pixel of a batch's masks is 1, but some are {self.ignore_index}, which is ignored. If that"
-                " stands for the class, make the masks 0 and 1 by `mask > 0`."
+                f"No pixel of a batch's masks is 1, but some are {self.ignore_index}, an ignored label. If this label"
+                " means the class, convert the masks by `mask > 0`."
             )
 
     def example_input(self) -> Tensor:

@@ -85,7 +85,7 @@ def test_table(method, row, federated_trainer, plain_trainer):
     """In the second of two rounds clients use the state stored in the first."""
     make, options = ROWS[row]
     if row == "by hand" and method in NEED_AUTOMATIC_OPTIMIZATION:
-        with pytest.raises(MisconfigurationException, match=r"automatic optimization|optimizes by hand"):
+        with pytest.raises(MisconfigurationException, match=r"automatic optimization|manual optimization"):
             federated_trainer(max_rounds=1, method=METHODS[method]).fit(make(), models.as_datasets(models.vectors()))
         return
     if method == "fednova" and "optimizer_state" in options:

@@ -321,7 +321,7 @@ def test_the_loss_says_which_label_is_void(void, federated_trainer, tmp_path):
     assert rows[0] == rows[1]
     trained = models.Module(net(), models.adam, loss=lambda logits, mask: logits.square().mean())
     trainer = federated_trainer(max_rounds=1, callbacks=[ClientSegmentations(1, tmp_path)])
-    with pytest.raises(MisconfigurationException, match=rf"but got the label {void}: .* as `ignore_index`"):
+    with pytest.raises(MisconfigurationException, match=rf"but got the label {void}: .* set `ignore_index`"):
         trainer.fit(trained, datamodule=FederatedDataModule(data, data, batch_size=3))
 
 

@@ -463,7 +463,7 @@ def test_files_that_do_not_serve(pretrained, tmp_path):
     with pytest.raises(ValueError, match=r"entry 'model\.conv1\.0\.weight' of grey\.pt .* another number of channels"):
         load_encoder_weights(copy.deepcopy(pretrained), tmp_path / "grey.pt")
     torch.save({"a": torch.zeros(1)}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match=r"Those in the file are named a, .*: is it another encoder's"):
+    with pytest.raises(ValueError, match=r"The file has entries named a, .*: the file may belong to another encoder"):
         load_encoder_weights(copy.deepcopy(pretrained), tmp_path / "other.pt")
 
 

@@ -476,7 +476,7 @@ class ClientEvaluation(AskableCallback):
         if self.every_n_rounds > 1:
             raise MisconfigurationException(
                 f"Expected `every_n_rounds=1` on a server without data, but got {self.every_n_rounds}: set"
-                " `check_val_every_n_epoch` of its Trainer, by which callbacks that monitor a score go, too."
+                " `check_val_every_n_epoch` of its Trainer, also the interval of callbacks that monitor a score."
             )
 
         def step(*args: Any, **kwargs: Any) -> None:
@@ -549,8 +549,7 @@ def _check_clients(clients: object) -> Any:
     if clients in ("all", "round") or is_share or (type(clients) is int and clients > 0):
         return clients
     raise OptionError(
-        "Expected `clients` to be 'all', 'round', a number of them from 1 on, or a share in (0, 1], but got"
-        f" {clients!r}."
+        f"Expected `clients` to be 'all', 'round', a number of at least 1, or a share in (0, 1], but got {clients!r}."
     )
 
 

@@ -49,8 +49,8 @@ _log = logging.getLogger(__name__)
 
 REASONS = (
     "it is withheld",
-    "its state is a list of predictions or targets, which are data",
-    "its states have no sum, minimum, maximum or concatenation as `dist_reduce_fx`, so that states cannot be merged",
+    "its state is a list of predictions or targets, and so contains data",
+    "its states have no sum, minimum, maximum or concatenation as `dist_reduce_fx`, so states cannot be merged",
 )
 """Reasons why a state stays with its client."""
 

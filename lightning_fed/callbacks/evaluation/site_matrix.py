@@ -63,7 +63,7 @@ class SiteMatrix(FederatedCallback):
         federation = find_federation(trainer)
         chain, reason = federation.server.chain, ""
         if federation.has_personal_entries:
-            reason = "entries of the clients' own do not leave them, and without them there is no model"
+            reason = "personal entries never leave the clients, so a sent model is incomplete"
         elif chain.reveals != "update" or chain.is_coded:
             reason = "the server sees no single client's model, because of privacy or compression"
         elif not any(isinstance(callback, ClientEvaluation) for callback in callbacks_of(trainer)):

@@ -137,6 +137,6 @@ def _by_pieces(values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 def _check_channels(name: str, values: Tensor) -> None:
     if values.ndim < 2 or values.shape[1] < 2:
         raise ValueError(
-            f"Expected `{name}` of shape (N, C, *size) with C of at least 2, but got {tuple(values.shape)}. Logits of a"
-            " single class l are those of two: 0 and l."
+            f"Expected `{name}` of shape (N, C, *size) with C of at least 2, but got {tuple(values.shape)}. For a"
+            " single class with logit l, pass the two logits 0 and l."
         )

@@ -941,7 +941,7 @@ def test_manual_optimization(federated_trainer):
     with pytest.raises(ValueError, match="a `validation_step` for exact passes with manual optimization"):
         sent(federated_trainer, ClassPrototypes("judge", num_classes=3), Bare(), data)
     module = models.ManualModule(models.mlp())
-    with pytest.raises(MisconfigurationException, match=r"optimizes by hand.*: give `ClassPrototypes` a `layer`"):
+    with pytest.raises(MisconfigurationException, match=r"manual optimization.*: give `ClassPrototypes` a `layer`"):
         sent(federated_trainer, ClassPrototypes(num_classes=3), module, data)
     visits = sent(federated_trainer, ClassPrototypes("net.1", num_classes=3), module, data)
     for client, visit in visits.items():
