@@ -33,11 +33,11 @@ def unite_names() -> None:
     if _version("lightning") != _version("pytorch-lightning"):
         return
     aliases: dict[str, str] = {}
-    for name, other in NAMES.items():
-        if other not in sys.modules and name in sys.modules:
-            aliases[other] = name
+    for name, twin in NAMES.items():
+        if twin not in sys.modules and name in sys.modules:
+            aliases[twin] = name
         elif name not in sys.modules:
-            aliases[name] = other
+            aliases[name] = twin
     sys.meta_path.insert(0, _Aliases(aliases))
 
 
@@ -96,12 +96,12 @@ class _Aliases(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return None if self._other(fullname) is None else spec_from_loader(fullname, self)
+        return None if self._imported_name(fullname) is None else spec_from_loader(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        other = self._other(spec.name)
-        assert other is not None
-        module = import_module(other)
+        imported = self._imported_name(spec.name)
+        assert imported is not None
+        module = import_module(imported)
         self._specs[spec.name] = module.__spec__
         return module
 
@@ -110,10 +110,10 @@ class _Aliases(MetaPathFinder, Loader):
         assert module.__spec__ is not None
         module.__spec__ = self._specs.pop(module.__spec__.name)
 
-    def _other(self, fullname: str) -> str | None:
-        for name, other in self._names.items():
+    def _imported_name(self, fullname: str) -> str | None:
+        for name, imported in self._names.items():
             if fullname == name or fullname.startswith(f"{name}."):
-                return other + fullname[len(name) :]
+                return imported + fullname[len(name) :]
         return None
 
 

@@ -118,7 +118,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         # The folder has a different name, because Lightning searches file names for `last`.
         folder = file.with_name(f".{zlib.crc32(file.name.encode()):08x}.partial")
         shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
-        before = tempfile.tempdir
+        default_folder = tempfile.tempdir
         try:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.tempdir = str(folder)
@@ -127,7 +127,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
             error.add_note(f"Raised while writing {str(file)!r}: the file is unchanged.")
             raise
         finally:
-            tempfile.tempdir = before
+            tempfile.tempdir = default_folder
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -135,11 +135,11 @@ def describe_objects(path: str | Path) -> str:
     """Names the pickled objects in a checkpoint and their classes, without executing code."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open(_find_pickle(archive)) as file:
-            found = dict(_find_objects(_InertUnpickler(file).load(), ""))
+            classes = dict(_find_objects(_InertUnpickler(file).load(), ""))
         unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:  # a damaged or foreign file, with any content
         return "other objects"
-    named = [f"an object of {origin!r} in {name!r}" for name, origin in found.items() if origin in unsafe]
+    named = [f"an object of {origin!r} in {name!r}" for name, origin in classes.items() if origin in unsafe]
     return " and ".join(named[:3]) or f"objects of {sorted(unsafe)[:3]}"
 
 
@@ -188,5 +188,5 @@ def folders_of(trainer: L.Trainer) -> list[str]:
     """Folders for checkpoints, loggers and temporary files."""
     logs = [f"{logger.log_dir or logger.save_dir} ({type(logger).__name__})" for logger in trainer.loggers]
     checkpoints = [str(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
-    found = [trainer.default_root_dir, *checkpoints, *logs, f"{tempfile.gettempdir()} (temporary files)"]
-    return [folder for folder in dict.fromkeys(found) if folder]
+    folders = [trainer.default_root_dir, *checkpoints, *logs, f"{tempfile.gettempdir()} (temporary files)"]
+    return [folder for folder in dict.fromkeys(folders) if folder]

@@ -155,8 +155,8 @@ class Quantized(Compression):
         """Returns the multiples as unsigned offsets, and the scale."""
         levels = 2 ** (self.bits - 1) - 1
         scale = step.abs().max() / levels
-        drawn = torch.rand(step.shape, generator=generator, dtype=torch.float64).to(step.device)
-        multiples = (step / scale + drawn).floor() if float(scale) else torch.zeros_like(step)
+        noise = torch.rand(step.shape, generator=generator, dtype=torch.float64).to(step.device)
+        multiples = (step / scale + noise).floor() if float(scale) else torch.zeros_like(step)
         code = (multiples.clamp(-levels, levels) + levels).to(torch.uint8).flatten()
         if self.bits == 4:
             code = torch.cat([code, code.new_zeros(len(code) % 2)])
@@ -276,7 +276,7 @@ class Downlink(UpdateStep):
         self._errors: State = {}
         self._codes: list[State] = []  # for the newest models
         self._digests: dict[str, str] = {}  # by entry, for the newest model
-        self._held: dict[Client, int] = {}  # model version by client
+        self._client_versions: dict[Client, int] = {}  # model version by client
 
     def check(self, rule: Aggregator, steps: Sequence[UpdateStep]) -> None:
         """Refuses rules without a single shared model, and later steps that change the model."""
@@ -293,7 +293,7 @@ class Downlink(UpdateStep):
         """Starts a round. Entries changed outside the rule are sent without compression."""
         super().start(info, state)
         self.step.start(info, state)
-        changed = [name for name, known in self._digests.items() if digest({name: state[name]}) != known]
+        changed = [name for name, old_digest in self._digests.items() if digest({name: state[name]}) != old_digest]
         if changed and self._codes:
             newest = {key: code for key, code in self._codes[-1].items() if key.partition(":")[2] not in changed}
             self._codes = [*self._codes[:-1], newest]
@@ -304,7 +304,7 @@ class Downlink(UpdateStep):
 
     def on_sent(self, client: Client, broadcast: Broadcast) -> None:
         """Replaces broadcast entries by the codes since the client's model."""
-        behind = self._version - self._held.get(client, -1)
+        behind = self._version - self._client_versions.get(client, -1)
         if VERSION not in broadcast.extras or not 0 < behind <= len(self._codes):
             return
         codes = self._codes[-behind:]
@@ -320,21 +320,21 @@ class Downlink(UpdateStep):
             }
 
     @torch.no_grad()
-    def restore(self, kept: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> State:
+    def restore(self, client_model: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> State:
         """Client side: decodes the compressed entries of a broadcast.
 
         Args:
-            kept: The client's current model.
+            client_model: The client's current model.
             extras: Extras in the broadcast.
         """
-        state, number = dict[str, Tensor](), int(kept.get(VERSION, -1)) + 1
+        state, number = dict[str, Tensor](), int(client_model.get(VERSION, -1)) + 1
         while number and number <= int(extras.get(VERSION, -1)):
             codes = without_prefix(extras, f"{CODES}{number}:code:")
-            if not codes.keys() <= kept.keys() or not codes:
+            if not codes.keys() <= client_model.keys() or not codes:
                 return {}
             for name, code in codes.items():
                 extra = extras[f"{CODES}{number}:of:{name}"].cpu()
-                state[name] = self._add(state.get(name, kept[name]), code.cpu(), extra)
+                state[name] = self._add(state.get(name, client_model[name]), code.cpu(), extra)
             number += 1
         return state
 
@@ -360,10 +360,12 @@ class Downlink(UpdateStep):
         self._version += 1
         return new
 
-    def note(self, clients: Iterable[Client]) -> None:
+    def record_clients(self, clients: Iterable[Client]) -> None:
         """Records clients that hold the previous model."""
-        held = self._held | dict.fromkeys(clients, self._version - 1)
-        self._held = {client: last for client, last in held.items() if last >= self._version - len(self._codes)}
+        versions = self._client_versions | dict.fromkeys(clients, self._version - 1)
+        self._client_versions = {
+            client: version for client, version in versions.items() if version >= self._version - len(self._codes)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Compression errors, recent codes, and model versions."""
@@ -372,18 +374,18 @@ class Downlink(UpdateStep):
             "errors": dict(self._errors),
             "codes": list(self._codes),
             "digests": dict(self._digests),
-            "clients": plain_keys(self._held),
-            "held": list(self._held.values()),
+            "clients": plain_keys(self._client_versions),
+            "held": list(self._client_versions.values()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._version, self._errors = state.get("version", 0), dict(state.get("errors", {}))
         self._codes, self._digests = list(state.get("codes", ())), dict(state.get("digests", {}))
-        self._held = dict(zip(state.get("clients", ()), state.get("held", ()), strict=True))
+        self._client_versions = dict(zip(state.get("clients", ()), state.get("held", ()), strict=True))
 
     def _add(self, value: Tensor, code: Tensor, extra: Tensor) -> Tensor:
-        before = to_float64(value)
-        return cast_back(before + self.step.decode(code, extra, before), value)
+        start = to_float64(value)
+        return cast_back(start + self.step.decode(code, extra, start), value)
 
 
 class HeldModels(FederatedCallback):
@@ -397,7 +399,7 @@ class HeldModels(FederatedCallback):
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
         if is_new:
-            self._step.note(find_federation(trainer).server.report.received)
+            self._step.record_clients(find_federation(trainer).server.report.received)
 
 
 def read_scale(extra: Tensor) -> Tensor:

@@ -22,12 +22,12 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
 @contextmanager
 def root_logger_as_it_was() -> Iterator[None]:
     """Removes root handlers added within the context: only programs should configure the root logger."""
-    before = [*logging.root.handlers]
+    old_handlers = [*logging.root.handlers]
     try:
         yield
     finally:
         for handler in [*logging.root.handlers]:
-            if handler not in before:
+            if handler not in old_handlers:
                 logging.root.removeHandler(handler)
 
 

@@ -49,23 +49,23 @@ def remembered_subclasses() -> Iterator[None]:
     times per recipe, with over a thousand subclasses of ``nn.Module``. The patched function is private. Without the
     function parsing is only slower.
     """
-    find = getattr(_typehints, "get_all_subclass_paths", None)
-    if find is None:
+    search = getattr(_typehints, "get_all_subclass_paths", None)
+    if search is None:
         yield
         return
-    known: dict[Any, list[str]] = {}
+    cache: dict[Any, list[str]] = {}
 
     def look_up(*arguments: Any, **options: Any) -> list[str]:
         key = (arguments, tuple(sorted(options.items())), len(sys.modules))
-        if key not in known:
-            known[key] = find(*arguments, **options)
-        return known[key]
+        if key not in cache:
+            cache[key] = search(*arguments, **options)
+        return cache[key]
 
     _typehints.get_all_subclass_paths = look_up
     try:
         yield
     finally:
-        _typehints.get_all_subclass_paths = find
+        _typehints.get_all_subclass_paths = search
 
 
 class FederatedCLI(LightningCLI):
@@ -80,7 +80,7 @@ class FederatedCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, run: bool = True) -> None:
-        self._kept_path: str | None = None
+        self._hidden_path: str | None = None
         commands = dict(COMMANDS)
         if run and isinstance(args, list) and args and args[0] in COMMANDS:
             # Only the requested command needs a parser; the others would multiply the start-up time.
@@ -108,20 +108,20 @@ class FederatedCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parses the command line. Saved hyper-parameters replace the recipe's if the checkpoint names a class."""
         super().parse_arguments(parser, args)
-        own = self.config.get(self.config.get("subcommand", ""), {})
-        path = own.get("ckpt_path")
+        options = self.config.get(self.config.get("subcommand", ""), {})
+        path = options.get("ckpt_path")
         if path and Path(path).is_file():
             saved = torch.load(path, weights_only=True, map_location="cpu", mmap=True).get("hyper_parameters")
             # Hyper-parameters without a class come from a fit in Python. Lightning would pass them to the recipe's
             # model.
             if saved and "_class_path" not in saved:
-                self._kept_path, own["ckpt_path"] = path, None
+                self._hidden_path, options["ckpt_path"] = path, None
                 sys.stderr.write(f"note: {path} was saved from Python: using the model and arguments in the recipe.\n")
 
     def before_instantiate_classes(self) -> None:
         """Restores a checkpoint path hidden from Lightning's parser."""
-        if self._kept_path is not None:
-            self.config[self.config.subcommand].ckpt_path = self._kept_path
+        if self._hidden_path is not None:
+            self.config[self.config.subcommand].ckpt_path = self._hidden_path
 
     def instantiate_classes(self) -> None:
         """Creates data, model and Trainer. A ``ValueError`` becomes a command line error."""

@@ -40,7 +40,7 @@ def train(server, cohorts, clients, start):
             assert server.count(update)
             assert server.accept(update)
         states.append(server.finish_round())
-        step.note(server.report.received)
+        step.record_clients(server.report.received)
     return states, messages
 
 

@@ -39,8 +39,8 @@ class Attack:
     @property
     def needs_population(self) -> str:
         """Reason why the attack needs to know all clients, or an empty string."""
-        drawn = isinstance(self.clients, int)
-        return "it draws the malicious clients from all clients: name the clients instead" if drawn else ""
+        is_drawn = isinstance(self.clients, int)
+        return "it draws the malicious clients from all clients: name the clients instead" if is_drawn else ""
 
     def malicious(self, population: Sequence[Client]) -> frozenset[Client]:
         """Returns the malicious clients.

@@ -137,11 +137,11 @@ class Backdoor(DataAttack):
     ) -> None:
         """Counts images of other classes with the trigger that are assigned to the target."""
         images, labels, *_ = _parts(batch)
-        others = images[labels != self.target]
-        if len(others):
-            logits = pl_module(add_trigger(others, self.size, self.value))
+        other_classes = images[labels != self.target]
+        if len(other_classes):
+            logits = pl_module(add_trigger(other_classes, self.size, self.value))
             self._hits += int((logits.argmax(1) == self.target).sum())
-            self._count += len(others)
+            self._count += len(other_classes)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         counts = process_group_of(trainer).gather((self._hits, self._count))

@@ -142,10 +142,10 @@ def state_of(content: dict[str, Any]) -> dict[str, Any]:
 
 def check_entries(module_names: Iterable[str], state: Iterable[str], label: str) -> None:
     """Compares entry names with the module's names. Different names raise ``ValueError``."""
-    expected, given = set(module_names), set(state)
+    expected, actual = set(module_names), set(state)
     faults = [
         f"{words} {sorted(names)[:5]}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
-        for words, names in (("lacks", expected - given), ("contains unexpected", given - expected))
+        for words, names in (("lacks", expected - actual), ("contains unexpected", actual - expected))
         if names
     ]
     if faults:

@@ -131,11 +131,11 @@ def agreement(
     """
     shares = []
     for number, (group, resized) in enumerate(zip(groups, resize_groups(groups, sizes), strict=True)):
-        kept, before, after = _squared_lengths(mean, resized), 0.0, 0.0
+        mean_norms, total, preserved = _squared_lengths(mean, resized), 0.0, 0.0
         for state, assignment, weight in zip(states, assignments, weights, strict=True):
-            before += weight * float(_squared_lengths(state, group).sum())
-            after += weight * float(kept[assignment[number].cpu()].sum())
-        shares.append(min(1.0, after / before) if before else float("nan"))
+            total += weight * float(_squared_lengths(state, group).sum())
+            preserved += weight * float(mean_norms[assignment[number].cpu()].sum())
+        shares.append(min(1.0, preserved / total) if total else float("nan"))
     return shares
 
 

@@ -169,12 +169,12 @@ def match_neurons(
     partition = np.zeros(0, np.int64)
     for _ in range(_MATCHINGS if is_estimated else 1):
         matcher = _Matcher(neurons, mean, noise, prior, score, gamma, max_width)
-        done = matcher.run(generator, passes)
-        before, partition = partition, matcher.partition()
-        if not is_estimated or np.array_equal(before, partition):
+        num_passes = matcher.run(generator, passes)
+        old_partition, partition = partition, matcher.partition()
+        if not is_estimated or np.array_equal(old_partition, partition):
             break
         noise, prior = _estimate(matcher, mean, sizes, variance is not None, prior_variance is not None)
-    return matcher.result(done)
+    return matcher.result(num_passes)
 
 
 class _Matcher:
@@ -196,8 +196,8 @@ class _Matcher:
         is_one_number = bool((precision == precision[:, :1]).all()) and bool(
             (prior_precision == prior_precision[0]).all()
         )
-        self.kept = 1 if is_one_number else len(mean)
-        self.precision, self.prior_precision = precision[:, : self.kept], prior_precision[: self.kept]
+        self.num_columns = 1 if is_one_number else len(mean)
+        self.precision, self.prior_precision = precision[:, : self.num_columns], prior_precision[: self.num_columns]
         self.anchor = prior_precision * mean
         self.scaled = [
             values * client_precision for values, client_precision in zip(neurons, precision, strict=True)
@@ -206,20 +206,20 @@ class _Matcher:
         self.new_scores = [self._new_scores(client, gamma) for client in range(len(neurons))]
         self.assignments = [np.zeros(0, np.int64) for _ in neurons]
         self.sums, self.owners = self.anchor.new_zeros(0, len(mean)), np.zeros(0, np.int64)  # A, n
-        self.precisions = self.sums[:, : self.kept]  # P
+        self.precisions = self.sums[:, : self.num_columns]  # P
 
     def run(self, generator: np.random.Generator, passes: int) -> int:
         """Matches each client once and then in passes. Returns the number of passes."""
         for client in sorted(range(len(self.neurons)), key=lambda client: -len(self.neurons[client])):
             self._match(client)
         partition = self.partition()
-        for done in range(1, passes + 1):
+        for num_passes in range(1, passes + 1):
             for client in generator.permutation(len(self.neurons)).tolist():
                 self._remove(client)
                 self._match(client)
-            before, partition = partition, self.partition()
-            if np.array_equal(before, partition):
-                return done
+            old_partition, partition = partition, self.partition()
+            if np.array_equal(old_partition, partition):
+                return num_passes
         return passes
 
     def partition(self) -> NDArray[np.int64]:
@@ -309,21 +309,25 @@ class _Matcher:
         """Removes a client, and global neurons without other owners."""
         self._add(client, -1)
         self.assignments[client] = self.assignments[client][:0]
-        left = self.owners > 0
-        if left.all():
+        is_owned = self.owners > 0
+        if is_owned.all():
             return
-        kept = torch.from_numpy(np.flatnonzero(left)).to(self.sums.device)
-        self.sums, self.precisions, self.owners = self.sums[kept], self.precisions[kept], self.owners[left]
-        renumbered = np.cumsum(left) - 1
+        owned_indices = torch.from_numpy(np.flatnonzero(is_owned)).to(self.sums.device)
+        self.sums, self.precisions, self.owners = (
+            self.sums[owned_indices],
+            self.precisions[owned_indices],
+            self.owners[is_owned],
+        )
+        renumbered = np.cumsum(is_owned) - 1
         self.assignments = [renumbered[indices] for indices in self.assignments]
 
     def _reduced(self, values: Tensor) -> Tensor:
         # scalar precisions only need the sum over D
-        return values.sum(1, keepdim=True) if self.kept == 1 else values
+        return values.sum(1, keepdim=True) if self.num_columns == 1 else values
 
     def _summed(self, values: Tensor) -> Tensor:
         # scalar precisions have one column for D equal values
-        return values.sum(-1) * (len(self.anchor) // self.kept)
+        return values.sum(-1) * (len(self.anchor) // self.num_columns)
 
 
 def _checked(clients: Sequence[Tensor]) -> list[Tensor]:
@@ -398,11 +402,11 @@ def _estimate(
             products = torch.cat([values[chunk] @ values[chunk].mT for chunk in torch.split(members, rows)])
             noise_of_block = to_float64(block_noise).reciprocal().mean(1).reciprocal()
             prior_of_block = to_float64(block_prior).mean()
-            found = _maximise_likelihood(
+            variances = _maximise_likelihood(
                 products, owned, size, noise_of_block, prior_of_block, is_noise_known, is_prior_known
             )
-            block_noise = block_noise if is_noise_known else cast_back(found[0], mean)[:, None].expand(-1, size)
-            block_prior = block_prior if is_prior_known else cast_back(found[1], mean).expand(size)
+            block_noise = block_noise if is_noise_known else cast_back(variances[0], mean)[:, None].expand(-1, size)
+            block_prior = block_prior if is_prior_known else cast_back(variances[1], mean).expand(size)
         noises.append(block_noise)
         priors.append(block_prior)
         start += size
@@ -439,12 +443,12 @@ def _maximise_likelihood(
         with_mean = (products @ shares[:, :, None])[:, :, 0]  # inner products with the posterior mean
         mean_squares = (with_mean * shares).sum(1)
         residuals = squares - 2 * with_mean + (mean_squares + size * posterior_variance)[:, None]
-        before = torch.cat([noise, prior[None]])
+        old_variances = torch.cat([noise, prior[None]])
         if not is_noise_known:
             noise = torch.maximum((owned * residuals).sum(0) / (owned.sum(0) * size), least)
         if not is_prior_known:
             prior = torch.maximum((mean_squares / size + posterior_variance).mean(), least)
-        if bool(((torch.cat([noise, prior[None]]) / before - 1).abs() < _TOLERANCE).all()):
+        if bool(((torch.cat([noise, prior[None]]) / old_variances - 1).abs() < _TOLERANCE).all()):
             break
     return noise, prior
 

@@ -211,10 +211,10 @@ def _common(group: PermutationGroup, waiting: Sequence[PermutationGroup], roles:
     """Axes to compare across networks: axes of entries without unmatched neurons."""
     unmatched = {axis for later in waiting for axis in later.entries}
     by_role = {axis for axis, entry in group.entries.items() if entry.role in (*roles, "both")}
-    known = {
+    comparable = {
         (name, axis) for name, axis in by_role if not any(entry == name and dim != axis for entry, dim in unmatched)
     }
-    return known or by_role
+    return comparable or by_role
 
 
 def _ordered(neurons: Sequence[Tensor], blocks: int) -> list[Tensor]:

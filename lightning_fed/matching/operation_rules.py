@@ -95,8 +95,8 @@ def move(tracer: Tracer, call: Call) -> Any:
     first = call.args[0]
     if isinstance(first, ParameterView) and call.name in _AXIS_ORDERS:
         numbered = torch.empty(range(1, len(first.axes) + 1), device="meta")
-        moved = call.target(numbered, *call.args[1:], **call.kwargs)
-        return ParameterView(first.name, first.lengths, tuple(first.axes[number - 1] for number in moved.shape))
+        moved_ids = call.target(numbered, *call.args[1:], **call.kwargs)
+        return ParameterView(first.name, first.lengths, tuple(first.axes[number - 1] for number in moved_ids.shape))
 
     def ids_of(value: Any) -> Any:  # float64, because all operations support this dtype
         return (
@@ -105,11 +105,11 @@ def move(tracer: Tracer, call: Call) -> Any:
             else value
         )
 
-    before = torch.unique(torch.cat([tracer.activation(value).ids.reshape(-1) for value in call.tensors]))
-    moved = call.target(*map_leaves(ids_of, call.args), **map_leaves(ids_of, call.kwargs))
-    results = [TracedActivation.of(value.long()) for value in (moved if call.has_many else [moved])]
+    source_ids = torch.unique(torch.cat([tracer.activation(value).ids.reshape(-1) for value in call.tensors]))
+    moved_ids = call.target(*map_leaves(ids_of, call.args), **map_leaves(ids_of, call.kwargs))
+    results = [TracedActivation.of(value.long()) for value in (moved_ids if call.has_many else [moved_ids])]
     for result in results:
-        _keep_apart(tracer, before, result)
+        _keep_apart(tracer, source_ids, result)
     return call.results(*results)
 
 
@@ -150,9 +150,9 @@ def padding(tracer: Tracer, call: Call) -> Any:
     return result
 
 
-def _keep_apart(tracer: Tracer, before: Tensor, result: TracedActivation) -> None:
+def _keep_apart(tracer: Tracer, source_ids: Tensor, result: TracedActivation) -> None:
     # a slice separated these elements from others
-    if not bool(torch.isin(before, result.ids).all()):
+    if not bool(torch.isin(source_ids, result.ids).all()):
         tracer.union_find.constrain(result.ids, "apart")
 
 

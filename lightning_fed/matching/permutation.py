@@ -142,18 +142,18 @@ def resize_groups(groups: Sequence[PermutationGroup], sizes: Sequence[int]) -> l
     for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
         entries = {}
         for axis, entry in group.entries.items():
-            moved, added = torch.arange(entry.length), 0
+            shifted, num_added = torch.arange(entry.length), 0
             columns: dict[int, Tensor] = {}
             for run in sorted(runs.get(axis, []), key=lambda run: run.start):
                 if run.group == number:
-                    columns[run.column] = run.start + added + torch.arange(size * run.repeat).view(size, -1)
-                more = (sizes[run.group] - groups[run.group].size) * run.repeat
-                moved[run.start + groups[run.group].size * run.repeat :] += more
-                added += more
+                    columns[run.column] = run.start + num_added + torch.arange(size * run.repeat).view(size, -1)
+                growth = (sizes[run.group] - groups[run.group].size) * run.repeat
+                shifted[run.start + groups[run.group].size * run.repeat :] += growth
+                num_added += growth
             positions = (
-                torch.cat([columns[index] for index in sorted(columns)], 1) if columns else moved[entry.positions]
+                torch.cat([columns[index] for index in sorted(columns)], 1) if columns else shifted[entry.positions]
             )
-            entries[axis] = GroupEntry(positions, entry.role, entry.length + added)
+            entries[axis] = GroupEntry(positions, entry.role, entry.length + num_added)
         resized.append(replace(group, size=size, entries=entries))
     return resized
 

@@ -64,7 +64,7 @@ def find_stages(groups: PermutationGroups, names: Sequence[str], choice: StageCh
     """
     choice = check_stages(choice)
     if not isinstance(choice, str | int):
-        return _given(groups, names, choice)
+        return _stages_from_patterns(groups, names, choice)
     known = set(names)
     ordered = [*(name for name in groups.order if name in known), *names]
     layers = {layer: index for index, layer in enumerate(dict.fromkeys(map(_layer, ordered)))}
@@ -157,7 +157,9 @@ def _cut(groups: PermutationGroups, known: set[str], layers: dict[str, int]) -> 
     return stage_of
 
 
-def _given(groups: PermutationGroups, names: Sequence[str], patterns: Sequence[Sequence[str]]) -> list[Stage]:
+def _stages_from_patterns(
+    groups: PermutationGroups, names: Sequence[str], patterns: Sequence[Sequence[str]]
+) -> list[Stage]:
     stage_of = {}
     for name in names:
         matching = [

@@ -282,7 +282,7 @@ class Tracer:
         value = node.meta.get("val")
         has_many = isinstance(value, list | tuple)
         values: list[Any] = [*value] if isinstance(value, list | tuple) else [value]
-        shapes = [tuple(one.shape) if isinstance(one, Tensor) else None for one in values]
+        shapes = [tuple(result.shape) if isinstance(result, Tensor) else None for result in values]
         name = _op_name(node)
         call = Call(name, node.target, args, kwargs, _bound(node.target, args, kwargs), shapes, has_many)
         rule = self._rule(node)

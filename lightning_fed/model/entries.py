@@ -99,11 +99,15 @@ def _state_tensors(module: nn.Module, slots: Sequence[Slot]) -> State:
     names = tied_names(state)
     state = {name: value for name, value in state.items() if names[name] == name}
     memories = {_memory(slot.tensor) for slot in slots}
-    others = {name: value for name, value in state.items() if _memory(value) not in memories}
-    if not others:
+    unmatched = {name: value for name, value in state.items() if _memory(value) not in memories}
+    if not unmatched:
         return state
-    again = module.state_dict()  # `state` is alive, so a copy has another address now
-    copied = {name for name, value in others.items() if name not in again or _memory(again[name]) != _memory(value)}
+    second_state = module.state_dict()  # `state` is alive, so a copy has another address now
+    copied = {
+        name
+        for name, value in unmatched.items()
+        if name not in second_state or _memory(second_state[name]) != _memory(value)
+    }
     return {name: value for name, value in state.items() if name not in copied}
 
 
@@ -143,8 +147,10 @@ def _entry_names(module: nn.Module) -> dict[Tensor, str]:
     entries = _state_tensors(module, slots)
     names = {_memory(value): name for name, value in entries.items()}
     # Tensors without memory are found by name only.
-    found = ((slot.tensor, names.get(_memory(slot.tensor)) if _memory(slot.tensor) else slot.path) for slot in slots)
-    return {tensor: name for tensor, name in found if name in entries}
+    named_tensors = (
+        (slot.tensor, names.get(_memory(slot.tensor)) if _memory(slot.tensor) else slot.path) for slot in slots
+    )
+    return {tensor: name for tensor, name in named_tensors if name in entries}
 
 
 def entry_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -327,9 +333,9 @@ def identical_entries(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -
         >>> sorted(identical_entries(left, {"a": torch.zeros(2), "b": torch.zeros(2).half(), "d": torch.zeros(2)}))
         ['a']
     """
-    both = [name for name in left if name in right]
-    same = {name for name in both if left[name] is right[name]}
-    alike = [name for name in both if name not in same and _form(left[name]) == _form(right[name])]
+    common = [name for name in left if name in right]
+    same = {name for name in common if left[name] is right[name]}
+    alike = [name for name in common if name not in same and _form(left[name]) == _form(right[name])]
     flags = are_equal([left[name] for name in alike], [right[name] for name in alike])
     return frozenset(same.union(name for name, flag in zip(alike, flags, strict=True) if flag))
 
@@ -476,8 +482,8 @@ def distance(new: Mapping[str, Tensor], old: Mapping[str, Tensor], names: Iterab
         >>> distance({"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)}, ["w", "b"])
         5.0
     """
-    both = [name for name in names if name in new and name in old and new[name].shape == old[name].shape]
-    return float(norm(differences((new[name], old[name]) for name in both))) if both else None
+    common = [name for name in names if name in new and name in old and new[name].shape == old[name].shape]
+    return float(norm(differences((new[name], old[name]) for name in common))) if common else None
 
 
 def entry_policies(

@@ -32,10 +32,10 @@ def shuffled_state(state: Mapping[str, Tensor], names: Collection[str], seed: in
                 [3., 1.]]), 'running_mean': tensor([4., 5.])}
     """
     generator = torch.Generator().manual_seed(seed)
-    drawn = dict(state)
+    shuffled = dict(state)
     for name in sorted(names):
         values = state[name].detach().flatten()
         positions = values.nonzero().flatten()
         order = torch.randperm(len(positions), generator=generator).to(positions.device)
-        drawn[name] = values.index_copy(0, positions, values[positions[order]]).view_as(state[name])
-    return drawn
+        shuffled[name] = values.index_copy(0, positions, values[positions[order]]).view_as(state[name])
+    return shuffled

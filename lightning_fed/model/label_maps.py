@@ -48,16 +48,16 @@ def class_indices(
         if not 0 <= excluded < num_classes:
             raise ValueError(f"Expected `exclude_classes` to be in 0 to {num_classes - 1}, but got {excluded}.")
     labels = labels.long()
-    kept = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
-    outside = kept & ((labels < 0) | (labels >= num_classes))
+    is_counted = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
+    outside = is_counted & ((labels < 0) | (labels >= num_classes))
     if outside.any():
         raise ValueError(
             f"Expected `labels` to be in 0 to {num_classes - 1} or `ignore_index` ({ignore_index}), but got"
             f" {int(labels[outside][0])}."
         )
     for excluded in exclude_classes:
-        kept &= labels != excluded
-    return torch.where(kept, labels, num_classes)
+        is_counted &= labels != excluded
+    return torch.where(is_counted, labels, num_classes)
 
 
 def void_label(ignore_index: VoidLabel, num_classes: int) -> int | None:

@@ -49,10 +49,10 @@ class UnseenStatistics:
     """
 
     def __init__(self, module: nn.Module, layers: Iterable[str] | None = None) -> None:
-        known = batch_norm_layers(module)
-        names = list(known if layers is None else layers)
+        all_layers = batch_norm_layers(module)
+        names = list(all_layers if layers is None else layers)
         self.is_active, self.names = True, names
-        self._handles = [known[name].register_forward_pre_hook(partial(self._adapt, name)) for name in names]
+        self._handles = [all_layers[name].register_forward_pre_hook(partial(self._adapt, name)) for name in names]
         self._eager = ExitStack()
         self._eager.enter_context(without_compiled_code())
 

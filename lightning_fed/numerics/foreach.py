@@ -26,9 +26,9 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
         >>> copies([torch.ones(2), torch.tensor(3)])
         [tensor([1., 1.]), tensor(3)]
     """
-    made = [torch.empty_like(value) for value in tensors]
-    copy_into(made, tensors)
-    return made
+    results = [torch.empty_like(value) for value in tensors]
+    copy_into(results, tensors)
+    return results
 
 
 @torch.no_grad()

@@ -20,8 +20,8 @@ def to_float64(value: Tensor, copy: bool = False) -> Tensor:
         >>> to_float64(torch.tensor([1, 2]))
         tensor([1., 2.], dtype=torch.float64)
     """
-    moved = value.to(float64_device(value.device))
-    return moved.to(torch.complex128 if value.is_complex() else torch.float64, copy=copy)
+    on_device = value.to(float64_device(value.device))
+    return on_device.to(torch.complex128 if value.is_complex() else torch.float64, copy=copy)
 
 
 def cast_back(value: Tensor, like: Tensor) -> Tensor:

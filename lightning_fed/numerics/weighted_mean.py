@@ -69,8 +69,8 @@ class WeightedMean:
         if not 0 <= weight < float("inf"):
             raise ValueError(f"Expected `weight` to be finite and not negative, but got {weight}.")
         rows = rows or {}
-        known = [name for name in state if name in self._sums and name not in rows]
-        add_in_float64([self._sums[name] for name in known], [state[name].detach() for name in known], weight)
+        summed = [name for name in state if name in self._sums and name not in rows]
+        add_in_float64([self._sums[name] for name in summed], [state[name].detach() for name in summed], weight)
         for name, value in state.items():
             if name in rows:
                 self._rows.setdefault(name, RowSums()).add(rows[name], value, weight)

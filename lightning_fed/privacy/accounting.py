@@ -134,9 +134,11 @@ def calibrate(
         low, high = low - math.log(2), low
         if low < math.log(_LEAST_NOISE):
             return budget(_LEAST_NOISE)
-    found = math.exp(brentq(excess, low, high, xtol=1e-5))
+    multiplier = math.exp(brentq(excess, low, high, xtol=1e-5))
     return next(
-        enough for tries in range(100) if (enough := budget(found * (1 + tries * 1e-5))).epsilon(rounds) <= epsilon
+        candidate
+        for attempt in range(100)
+        if (candidate := budget(multiplier * (1 + attempt * 1e-5))).epsilon(rounds) <= epsilon
     )
 
 

@@ -177,9 +177,9 @@ class CentralDP(UpdateStep):
         Raises:
             ValueError: If no noise reaches ``epsilon``.
         """
-        known = None if self.budget is None else self.budget.noise_multiplier  # of a resumed fit
+        resumed = None if self.budget is None else self.budget.noise_multiplier  # of a resumed fit
         return plan_budget(
-            self.noise_multiplier if self.noise_multiplier is not None else known,
+            self.noise_multiplier if self.noise_multiplier is not None else resumed,
             self.epsilon,
             self.delta,
             population,

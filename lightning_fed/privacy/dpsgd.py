@@ -200,7 +200,7 @@ class DPSGD(FederatedCallback):
     def _reset(self) -> None:
         self._key: int | None = None
         self._accounts: dict[Client | None, _Account] = {}
-        self._of_round: dict[Client | None, _Account] = {}
+        self._round_accounts: dict[Client | None, _Account] = {}
         self._visit: _Visit | None = None
         self._safe_steps: dict[float, int] = {}  # steps within the budget, by sampling probability
 
@@ -284,8 +284,8 @@ class DPSGD(FederatedCallback):
         """
         visit = self._planned(trainer)
         self._read_account(trainer, client)
-        known = self._accounts.get(client)
-        account = visit.of_all if known is None else known.after(visit.of_all)
+        earlier = self._accounts.get(client)
+        account = visit.planned if earlier is None else earlier.after(visit.planned)
         if self.max_epsilon is not None and self._epsilon(account) > self.max_epsilon:
             raise ClientFault(
                 f"its visit of {account.last} steps would raise epsilon from {self.epsilon(client):.4g} to"
@@ -306,26 +306,26 @@ class DPSGD(FederatedCallback):
             MisconfigurationException: If another entry has changed.
         """
         if self._visit is not None:
-            self._visit.check_others()
+            self._visit.check_untrained()
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
         """Removes the hooks and records the steps, even of a failed visit."""
         visit = self._visit
         if visit is not None and visit.number >= 0:
-            self._of_round[client] = visit.of_all.with_steps(visit.number + 1)
+            self._round_accounts[client] = visit.planned.with_steps(visit.number + 1)
         self._end()
-        if self._of_round and _account_path(trainer, client) is not None:
+        if self._round_accounts and _account_path(trainer, client) is not None:
             self._read_account(trainer, client)  # a visit in another process may have updated the account
-            self._enter_round()
+            self._add_round()
             self._write_account(trainer, client)
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None]:
-        shares = yield self._of_round
-        self._of_round = {client: account for share in shares for client, account in share.items()}
+        shares = yield self._round_accounts
+        self._round_accounts = {client: account for share in shares for client, account in share.items()}
 
     def on_server_round_end(self, trainer: L.Trainer, module: L.LightningModule, is_new: bool) -> None:
         """Adds the round's steps to the accounts, logs epsilon, and stops the fit without remaining budget."""
-        self._enter_round()
+        self._add_round()
         federation = federation_of(trainer)
         assert federation is not None
         if not self._accounts:  # remote clients keep their accounts
@@ -351,9 +351,9 @@ class DPSGD(FederatedCallback):
         visit.number = self._accounts[None].steps if visit.client is None else visit.number + 1
         visit.count = len(self._draw(visit, visit.number))
         visit.has_step = False
-        if not visit.was_tried and visit.count > 1:
+        if not visit.was_checked and visit.count > 1:
             check_examples(trainer, pl_module, batch, visit.gradients)
-            visit.was_tried = True
+            visit.was_checked = True
         visit.gradients.values = {}
 
     @torch.no_grad()
@@ -394,10 +394,10 @@ class DPSGD(FederatedCallback):
                 continue
             total = sums.get(parameter, torch.zeros_like(parameter))
             if noise is not None:
-                drawn = noise.standard_normal(tuple(parameter.shape), dtype=_numpy_type(parameter))
-                scaled = self.noise_multiplier * self.max_grad_norm * torch.from_numpy(np.asarray(drawn))
+                normal = noise.standard_normal(tuple(parameter.shape), dtype=_numpy_type(parameter))
+                scaled = self.noise_multiplier * self.max_grad_norm * torch.from_numpy(np.asarray(normal))
                 total = total + scaled.to(parameter)
-            parameter.grad = total / visit.of_all.expected
+            parameter.grad = total / visit.planned.expected
         visit.has_step = True
         if visit.client is None:
             self._accounts[None].steps += 1
@@ -428,7 +428,7 @@ class DPSGD(FederatedCallback):
             MisconfigurationException: If another entry has changed.
         """
         if self._visit is not None and self._visit.client is None:
-            self._visit.check_others()
+            self._visit.check_untrained()
             pl_module.log_dict({"dp/epsilon": self.epsilon(), "dp/delta": self.delta})
 
     # State
@@ -451,12 +451,12 @@ class DPSGD(FederatedCallback):
         Raises:
             ValueError: If earlier steps had different noise.
         """
-        before = state_dict["noise_multiplier"]
+        saved = state_dict["noise_multiplier"]
         if self.planned_epsilon is not None:
-            self.noise_multiplier = before
-        if before != self.noise_multiplier and state_dict["accounts"]:
+            self.noise_multiplier = saved
+        if saved != self.noise_multiplier and state_dict["accounts"]:
             raise OptionError(
-                f"Expected the `noise_multiplier` of earlier steps, {before}, but got {self.noise_multiplier}."
+                f"Expected the `noise_multiplier` of earlier steps, {saved}, but got {self.noise_multiplier}."
             )
         self._key = int(state_dict["key"], 16) if state_dict["key"] else None
         self._accounts = {client: _Account(*counts) for client, counts in state_dict["accounts"].items()}
@@ -495,11 +495,11 @@ class DPSGD(FederatedCallback):
             self.noise_multiplier, epsilon, times,
         )  # fmt: skip
 
-    def _enter_round(self) -> None:
-        for client, account in self._of_round.items():
-            known = self._accounts.get(client)
-            self._accounts[client] = account if known is None else known.after(account)
-        self._of_round = {}
+    def _add_round(self) -> None:
+        for client, account in self._round_accounts.items():
+            earlier = self._accounts.get(client)
+            self._accounts[client] = account if earlier is None else earlier.after(account)
+        self._round_accounts = {}
 
     def _read_account(self, trainer: L.Trainer, client: Client) -> None:
         """Reads a client's account from a file on the client's machine.
@@ -510,13 +510,13 @@ class DPSGD(FederatedCallback):
         path = _account_path(trainer, client)
         if path is None or not path.exists():
             return
-        known = json.loads(path.read_text())
-        if known["noise_multiplier"] != self.noise_multiplier:
+        content = json.loads(path.read_text())
+        if content["noise_multiplier"] != self.noise_multiplier:
             raise ClientFault(
-                f"its earlier steps had noise_multiplier={known['noise_multiplier']} instead of"
+                f"its earlier steps had noise_multiplier={content['noise_multiplier']} instead of"
                 f" {self.noise_multiplier}: a different noise needs another store"
             )
-        self._accounts[client] = _Account(*known["account"])
+        self._accounts[client] = _Account(*content["account"])
 
     def _write_account(self, trainer: L.Trainer, client: Client) -> None:
         path = _account_path(trainer, client)
@@ -549,11 +549,11 @@ class DPSGD(FederatedCallback):
 
     def _begin(self, visit: _Visit, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._end()
-        if self.delta >= 1 / visit.of_all.num_samples and not self._has_warned:
+        if self.delta >= 1 / visit.planned.num_samples and not self._has_warned:
             _log.warning(
                 "delta=%g is not below one over the number of examples (%d): the bound allows to reveal an example.",
                 self.delta,
-                visit.of_all.num_samples,
+                visit.planned.num_samples,
             )
             self._has_warned = True
         visit.watch(module, optimized_parameters(trainer))
@@ -566,7 +566,7 @@ class DPSGD(FederatedCallback):
 
     def _draw(self, visit: _Visit, number: int) -> np.ndarray:
         assert self._key is not None
-        account = visit.of_all
+        account = visit.planned
         return PoissonSampling(self._key).draw(
             visit.client, visit.round, number, account.num_samples, account.batch_size
         )
@@ -585,11 +585,11 @@ class DPSGD(FederatedCallback):
         num_samples, batch_size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
         assert batch_size is not None
         account = _Account(num_samples, batch_size)
-        known = self._accounts.setdefault(None, account)
-        if (known.num_samples, known.batch_size) != (num_samples, batch_size):
+        earlier = self._accounts.setdefault(None, account)
+        if (earlier.num_samples, earlier.batch_size) != (num_samples, batch_size):
             raise OptionError(
-                f"Expected {known.num_samples} examples in batches of {known.batch_size}, as in earlier steps, but got"
-                f" {num_samples} in batches of {batch_size}."
+                f"Expected {earlier.num_samples} examples in batches of {earlier.batch_size}, as in earlier steps, but"
+                f" got {num_samples} in batches of {batch_size}."
             )
         return _DrawnBatches(loader, self)
 
@@ -607,8 +607,8 @@ class DPSGD(FederatedCallback):
     def _largest_epsilon(self, accounts: Iterable[_Account]) -> float:
         largest: dict[int, _Account] = {}  # largest sampling probability by number of steps
         for account in accounts:
-            known = largest.get(account.steps, account)
-            largest[account.steps] = max(known, account, key=lambda one: one.share)
+            current = largest.get(account.steps, account)
+            largest[account.steps] = max(current, account, key=lambda candidate: candidate.share)
         return max(map(self._epsilon, largest.values()), default=0.0)
 
     def _stop_in_time(self, trainer: L.Trainer, epochs: int) -> None:
@@ -619,7 +619,7 @@ class DPSGD(FederatedCallback):
             return
         epsilon = self._largest_epsilon(following)
         if epsilon <= self.max_epsilon:
-            self._note_safe_steps(following)
+            self._record_safe_steps(following)
             return
         if epochs != trainer.max_epochs and trainer.global_step != trainer.max_steps:
             _log.warning(
@@ -632,7 +632,7 @@ class DPSGD(FederatedCallback):
             )
         trainer.should_stop = True
 
-    def _note_safe_steps(self, accounts: Iterable[_Account]) -> None:
+    def _record_safe_steps(self, accounts: Iterable[_Account]) -> None:
         assert self.max_epsilon is not None
         # caches step numbers within the budget, to avoid computing epsilon in every step
         for account in accounts:
@@ -648,13 +648,13 @@ class _Visit:
     Args:
         client: The client; ``None`` without a federation.
         round: Round index.
-        of_all: Account of the complete visit.
+        planned: Account of the complete visit.
     """
 
-    def __init__(self, client: Client | None, round: int, of_all: _Account) -> None:
-        self.client, self.round, self.of_all = client, round, of_all
+    def __init__(self, client: Client | None, round: int, planned: _Account) -> None:
+        self.client, self.round, self.planned = client, round, planned
         self.number, self.count = -1, 0
-        self.was_tried = self.has_step = False
+        self.was_checked = self.has_step = False
 
     def watch(self, module: L.LightningModule, optimized: set[int]) -> None:
         """Starts recording gradients, and copies all entries that must not change."""
@@ -665,12 +665,12 @@ class _Visit:
         }
         self.gradients = ExampleGradients(module, self.trained.values())
         self._module = module
-        self._others = {name: value.detach().clone() for name, value in self._untrained().items()}
+        self._initial_entries = {name: value.detach().clone() for name, value in self._untrained().items()}
 
-    def check_others(self) -> None:
+    def check_untrained(self) -> None:
         """Refuses changes other than noised steps."""
         for name, value in self._untrained().items():
-            if name in self._others and not torch.equal(value, self._others[name]):
+            if name in self._initial_entries and not torch.equal(value, self._initial_entries[name]):
                 raise MisconfigurationException(
                     f"The entry {name!r} of the module has changed in training, but not by a noised optimizer step: it"
                     " may reveal examples. Freeze the entry."

@@ -44,7 +44,7 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
     """Refuses Trainers and modules without private steps. ``ends_early``: the budget may stop the fit."""
     names = [slot.path for slot in tensor_slots(module) if isinstance(slot.tensor, nn.Parameter)]
     tied = set(names) - tensors_by_path(module).keys()
-    own = set(map(id, module.parameters()))
+    parameters = set(map(id, module.parameters()))
     refused = {
         "automatic optimization, because steps of manual optimization have no noise": not module.automatic_optimization,
         f"accumulate_grad_batches=1, but got {trainer.accumulate_grad_batches}: use a larger batch size": (
@@ -64,7 +64,7 @@ def check_trainer(trainer: L.Trainer, module: L.LightningModule, ends_early: boo
             any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers)
         ),
         "optimizers of the module's parameters only: others would train without noise": (
-            not optimized_parameters(trainer) <= own
+            not optimized_parameters(trainer) <= parameters
         ),
         "no `min_epochs` and `min_steps` with `max_epsilon`, which may end the fit earlier": (
             ends_early and bool(trainer.min_epochs or trainer.min_steps)

@@ -94,8 +94,8 @@ class ExampleGradients:
             )
         if output.requires_grad:
             # Inputs are detached now, because later operations may write into the output.
-            noted = [value.detach() for value in inputs]
-            output.register_hook(partial(self._add, layer, noted))  # type: ignore[no-untyped-call]
+            activations = [value.detach() for value in inputs]
+            output.register_hook(partial(self._add, layer, activations))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _add(self, layer: nn.Module, activations: list[Tensor], output_gradient: Tensor) -> None:
@@ -107,13 +107,13 @@ class ExampleGradients:
                 continue
             if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:  # Opacus ignores `padding_idx`
                 values[:, layer.padding_idx] = 0
-            known = self.values.get(parameter)
-            if known is not None and len(known) != len(values):
+            earlier = self.values.get(parameter)
+            if earlier is not None and len(earlier) != len(values):
                 raise MisconfigurationException(
-                    f"The layer {self._names[layer]!r} sees {len(known)} and {len(values)} rows of one batch, so"
+                    f"The layer {self._names[layer]!r} sees {len(earlier)} and {len(values)} rows of one batch, so"
                     " gradients per example are unknown."
                 )
-            self.values[parameter] = values if known is None else known + values
+            self.values[parameter] = values if earlier is None else earlier + values
 
 
 def clipped_sum(
@@ -185,34 +185,36 @@ def check_examples(trainer: L.Trainer, module: L.LightningModule, batch: Any, gr
     step: Any = module.training_step
     while isinstance(step, OverriddenMethod):
         step = step.original
-    rest = [0] * (len(inspect.signature(step).parameters) > 1)
+    batch_index = [0] * (len(inspect.signature(step).parameters) > 1)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     modes = [(layer, layer.training) for layer in module.modules()]
 
     def flat(rows: slice, seed: int) -> Tensor:
         gradients.values = {}
         with seeded_generators(seed), trainer.precision_plugin.forward_context():
-            output = step(_some_of(batch, rows), *rest)
+            output = step(_some_of(batch, rows), *batch_index)
         loss = loss_in(output)
-        found = torch.autograd.grad(loss, parameters, allow_unused=True)
-        whole = zip(parameters, found, strict=True)
-        return _flat([torch.zeros_like(value) if one is None else one for value, one in whole])
+        loss_gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        pairs = zip(parameters, loss_gradients, strict=True)
+        return _flat([torch.zeros_like(value) if gradient is None else gradient for value, gradient in pairs])
 
     with isolated_pass(module, gradients=True):
         for layer, mode in modes:
             layer.training = mode and not isinstance(layer, nn.modules.dropout._DropoutNd)  # noqa: SLF001
         flat(slice(0, count), 0)
-        beside = gradients.values
+        batch_gradients = gradients.values
         tolerance = 0.1 if "bf16" in trainer.precision else 0.02  # a different summation order flips some ReLUs
         for row in range(2):
-            alone = flat(slice(row, row + 1), 0)
-            parts = ((value, beside.get(value)) for value in parameters)
-            together = count * _flat([torch.zeros_like(value) if part is None else part[row] for value, part in parts])
-            if (together - alone).norm() <= tolerance * alone.norm() + 1e-9:
+            single = flat(slice(row, row + 1), 0)
+            parts = ((value, batch_gradients.get(value)) for value in parameters)
+            from_batch = count * _flat(
+                [torch.zeros_like(value) if part is None else part[row] for value, part in parts]
+            )
+            if (from_batch - single).norm() <= tolerance * single.norm() + 1e-9:
                 continue
-            if not alone.isfinite().all() and not together.isfinite().all():
+            if not single.isfinite().all() and not from_batch.isfinite().all():
                 continue  # the example's gradient is not finite in both cases
-            if (flat(slice(row, row + 1), 1) - alone).norm() > tolerance * alone.norm():
+            if (flat(slice(row, row + 1), 1) - single).norm() > tolerance * single.norm():
                 break  # the step draws random numbers
             raise MisconfigurationException(
                 "The gradient of an example depends on other examples in the batch: `DPSGD` needs a mean loss over"

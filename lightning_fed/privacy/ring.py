@@ -104,11 +104,11 @@ class Ring:
             generator: Draws the rounding.
         """
         scaled = to_float64(value) * self.scale
-        drawn = torch.from_numpy(np.asarray(generator.random(tuple(value.shape)))).to(scaled.device)
-        return in_ring((scaled + drawn).floor().long())
+        noise = torch.from_numpy(np.asarray(generator.random(tuple(value.shape)))).to(scaled.device)
+        return in_ring((scaled + noise).floor().long())
 
-    def add(self, one: Tensor, other: Tensor) -> Tensor:
-        return in_ring(one.long() + other.to(one.device).long())
+    def add(self, first: Tensor, second: Tensor) -> Tensor:
+        return in_ring(first.long() + second.to(first.device).long())
 
     def decode(self, total: Tensor) -> Tensor:
         return to_float64(total.long()) / self.scale

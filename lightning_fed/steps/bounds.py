@@ -89,11 +89,13 @@ class MaxMedianNorm(CollectingStep):
 
     def collect(self, updates: Sequence[Arrived]) -> Sequence[Arrived]:
         names = [trained_entries(self.info, sent) for _, sent in updates]
-        norms = [distance(update.state, sent, own) or 0.0 for (update, sent), own in zip(updates, names, strict=True)]
+        norms = [
+            distance(update.state, sent, entries) or 0.0 for (update, sent), entries in zip(updates, names, strict=True)
+        ]
         bound = self._bound(norms)
         return [
-            (_shortened(update, sent, own, bound, norm), sent)
-            for (update, sent), own, norm in zip(updates, names, norms, strict=True)
+            (_shortened(update, sent, entries, bound, norm), sent)
+            for (update, sent), entries, norm in zip(updates, names, norms, strict=True)
         ]
 
     def metrics(self, norms: Mapping[Client, float]) -> dict[str, float]:

@@ -55,22 +55,22 @@ class Chain:
     def __init__(self, rule: Aggregator, steps: Sequence[UpdateStep] = ()) -> None:
         self.rule, self.steps = rule, [copy.deepcopy(step) for step in steps]
         hiding = [index for index, step in enumerate(self.steps) if step.reveals != "update"]
-        self._hidden = max(hiding, default=0)  # the server sees no single update within these innermost steps
+        self._num_hidden = max(hiding, default=0)  # the server sees no single update within these innermost steps
         changing = [index for index, step in enumerate(self.steps) if type(step).form is not UpdateStep.form]
-        self._plain = min(changing, default=len(self.steps))  # these innermost steps see whole models
-        for step in self.steps[: self._hidden]:
+        self._num_whole = min(changing, default=len(self.steps))  # these innermost steps see whole models
+        for step in self.steps[: self._num_hidden]:
             if isinstance(step, CollectingStep):
                 raise OptionError(
-                    f"Expected no `{type(step).__name__}` before `{type(self.steps[self._hidden]).__name__}` in"
+                    f"Expected no `{type(step).__name__}` before `{type(self.steps[self._num_hidden]).__name__}` in"
                     " `steps`, because it compares single updates, but the server sees no single update there."
                 )
         for step in self.steps:
             step.check(rule, self.steps)
-        for step in self.steps[self._plain + 1 :]:
+        for step in self.steps[self._num_whole + 1 :]:
             if any(is_overridden(hook, step, UpdateStep) for hook in ("on_client", "on_server", "hold")):
                 raise OptionError(
-                    f"Expected `{type(step).__name__}` before `{type(self.steps[self._plain]).__name__}` in `steps`,"
-                    " but got the reverse order: after it, updates are codes instead of models."
+                    f"Expected `{type(step).__name__}` before `{type(self.steps[self._num_whole]).__name__}` in"
+                    " `steps`, but got the reverse order: after it, updates are codes instead of models."
                 )
         self.held: list[Held | None] = [None] * len(self.steps)
         self._state: State = {}
@@ -95,7 +95,7 @@ class Chain:
     @property
     def is_coded(self) -> bool:
         """True if a step encodes updates, so the payload is not a model."""
-        return self._plain < len(self.steps)
+        return self._num_whole < len(self.steps)
 
     def start(self, info: RoundInfo, state: State) -> None:
         self._state = state
@@ -130,14 +130,14 @@ class Chain:
         """
         for index, (name, step) in enumerate(self._named_steps().items()):
             prefix = f"step:{name}:"
-            known = {key.removeprefix(prefix): memory.pop(key) for key in list(memory) if key.startswith(prefix)}
-            update = step.on_client(update, sent, known)
-            if index < self._hidden:
+            step_memory = {key.removeprefix(prefix): memory.pop(key) for key in list(memory) if key.startswith(prefix)}
+            update = step.on_client(update, sent, step_memory)
+            if index < self._num_hidden:
                 try:
                     update = step.on_server(update, sent.state)
                 except BadUpdate as error:
                     raise ClientFault(str(error)) from error
-            memory |= {f"{prefix}{key}": value for key, value in known.items()}
+            memory |= {f"{prefix}{key}": value for key, value in step_memory.items()}
         return update
 
     # Server
@@ -175,9 +175,9 @@ class Chain:
         Raises:
             TypeError: If the other process has a different rule or collecting step.
         """
-        own, given = type(self.part).__name__, type(other).__name__
+        kind, other_kind = type(self.part).__name__, type(other).__name__
         if type(other) is not type(self.part):
-            raise TypeError(f"Expected all processes to have the same rule and steps, but got a {given} for a {own}.")
+            raise TypeError(f"Expected the same rule and steps in all processes, but got {other_kind} for {kind}.")
         self.part.merge(other)
 
     @property
@@ -257,24 +257,24 @@ class Chain:
         inspect: Callable[[ClientUpdate, State], None] | None = None,
     ) -> None:
         for index in reversed(range(start)):
-            if inspect is not None and index + 1 == self._plain:
+            if inspect is not None and index + 1 == self._num_whole:
                 inspect(update, sent)
             step, held = self.steps[index], self.held[index]
-            if index >= self._hidden:  # the client has applied the other steps
+            if index >= self._num_hidden:  # the client has applied the other steps
                 update = step.on_server(update, sent)
             if held is not None:
                 held.add(update, sent)
                 return
-        if inspect is not None and self._plain == 0:
+        if inspect is not None and self._num_whole == 0:
             inspect(update, sent)
         self.rule.receive(update)
 
 
 def _describe_step(step: UpdateStep) -> str:
     """Describes the arguments of a step, read from attributes with the same names."""
-    known = vars(step)
+    attributes = vars(step)
     arguments = dict.fromkeys(name for kind in type(step).__mro__ for name in inspect.signature(kind).parameters)
-    values = {name: known[name] for name in arguments if name in known}
+    values = {name: attributes[name] for name in arguments if name in attributes}
     texts = {
         name: _describe_step(value)
         if isinstance(value, UpdateStep)

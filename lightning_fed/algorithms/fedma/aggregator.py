@@ -207,7 +207,7 @@ class FedMA(Aggregator):
     def clients_with_models(self) -> frozenset[Client]:
         """Clients with a stored model needed in later rounds."""
         passes = (self._last_pass, self._open_pass)
-        return frozenset().union(*(known.assignments for known in passes if known is not None))
+        return frozenset().union(*(matching_pass.assignments for matching_pass in passes if matching_pass is not None))
 
     @property
     def unfinished(self) -> tuple[Stage, MatchingPass] | None:
@@ -235,8 +235,8 @@ class FedMA(Aggregator):
         self._info, self._state, self.received, self._metrics = info, state, {}, {}
         self._changed = frozenset[str]()
         if self._last_pass is not None and not self._pass(info.round).stage:
-            known = {name for stage in self._stages[:-1] for name in stage.entries}
-            hashes = {name: tensor_hash(value) for name, value in state.items() if name in known}
+            matched_names = {name for stage in self._stages[:-1] for name in stage.entries}
+            hashes = {name: tensor_hash(value) for name, value in state.items() if name in matched_names}
             self._changed = frozenset(name for name in state if hashes.get(name) != self._last_pass.hashes[name])
 
     def broadcast(self, request: Request) -> Broadcast:
@@ -345,9 +345,9 @@ class FedMA(Aggregator):
     def state_dict(self) -> dict[str, Any]:
         """The current pass and the last complete pass."""
         passes = {
-            name: dict(vars(known))
-            for name, known in (("current", self._open_pass), ("last", self._last_pass))
-            if known
+            name: dict(vars(matching_pass))
+            for name, matching_pass in (("current", self._open_pass), ("last", self._last_pass))
+            if matching_pass
         }
         return {**passes, "client_widths": dict(self.client_widths)} if passes else {}
 

@@ -116,7 +116,7 @@ class LayerwiseTraining(FederatedCallback):
         self.groups = PermutationGroups(())
         self._hook: OverriddenMethod | None = None
         self._initial: State = {}  # initial module; clients shuffle these weights
-        self._drawn = frozenset[str]()
+        self._shuffled_names = frozenset[str]()
         self._stages: list[frozenset[str]] = []  # entries
         self._frozen_parameters: list[nn.Parameter] = []
         self._frozen_layers: list[nn.Module] = []
@@ -211,7 +211,7 @@ class LayerwiseTraining(FederatedCallback):
             self._labels = self._find_labels(trainer, pl_module, rule)
         is_drawn = rule.initial == "independent" and not rule.widths
         self._initial = copy_state(shared) if is_drawn else {}
-        self._drawn = trainable_entries(pl_module) & shared.keys()
+        self._shuffled_names = trainable_entries(pl_module) & shared.keys()
         rank_zero_info(
             f"FedMA: {len(groups)} groups with {sum(groups.sizes.values())} neurons in {len(stages)} stages, one round"
             f" per stage, a new model every {len(stages)} rounds:"
@@ -260,8 +260,8 @@ class LayerwiseTraining(FederatedCallback):
         if self._counts is not None and self._batches_left:
             self._batches_left -= 1
             labels = as_classes(find_target(batch, self._labels), 2)
-            known = labels[(labels >= 0) & (labels < len(self._counts))]  # excludes ignored labels
-            self._counts += torch.bincount(known.flatten().long().cpu(), minlength=len(self._counts))
+            class_labels = labels[(labels >= 0) & (labels < len(self._counts))]  # excludes ignored labels
+            self._counts += torch.bincount(class_labels.flatten().long().cpu(), minlength=len(self._counts))
         return batch
 
     def on_client_end(
@@ -348,7 +348,7 @@ class LayerwiseTraining(FederatedCallback):
             return self.groups.resized(widths).slice(model, assignment) | broadcast.state
         if not broadcast.state:
             seed = derive_seed(federation.schedule.seed, client_key(client))
-            return shuffled_state(self._initial, self._drawn, seed)
+            return shuffled_state(self._initial, self._shuffled_names, seed)
         return broadcast.state
 
     def _find_labels(self, trainer: L.Trainer, module: L.LightningModule, rule: FedMA) -> BatchKey:

@@ -213,9 +213,9 @@ class FedMargin(Aggregator):
         Raises:
             BadUpdates: For clients with a different number of features than most clients, or with outlying prototypes.
         """
-        known = None if self.prototypes is None else self.prototypes.means.shape[1]
+        num_features = None if self.prototypes is None else self.prototypes.means.shape[1]
         extras = {update.client: update.extras for update in self.updates}
-        faults = find_outlying_prototypes(extras) | find_mismatched_prototypes(extras, known)
+        faults = find_outlying_prototypes(extras) | find_mismatched_prototypes(extras, num_features)
         self.updates = [update for update in self.updates if update.client not in faults]
         if faults:
             raise BadUpdates(faults)
@@ -299,12 +299,14 @@ class FedMargin(Aggregator):
             if len(update.extras.get("prototypes:classes", ()))
         }
         self._forget_other_features({extras["prototypes:means"].shape[1] for extras in packed.values()})
-        known = 0 if self.prototypes is None else len(self.prototypes.counts)
-        count = max([known, *(int(extras["prototypes:classes"].max()) + 1 for extras in packed.values())])
+        num_known = 0 if self.prototypes is None else len(self.prototypes.counts)
+        num_classes = max([num_known, *(int(extras["prototypes:classes"].max()) + 1 for extras in packed.values())])
         if self.prototypes is not None:
             means, counts = self.prototypes
-            self.prototypes = Prototypes(F.pad(means, (0, 0, 0, count - known)), F.pad(counts, (0, count - known)))
-        sets = {number: unpack_prototypes(extras, count) for number, extras in packed.items()}
+            self.prototypes = Prototypes(
+                F.pad(means, (0, 0, 0, num_classes - num_known)), F.pad(counts, (0, num_classes - num_known))
+            )
+        sets = {number: unpack_prototypes(extras, num_classes) for number, extras in packed.items()}
         return {number: prototypes for number, prototypes in sets.items() if prototypes is not None}
 
     def _forget_other_features(self, widths: Set[int]) -> None:

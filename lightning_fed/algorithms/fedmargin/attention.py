@@ -57,9 +57,9 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
     if kind == "sum":
         values = values.clamp(min=0)
     # The mean of differences from the minimum is exact for equal values.
-    known = values[~values.isnan()]
-    least = known.min() if len(known) else values.new_zeros(())
-    mean = least + (known - least).mean() if len(known) else least
+    present_margins = values[~values.isnan()]
+    smallest = present_margins.min() if len(present_margins) else values.new_zeros(())
+    mean = smallest + (present_margins - smallest).mean() if len(present_margins) else smallest
     values = values.where(~values.isnan(), mean)
     if kind == "sum":
         return _normalized(_over_largest(values))

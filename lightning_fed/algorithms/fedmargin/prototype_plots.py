@@ -174,8 +174,8 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
             if fault is not None:
                 _log.warning("The prototypes of client %r are not drawn: %s.", client, fault)
         sets = [unpack_prototypes(packed, num_classes) for client, packed in sent.items() if faults[client] is None]
-        known = [prototypes for prototypes in sets if prototypes is not None and prototypes.present.any()]
-        return aggregate_prototypes(known) if known else None
+        client_prototypes = [prototypes for prototypes in sets if prototypes is not None and prototypes.present.any()]
+        return aggregate_prototypes(client_prototypes) if client_prototypes else None
 
     def _draw(self, trainer: L.Trainer, prototypes: Prototypes | None, title: str) -> None:
         epoch = trainer.current_epoch
@@ -212,13 +212,13 @@ def _figure(view: PrincipalAxes, means: Tensor, shown: Sequence[tuple[str, Color
     from matplotlib.figure import Figure  # the extra `demo`
 
     points = view.project(means)
-    seen, total = (float((values - values.mean(0)).square().sum()) for values in (points, means.double()))
+    plane_variance, variance = (float((values - values.mean(0)).square().sum()) for values in (points, means.double()))
     figure = Figure(figsize=(6, 6), dpi=100, layout="constrained")
     axes = figure.subplots()
     for (x, y), (name, color) in zip(points.tolist(), shown, strict=True):
         axes.scatter(x, y, s=100, color=[v / 255 for v in color], edgecolors="black", linewidths=0.5, zorder=4)
         axes.annotate(name, (x, y), xytext=(7, 7), textcoords="offset points", zorder=3)
-    axes.set_title(f"{title}: {seen / total if total else 1:.0%} of the spread")
+    axes.set_title(f"{title}: {plane_variance / variance if variance else 1:.0%} of the spread")
     axes.set_aspect("equal", adjustable="datalim")
     axes.margins(0.15)
     axes.grid(alpha=0.3)

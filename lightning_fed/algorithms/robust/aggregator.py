@@ -132,7 +132,7 @@ class RobustAggregator(Aggregator):
                 {member: reason for client, reason in faults.items() for member in self.origins[client][0]}
             )
         num_malicious = self.tolerated(len(clients))
-        combined, kept = self.combine(steps, num_malicious)
+        combined, influence = self.combine(steps, num_malicious)
         statistics, _ = Steps(self._state, states, [*filter(is_running_statistic, names)]).by_coordinate(
             partial(trimmed_mean, num_trimmed=num_malicious)
         )
@@ -141,7 +141,7 @@ class RobustAggregator(Aggregator):
             name: cast_back(combined[name], old) if name in combined else majority([state[name] for state in states])
             for name, old in self._state.items()
         }
-        self._note(clients, kept)
+        self._record_exclusions(clients, influence)
         self.updates = {}
         return new
 
@@ -194,18 +194,18 @@ class RobustAggregator(Aggregator):
             f" {count}"
         )
 
-    def _note(self, clients: Sequence[Client], kept: Tensor) -> None:
-        counted: dict[Client, float] = defaultdict(float)
-        for client, share in zip(clients, kept.tolist(), strict=True):
+    def _record_exclusions(self, clients: Sequence[Client], influence: Tensor) -> None:
+        weights: dict[Client, float] = defaultdict(float)
+        for client, share in zip(clients, influence.tolist(), strict=True):
             for member, part in self.origins[client][1].items():
-                counted[member] += share * part
-        most = max(counted.values(), default=0.0) or 1.0
-        self._excluded_now = {client: 1 - share / most for client, share in counted.items()}
-        noted = dict(self.excluded)
+                weights[member] += share * part
+        largest = max(weights.values(), default=0.0) or 1.0
+        self._excluded_now = {client: 1 - share / largest for client, share in weights.items()}
+        excluded = dict(self.excluded)
         for client, share in self._excluded_now.items():
-            total, count = noted.get(client, (0.0, 0))
-            noted[client] = total + share, count + 1
-        self.excluded = noted
+            total, count = excluded.get(client, (0.0, 0))
+            excluded[client] = total + share, count + 1
+        self.excluded = excluded
 
 
 def number_entries(state: State) -> list[str]:

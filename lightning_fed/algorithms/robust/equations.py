@@ -62,9 +62,9 @@ def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
         Descent", NeurIPS 2017, section 4.
     """
     size = len(distances)
-    others = distances + torch.diag(distances.new_full((size,), float("inf")))
+    distances_to_others = distances + torch.diag(distances.new_full((size,), float("inf")))
     neighbors = min(size - 1, max(1, size - num_malicious - 2))
-    return others.sort(dim=1).values[:, :neighbors].sum(1)
+    return distances_to_others.sort(dim=1).values[:, :neighbors].sum(1)
 
 
 def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
@@ -244,8 +244,8 @@ def trust_weights(norms: Tensor, products: Tensor, trusted_norm: float) -> tuple
         Cao, Fang, Liu & Gong, "FLTrust: Byzantine-robust Federated Learning via Trust Bootstrapping", NDSS 2021,
         equations 2 to 4.
     """
-    both = norms * trusted_norm
-    scores = torch.where(both > 0, products / both, torch.zeros_like(both)).clamp(0, 1)
+    norm_products = norms * trusted_norm
+    scores = torch.where(norm_products > 0, products / norm_products, torch.zeros_like(norm_products)).clamp(0, 1)
     total = float(scores.sum())
     if total == 0:
         return torch.zeros_like(scores), scores
@@ -278,9 +278,9 @@ def trimmed_mean(rows: Tensor, num_trimmed: int) -> tuple[Tensor, Tensor]:
     """
     if not num_trimmed:
         return rows.mean(0), rows.new_full((len(rows),), rows.shape[1])
-    kept = rows.sort(dim=0).values[num_trimmed : len(rows) - num_trimmed]
-    is_kept = (rows >= kept[0]) & (rows <= kept[-1])
-    return kept.mean(0), is_kept.sum(1).to(rows.dtype)
+    middle_values = rows.sort(dim=0).values[num_trimmed : len(rows) - num_trimmed]
+    is_kept = (rows >= middle_values[0]) & (rows <= middle_values[-1])
+    return middle_values.mean(0), is_kept.sum(1).to(rows.dtype)
 
 
 def mean_around_median(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -77,9 +77,9 @@ class Steps:
         """
         total = torch.zeros(len(self._states), dtype=torch.float64)
         for name in self.names:
-            other = _as_real(direction[name])
+            direction_values = _as_real(direction[name])
             for columns, rows, base in self._chunks(name):
-                total += ((rows - base) @ other[columns].to(base.device)).cpu()
+                total += ((rows - base) @ direction_values[columns].to(base.device)).cpu()
         return total
 
     @torch.no_grad()
@@ -90,12 +90,12 @@ class Steps:
             weights: Weights with any sum, shape ``(rows,)``.
             plus: Another update with a weight, float64.
         """
-        of_start = float(_rest(weights))
+        global_weight = float(_global_weight(weights))
 
         def combine(name: str, columns: slice, rows: Tensor, base: Tensor) -> Tensor:
             value = weights.to(rows.device) @ rows
-            if of_start:
-                value += of_start * base
+            if global_weight:
+                value += global_weight * base
             if plus is not None:
                 value += plus[0] * _as_real(plus[1][name])[columns].to(value.device)
             return value
@@ -116,21 +116,21 @@ class Steps:
         Returns:
             New state, and the fraction of included coordinates for each row, shape ``(rows,)``.
         """
-        taking_part = torch.arange(len(self)) if chosen is None else chosen
-        counts = torch.zeros(len(taking_part), dtype=torch.float64)
-        number = 0
+        indices = torch.arange(len(self)) if chosen is None else chosen
+        counts = torch.zeros(len(indices), dtype=torch.float64)
+        num_coordinates = 0
 
         def combine_rows(name: str, columns: slice, rows: Tensor, base: Tensor) -> Tensor:
-            nonlocal number
-            value, kept = combine(rows if chosen is None else rows[taking_part.to(rows.device)])
-            counts.add_(kept.cpu())
-            number += len(value)
+            nonlocal num_coordinates
+            value, num_included = combine(rows if chosen is None else rows[indices.to(rows.device)])
+            counts.add_(num_included.cpu())
+            num_coordinates += len(value)
             return value
 
         state = self._combined(combine_rows)
-        kept = torch.zeros(len(self), dtype=torch.float64)
-        kept[taking_part] = counts / max(number, 1)
-        return state, kept
+        num_included = torch.zeros(len(self), dtype=torch.float64)
+        num_included[indices] = counts / max(num_coordinates, 1)
+        return state, num_included
 
     def _combined(self, combine: Callable[[str, slice, Tensor, Tensor], Tensor]) -> State:
         state = {}
@@ -154,10 +154,10 @@ def step_between(start: State, state: State, names: Sequence[str]) -> State:
     return {name: to_float64(state[name]) - to_float64(start[name]) for name in names}
 
 
-def _rest(weights: Tensor) -> Tensor:
+def _global_weight(weights: Tensor) -> Tensor:
     # weight of the global model in a weighted sum of client models; 0 for a mean
-    rest = 1 - weights.sum(-1)
-    return torch.where(rest.abs() < _ROUNDING, torch.zeros_like(rest), rest)
+    weight = 1 - weights.sum(-1)
+    return torch.where(weight.abs() < _ROUNDING, torch.zeros_like(weight), weight)
 
 
 def _as_real(value: Tensor) -> Tensor:
