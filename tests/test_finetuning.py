@@ -161,7 +161,7 @@ def test_on_flower(make_module, clients, federated_trainer, tmp_path):
     transport = FlowerTransport(FakeGrid({11: app}), 60, poll=0.01)
     recorder, module = Recorder(), make_module()
     run_server(
-        federation(), module, None, {**OPTIONS, "max_epochs": 2}, transport, transport.meet(len(clients), 1),
+        federation(), module, None, {**OPTIONS, "max_epochs": 2}, transport, transport.await_clients(len(clients), 1),
         tmp_path / "server", [recorder],
     )  # fmt: skip
     assert_same(state_of(module), state_of(expected))

@@ -17,8 +17,8 @@ _COMMA = r",(?![^\[]*\])"  # except inside brackets: ``fedfusion:levels=[2,-1]``
 def run(args: Sequence[str]) -> None:
     """Runs the command."""
     parser = _parser()
-    mine, own = split_options(args)
-    options = parser.parse_args(mine)
+    command_args, fit_args = split_options(args)
+    options = parser.parse_args(command_args)
     # Imports torch: only after the parser, so errors and help are fast.
     from lightning_fed.compare.method_options import MethodChoice
     from lightning_fed.compare.plan import Plan, run_comparison
@@ -38,7 +38,7 @@ def run(args: Sequence[str]) -> None:
             monitor=options.monitor,
             mode=options.mode,
             test=options.test,
-            overrides=own,
+            overrides=fit_args,
         )
     except ValueError as error:
         parser.error(str(error))

@@ -13,8 +13,8 @@ from lightning_fed.cli.recipes import split_options
 
 def run(args: Sequence[str]) -> None:
     """Runs the command."""
-    mine, own = split_options(args)
-    options = _parser().parse_args(mine)
+    command_args, fit_args = split_options(args)
+    options = _parser().parse_args(command_args)
     # Imports torch: only after the parser, so errors and help are fast.
     from lightning_fed.backends.wire.data import read_data
     from lightning_fed.compare.run import quiet
@@ -22,7 +22,7 @@ def run(args: Sequence[str]) -> None:
     from lightning_fed.recipe import FederatedCLI
 
     with quiet():
-        cli = FederatedCLI(["-c", str(options.recipe), *own], run=False)
+        cli = FederatedCLI(["-c", str(options.recipe), *fit_args], run=False)
     trainer: Any = cli.trainer
     population, _ = read_data(trainer.federation, cli.datamodule)
     report = report_clients(

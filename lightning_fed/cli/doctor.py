@@ -88,7 +88,13 @@ def _check_flower(options: argparse.Namespace) -> None:
 def examine(requirements: Sequence[str]) -> tuple[str, bool]:
     """Returns a report for requirements from the metadata, and whether all required packages are installed."""
     parsed = [Requirement(text) for text in requirements]
-    needed = states_of([each for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})])
+    needed = states_of(
+        [
+            requirement
+            for requirement in parsed
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ]
+    )
     lines = [
         f"{PACKAGE} {__version__}",
         f"Python {platform.python_version()}, {platform.platform()}",
@@ -99,7 +105,9 @@ def examine(requirements: Sequence[str]) -> tuple[str, bool]:
         *("", "Extras"),
     ]
     for extra, feature in FEATURES.items():
-        states = states_of([each for each in parsed if each.marker and is_of_extra(each, extra)])
+        states = states_of(
+            [requirement for requirement in parsed if requirement.marker and is_of_extra(requirement, extra)]
+        )
         is_installed = all(state.is_good for state in states)
         lines.append(f"  {extra}: {'installed' if is_installed else 'missing'}, for {feature}")
         lines += [f"    {state}" for state in states]
@@ -134,10 +142,10 @@ def devices() -> list[str]:
     except (ImportError, OSError) as error:
         return [f"torch cannot be imported: {describe(error)}"]
     count = os.cpu_count() or 1
-    found = [f"cpu: {count} cores, threads for PyTorch: {torch.get_num_threads()}"]
+    descriptions = [f"cpu: {count} cores, threads for PyTorch: {torch.get_num_threads()}"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append(f"cuda:{index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+        descriptions.append(f"cuda:{index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     if torch.backends.mps.is_available():
-        found.append("mps: Apple's GPU")
-    return found if len(found) > 1 else [*found, "no GPU visible to PyTorch"]
+        descriptions.append("mps: Apple's GPU")
+    return descriptions if len(descriptions) > 1 else [*descriptions, "no GPU visible to PyTorch"]

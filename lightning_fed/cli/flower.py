@@ -118,9 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     node.add_argument("folder", type=Path, help="the app")
     node.add_argument("--client", required=True, help="the client's name; the node's key is KEYS/CLIENT.key")
     node.add_argument("--node-config", default="", help="additional node configuration: 'partition-id=0 ...'")
-    for each in (server, node):
-        each.add_argument("--keys", type=Path, required=True, help="folder with the certificates")
-        each.add_argument(
+    for command in (server, node):
+        command.add_argument("--keys", type=Path, required=True, help="folder with the certificates")
+        command.add_argument(
             "--address", required=True, metavar="NAME:PORT", help="address of the server, as used by nodes"
         )
     evaluate = commands.add_parser("evaluate", help="evaluate a checkpoint on the clients")

@@ -62,18 +62,18 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: With status 2 for a wrong command line, with status 1 for a failed run, or after the help.
     """
-    given = sys.argv[1:] if args is None else list(args)
+    arguments = sys.argv[1:] if args is None else list(args)
     try:
-        _dispatch(given, args is None)
+        _dispatch(arguments, args is None)
     except SystemExit as stopped:
-        hint = absent_recipe(given) if stopped.code else None
+        hint = absent_recipe(arguments) if stopped.code else None
         if hint is not None:
             sys.stderr.write(hint)
         raise
 
 
-def _dispatch(given: Sequence[str], is_process: bool) -> None:
-    command = given[0] if given else "--help"
+def _dispatch(arguments: Sequence[str], is_process: bool) -> None:
+    command = arguments[0] if arguments else "--help"
     if command in ("-h", "--help"):
         sys.stdout.write(_HELP)
         return
@@ -89,9 +89,9 @@ def _dispatch(given: Sequence[str], is_process: bool) -> None:
     try:
         if command in _RECIPE_COMMANDS:
             recipe = import_module("lightning_fed.recipe")  # imports torch; some commands do not
-            recipe.FederatedCLI(None if is_process else list(given))
+            recipe.FederatedCLI(None if is_process else list(arguments))
         else:
-            import_module(f"lightning_fed.cli.{command}").run(given[1:])
+            import_module(f"lightning_fed.cli.{command}").run(arguments[1:])
     except Exception as error:
         if not _is_mistake(error, command):
             raise

@@ -99,12 +99,12 @@ def describe_method(name: str) -> str:
     options = list_options(method_class)
     text = inspect.getdoc(method_class) or ""
     lines = [text.partition("\n")[0], *(f"{name}: {value}" for name, value in costs_of(text).items())]
-    lines.append(_write(options.items()))
+    lines.append(_format_options(options.items()))
     if inspect.Parameter.empty not in options.values():
         for callback in build_method(name).callbacks:
-            others = [option for option in list_options(callback) if option not in options]
-            if others:
-                values = _write((option, getattr(callback, option)) for option in others)
+            callback_options = [option for option in list_options(callback) if option not in options]
+            if callback_options:
+                values = _format_options((option, getattr(callback, option)) for option in callback_options)
                 lines.append(f"{type(callback).__name__}: {values}")
     paragraphs = [fill(line, 120, initial_indent="    ", subsequent_indent="    ") for line in lines if line]
     return "\n".join([name, *paragraphs, ""])
@@ -121,5 +121,5 @@ def costs_of(text: str) -> dict[str, str]:
     return {name: " ".join(value.split()) for name, value in points}
 
 
-def _write(options: Iterable[tuple[str, Any]]) -> str:
+def _format_options(options: Iterable[tuple[str, Any]]) -> str:
     return ", ".join(option if value is inspect.Parameter.empty else f"{option}={value!r}" for option, value in options)

@@ -27,13 +27,13 @@ _EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 def run(args: Sequence[str]) -> None:
     """Runs the command."""
-    mine, own = split_options(args)
-    options = _parser().parse_args(mine)
-    if not own and not _has_steps(options.recipe):
+    command_args, fit_args = split_options(args)
+    options = _parser().parse_args(command_args)
+    if not fit_args and not _has_steps(options.recipe):
         raise OptionError(_NO_PRIVACY)  # before torch is imported
     from lightning_fed.cli.recipe_halves import read_recipe
 
-    recipe = read_recipe(options.recipe, own)
+    recipe = read_recipe(options.recipe, fit_args)
     sys.stdout.write(describe_privacy(recipe, options.audit))
     if options.figure is not None:
         draw_epsilon(recipe, options.figure)

@@ -57,10 +57,14 @@ def central_trainer(cli: FederatedCLI) -> L.Trainer:
     given = vars(cli.config_init.get("trainer"))
     fixed = ("max_epochs", "callbacks", "logger", "enable_progress_bar", "reload_dataloaders_every_n_epochs")
     known = [name for name in inspect.signature(L.Trainer).parameters if name in given and name not in fixed]
-    others = [one for one in federated.callbacks if not isinstance(one, Federation | ClientEvaluation | ProgressBar)]
+    callbacks = [
+        callback
+        for callback in federated.callbacks
+        if not isinstance(callback, Federation | ClientEvaluation | ProgressBar)
+    ]
     return L.Trainer(
         max_epochs=federated.max_epochs,
-        callbacks=[_PooledRounds(federation), _ClientMeans(), *others],
+        callbacks=[_PooledRounds(federation), _ClientMeans(), *callbacks],
         logger=False,
         enable_progress_bar=False,
         reload_dataloaders_every_n_epochs=1,  # rounds have different lengths
@@ -139,7 +143,7 @@ class _PooledRounds(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._give_back()
+        self._restore()
         federation, datamodule = self._federation, getattr(trainer, "datamodule", None)
 
         def make_rounds() -> _Rounds:
@@ -151,12 +155,12 @@ class _PooledRounds(Callback):
         self._frozen = freeze_parameters(pl_module, entry_policies(pl_module, frozen=federation.options.frozen))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._give_back()  # Lightning does not call `teardown` after an exception
+        self._restore()  # Lightning does not call `teardown` after an exception
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._give_back()
+        self._restore()
 
-    def _give_back(self) -> None:
+    def _restore(self) -> None:
         if self._loader is not None:
             self._loader.restore()
             self._loader = None

@@ -72,13 +72,13 @@ class MethodChoice:
 
     def _build(self, recipe: Federation, shared: Mapping[str, Any]) -> Federation:
         """Returns the recipe's federation with this method. ``shared`` has defaults for the method's options."""
-        own = list_options(find_method(self.name))
-        if "local_epochs" in own:  # the method decides about a visit's epochs
+        method_options = list_options(find_method(self.name))
+        if "local_epochs" in method_options:  # the method decides about a visit's epochs
             recipe = recipe.replace(local_epochs=1)
         parts = {name: getattr(recipe.options, name) for name in _WITH_FIELDS}
         known = [f"{name}.{entry.name}" for name, part in parts.items() for entry in fields(part)]
         known += [name for name in inspect.signature(Federation).parameters if name not in parts]
-        arguments = [name for name in known if name not in (*_OF_THE_RECIPE, *own)]
+        arguments = [name for name in known if name not in (*_OF_THE_RECIPE, *method_options)]
         of_federation = {name: value for name, value in self.options.items() if name in arguments}
         of_method = {name: value for name, value in self.options.items() if name not in arguments}
         try:

@@ -135,13 +135,13 @@ def run_comparison(plan: Plan, progress: Progress | None = None) -> list[dict[st
     progress = progress or Progress()
     runs, target, treatment = _prepare(plan)
     folders = {run: plan.out / "runs" / run.name for run in runs}
-    left = [run for run, folder in folders.items() if not (folder / "result.json").exists()]
-    if len(left) < len(runs):
-        progress.start(f"{len(runs) - len(left)} of {len(runs)} runs")
+    unfinished = [run for run, folder in folders.items() if not (folder / "result.json").exists()]
+    if len(unfinished) < len(runs):
+        progress.start(f"{len(runs) - len(unfinished)} of {len(runs)} runs")
         progress.end("done before")
     results = []
     for number, (run, folder) in enumerate(folders.items(), start=1):
-        if run in left:
+        if run in unfinished:
             progress.start(f"{number}/{len(runs)} {run}")
             begin = time.perf_counter()
             try:
@@ -200,13 +200,13 @@ def _prepare(plan: Plan) -> tuple[list[Run], tuple[str, str], str]:
             _check_method(method, cli)
     decisive = next((method.label for method in plan.methods if _needs_own_statistics(method, cli)), "")
     parts = plan.stragglers or [trainer.federation.options.availability.stragglers]
-    every = [
+    all_runs = [
         Run(method, seed, None if method.name == CENTRAL else part)
         for seed in plan.seeds
         for part in parts
         for method in plan.methods
     ]
-    runs = list(dict.fromkeys(every))  # a centralised run serves all fractions of stragglers
+    runs = list(dict.fromkeys(all_runs))  # a centralised run serves all fractions of stragglers
     for run in runs:
         _check_folder(plan, run)
     if decisive and _decision_of(plan.out / "runs" / run.name for run in runs) == "pooled":
@@ -241,17 +241,21 @@ def _check_method(method: MethodChoice, cli: FederatedCLI) -> None:
     if method.name == CENTRAL:
         return
     replaceable = () if method.options else Method(federation.method.aggregator).callbacks  # the rule's callbacks
-    for brought in federation.method.callbacks:
-        in_recipe = any(isinstance(callback, type(brought)) for callback in trainer.callbacks)
-        if in_recipe and type(brought) not in map(type, replaceable):
+    for added in federation.method.callbacks:
+        in_recipe = any(isinstance(callback, type(added)) for callback in trainer.callbacks)
+        if in_recipe and type(added) not in map(type, replaceable):
             raise MisconfigurationException(
-                f"Expected a recipe without `{type(brought).__name__}`, because the method {method.label!r}"
+                f"Expected a recipe without `{type(added).__name__}`, because the method {method.label!r}"
                 " adds this callback."
             )
 
 
 def _metric(plan: Plan, trainer: Any) -> tuple[str, str]:
-    saved = {one.monitor: one.mode for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and one.monitor}
+    saved = {
+        callback.monitor: callback.mode
+        for callback in trainer.callbacks
+        if isinstance(callback, ModelCheckpoint) and callback.monitor
+    }
     if plan.monitor is None and not saved:
         raise MisconfigurationException("Expected `monitor`, because the recipe has no ModelCheckpoint with a metric.")
     monitor = plan.monitor or next(iter(saved))

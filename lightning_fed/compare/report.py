@@ -134,16 +134,19 @@ def markdown(results: Sequence[Mapping[str, Any]], target: float = 0.8, last: in
     by_seed = [summarize([run for run in results if run["seed"] == seed], target, last) for seed in seeds]
     lines = []
     for method in dict.fromkeys(run["method"] for run in results):
-        own = [cells.get((method, None if method == CENTRAL else part), Cell()) for part in parts]
+        method_cells = [cells.get((method, None if method == CENTRAL else part), Cell()) for part in parts]
         line = [f"`{method}`"]
-        for cell in own:
+        for cell in method_cells:
             line += [_shown(cell.score, 3), *([_shown(cell.test, 3)] * has_test)]
             line += [_shown_rounds(cell.rounds_to_target)] * has_target
         if len(parts) > 1:
             line.append(
-                _shown([] if method == CENTRAL else [statistics.fmean(cell.score) for cell in own if cell.score], 3)
+                _shown(
+                    [] if method == CENTRAL else [statistics.fmean(cell.score) for cell in method_cells if cell.score],
+                    3,
+                )
             )
-            line += [_shown_rounds(*(cell.rounds_to_target for cell in own))] * has_target
+            line += [_shown_rounds(*(cell.rounds_to_target for cell in method_cells))] * has_target
         line.append(_shown(_over_parts(by_seed, method, "loss"), 3))
         line.append(_shown(_over_parts(by_seed, method, "megabytes"), 1, is_fixed=True))
         line.append(_shown(_over_parts(by_seed, method, "seconds"), 1))
@@ -292,11 +295,13 @@ def _differences(results: Sequence[Mapping[str, Any]], last: int) -> list[str]:
             f"Compared with `{methods[0]}`{where}: mean difference and 95 % interval, paired over the seeds:\n"
         )
         for method in methods[1:]:
-            both = [seed for seed in seeds[methods[0]] if seed in seeds[method]]
-            if len(both) < 2:
+            common = [seed for seed in seeds[methods[0]] if seed in seeds[method]]
+            if len(common) < 2:
                 continue
-            ours, theirs = ([scores[one, part, seed] for seed in both] for one in (method, methods[0]))
-            mean, low, high = paired_interval(ours, theirs)
+            method_scores, baseline_scores = (
+                [scores[one, part, seed] for seed in common] for one in (method, methods[0])
+            )
+            mean, low, high = paired_interval(method_scores, baseline_scores)
             better, worse = sign * low > 0 < sign * high, sign * low < 0 > sign * high
             verdict = "better" if better else "worse" if worse else "no difference shown"
             lines[-1] += f"\n- `{method}`: {mean:+.3f} ({low:+.3f} to {high:+.3f}), {verdict}"
@@ -338,7 +343,7 @@ def _over_parts(by_seed: Sequence[Mapping[tuple[str, float | None], Cell]], meth
         [number for key, cell in cells.items() if key[0] == method for number in getattr(cell, name)]
         for cells in by_seed
     ]
-    return [statistics.fmean(each) for each in numbers if each]
+    return [statistics.fmean(values) for values in numbers if values]
 
 
 def _shown(numbers: Sequence[float], digits: int, is_fixed: bool = False) -> str:

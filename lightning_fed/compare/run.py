@@ -171,5 +171,5 @@ def _make_trainer(cli: FederatedCLI, run: Run) -> Any:
         federation = run.method.federation(trainer.federation.replace(availability=availability))
         trainer.callbacks[trainer.callbacks.index(trainer.federation)] = federation
         trainer.federation = federation
-    trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, _NOT_KEPT)]
+    trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, _NOT_KEPT)]
     return trainer

@@ -89,7 +89,7 @@ class DistributedLog(L.Callback):
         self._restore()
         self._reset()
         self._module, self._ranks = pl_module, process_group_of(trainer)
-        log = intercepted(self._take)
+        log = intercepted(self._handle_call)
         owners = [pl_module, *(callback for callback in callbacks_with_log(trainer) if callback is not self)]
         self._hooks = [OverriddenMethod(owner, "log", log) for owner in owners]
         for text in _IRRELEVANT_WARNINGS:
@@ -149,7 +149,7 @@ class DistributedLog(L.Callback):
         """Assigns the following values to this visit."""
         self._position, self._batch = position, None
 
-    def taken(self) -> dict[str, _Entry]:
+    def take_entries(self) -> dict[str, _Entry]:
         """Returns the accumulated values on the CPU. Later values go directly to Lightning."""
         entries, self._entries, self._is_on, self._batch = self._entries, {}, False, None
         return {name: entry.on_cpu() for name, entry in entries.items()}
@@ -171,11 +171,11 @@ class DistributedLog(L.Callback):
             self._log_joint(name, entry)
 
     def _log_evaluation(self, loaders: Any) -> None:
-        parts, first = self._ranks.gather(self.taken()), loaders[0] if isinstance(loaders, list) else loaders
+        parts, first = self._ranks.gather(self.take_entries()), loaders[0] if isinstance(loaders, list) else loaders
         # Every process evaluates all chained client data, but only a part of other data.
         self.log_all(parts[:1] if isinstance(first, ChainedLoaders) else parts)
 
-    def _take(self, call: LogCall) -> None:
+    def _handle_call(self, call: LogCall) -> None:
         reduction, value = call.reduction, call.value
         is_metric = isinstance(value, Metric)
         is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -183,17 +183,17 @@ class DistributedLog(L.Callback):
         # processes have batches.
         is_pooled = is_number or (is_metric and self._is_training)
         if not self._is_on or self._module.trainer.barebones or reduction is None or not is_pooled:
-            self._pass_on(**vars(call))
+            self._forward(**vars(call))
             return
         on_step = self._is_training if call.on_step is None else call.on_step
         on_epoch = not self._is_training if call.on_epoch is None else call.on_epoch
         options = {"prog_bar": call.prog_bar, "logger": call.logger}
-        full = f"{call.name}{self._suffix}" if call.add_dataloader_idx else call.name
-        entry = self._entries.setdefault(full, _Entry(options, LoggedValue(reduction)))
+        full_name = f"{call.name}{self._suffix}" if call.add_dataloader_idx else call.name
+        entry = self._entries.setdefault(full_name, _Entry(options, LoggedValue(reduction)))
         if on_step:
             entry.is_per_step = True
             name = f"{call.name}_step" if on_epoch else call.name
-            self._pass_on(
+            self._forward(
                 name,
                 value,
                 on_step=True,
@@ -213,7 +213,7 @@ class DistributedLog(L.Callback):
     def _log_joint(self, name: str, entry: _Entry) -> None:
         def log(name: str, value: Any, **options: Any) -> None:
             options = {"on_step": False, "on_epoch": True, "batch_size": 1, "add_dataloader_idx": False, **options}
-            self._pass_on(name, value, **options)
+            self._forward(name, value, **options)
 
         nowhere = {"prog_bar": False, "logger": False}
         value: Any = None
@@ -229,7 +229,7 @@ class DistributedLog(L.Callback):
         elif value is not None:
             log(name, value, metric_attribute=entry.metric, **entry.options)
 
-    def _pass_on(self, *args: Any, **kwargs: Any) -> None:
+    def _forward(self, *args: Any, **kwargs: Any) -> None:
         self._hooks[0].original(*args, **kwargs)
 
     def _start_evaluation(self, batch: Any, dataloader_idx: int, loaders: int) -> None:

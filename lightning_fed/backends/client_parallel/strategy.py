@@ -139,7 +139,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
                 " clients: use `sync_batchnorm=False`."
             )
         if self._processes.size > 1:
-            self._make_alike(module)
+            self._broadcast_module(module)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces over all processes; returns the input during visits."""
@@ -168,7 +168,7 @@ class ClientParallelStrategy(DDPStrategy, ClientSharing):
         """Does nothing: Lightning only calls this method on built-in strategies."""
 
     @torch.no_grad()
-    def _make_alike(self, module: L.LightningModule) -> None:
+    def _broadcast_module(self, module: L.LightningModule) -> None:
         """Copies all parameters and buffers from the first process."""
         values = tensors_by_path(module)
         forms = {name: (value.shape, value.dtype) for name, value in values.items()}

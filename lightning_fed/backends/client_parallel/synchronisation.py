@@ -137,7 +137,7 @@ class ProcessSynchronisation(RoundSynchronisation):
                 server.report,
                 self._seconds,
                 optimizers.finals,
-                self._log.taken(),
+                self._log.take_entries(),
                 self._store.share(number),
                 [next(flow) for flow in sharing],
             )

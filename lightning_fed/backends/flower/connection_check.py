@@ -42,10 +42,10 @@ def check_connection(address: str, ca: Path, key: Path | None = None) -> Iterato
     """
     name, port = split_address(address)
     try:
-        found = sorted({str(each[4][0]) for each in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)})
+        addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)})
     except OSError as error:
         raise Broken(f"name: {name!r} is unknown on this machine ({error.strerror}); is the spelling right?") from error
-    yield f"name: {name} is {', '.join(found)}"
+    yield f"name: {name} is {', '.join(addresses)}"
     try:
         socket.create_connection((name, port), _SECONDS).close()
     except OSError as error:
@@ -55,16 +55,19 @@ def check_connection(address: str, ca: Path, key: Path | None = None) -> Iterato
     yield "certificate: valid, for this name, and from the authority"
     try:
         versions = json.loads(text)
-        theirs, ours = versions["flwr"], version("flwr")
+        server_version, node_version = versions["flwr"], version("flwr")
     except (ValueError, KeyError, TypeError) as error:
         raise Broken(
             f"gateway: {address} answers (status {answer.status}), but is not a gateway from `lightning-fed flower"
             " server`. If this is a SuperLink, anyone with access can take over the federation"
         ) from error
     yield "gateway: forwards only calls from nodes"
-    if theirs.split(".")[:2] != ours.split(".")[:2]:
-        raise Broken(f"version: the server has flwr {theirs}, but this machine has {ours}; install the same version")
-    yield f"version: flwr {ours} on both sides"
+    if server_version.split(".")[:2] != node_version.split(".")[:2]:
+        raise Broken(
+            f"version: the server has flwr {server_version}, but this machine has {node_version};"
+            " install the same version"
+        )
+    yield f"version: flwr {node_version} on both sides"
     skew = _find_skew(answer.getheader("Date"))
     if not -_MOST_SKEW < skew < 5:
         raise Broken(
@@ -72,7 +75,7 @@ def check_connection(address: str, ca: Path, key: Path | None = None) -> Iterato
         )
     yield f"clock: {skew:+.0f} s from the server's"
     if key is not None:
-        yield f"key: the server knows the node as {_join(address, ca, key)}"
+        yield f"key: the server knows the node as {_start_supernode(address, ca, key)}"
 
 
 def _ask(name: str, port: int, ca: Path) -> tuple[http.client.HTTPResponse, str]:
@@ -98,12 +101,12 @@ def _ask(name: str, port: int, ca: Path) -> tuple[http.client.HTTPResponse, str]
 def _find_skew(date: str | None) -> float:
     if date is None:
         return 0.0
-    theirs = email.utils.parsedate_to_datetime(date)
+    server_time = email.utils.parsedate_to_datetime(date)
     # positive if this machine's clock is fast
-    return (datetime.datetime.now(datetime.UTC) - theirs).total_seconds()
+    return (datetime.datetime.now(datetime.UTC) - server_time).total_seconds()
 
 
-def _join(address: str, ca: Path, key: Path) -> str:
+def _start_supernode(address: str, ca: Path, key: Path) -> str:
     """Starts a SuperNode, waits for the server's approval, and returns the node's number."""
     if not key.is_file():
         raise Broken(f"key: {str(key)!r} is missing; make a key with `lightning-fed flower certificates --node`")
@@ -116,9 +119,9 @@ def _join(address: str, ca: Path, key: Path) -> str:
             try:
                 for _ in range(int(10 * _NODE_SECONDS)):
                     log.seek(0)
-                    said = log.read()
-                    if "SuperNode ID: " in said:
-                        return said.split("SuperNode ID: ")[1].split()[0]
+                    output = log.read()
+                    if "SuperNode ID: " in output:
+                        return output.split("SuperNode ID: ")[1].split()[0]
                     try:
                         process.wait(0.1)
                         break
@@ -127,8 +130,8 @@ def _join(address: str, ca: Path, key: Path) -> str:
             finally:
                 process.terminate()
         log.seek(0)
-        said = " ".join(log.read().split())[-300:]
+        output = " ".join(log.read().split())[-300:]
     raise Broken(
         f"key: the server refuses the node; is {key.name}.pub registered there (`flwr supernode register`), and"
-        f" no other SuperNode running with this key? Flower says: ...{said}"
+        f" no other SuperNode running with this key? Flower says: ...{output}"
     )

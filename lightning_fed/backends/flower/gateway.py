@@ -236,14 +236,14 @@ class Gateway:
         ]
         self._calls[node] += 1
         try:
-            await self._pass_on(path, scope, receive, send)
+            await self._forward(path, scope, receive, send)
         finally:
             self._calls[node] -= 1
             for listener, connection in trusted:
                 if connection.fileno() >= 0:
                     listener.watch(connection.peer, connection)
 
-    async def _pass_on(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Streams a call to the SuperLink, and the answer back."""
         headers = [(name, value) for name, value in scope["headers"] if name.lower() not in _OWN_HEADERS]
         headers += [(name, value) for name, value in scope["headers"] if name.lower() == b"content-length"]
@@ -313,8 +313,8 @@ def serve_gateway(superlink: str, host: str, port: int, ca: str, certificate: st
         key: File with the server's private key.
         database: The SuperLink's SQLite file, with registered nodes' keys.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    listeners = [Listener(family, address) for family, address in {(one[0], one[4]): None for one in found}]
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    listeners = [Listener(family, address) for family, address in {(info[0], info[4]): None for info in infos}]
     config = uvicorn.Config(
         Gateway(superlink, ca, Registry(database), listeners), ssl_certfile=certificate, ssl_keyfile=key,
         lifespan="on", ws="none", loop="asyncio", log_level="warning", access_log=False, server_header=False,

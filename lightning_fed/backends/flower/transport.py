@@ -102,13 +102,13 @@ class FlowerTransport(Transport):
     ) -> None:
         super().__init__(deadline, poll, key)
         self._grid = grid
-        keys = None if bound is None else {client: read_node_key(who) for client, who in bound.items()}
+        keys = None if bound is None else {client: read_node_key(node) for client, node in bound.items()}
         self._keys, self._bound = keys, None if bound is None else dict[Client, int | None]()
         self._nodes: dict[int, list[Client]] = {}
-        self._asked: dict[int, tuple[str, float]] = {}  # message and deadline of the request for clients
+        self._hello_messages: dict[int, tuple[str, float]] = {}  # message and deadline of the request for clients
         self._retry_times: dict[int, float] = {}  # time of the next request for clients
 
-    def meet(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
+    def await_clients(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
         """Waits for all expected clients."""
         deadline = time.monotonic() + patience
         wanted = None if isinstance(expected, int) else set(expected)
@@ -174,7 +174,7 @@ class FlowerTransport(Transport):
     def _find_node(self, client: Client) -> int | None:
         # A new node may serve the client, and has some time to answer.
         while (node := self._node_of(client)) is None:
-            if all(until < time.monotonic() for _, until in self._asked.values()):
+            if all(until < time.monotonic() for _, until in self._hello_messages.values()):
                 return None
             time.sleep(self._poll)
             self.discover()
@@ -182,25 +182,25 @@ class FlowerTransport(Transport):
 
     def discover(self) -> None:
         """Asks new nodes for clients, and removes disconnected nodes. Returns immediately."""
-        there = self._find_nodes()
-        for node in [node for node in self._nodes if node not in there]:
+        connected = self._find_nodes()
+        for node in [node for node in self._nodes if node not in connected]:
             _log.warning("The node with the clients %s has disconnected.", self._nodes.pop(node))
         now = time.monotonic()
-        for node in there - self._nodes.keys() - self._asked.keys():
+        for node in connected - self._nodes.keys() - self._hello_messages.keys():
             if self._retry_times.get(node, now) > now:
                 continue
             sent = self._push(
                 node, HELLO, self.signed(HELLO, write_packet("hello", {})), "hello", self._deadline.seconds
             )
             if sent is not None:
-                self._asked[node] = sent, now + min(_HELLO_SECONDS, self._deadline.seconds)
-        for node, (sent, _) in list(self._asked.items()):
+                self._hello_messages[node] = sent, now + min(_HELLO_SECONDS, self._deadline.seconds)
+        for node, (sent, _) in list(self._hello_messages.items()):
             answer = self.pull(sent)
             if answer is not None:
-                del self._asked[node]
+                del self._hello_messages[node]
                 self._register(node, answer)
-            elif node not in there:
-                del self._asked[node]
+            elif node not in connected:
+                del self._hello_messages[node]
 
     def _find_nodes(self) -> set[int]:
         """Connected nodes with permission to serve a client."""
@@ -209,7 +209,7 @@ class FlowerTransport(Transport):
         numbers: dict[int | bytes, int] = {}
         for node in self._grid.get_nodes():
             numbers |= {node.node_id: node.node_id, node.public_key: node.node_id}
-        self._bound = {client: numbers.get(who) for client, who in self._keys.items()}
+        self._bound = {client: numbers.get(node) for client, node in self._keys.items()}
         return {node for node in self._bound.values() if node is not None}
 
     def _register(self, node: int, answer: Answer) -> None:
@@ -226,32 +226,34 @@ class FlowerTransport(Transport):
             self._retry_times[node] = time.monotonic() + _RETRY_SECONDS
             return
         if self._bound is not None:
-            strange = [client for client in clients if self._bound.get(client) != node]
-            if strange:
+            unbound = [client for client in clients if self._bound.get(client) != node]
+            if unbound:
                 _log.warning(
-                    "Node %d lists the clients %s, which are bound to other nodes: ignored.", node, strange[:10]
+                    "Node %d lists the clients %s, which are bound to other nodes: ignored.", node, unbound[:10]
                 )
             clients = [client for client in clients if self._bound.get(client) == node]
-        taken = [client for client in clients if self._node_of(client) is not None]
-        if taken:
+        duplicates = [client for client in clients if self._node_of(client) is not None]
+        if duplicates:
             _log.warning(
                 "Node %d lists the clients %s of another node: ignored until the other node disconnects.",
                 node,
-                taken,
+                duplicates,
             )
         self._nodes[node] = clients
         _log.info("Node %d has the clients %s.", node, json.dumps(self._nodes[node]))
 
 
-def read_node_key(who: int | str) -> int | bytes:
+def read_node_key(node: int | str) -> int | bytes:
     """Converts a node's public key to Flower's format. A node number is unchanged.
 
     Raises:
         ValueError: If the text is not a public key.
     """
-    if not isinstance(who, str):
-        return who
+    if not isinstance(node, str):
+        return node
     try:
-        return load_ssh_public_key(who.encode()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        return load_ssh_public_key(node.encode()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise ValueError(f"Expected a node's public key, the text of its `.pub` file, but got {who[:60]!r}.") from error
+        raise ValueError(
+            f"Expected a node's public key, the text of its `.pub` file, but got {node[:60]!r}."
+        ) from error

@@ -66,10 +66,10 @@ def serve(app: ClientApp, socket: str | os.PathLike[str]) -> NoReturn:
 
 
 def _is_served(path: Path) -> bool:
-    with connect_to(AF_UNIX, SOCK_STREAM) as end:
-        end.settimeout(1)
+    with connect_to(AF_UNIX, SOCK_STREAM) as client:
+        client.settimeout(1)
         try:
-            end.connect(str(path))
+            client.connect(str(path))
         except BlockingIOError:  # the queue is full
             return True
         except OSError as error:

@@ -72,7 +72,7 @@ class FlareTransport(Transport):
         self._tasks: dict[str, tuple[Client, Task]] = {}  # without an answer
         self._answers: dict[str, Callable[[], Answer]] = {}
 
-    def meet(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
+    def await_clients(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
         """Waits for the sites of all expected clients."""
         deadline = time.monotonic() + patience
         wanted = list(self._sites) if isinstance(expected, int) else list(expected)

@@ -269,9 +269,11 @@ class SitePolicy:
         for name, rule in _NAMED_FIELDS.items():
             names[rule] += list(header.get(name, ()))
         allowed = {
-            rule: _find_pattern(rule, found, getattr(self, rule)) for rule, found in names.items() if len(found) > 0
+            rule: _find_pattern(rule, names_by_rule, getattr(self, rule))
+            for rule, names_by_rule in names.items()
+            if len(names_by_rule) > 0
         }
-        return allowed, [name for found in names.values() for name in found]
+        return allowed, [name for names_by_rule in names.values() for name in names_by_rule]
 
     def _find_server(self, order: Order) -> str:
         if "*" in self.servers:

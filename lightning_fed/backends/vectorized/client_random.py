@@ -91,10 +91,10 @@ class _Draw(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], draw: Callable[..., Tensor], index: Tensor, *args: Any
     ) -> tuple[Tensor, int]:
-        def of(row: int) -> list[Any]:
+        def select_row(row: int) -> list[Any]:
             return [
                 arg.select(dim, row) if isinstance(arg, Tensor) and dim is not None else arg
                 for arg, dim in zip(args, in_dims[2:], strict=True)
             ]
 
-        return torch.stack([draw(row, *of(row)) for row in range(info.batch_size)]), 0
+        return torch.stack([draw(row, *select_row(row)) for row in range(info.batch_size)]), 0

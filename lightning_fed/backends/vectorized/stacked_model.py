@@ -27,9 +27,9 @@ from lightning_fed.numerics.precision import at_least_float32
 class StackedModel:
     """Stacked parameters and buffers of several clients, with a joint training step.
 
-    The module receives one client's values after another, and :meth:`take` copies the values into the stack. Between
-    :meth:`enter` and :meth:`leave` the module's ``Parameter`` objects hold the stack, so an elementwise optimizer steps
-    all clients. Afterwards :meth:`put` copies a client's values back into the module.
+    The module receives one client's values after another, and :meth:`add_client` copies the values into the stack.
+    Between :meth:`enter` and :meth:`leave` the module's ``Parameter`` objects hold the stack, so an elementwise
+    optimizer steps all clients. Afterwards :meth:`load_row` copies a client's values back into the module.
 
     Args:
         module: The module.
@@ -50,34 +50,36 @@ class StackedModel:
         firsts = {value: path for path, value in tensors.items()}
         # A layer with two names appears once: otherwise `functional_call` would restore the wrong tensors.
         slots = {(slot.layer, slot.attribute): slot for slot in reversed(tensor_slots(module))}.values()
-        self._firsts = {f"module.{slot.path}": firsts[slot.tensor] for slot in slots if slot.tensor in firsts}
-        self._whole = {name: many(value, size) for name, value in (*self._parameters.items(), *self._buffers.items())}
+        self._first_names = {f"module.{slot.path}": firsts[slot.tensor] for slot in slots if slot.tensor in firsts}
+        self._stack = {
+            name: empty_stack(value, size) for name, value in (*self._parameters.items(), *self._buffers.items())
+        }
         self._indices = torch.arange(size)
-        self._plain: dict[str, Tensor] = {}
-        self._ended: dict[int, dict[str, Tensor]] = {}
-        self._taken = self._parameters  # input for a step
+        self._module_data: dict[str, Tensor] = {}
+        self._saved_rows: dict[int, dict[str, Tensor]] = {}
+        self._step_inputs = self._parameters  # input for a step
         self._rows: dict[str, Tensor] = {}  # stack without unused rows
-        self._used: dict[tuple[int, ...], set[str]] = {}  # clients in a part to parameters with gradients
+        self._used_names: dict[tuple[int, ...], set[str]] = {}  # clients in a part to parameters with gradients
         self._count = 0
 
     @torch.no_grad()
-    def take(self) -> None:
+    def add_client(self) -> None:
         """Copies the module's values into the next row of the stack."""
         for name, entry in self._entries():
-            self._whole[name][self._count].copy_(entry)
+            self._stack[name][self._count].copy_(entry)
         self._count += 1
 
     def enter(self, optimizers: Sequence[Optimizer]) -> None:
         """Puts the stack into the module's parameters and expands the optimizers' state."""
-        self._rows = {name: value[: self._count] for name, value in self._whole.items()}
-        self._plain = {name: parameter.data for name, parameter in self._parameters.items()}
+        self._rows = {name: value[: self._count] for name, value in self._stack.items()}
+        self._module_data = {name: parameter.data for name, parameter in self._parameters.items()}
         stack_parameters(self._parameters.values(), (self._rows[name] for name in self._parameters), optimizers)
 
-    def part(self) -> None:
+    def use_copies(self) -> None:
         """Makes the following steps use copies, to reveal steps with access to the module's tensors."""
         copies = copy_state(self._rows)
         self._rows = copies
-        self._taken = {
+        self._step_inputs = {
             name: copies[name].requires_grad_(parameter.requires_grad) for name, parameter in self._parameters.items()
         }
 
@@ -89,41 +91,41 @@ class StackedModel:
                 a gradient is constant; in a stack the row's gradient is zero, and momentum and weight decay move the
                 row.
         """
-        (clients, first), *others = self._used.items() if len(self._used) > 1 else [((), set[str]())]
-        self._used = {}
-        for those, used in others:
+        (clients, first), *others = self._used_names.items() if len(self._used_names) > 1 else [((), set[str]())]
+        self._used_names = {}
+        for other_clients, used in others:
             if used != first:
                 raise RuntimeError(
-                    f"The losses of the clients at positions {list(clients)} and {list(those)} of a group depend on"
-                    f" different parameters (for example {min(used ^ first)!r}): these clients cannot train at once."
+                    f"The losses of clients at positions {list(clients)} and {list(other_clients)} of a group depend"
+                    f" on different parameters (for example {min(used ^ first)!r}): these clients cannot train at once."
                     " Use `visits='auto'`."
                 )
 
     @torch.no_grad()
-    def end(self, row: int) -> None:
+    def save_row(self, row: int) -> None:
         """Saves a row after the client's last batch, while other clients train."""
-        self._ended[row] = copy_state(self.row(row))
+        self._saved_rows[row] = copy_state(self.values_of(row))
 
     def leave(self) -> None:
         """Restores the module's tensors."""
-        for name, plain in self._plain.items():
-            set_tensor_data(self._parameters[name], plain)
-        self._plain = {}
+        for name, data in self._module_data.items():
+            set_tensor_data(self._parameters[name], data)
+        self._module_data = {}
 
     @torch.no_grad()
-    def put(self, row: int) -> None:
+    def load_row(self, row: int) -> None:
         """Copies a client's values into the module, by row."""
-        values = self._ended.get(row) or self.row(row)
+        values = self._saved_rows.get(row) or self.values_of(row)
         for name, entry in self._entries():
             entry.copy_(values[name])
 
-    def row(self, row: int) -> dict[str, Tensor]:
+    def values_of(self, row: int) -> dict[str, Tensor]:
         """Current values of a client, by row."""
         return {name: value[row] for name, value in self._rows.items()}
 
     def clear(self) -> None:
         """Removes all clients. Call :meth:`leave` first."""
-        self._count, self._ended, self._rows, self._used = 0, {}, {}, {}
+        self._count, self._saved_rows, self._rows, self._used_names = 0, {}, {}, {}
 
     def step(
         self, training_step: Callable[..., Any], part: StackedBatch, rest: Sequence[Any], numbers: ClientGenerators
@@ -143,7 +145,7 @@ class StackedModel:
             Exception: An error in the training step. Buffers and generators are restored.
         """
         rows = _rows_of(part.clients, self._count)
-        trained = {name: parameter for name, parameter in self._taken.items() if parameter.requires_grad}
+        trained = {name: parameter for name, parameter in self._step_inputs.items() if parameter.requires_grad}
         # The step itself may write untrained parameters (a teacher's moving average), so these join the buffers.
         parameters, buffers = (
             {name: entry if rows is None else entry[rows] for name, entry in group.items()}
@@ -152,25 +154,25 @@ class StackedModel:
         used: set[str] = set()
         if rows is not None:
             for name, parameter in parameters.items():
-                parameter.register_hook(partial(_note, used, name))  # type: ignore[no-untyped-call]
+                parameter.register_hook(partial(_add_name, used, name))  # type: ignore[no-untyped-call]
         tensors = batch_tensors(part.batch)
         calls: list[LogCall] = []
 
-        def one(
+        def run_client(
             parameters: dict[str, Tensor], buffers: dict[str, Tensor], tensors: list[Tensor], index: Tensor
         ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
             values: list[Tensor] = []
 
-            def take(call: LogCall) -> None:
+            def record_call(call: LogCall) -> None:
                 calls.append(call)
                 values.append(torch.as_tensor(call.value).detach())
 
             client_entries = parameters | buffers
             # Tied parameters appear under every name.
-            entries = {name: client_entries[first] for name, first in self._firsts.items()}
+            entries = {name: client_entries[first] for name, first in self._first_names.items()}
             batch = rebuild_batch(part.batch, iter(tensors))
             draws = PerClientRandom(numbers.switch_to, part.clients, index) if self._draws else nullcontext()
-            with replaced(self._module, "log", intercepted(take)), draws:
+            with replaced(self._module, "log", intercepted(record_call)), draws:
                 output = functional_call(self._caller, entries, (training_step, batch, *rest), tie_weights=False)
             loss = loss_in(output)
             if not isinstance(loss, Tensor):
@@ -188,10 +190,10 @@ class StackedModel:
                 row, row_buffers = (
                     {name: entry[0] for name, entry in group.items()} for group in (parameters, buffers)
                 )
-                loss, values, after = one(row, row_buffers, [tensor[0] for tensor in tensors], indices[0])
+                loss, values, after = run_client(row, row_buffers, [tensor[0] for tensor in tensors], indices[0])
                 losses, values = loss[None], [value[None] for value in values]
             else:
-                losses, values, after = vmap(one)(parameters, buffers, tensors, indices)
+                losses, values, after = vmap(run_client)(parameters, buffers, tensors, indices)
         except Exception:
             for name, value in written.items():
                 buffers[name].data.copy_(value)  # `data`: other graphs check the version counter
@@ -199,7 +201,7 @@ class StackedModel:
                 numbers.restore(states)
             raise
         if rows is not None:
-            self._used[part.clients] = used
+            self._used_names[part.clients] = used
         for name, value in after.items():
             if isinstance(rows, list) or value.data_ptr() != buffers[name].data_ptr():  # not written in place
                 self._rows[name][slice(None) if rows is None else rows] = value.detach()
@@ -227,9 +229,9 @@ def joint_loss(losses: Sequence[Tensor]) -> Tensor:
         >>> loss.item(), losses.grad
         (2.0, tensor([1., 1.]))
     """
-    every = losses[0] if len(losses) == 1 else torch.cat(list(losses))
-    total = every.sum()
-    return total + (every.mean() - total).detach()
+    all_losses = losses[0] if len(losses) == 1 else torch.cat(list(losses))
+    total = all_losses.sum()
+    return total + (all_losses.mean() - total).detach()
 
 
 def reduced(values: Tensor, reduction: str) -> Tensor:
@@ -275,11 +277,11 @@ def _rows_of(clients: Sequence[int], count: int) -> slice | list[int] | None:
     return slice(clients[0], clients[-1] + 1) if is_run else list(clients)
 
 
-def _note(names: set[str], name: str, gradient: Tensor) -> None:
+def _add_name(names: set[str], name: str, gradient: Tensor) -> None:
     names.add(name)
 
 
-def many(value: Tensor, size: int) -> Tensor:
+def empty_stack(value: Tensor, size: int) -> Tensor:
     """Allocates memory for several tensors with the same shape."""
     if value.ndim == 2:  # batched products return transposed gradients for matrices
         return value.new_empty(size, *value.shape[::-1]).mT
@@ -291,7 +293,7 @@ def stack_parameters(parameters: Iterable[Tensor], values: Iterable[Tensor], opt
     for parameter, value in zip(parameters, values, strict=True):
         for optimizer in optimizers:
             state = optimizer.state.get(parameter, {})
-            for key, kept in state.items():
-                if isinstance(kept, Tensor) and kept.shape == parameter.shape:
-                    state[key] = kept.expand(len(value), *kept.shape).clone()
+            for key, entry in state.items():
+                if isinstance(entry, Tensor) and entry.shape == parameter.shape:
+                    state[key] = entry.expand(len(value), *entry.shape).clone()
         set_tensor_data(parameter, value)

@@ -39,7 +39,7 @@ class StackedVisits(VisitDriver):
             self.current = self.open_visit(planned)
             self.current.advance()
             self._visits.append(self.current)
-            self._model.take()  # a row also for a failed client, without training
+            self._model.add_client()  # a row also for a failed client, without training
         self.current = None
         self._model.enter(self.fit.trainer.optimizers)
 
@@ -89,7 +89,7 @@ class StackedVisits(VisitDriver):
             for row, visit in enumerate(self._visits):
                 if visit.step is not None:
                     self.current = visit
-                    self._model.put(row)
+                    self._model.load_row(row)
                     visit.advance(has_loss=True)
         else:
             for planned in group:
@@ -114,7 +114,7 @@ class StackedVisits(VisitDriver):
         finished = self.group[0].num_batches - self._loader.batches_left
         for row, visit in enumerate(self._visits):
             if visit.planned.num_batches == finished:  # the other clients have more batches
-                self._model.end(row)
+                self._model.save_row(row)
             elif visit.planned.num_batches > finished and visit.planned.fault is None:
                 visit.advance(has_loss=True)
 

@@ -17,8 +17,8 @@ from torchmetrics import Metric
 from lightning_fed.backends.vectorized.obstacles import Obstacle
 from lightning_fed.backends.vectorized.stacked_model import (
     StackedModel,
+    empty_stack,
     joint_loss,
-    many,
     reduced,
     stack_parameters,
 )
@@ -57,7 +57,7 @@ def check_vectorisation(trainer: L.Trainer, module: L.LightningModule, names: Se
     (optimizer,) = trainer.optimizers
     modes = [(layer, layer.training) for layer in module.modules()]
     check = _TwoClients(module, names)
-    with _restored(_helpers_of(module).values()), isolated_pass(module, intercepted(check.take), gradients=True):
+    with _restored(_helpers_of(module).values()), isolated_pass(module, intercepted(check.record_call), gradients=True):
         for layer, mode in modes:
             layer.training = mode
         try:
@@ -92,50 +92,50 @@ class _TwoClients:
         self._logged: list[Tensor] = []
         self._reductions: list[str] = []
 
-    def take(self, call: LogCall) -> None:
+    def record_call(self, call: LogCall) -> None:
         if isinstance(call.value, Metric):
             raise Obstacle(f"the metric {call.name!r} would treat clients as examples")
         self._logged.append(torch.as_tensor(call.value).detach())
         self._reductions.append(call.reduction or "mean")
 
     def run(self, batch: Any, is_precise: bool) -> bool:
-        first = self._alone(0, batch)
+        first = self._run_separately(0, batch)
         before = noted_attributes(self._module) | self._helpers_attributes()
-        second = self._alone(1, batch)
+        second = self._run_separately(1, batch)
         for name, value in (noted_attributes(self._module) | self._helpers_attributes()).items():
             if not is_same(before.get(name), value):
                 raise Obstacle(_WRITES.format(name))
         # A layer in evaluation mode may train later.
         draws = any(isinstance(layer, _DROPOUTS) and layer.p for layer in self._module.modules())
         try:
-            together = self._together(batch, draws)
+            together = self._run_at_once(batch, draws)
         except Exception:
             if draws:
                 raise
             draws = True  # random numbers are the most common reason
-            together = self._together(batch, draws)
+            together = self._run_at_once(batch, draws)
         for name, value in self._all_attributes():
             if _has_escaped(value):
                 raise Obstacle(_WRITES.format(name))
         tolerance = _TOLERANCE if is_precise else _LOW_TOLERANCE
-        for what, one, other, both in zip(
+        for quantity, one, other, joint in zip(
             ("loss", "log", "gradients", "buffers"), first, second, together, strict=True
         ):
-            if what == "log":
+            if quantity == "log":
                 values = zip(one, other, self._reductions, strict=False)
                 alone = _joined([reduced(torch.stack([left, right]), how) for left, right, how in values])
             else:
-                alone = (one + other) / 2 if what == "loss" else torch.cat([one, other])
-            if alone.shape != both.shape or not (alone - both).norm() <= tolerance * alone.norm() + 1e-12:
-                raise Obstacle(f"in a trial with two clients at once, the {what} differed from sequential training")
-        if not self._together(batch, draws, is_apart=True)[0].isfinite().all() and together[0].isfinite().all():
+                alone = (one + other) / 2 if quantity == "loss" else torch.cat([one, other])
+            if alone.shape != joint.shape or not (alone - joint).norm() <= tolerance * alone.norm() + 1e-12:
+                raise Obstacle(f"in a trial with two clients at once, the {quantity} differed from sequential training")
+        if not self._run_at_once(batch, draws, is_isolated=True)[0].isfinite().all() and together[0].isfinite().all():
             raise Obstacle(
                 "`training_step` uses parameters or buffers outside the module's attributes (a list, the"
                 " optimizer), which all clients would share"
             )
         return draws
 
-    def _alone(self, client: int, batch: Any) -> tuple[Tensor, ...]:
+    def _run_separately(self, client: int, batch: Any) -> tuple[Tensor, ...]:
         self._load(client)
         seed_everything(_SEEDS[client])
         versions = [tensor_version(parameter) for parameter in self._trained]
@@ -148,27 +148,27 @@ class _TwoClients:
         loss = loss_in(output)
         return self._results(loss, lambda value: [value])
 
-    def _together(self, batch: Any, draws: bool, is_apart: bool = False) -> tuple[Tensor, ...]:
-        """Results for both clients at once. With ``is_apart`` the module's tensors are NaN during the step."""
+    def _run_at_once(self, batch: Any, draws: bool, is_isolated: bool = False) -> tuple[Tensor, ...]:
+        """Results for both clients at once. With ``is_isolated`` the module's tensors are NaN during the step."""
         stack = StackedModel(self._module, self._names, len(_SEEDS), draws)
         self._logged = []
         for client in range(len(_SEEDS)):
             self._load(client)
-            stack.take()
+            stack.add_client()
         stack.enter([])
         try:
             parts = stack_batches(dict.fromkeys(range(len(_SEEDS)), batch))
             numbers = ClientGenerators(_SEEDS, everywhere=False)
-            if is_apart:
-                stack.part()
+            if is_isolated:
+                stack.use_copies()
                 for entry in self._entries.values():
                     if entry.is_floating_point():
                         entry.data.fill_(torch.nan)
             loss = joint_loss([stack.step(self._step, part, self._rest, numbers) for part in parts])
-            if is_apart:
+            if is_isolated:
                 self._logged = []
                 return (loss.detach(),)
-            rows = {client: stack.row(client) for client in range(len(_SEEDS))}
+            rows = {client: stack.values_of(client) for client in range(len(_SEEDS))}
             results = self._results(loss, lambda value: list(value))
         finally:
             stack.leave()
@@ -282,7 +282,7 @@ def _stepped(optimizer: Optimizer, steps: Sequence[Sequence[Tensor]], clients: i
     if clients is not None:
         stack_parameters(
             parameters,
-            [many(parameter.detach(), clients).copy_(parameter.detach()) for parameter in parameters],
+            [empty_stack(parameter.detach(), clients).copy_(parameter.detach()) for parameter in parameters],
             [twin],
         )
     start = [parameter.detach().clone() for parameter in parameters]

@@ -39,7 +39,7 @@ class AnswerFile:
         except (OSError, ValueError):
             return None
 
-    def keep(self, answer: Packet) -> None:
+    def store(self, answer: Packet) -> None:
         """Stores the answer and replaces the last answer. After a failed write, a lost answer needs a new training."""
         try:
             with atomic_write(self._path, f"-{os.getpid()}.partial") as partial, partial.open("wb") as file:

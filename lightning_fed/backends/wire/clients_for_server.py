@@ -193,7 +193,7 @@ class RemoteClientSide(RemoteSide):
         if (yield UpdateAnswer(update)):
             remote.steps = steps
             if reported.keeps:
-                self._client_store.record(client, server.report.round)
+                self._client_store.record_update(client, server.report.round)
 
     def _end_optimizers(self, round: Round, visits: Sequence[_RemoteVisit]) -> None:
         """Counts the round's steps, and repeats the visits' scheduler steps."""

@@ -26,8 +26,8 @@ class HeldFile:
         >>> held = HeldFile(Path(tempfile.mkdtemp()))
         >>> held.read()
         {}
-        >>> held.keep({"w": torch.ones(1), "b": torch.ones(1)})
-        >>> held.keep({"w": torch.zeros(1)})
+        >>> held.store({"w": torch.ones(1), "b": torch.ones(1)})
+        >>> held.store({"w": torch.zeros(1)})
         >>> held.read()["w"], held.read()["b"]
         (tensor([0.]), tensor([1.]))
     """
@@ -42,7 +42,7 @@ class HeldFile:
         except Exception:  # the client requests the entries again
             return {}
 
-    def keep(self, state: State) -> None:
+    def store(self, state: State) -> None:
         """Adds or replaces entries. A failed write leaves the file unchanged."""
         # Copies, because safetensors refuses tensors that share memory.
         whole = self.read() | copy_state(state)

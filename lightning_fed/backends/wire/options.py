@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 
-def check_options(trainer: Mapping[str, Any] | None, ours: Collection[str]) -> dict[str, Any]:
+def check_options(trainer: Mapping[str, Any] | None, reserved: Collection[str]) -> dict[str, Any]:
     """Checks the user's arguments for ``L.Trainer`` against the names in ``ours``, set by the federation.
 
     Raises:
@@ -20,7 +20,7 @@ def check_options(trainer: Mapping[str, Any] | None, ours: Collection[str]) -> d
     if not (trainer is None or isinstance(trainer, Mapping)):
         raise TypeError(f"Expected `trainer` to be a mapping of arguments of `L.Trainer`, but got {trainer!r}.")
     options = dict(trainer or {})
-    refused = [name for name in options if name in ours]
+    refused = [name for name in options if name in reserved]
     if refused:
-        raise ValueError(f"Expected `trainer` without {list(ours)}, which are set here, but got {refused}.")
+        raise ValueError(f"Expected `trainer` without {list(reserved)}, which are set here, but got {refused}.")
     return options

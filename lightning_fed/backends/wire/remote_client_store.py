@@ -19,7 +19,7 @@ class RemoteClientStore(ClientStore):
 
     Example:
         >>> store = RemoteClientStore()
-        >>> store.record("a", 3)
+        >>> store.record_update("a", 3)
         >>> store.kept("a"), store.kept("b")
         (3, -1)
     """
@@ -47,7 +47,7 @@ class RemoteClientStore(ClientStore):
         if round == self._round:
             self._of_round = {client: number for client, number in self._of_round.items() if client in clients}
 
-    def record(self, client: Client, round: int) -> None:
+    def record_update(self, client: Client, round: int) -> None:
         """Records a good update."""
         if round != self._round:
             self._rounds |= self._of_round

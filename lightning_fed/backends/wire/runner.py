@@ -158,7 +158,7 @@ class ClientRunner:
             if excess is not None:  # the server would not read the reply
                 raise ClientFault(excess)
             if finished is not None:
-                finished.keep(reply)
+                finished.store(reply)
             return reply
         except Refusal:
             raise

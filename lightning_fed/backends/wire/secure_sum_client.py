@@ -195,16 +195,16 @@ class ClientSum:
             ClientFault: If the step has no values.
         """
         path = self._folder / f"{round}-{stage}.json"
-        taken = path.with_suffix(f".{os.getpid()}")
+        claimed = path.with_suffix(f".{os.getpid()}")
         try:
-            path.rename(taken)
+            path.rename(claimed)
         except FileNotFoundError as error:
             reason = f"it has no secrets for this step of the secure sum in round {round_number(round)}"
             raise ClientFault(reason) from error
         try:
-            values: dict[str, Any] = json.loads(taken.read_text())
+            values: dict[str, Any] = json.loads(claimed.read_text())
         finally:
-            taken.unlink()
+            claimed.unlink()
         return values
 
 

@@ -267,11 +267,14 @@ def _restore(
             return hashlib.sha256(secret).digest() == public[2 * KEY :]
         return _public(_pairing_key(secret)) == public[KEY : 2 * KEY]
 
-    what, opened = "mask" if is_seed else "key", {name: part for name, part in held.items() if part[1] != NO_SHARE}
+    secret_name, opened = (
+        "mask" if is_seed else "key",
+        {name: part for name, part in held.items() if part[1] != NO_SHARE},
+    )
     if len(opened) < least:
         raise SumError(
             f"{len(held) - len(opened)} of {len(held)} clients cannot open the shares of client {dealer!r},"
-            f" and its {what} needs {least} shares: either it or all of these clients are at fault",
+            f" and its {secret_name} needs {least} shares: either it or all of these clients are at fault",
             dealer,
         )
     for holders in itertools.islice(itertools.combinations(opened, least), _MOST_TRIES):
@@ -285,7 +288,7 @@ def _restore(
         }  # fmt: skip
         return secret, wrong
     raise SumError(
-        f"the shares of client {dealer!r} do not restore its {what}: either it or more than"
+        f"the shares of client {dealer!r} do not restore its {secret_name}: either it or more than"
         f" {len(opened) - least} of the {len(opened)} answering clients are at fault",
         dealer,
     )

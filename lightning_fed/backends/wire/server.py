@@ -79,7 +79,7 @@ class ServerRunner:
             TimeoutError: If clients are missing.
         """
         with lock_folder(self._folder):
-            clients = transport.meet(read_clients(self._clients, self._folder), self._patience)
+            clients = transport.await_clients(read_clients(self._clients, self._folder), self._patience)
             write_clients(clients, self._folder)
             return self._run(transport=transport, clients=clients, stage=stage, ckpt_path=ckpt_path)
 

@@ -216,7 +216,7 @@ class RemoteServerSide(RemoteSide):
             self._judge_entries([name for name in self._broadcast.state if name not in untrained])
         if train_request.keeps:
             version = {VERSION: self._broadcast.extras[VERSION]} if VERSION in self._broadcast.extras else {}
-            self._held.keep(self._broadcast.state | version)
+            self._held.store(self._broadcast.state | version)
 
     @staticmethod
     def _load_optimizers(trainer: L.Trainer, sent: dict[str, Any]) -> None:

@@ -81,10 +81,10 @@ class Transport(ABC):
         self._deadline = deadline if isinstance(deadline, Deadline) else Deadline(deadline)
         self._poll, self._key = poll, key
         self.sent = self.received = self.late = 0
-        self._left: dict[str, tuple[Client, int]] = {}  # unanswered messages from earlier rounds
+        self._unanswered: dict[str, tuple[Client, int]] = {}  # unanswered messages from earlier rounds
 
     @abstractmethod
-    def meet(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
+    def await_clients(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
         """Waits for the clients and returns the names, in the order of a mapping of clients.
 
         Args:
@@ -166,7 +166,7 @@ class Transport(ABC):
                     if answer is None:
                         continue
                     del open_messages[message.client]
-                    ready[message.client] = _held(answer) if in_turn else put_aside(answer)
+                    ready[message.client] = _constant(answer) if in_turn else put_aside(answer)
                     counts = isinstance(answer, Packet) and is_answer(answer)
                     count += counts
                     if counts and count == self._deadline.min_clients:
@@ -175,8 +175,8 @@ class Transport(ABC):
                 if client in ready:
                     break
                 if time.monotonic() > end:
-                    self._left[open_messages.pop(client).name] = client, round
-                    ready[client] = _held(f"it did not answer within {limit}")
+                    self._unanswered[open_messages.pop(client).name] = client, round
+                    ready[client] = _constant(f"it did not answer within {limit}")
                 else:
                     time.sleep(self._poll)
             answer = ready.pop(client)()
@@ -193,14 +193,14 @@ class Transport(ABC):
         again.
         """
         now = time.monotonic()
-        if now - message.looked < _LOOK:
+        if now - message.checked_at < _LOOK:
             return None
-        message.looked = now
+        message.checked_at = now
         connection = self.connection(message.client)
         if connection == message.connection:
-            message.lost = None
+            message.lost_at = None
             return None
-        message.lost = now if message.lost is None else message.lost
+        message.lost_at = now if message.lost_at is None else message.lost_at
         if connection is not None and again is not None:
             packet = again(message.client)
             name = self.push(message.client, kind, self.signed(kind, packet), round)
@@ -209,20 +209,20 @@ class Transport(ABC):
                     "Round %d: client %r restarted, and gets the message again.", round_number(round), message.client
                 )
                 self.sent += len(packet.data)
-                self._left[message.name] = message.client, round
-                message.name, message.connection, message.lost = name, connection, None
+                self._unanswered[message.name] = message.client, round
+                message.name, message.connection, message.lost_at = name, connection, None
                 return None
-        if now - message.lost < self._deadline.reconnect:
+        if now - message.lost_at < self._deadline.reconnect:
             return None
-        self._left[message.name] = message.client, round
+        self._unanswered[message.name] = message.client, round
         return "its connection was lost"
 
     def _count_late(self) -> None:
         """Counts answers after the end of the round."""
-        for name, (client, round) in list(self._left.items()):
+        for name, (client, round) in list(self._unanswered.items()):
             answer = self.pull(name)
             if answer is not None:
-                del self._left[name]
+                del self._unanswered[name]
             if isinstance(answer, Packet):
                 self.late += 1
                 words = "Dropped the late answer of client %r to round %d."
@@ -237,18 +237,18 @@ class _Message:
         client: The client.
         name: Message name in the network.
         connection: Connection at the time of sending.
-        looked: Time of the last connection check.
-        lost: Time of the loss of the connection; ``None`` for a good connection.
+        checked_at: Time of the last connection check.
+        lost_at: Time of the loss of the connection; ``None`` for a good connection.
     """
 
     client: Client
     name: str
     connection: int | str | None
-    looked: float = -_LOOK
-    lost: float | None = None
+    checked_at: float = -_LOOK
+    lost_at: float | None = None
 
 
-def _held(answer: Answer) -> Callable[[], Answer]:
+def _constant(answer: Answer) -> Callable[[], Answer]:
     return lambda: answer
 
 
@@ -258,7 +258,7 @@ def put_aside(answer: Answer) -> Callable[[], Answer]:
     The file is deleted after the read, or with the last reference to the function.
     """
     if isinstance(answer, str):
-        return _held(answer)
+        return _constant(answer)
     file = None
     try:
         text, file = answer.text, tempfile.TemporaryFile()  # noqa: SIM115 - closed after the read
@@ -269,7 +269,7 @@ def put_aside(answer: Answer) -> Callable[[], Answer]:
         if file is not None:
             with contextlib.suppress(OSError):  # a failed flush
                 file.close()
-        return _held(answer)
+        return _constant(answer)
 
     def read() -> Answer:
         with file:

@@ -131,7 +131,7 @@ def on_flower(
     module = make_module()
     trainer = run_server(
         federation(), module, val, {**OPTIONS, **dict(options), **dict(server_options), "max_epochs": rounds},
-        transport, transport.meet(len(data), 1), folder / "server", [*callbacks(), *server_callbacks],
+        transport, transport.await_clients(len(data), 1), folder / "server", [*callbacks(), *server_callbacks],
     )  # fmt: skip
     return module, trainer, transport, grid
 

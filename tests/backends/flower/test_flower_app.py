@@ -137,7 +137,13 @@ def test_visits_in_workers(federated_trainer, tmp_path, monkeypatch):
     grid = FakeGrid({11: light_app()}, {11: {"worker": str(socket)}})
     transport = FlowerTransport(grid, 30, 0.01)
     run_server(
-        Federation(), there, None, {**OPTIONS, "max_epochs": 2}, transport, transport.meet(3, 1), tmp_path / "server"
+        Federation(),
+        there,
+        None,
+        {**OPTIONS, "max_epochs": 2},
+        transport,
+        transport.await_clients(3, 1),
+        tmp_path / "server",
     )
     assert_same(state_of(there), state_of(here))
 

@@ -227,7 +227,7 @@ def test_a_checkpoint_is_evaluated_without_training(tmp_path):
         transport, evaluation = FlowerTransport(grids[0], 5, poll=0.01), ClientEvaluation(folder=tmp_path / stage)
         trainer = run_server(
             federation(), evaluations.Classifier(), None, {**OPTIONS, "max_epochs": 2}, transport,
-            transport.meet(3, 1), tmp_path / "server", [evaluation], stage,
+            transport.await_clients(3, 1), tmp_path / "server", [evaluation], stage,
         )  # fmt: skip
         kinds = ("client/", "val_", "all_", "fed/val", "examples")
         assert numbers_of(trainer, *kinds) == pytest.approx(numbers_of(fitted, *kinds), rel=1e-6)
@@ -446,7 +446,7 @@ def test_the_recipe_of_sites(tmp_path, monkeypatch):
     transport = FlowerTransport(FakeGrid(dict.fromkeys(nodes, app), nodes), 60, poll=0.01)
     trainer = run_server(
         server.federation, server.model, None, {**server.server_trainer, **OPTIONS, "max_epochs": 2}, transport,
-        transport.meet(DRIVES, 1), tmp_path / "server", server.server_callbacks,
+        transport.await_clients(DRIVES, 1), tmp_path / "server", server.server_callbacks,
     )  # fmt: skip
     tables = {}
     for name in ("clients", "sites"):

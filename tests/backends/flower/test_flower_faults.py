@@ -458,7 +458,7 @@ def test_halves_that_do_not_fit(federation, reason, tmp_path):
             None,
             {**OPTIONS, "max_epochs": 1},
             transport,
-            transport.meet(3, 1),
+            transport.await_clients(3, 1),
             tmp_path / "s",
         )
 
@@ -479,16 +479,16 @@ def test_frozen_entries_must_be_the_same(tmp_path):
     with pytest.raises(RuntimeError, match="other values for the entries that are never sent"):
         run_server(
             Federation(frozen=["net.0.*"]), make_module, None, {**OPTIONS, "max_epochs": 1},
-            transport, transport.meet(3, 1), tmp_path / "s",
+            transport, transport.await_clients(3, 1), tmp_path / "s",
         )  # fmt: skip
 
 
 def test_clients_that_do_not_come(tmp_path):
     transport = FlowerTransport(FakeGrid({}), 1, 0.01)
     with pytest.raises(TimeoutError, match=r"did not connect within 0 s: missing are \{'ann'\}"):
-        transport.meet(["ann"], 0)
+        transport.await_clients(["ann"], 0)
     with pytest.raises(TimeoutError, match="0 of 2 are there"):
-        transport.meet(2, 0)
+        transport.await_clients(2, 0)
 
 
 def test_two_nodes_with_the_same_client(tmp_path, caplog):
@@ -499,7 +499,7 @@ def test_two_nodes_with_the_same_client(tmp_path, caplog):
 
     grid = FakeGrid({node: app(node) for node in (11, 12)})
     transport = FlowerTransport(grid, 5, 0.01)
-    assert list(transport.meet(3, 1)) == ["ann", "bob", "cid"]
+    assert list(transport.await_clients(3, 1)) == ["ann", "bob", "cid"]
     assert "Node 12 says that it has the clients ['ann', 'bob', 'cid'] too" in caplog.text
     run_server(Federation(), make_module, None, {**OPTIONS, "max_epochs": 1}, transport, ["ann", "bob"], tmp_path / "s")
     assert {node for node, message in grid.sent if message.metadata.group_id == "0"} == {11}
@@ -515,7 +515,7 @@ def test_an_answer_in_time_is_read_after_the_time_limit(tmp_path):
     }
     grid = FakeGrid(apps, {node: {"partition-id": index, "num-partitions": 2} for index, node in enumerate(apps)})
     transport = FlowerTransport(grid, 0.5, 0.01)
-    transport.meet(3, 60)
+    transport.await_clients(3, 60)
     grid.silent.add(12)
     answers = transport.ask("query", ((client, write_packet("hello", {})) for client in ("bob", "cid")), 0)
     assert next(answers) == ("bob", "it did not answer within 0 s")

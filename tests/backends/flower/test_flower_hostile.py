@@ -138,7 +138,7 @@ def test_keys_that_are_no_names(tmp_path, caplog):
     good = client_app(Federation(), make_module, clients_of(models.vectors(SIZES)), OPTIONS, store=tmp_path)
     data = {"\ud800": models.as_datasets(models.vectors(SIZES))["ann"]}
     bad = client_app(Federation(), make_module, data, OPTIONS, store=tmp_path)
-    assert list(FlowerTransport(FakeGrid({11: bad, 12: good}), 1).meet(3, 1)) == ["ann", "bob", "cid"]
+    assert list(FlowerTransport(FakeGrid({11: bad, 12: good}), 1).await_clients(3, 1)) == ["ann", "bob", "cid"]
     assert "Node 11 has no valid list of clients" in caplog.text
 
 
@@ -149,7 +149,7 @@ def test_another_optimizer_is_no_other_learning_rate(tmp_path):
     with pytest.raises(RuntimeError, match=r"optimizers are \['Adam'\], and the client's \['SGD'\]"):
         run_server(
             Federation(), lambda: models.Module(models.dropout_mlp(), models.adam), None,
-            {**OPTIONS, "max_epochs": 1}, transport, transport.meet(3, 1), tmp_path / "s",
+            {**OPTIONS, "max_epochs": 1}, transport, transport.await_clients(3, 1), tmp_path / "s",
         )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def test_a_node_that_is_back_before_it_is_missed(tmp_path, caplog):
     }
     grid = FakeGrid(apps)
     transport = FlowerTransport(grid, 5, 0.01)
-    transport.meet(3, 1)
+    transport.await_clients(3, 1)
     while "Node 12 says that it has" not in caplog.text:
         list(transport.ask("train", [], 0))
     grid.gone = {11}
@@ -383,7 +383,7 @@ def test_a_connection_that_fails_is_no_clients_fault(tmp_path):
             return super().get_node_ids()
 
     with pytest.raises(ConnectionError, match="the SuperLink is gone"):
-        FlowerTransport(Failing({11: None}), 5).meet(1, 1)
+        FlowerTransport(Failing({11: None}), 5).await_clients(1, 1)
 
 
 # --- Worker and app ---------------------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ def test_a_worker_outlives_what_it_cannot_answer(tmp_path, caplog):
     assert "Node 11 has no valid list of clients" in caplog.text
     assert "its program raised KeyError; the client's log says where" in caplog.text
     del grid.apps[11]
-    assert FlowerTransport(grid, 5).meet(1, 5) == ["ann"]
+    assert FlowerTransport(grid, 5).await_clients(1, 5) == ["ann"]
     with pytest.raises(FileExistsError, match="Another worker uses the socket"):
         serve(whole, path)
     assert path.exists()

@@ -232,7 +232,13 @@ def test_the_text_of_an_exception_stays_with_the_client(module, data, reason, tm
     grid = FakeGrid(apps, None, listen)
     transport = FlowerTransport(grid, 5, 0.01)
     trainer = run_server(
-        Federation(), make_module, None, {**OPTIONS, "max_epochs": 1}, transport, transport.meet(2, 1), tmp_path / "s"
+        Federation(),
+        make_module,
+        None,
+        {**OPTIONS, "max_epochs": 1},
+        transport,
+        transport.await_clients(2, 1),
+        tmp_path / "s",
     )
     report = trainer.callbacks[0].server.report
     assert list(report.received) == ["ann"]
@@ -320,7 +326,7 @@ def test_a_client_does_no_more_than_it_allows(tmp_path, caplog):
     transport = FlowerTransport(FakeGrid(apps), 5, 0.01)
     trainer = run_server(
         Federation(local_epochs=9), make_module, None, {**OPTIONS, "max_epochs": 1}, transport,
-        transport.meet(2, 1), tmp_path / "s",
+        transport.await_clients(2, 1), tmp_path / "s",
     )  # fmt: skip
     report = trainer.callbacks[0].server.report
     assert report.failed == {"bob": "the server asks for 9 epochs, but this client allows 8"}
@@ -340,13 +346,13 @@ def test_a_name_is_bound_to_its_node(tmp_path, caplog):
 
     grid = FakeGrid({11: app(11, "ann", "bob", *map(str, range(20))), 12: app(12, "bob"), 13: app(13, "cid")})
     transport = FlowerTransport(grid, 5, 0.01, bound={"ann": 11, "bob": 12})
-    assert sorted(transport.meet(["ann", "bob"], 1)) == ["ann", "bob"]
+    assert sorted(transport.await_clients(["ann", "bob"], 1)) == ["ann", "bob"]
     asked = transport.ask("train", [], 0)
     assert list(asked) == []
     assert "Node 11 is not asked for the clients" in caplog.text
     assert 13 not in [node for node, _ in grid.sent]  # receives no message
     with pytest.raises(TimeoutError, match=r"missing are \{'bob'\}"):
-        FlowerTransport(FakeGrid({11: app(11, "ann", "bob")}), 5, 0.01, bound={"ann": 11, "bob": 12}).meet(
+        FlowerTransport(FakeGrid({11: app(11, "ann", "bob")}), 5, 0.01, bound={"ann": 11, "bob": 12}).await_clients(
             ["ann", "bob"], 0
         )
 
@@ -359,11 +365,11 @@ def test_a_name_is_bound_to_a_key(tmp_path):
     grid = FakeGrid({11: app, 12: app})
     grid.keys = {12: key}
     transport = FlowerTransport(grid, 5, 0.01, bound={"ann": public.read_text()})
-    assert list(transport.meet(["ann"], 1)) == ["ann"]
+    assert list(transport.await_clients(["ann"], 1)) == ["ann"]
     grid.apps[13] = grid.apps.pop(12)
     grid.keys = {13: key}
     list(transport.ask("train", [], 0))
-    transport.meet(["ann"], 1)
+    transport.await_clients(["ann"], 1)
     assert {node for node, _ in grid.sent} == {12, 13}
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fed import Availability, FederatedDataModule, Federation, FixedStatistics, LocalStatistics, Vectorized
-from lightning_fed.backends.vectorized.stacked_model import many
+from lightning_fed.backends.vectorized.stacked_model import empty_stack
 from lightning_fed.callbacks import FederatedCallback, ProximalTerm
 from lightning_fed.data import DatasetClients
 from lightning_fed.data.dataset_clients import ClientSource
@@ -127,9 +127,9 @@ def test_a_stack_has_room_for_the_cohort_only(options, rooms, federated_trainer,
 
     def noted(value, size):
         sizes.add(size)
-        return many(value, size)
+        return empty_stack(value, size)
 
-    monkeypatch.setattr("lightning_fed.backends.vectorized.stacked_model.many", noted)
+    monkeypatch.setattr("lightning_fed.backends.vectorized.stacked_model.empty_stack", noted)
     data = models.as_datasets(models.vectors())
     fit(federated_trainer, models.Module(models.mlp()), data, **{"size": 50, **options})
     assert max(sizes) == rooms  # the preceding trial uses two

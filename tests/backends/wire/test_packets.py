@@ -260,10 +260,10 @@ def test_the_store_forgets_what_came_to_nothing():
     """The store records since when each client has stored state; a checkpoint in a round excludes this round."""
     client_store = RemoteClientStore()
     run = client_store.run
-    client_store.record("a", 0)
-    client_store.record("b", 0)
+    client_store.record_update("a", 0)
+    client_store.record_update("b", 0)
     client_store.checkpoint(1)
-    client_store.record("a", 1)
+    client_store.record_update("a", 1)
     client_store.put("b", 1, {})  # values put by callbacks on the server belong to the client
     assert (client_store.kept("a"), client_store.kept("b"), client_store.kept("c"), client_store.needed) == (
         1,

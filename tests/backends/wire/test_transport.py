@@ -38,7 +38,7 @@ class Network(Transport):
         self.clock, self.answers, self.connections = clock, answers, connections or {}
         self.messages, self.names, self.refusing = {}, itertools.count(), ()
 
-    def meet(self, expected, patience):
+    def await_clients(self, expected, patience):
         return expected
 
     def discover(self):
