@@ -142,7 +142,7 @@ class DistributedLog(L.Callback):
     # A round
 
     def start_round(self) -> None:
-        """Starts to accumulate values, until :meth:`taken`."""
+        """Starts to accumulate values, until :meth:`take_entries`."""
         self._is_on, self._is_training, self._batch, self._suffix = True, True, None, ""
 
     def start_visit(self, position: int) -> None:
@@ -158,7 +158,7 @@ class DistributedLog(L.Callback):
         """Logs the joint values from all processes.
 
         Args:
-            parts: Results of :meth:`taken` from every process, in rank order.
+            parts: Results of :meth:`take_entries` from every process, in rank order.
         """
         joint: dict[str, _Entry] = {}
         for part in parts:
