@@ -210,9 +210,9 @@ def test_statistics_that_cannot_be_used(tmp_path, caplog):
         tmp_path, lambda: models.Module(models.norm_mlp(), models.momentum), models.vectors(SIZES), Federation,
         len(changes), change=spoilt("evaluate", changes), server_callbacks=[Count()],
     )  # fmt: skip
-    left_out = [message for message in caplog.messages if "left out" in message]
+    excluded = [message for message in caplog.messages if "excluded" in message]
     reasons = ("does not fit the model", "NaN or infinite", "has the invalid entry")
-    for message, reason in zip(left_out, reasons, strict=True):
+    for message, reason in zip(excluded, reasons, strict=True):
         assert message.startswith("Client 'bob''s BatchNorm statistics are excluded")
         assert reason in message
     assert failed == [0, 0, 0]
@@ -444,7 +444,7 @@ def test_one_client_that_says_its_program_is_at_fault_ends_no_run(tmp_path, capl
 @pytest.mark.parametrize(
     ("federation", "reason"),
     [
-        (lambda: Federation(seed=5), "its federation has seed 5, and the server's 0"),
+        (lambda: Federation(seed=5), "its federation has seed 5, but the server's federation has seed 0"),
         (lambda: Federation(frozen=["net.0.*"]), "other values for the entries that are never sent"),
     ],
 )
@@ -487,7 +487,7 @@ def test_clients_that_do_not_come(tmp_path):
     transport = FlowerTransport(FakeGrid({}), 1, 0.01)
     with pytest.raises(TimeoutError, match=r"did not connect within 0 s: missing are \{'ann'\}"):
         transport.await_clients(["ann"], 0)
-    with pytest.raises(TimeoutError, match="0 of 2 are there"):
+    with pytest.raises(TimeoutError, match="0 of 2 are connected"):
         transport.await_clients(2, 0)
 
 
@@ -500,7 +500,7 @@ def test_two_nodes_with_the_same_client(tmp_path, caplog):
     grid = FakeGrid({node: app(node) for node in (11, 12)})
     transport = FlowerTransport(grid, 5, 0.01)
     assert list(transport.await_clients(3, 1)) == ["ann", "bob", "cid"]
-    assert "Node 12 says that it has the clients ['ann', 'bob', 'cid'] too" in caplog.text
+    assert "Node 12 lists the clients ['ann', 'bob', 'cid'] of another node" in caplog.text
     run_server(Federation(), make_module, None, {**OPTIONS, "max_epochs": 1}, transport, ["ann", "bob"], tmp_path / "s")
     assert {node for node, message in grid.sent if message.metadata.group_id == "0"} == {11}
 

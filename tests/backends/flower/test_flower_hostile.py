@@ -212,7 +212,7 @@ def test_a_node_that_is_back_before_it_is_missed(tmp_path, caplog):
     grid = FakeGrid(apps)
     transport = FlowerTransport(grid, 5, 0.01)
     transport.await_clients(3, 1)
-    while "Node 12 says that it has" not in caplog.text:
+    while "Node 12 lists the clients" not in caplog.text:
         list(transport.ask("train", [], 0))
     grid.gone = {11}
     ((client, reply),) = transport.ask("query", [("ann", write_packet("hello", {}))], 1)
@@ -243,9 +243,9 @@ def test_a_run_goes_on_with_its_own_clients(tmp_path, caplog):
         serve_rounds(tmp_path, {ann: apps[ann], cid: apps[cid]}, 2, patience=0)
     serve_rounds(tmp_path, apps, 2)
     assert torch.load(tmp_path / "s" / "last.ckpt", weights_only=True)["epoch"] == 1
-    assert "it is to go on with" not in caplog.text
+    assert "but resumes with" not in caplog.text
     serve_rounds(tmp_path, apps, 3, ["ann", "cid"])
-    assert "Expected the clients of the run, ['ann', 'bob'], but it is to go on with ['ann', 'cid']." in caplog.text
+    assert "The run started with the clients ['ann', 'bob'], but resumes with ['ann', 'cid']." in caplog.text
 
 
 def test_a_checkpoint_is_never_half_written(tmp_path, monkeypatch):

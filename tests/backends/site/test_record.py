@@ -55,7 +55,7 @@ def test_every_changed_byte_and_every_cut_inside_a_line_is_found(record):
         if index in (0, *ends):  # only detectable with an external copy of the head
             assert len(numbers(record)) == ([0, *ends]).index(index)
         else:
-            with pytest.raises(RecordError, match="cut off in its middle"):
+            with pytest.raises(RecordError, match="was truncated"):
                 numbers(record)
 
 
