@@ -49,12 +49,7 @@ class OrderBounds:
             )
 
     def find_excess(self, train_request: TrainRequest, batches_per_epoch: int | None) -> str | None:
-        """Returns the reason against an order, or ``None``.
-
-        Args:
-            train_request: The order.
-            batches_per_epoch: Batches in one pass over the client's data; ``None`` for data without a length.
-        """
+        """Returns the reason against an order, or ``None``. Data without a length have ``batches_per_epoch=None``."""
         visit = train_request.visit
         if visit.steps is None and self.max_epochs is not None and visit.epochs > self.max_epochs:
             return f"the server asks for {visit.epochs} epochs, but this client allows {self.max_epochs}"

@@ -478,11 +478,7 @@ def _exclude(
 ) -> None:
     """Excludes a client without a good answer: refused after a bad answer, failed without an answer.
 
-    Args:
-        server: The server.
-        client: The client.
-        answer: Result of :func:`read_answer`.
-        otherwise: The reason for an answer of another kind.
+    ``otherwise`` is the reason for an answer of another kind.
     """
     if isinstance(answer, Fault) and not isinstance(answer, _Unreadable):
         server.fail(client, answer.reason)

@@ -39,11 +39,7 @@ class HalfData(EvaluationData):
 
 
 def read_data(federation: Federation, data: Any) -> tuple[Population, HalfData]:
-    """Sets up data, and returns the population and the validation data.
-
-    Args:
-        federation: The federation; ``partition`` splits a plain datamodule.
-        data: Mapping from client to data, or a datamodule.
+    """Sets up data, and returns the population and the validation data. A ``partition`` splits a plain datamodule.
 
     Raises:
         MisconfigurationException: If the data have clients in addition to a partition, or neither.

@@ -66,12 +66,7 @@ class PacketError(ValueError):
 
 @dataclass(frozen=True)
 class Packet:
-    """A message in transport form.
-
-    Args:
-        text: JSON header.
-        data: Concatenated memory of the tensors. The length counts as communication.
-    """
+    """A message in transport form: JSON header and concatenated tensor memory. ``data`` counts as communication."""
 
     text: str
     data: bytes = b""
@@ -359,12 +354,7 @@ def find_bad_rate(numbers: object, highest: float = math.inf, name: str = "") ->
 
 
 def find_bad_size(packet: Packet, model: State) -> str | None:
-    """Returns a fault for a reply above the size limit, or ``None``. Nothing in the reply is read.
-
-    Args:
-        packet: The reply.
-        model: Model entries sent to the client, or from the start of the round.
-    """
+    """Returns a fault for an unread reply above the size limit for a model, or ``None``."""
     size = sum(value.numel() * value.element_size() for value in model.values())
     longest, largest = _TEXT[0] + _TEXT[1] * len(model), _DATA[0] + _DATA[1] * size
     if len(packet.text) > longest or len(packet.data) > largest:

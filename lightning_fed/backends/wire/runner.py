@@ -108,12 +108,7 @@ class ClientRunner:
         )
 
     def answer(self, kind: str, packet: Packet, node: Mapping[str, Any]) -> Packet:
-        """Answers a packet, subject to the site policy.
-
-        Args:
-            kind: Message type.
-            packet: The packet.
-            node: Configuration of the receiving node.
+        """Answers a packet, subject to the site policy. ``node`` is the receiving node's configuration.
 
         Raises:
             PacketError: If the packet is invalid or has no answer. A network may send the reason to the server.

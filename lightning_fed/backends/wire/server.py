@@ -67,12 +67,7 @@ class ServerRunner:
         self._run = partial(run_server, federation, model, val_data, options, folder=self._folder, callbacks=callbacks)
 
     def run(self, transport: Transport, stage: str = "fit", ckpt_path: str = "") -> L.Trainer:
-        """Waits for the clients, and trains.
-
-        Args:
-            transport: Sends the packets.
-            stage: ``"fit"``; ``"validate"`` or ``"test"`` evaluates on the clients instead.
-            ckpt_path: Checkpoint for the evaluation; empty for the run's last checkpoint.
+        """Waits for the clients, and trains; ``"validate"`` or ``"test"`` evaluates on the clients instead.
 
         Raises:
             RuntimeError: If another server trains in the folder.
@@ -96,20 +91,7 @@ def run_server(
     stage: str = "fit",
     ckpt_path: str | os.PathLike[str] | None = None,
 ) -> L.Trainer:
-    """Fits or evaluates with remote clients.
-
-    Args:
-        federation: The federation.
-        model: The model.
-        val_data: The server's validation data.
-        options: Arguments for the server's Trainer.
-        transport: Sends the packets.
-        clients: The clients.
-        folder: The run's folder.
-        callbacks: Additional callbacks.
-        stage: ``"fit"``; ``"validate"`` or ``"test"`` evaluates on the clients only.
-        ckpt_path: Checkpoint for the evaluation; empty for the run's last checkpoint.
-    """
+    """Fits or evaluates with remote clients. See :class:`ServerRunner` for the arguments."""
     client_store = RemoteClientStore()
     half = federation.replace(
         partition=None,

@@ -85,14 +85,10 @@ class Transport(ABC):
 
     @abstractmethod
     def await_clients(self, expected: int | Sequence[Client], patience: float) -> Sequence[Client]:
-        """Waits for the clients and returns the names, in the order of a mapping of clients.
-
-        Args:
-            expected: Client names, or number of clients.
-            patience: Seconds to wait.
+        """Waits for the clients (given by names or number) and returns the names, in the order of a mapping of clients.
 
         Raises:
-            TimeoutError: If clients are missing.
+            TimeoutError: If clients are missing after ``patience`` seconds.
         """
 
     @abstractmethod
