@@ -1,4 +1,4 @@
-"""What every test and every example gets, wherever it runs: a number of threads and random numbers of its own."""
+"""Shared by tests and examples: one thread, and fixed random numbers."""
 
 import gc
 import os
@@ -8,15 +8,15 @@ import pytest
 
 from tests.generators import OUTSIDE, SEED_VARIABLES, same_random_numbers
 
-# The examples of a network need the network, an extra; scripts of projects need what projects need.
+# Doctests of a backend need its extra; project scripts need their packages.
 collect_ignore_glob = ["tests/projects/scripts/*", "tests/projects/packages/*", "tests/backends/nvflare/job/*"]
 collect_ignore_glob += ["tests/backends/nvflare/admin.py"]
 collect_ignore_glob += [] if find_spec("flwr") else ["lightning_fed/backends/flower/*.py", "tests/backends/flower/*.py"]
 collect_ignore_glob += [] if find_spec("nvflare") else ["lightning_fed/backends/nvflare/*.py"]
-collect_ignore_glob += [] if find_spec("Crypto") else ["lightning_fed/backends/wire/*.py"]  # comes with both
+collect_ignore_glob += [] if find_spec("Crypto") else ["lightning_fed/backends/wire/*.py"]  # required by both
 
-# One thread, or as many as the environment says: torch reads it when it is imported, here and in processes that tests
-# start. No ``conftest.py`` imports torch at once: the process that only hands tests to others does without.
+# One thread by default. torch reads the variable at import, here and in started processes. No ``conftest.py`` imports
+# torch at module level: the process that only distributes tests does not need torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -26,14 +26,14 @@ def pytest_addoption(parser):
 
 @pytest.fixture(autouse=True)
 def seeded_generators():
-    """Every test starts from the same global generators; what ran before it does not matter, nor what runs after."""
+    """Every test starts from the same states of the global generators, independent of other tests."""
     with same_random_numbers():
         yield
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef):
-    """So does every fixture that several tests share, and one that leaves a seed in the environment is an error."""
+    """Shared fixtures start from the same states too. Leaving a seed in the environment is an error."""
     if fixturedef.scope == "function":
         return (yield)
     with same_random_numbers():
@@ -44,9 +44,9 @@ def pytest_fixture_setup(fixturedef):
 
 
 def pytest_collection_finish():
-    """Modules and tests stay to the end: no collection of garbage need look at them, which would take half a second.
+    """Excludes modules and tests from garbage collection, which would take half a second.
 
-    A fit makes many objects at once: with the usual threshold of 700 it would be interrupted some hundred times.
+    A fit creates many objects at once: the default threshold of 700 would interrupt a fit some hundred times.
     """
     gc.collect()
     gc.freeze()

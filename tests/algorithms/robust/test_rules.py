@@ -282,12 +282,12 @@ def test_the_result_is_inside_the_range_of_the_honest(rule, before, value):
 
 
 @pytest.mark.parametrize("name", LAWS)
-@pytest.mark.parametrize("value", [1e8, 1e30])
-def test_huge_updates_do_not_carry_the_result_away(name, value):
+def test_huge_updates_do_not_carry_the_result_away(name):
     honest = matrix(11)[2:]
-    rows = np.concatenate([np.full((2, WIDTH), value), honest])
-    result = aggregated(LAWS[name](2), rows)
-    assert np.linalg.norm(result - honest.mean(0)) < 3 * np.linalg.norm(honest - honest.mean(0), axis=1).max()
+    for value in (1e8, 1e30):
+        rows = np.concatenate([np.full((2, WIDTH), value), honest])
+        result = aggregated(LAWS[name](2), rows)
+        assert np.linalg.norm(result - honest.mean(0)) < 3 * np.linalg.norm(honest - honest.mean(0), axis=1).max()
 
 
 def test_a_step_is_its_own_nearest():
@@ -351,19 +351,19 @@ def test_other_entries(name):
         assert new[key].reshape(-1).tolist() == [majority_reference(column) for column in columns]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", [*NAMES[:-1], "norm_clipping"])
-def test_identical_clients_are_one_of_them(name, dtype):
-    chain = chain_of(name)
-    chain.start(RoundInfo(0), net_state(0, dtype))
-    for client in range(7):
-        chain.receive(ClientUpdate(client, 1 + client, net_state(3, dtype)), net_state(0, dtype))
+def test_identical_clients_are_one_of_them(name):
     clipped = name.endswith("clipping")  # scales the distance from the model, with rounding
-    for key, value in chain.aggregate().items():
-        expected = net_state(3, dtype)[key]
-        assert value.dtype == expected.dtype
-        assert torch.equal(value, expected) or (clipped or dtype == torch.float64), key
-        assert torch.allclose(value, expected, rtol=1e-3 if clipped else 1e-12), key
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        chain = chain_of(name)
+        chain.start(RoundInfo(0), net_state(0, dtype))
+        for client in range(7):
+            chain.receive(ClientUpdate(client, 1 + client, net_state(3, dtype)), net_state(0, dtype))
+        for key, value in chain.aggregate().items():
+            expected = net_state(3, dtype)[key]
+            assert value.dtype == expected.dtype
+            assert torch.equal(value, expected) or (clipped or dtype == torch.float64), key
+            assert torch.allclose(value, expected, rtol=1e-3 if clipped else 1e-12), key
 
 
 def test_numbers_of_examples_do_not_matter():
