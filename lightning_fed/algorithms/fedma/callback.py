@@ -356,7 +356,7 @@ class LayerwiseTraining(FederatedCallback):
         try:
             task = find_class_task(trainer, module, "give `LayerwiseTraining` a `target`", needs_target=True)
             outputs = set(layer_entries(module, module.get_submodule(task.layer)))
-            if task.num_classes == rule.num_classes and outputs.issuperset(rule.outputs):
+            if task.num_classes == rule.num_classes and not outputs.isdisjoint(rule.outputs):
                 return task.target
             reason = f"the loss compares labels with the outputs of {task.layer!r}, and not of {rule.outputs[0]!r}"
         except MisconfigurationException as fault:
