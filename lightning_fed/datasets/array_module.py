@@ -50,7 +50,6 @@ class ArrayDataModule(LightningDataModule, ABC):
 
     Raises:
         ValueError: If a number is outside the allowed range.
-
     """
 
     def __init__(
@@ -135,7 +134,6 @@ class ArrayDataModule(LightningDataModule, ABC):
 
         Raises:
             ValueError: If there are fewer candidates than requested samples.
-
         """
         size = self._sizes[split]
         if size is None:
@@ -159,7 +157,6 @@ class ArrayDataModule(LightningDataModule, ABC):
 
         Raises:
             ValueError: If `val_size` and `train_size` exceed the number of samples.
-
         """
         all_positions = np.arange(num_train)
         validation = self.subset("val", all_positions)
@@ -194,7 +191,6 @@ class FileDataModule(ArrayDataModule):
             range from 0 to 1.
         **options: Arguments for `ArrayDataModule`: `batch_size`, `eval_batch_size`, `num_workers`, `train_size`,
             `val_size`, `test_size` and `seed`.
-
     """
 
     augment = False
@@ -215,7 +211,6 @@ class FileDataModule(ArrayDataModule):
 
         Inputs have shape (N, C, H, W); targets are classes (N,) or masks (N, H, W); groups are natural clients, shape
         (N,).
-
         """
         return ArrayDataset(
             inputs,

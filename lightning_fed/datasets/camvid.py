@@ -75,7 +75,6 @@ class CamVid(FileDataModule):
         >>> data = CamVid("data", image_size=(96, 128), group_by="frames", frames_per_client=20)
         >>> data.num_classes, data.class_names[0], data.ignore_index
         (11, 'sky', 255)
-
     """
 
     ignore_index = 255

@@ -34,7 +34,6 @@ class CIFAR10(TorchvisionImages):
         >>> data = CIFAR10("data", train_size=10_000, augment=True)
         >>> data.num_classes, data.class_names[3]
         (10, 'cat')
-
     """
 
     _source = "CIFAR10"

@@ -49,7 +49,6 @@ class FEMNIST(FileDataModule):
         >>> data = FEMNIST("data", invert=True, test_writers="unseen")
         >>> data.num_classes, data.class_names[10]
         (62, 'A')
-
     """
 
     _std = 0.1655  # for the stored training images, black on white, with mean 0.9612

@@ -25,7 +25,6 @@ def find_file(data_dir: str | Path, candidates: Sequence[str], instructions: str
 
     Raises:
         FileNotFoundError: If no candidate exists.
-
     """
     root = Path(data_dir)
     if root.is_file() and root.name in {Path(candidate).name for candidate in candidates}:
@@ -49,7 +48,6 @@ def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
 
     Raises:
         ValueError: If an array is missing; the error lists the existing arrays.
-
     """
     with np.load(path, allow_pickle=False) as archive:
         missing = sorted(set(names) - set(archive.files))

@@ -69,7 +69,6 @@ class MNIST(_IdxImages):
         >>> data = MNIST("data", batch_size=20)
         >>> data.num_classes, data.class_names[:3]
         (10, ('0', '1', '2'))
-
     """
 
     _source = "MNIST"
@@ -90,7 +89,6 @@ class FashionMNIST(_IdxImages):
         >>> data = FashionMNIST("data", batch_size=20)
         >>> data.num_classes, data.class_names[-1]
         (10, 'Ankle boot')
-
     """
 
     _source = "FashionMNIST"

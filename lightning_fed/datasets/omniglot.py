@@ -83,7 +83,6 @@ class Omniglot(FileDataModule):
         >>> data = Omniglot("data", val_drawers=2, test_drawers=4)
         >>> data.num_classes, data.class_names[-1], len(data.retrieval_class_names)
         (964, 'Tifinagh/character55', 659)
-
     """
 
     _mean, _std = 0.0781, 0.2576  # background set
@@ -131,7 +130,6 @@ class Omniglot(FileDataModule):
         """Reads one split from the background set: images (N, 1, 28, 28), classes (N,) from 0 to 963, and groups.
 
         Groups are names such as `"Greek/07"` or `"Greek"`.
-
         """
         first_val, first_test = _DRAWERS - self.val_drawers - self.test_drawers + 1, _DRAWERS - self.test_drawers + 1
         drawings = self._read(is_background=True)
@@ -151,7 +149,6 @@ class Omniglot(FileDataModule):
 
         Returns:
             Batches with images (B, 1, 28, 28) and classes (B,) from 964 to 1622.
-
         """
         return self._loader(self.retrieval_dataset, self.eval_batch_size)
 

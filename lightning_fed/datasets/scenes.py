@@ -22,7 +22,6 @@ def render_scene(rng: np.random.Generator, image_size: int, dominant: float) -> 
 
     In the mask 0 is background, followed by `SHAPES` from 1. Another shape has the first shape's class with probability
     ``dominant``, or else a random class.
-
     """
     # One scene at a time: the arrays stay in the cache, and no scene can depend on its neighbours in a batch.
     axis = (np.arange(image_size) + 0.5) / image_size

@@ -75,7 +75,6 @@ class Shakespeare(FederatedDataModule):
         >>> window, following = data.clients["generated/ROLE 1"][0]
         >>> data.num_classes, window.shape, data.decode(window)[:22], data.decode(following[None])
         (80, torch.Size([80]), 'Am it more have sword ', 'r')
-
     """
 
     def __init__(

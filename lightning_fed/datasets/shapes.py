@@ -49,7 +49,6 @@ class ShapesDataset(ArrayDataset):
         >>> image, mask = scenes[0]
         >>> image.shape, mask.shape, mask.dtype
         (torch.Size([3, 32, 32]), torch.Size([32, 32]), torch.int64)
-
     """
 
     def __init__(
@@ -107,7 +106,6 @@ class Shapes(ArrayDataModule):
         >>> data.setup("fit")
         >>> data.num_classes, data.class_names[0], len(data.train_dataset)
         (6, 'background', 8)
-
     """
 
     def __init__(

@@ -47,7 +47,6 @@ class Synthetic(FederatedDataModule):
         >>> inputs, label = data.clients[0][0]
         >>> inputs.shape, label.dtype
         (torch.Size([60]), torch.int64)
-
     """
 
     num_features = 60

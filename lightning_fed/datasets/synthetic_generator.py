@@ -4,7 +4,6 @@ References:
     - Shamir, Srebro and Zhang, "Communication-Efficient Distributed Optimization using an Approximate Newton-type
       Method", ICML 2014 (the construction).
     - Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020, section 5.1.
-
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ def synthetic_clients(
         >>> inputs, labels = synthetic_clients(1.0, 1.0, num_clients=3)[0]
         >>> inputs.shape[1], inputs.dtype.name, len(inputs) == len(labels) >= 50
         (60, 'float32', True)
-
     """
     lowest = {"alpha": 0, "beta": 0, "num_clients": 1, "seed": 0, "num_features": 1, "num_classes": 2}
     values = dict(zip(lowest, (alpha, beta, num_clients, seed, num_features, num_classes), strict=True))

@@ -39,7 +39,6 @@ def encode_text(text: str, vocabulary: str) -> Tensor:
     Example:
         >>> encode_text("ab$a", " ab")
         tensor([1, 2, 0, 1])
-
     """
     numbers = {character: number for number, character in enumerate(vocabulary)}
     codes = [numbers.get(character, numbers.get(" ", -1)) for character in text]
@@ -54,7 +53,6 @@ def decode_text(codes: Tensor, vocabulary: str) -> str:
     Example:
         >>> decode_text(torch.tensor([1, 2, 0]), " ab")
         'ab '
-
     """
     return "".join(vocabulary[code] for code in codes.tolist())
 
@@ -79,7 +77,6 @@ def text_windows(codes: Tensor, length: int, first: int, end: int, stride: int, 
         (tensor([[1, 2, 3, 4],
                 [3, 4, 5, 6],
                 [5, 6, 7, 8]]), tensor([5, 7, 9]))
-
     """
     text = codes[first : end + length]
     inputs, following = (characters.unfold(0, length, stride) for characters in (text[:-1], text[1:]))
@@ -95,7 +92,6 @@ def read_roles(path: Path) -> dict[str, str]:
 
     Raises:
         ValueError: If the file has another format.
-
     """
     speeches: dict[str, list[str]] = {}
     if path.name.endswith(".json.gz"):
@@ -119,7 +115,6 @@ def make_roles(count: int, seed: int) -> dict[str, str]:
 
     All roles share transition probabilities between words; every role prefers some words. A role's text depends only on
     the seed and the role's number.
-
     """
     words = _WORDS.split()
     transitions = np.random.default_rng([seed, 0]).dirichlet(np.full(len(words), 0.02), len(words)).cumsum(1)

@@ -34,7 +34,6 @@ class TorchvisionImages(FileDataModule):
         FileNotFoundError: In `setup`, if a file is missing.
         ValueError: If a number is outside the allowed range, or a file has another format.
         RuntimeError: If torchvision finds changed CIFAR batches.
-
     """
 
     _source: ClassVar[str]
@@ -59,7 +58,6 @@ class TorchvisionImages(FileDataModule):
 
         Raises:
             FileNotFoundError: If a file is missing.
-
         """
 
     @abstractmethod

@@ -51,7 +51,6 @@ class MaximumMeanDiscrepancy(PooledSamples):
         >>> discrepancy.update(x[2:], x[2:] + 1)
         >>> discrepancy.compute()
         tensor(0.7579)
-
     """
 
     higher_is_better = False
@@ -100,7 +99,6 @@ class MaximumMeanDiscrepancy(PooledSamples):
         Raises:
             ValueError: If shapes are inconsistent, labels are missing, or the metric's type cannot represent all
                 classes.
-
         """
         for name, values in (("features", features), ("reference", reference)):
             self.check_vectors(name, values, features.shape[-1])

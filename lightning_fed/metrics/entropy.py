@@ -39,7 +39,6 @@ class MeanEntropy(Float64Mean):
         >>> entropy.update(torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.5, 0.0]]).log())
         >>> entropy.compute()
         tensor(0.6804)
-
     """
 
     higher_is_better = None
@@ -71,7 +70,6 @@ class MeanEntropy(Float64Mean):
 
         Raises:
             ValueError: If the shapes are inconsistent, or there are fewer than two channels.
-
         """
         if self.level == "softmax":
             entropies = softmax_entropy(values, normalize=self.normalize)

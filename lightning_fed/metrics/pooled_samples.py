@@ -20,7 +20,6 @@ class PooledSamples(Metric):
         vectors: State names for vectors with a common length.
         labels: State names for labels.
         **kwargs: Arguments for ``torchmetrics.Metric``.
-
     """
 
     is_differentiable = False
@@ -38,7 +37,6 @@ class PooledSamples(Metric):
 
         Raises:
             ValueError: If the lengths differ.
-
         """
         width = int(self.num_features) or width
         if values.ndim != 2 or values.shape[1] != width:

@@ -40,7 +40,6 @@ class MeanAveragePrecisionAtR(PooledSamples):
         >>> map_at_r.update(torch.tensor([[1.0, 0.1], [1.0, 0.9]]), torch.tensor([970, 981]))
         >>> map_at_r.compute()
         tensor(0.7500)
-
     """
 
     higher_is_better = True
@@ -71,7 +70,6 @@ class MeanAveragePrecisionAtR(PooledSamples):
 
         Raises:
             ValueError: If shapes are inconsistent, or a label has no exact form.
-
         """
         self.check_vectors("embeddings", embeddings, embeddings.shape[-1])
         if labels.shape != embeddings.shape[:1]:

@@ -43,7 +43,6 @@ class SegmentationScores(Metric):
         >>> values = {name: round(value.item(), 2) for name, value in scores.compute().items()}
         >>> values["miou"], values["iou/sky"], values["iou/road"], "iou/car" in values
         (0.5, 0.5, 0.5, False)
-
     """
 
     higher_is_better = True
@@ -80,7 +79,6 @@ class SegmentationScores(Metric):
 
         Raises:
             ValueError: If a binary or multilabel target is neither 0 nor 1 nor ignored.
-
         """
         options: dict[str, Any] = {"average": "none", "ignore_index": self.ignore_index, "validate_args": False}
         if self.mode == "multiclass":

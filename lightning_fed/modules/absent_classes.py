@@ -49,7 +49,6 @@ def absent_class_loss(
 
     References:
         Miao et al., CVPR 2023, the loss for foreground-background inconsistency.
-
     """
     num_classes = logits.shape[1]
     is_labelled = target != unlabelled

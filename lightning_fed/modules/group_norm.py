@@ -62,7 +62,6 @@ def to_group_norm(model: nn.Module, num_groups: int = 32) -> nn.Module:
         >>> model = to_group_norm(model)
         >>> model[1].num_groups, model[1].num_channels
         (24, 48)
-
     """
     check_count("num_groups", num_groups)
     # All paths to every layer, also the second path to a shared layer. All replacements are built before the first

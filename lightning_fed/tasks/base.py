@@ -44,7 +44,6 @@ class Task(L.LightningModule, ABC):
 
     Raises:
         ValueError: If the optimizer or the scheduler is unknown, or refuses an argument.
-
     """
 
     input_key: ClassVar[str] = "image"
@@ -93,7 +92,6 @@ class Task(L.LightningModule, ABC):
         """Builds the metrics for validation and test; keys become ``val_<key>`` and ``test_<key>``.
 
         Metrics are updated with (logits, target).
-
         """
 
     @abstractmethod
@@ -189,7 +187,6 @@ class Task(L.LightningModule, ABC):
 
         Raises:
             TypeError: If the batch has another form.
-
         """
         if isinstance(batch, Mapping) and self.input_key in batch and self.target_key in batch:
             return batch[self.input_key], batch[self.target_key]

@@ -44,7 +44,6 @@ class CharLSTM(nn.Module):
         293584
         >>> network(torch.zeros(4, 80, dtype=torch.int64)).shape
         torch.Size([4, 80])
-
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class CharLSTM(nn.Module):
 
         Args:
             text: Character codes, shape ``(N, T)``.
-
         """
         features: Tensor = self.embedding(text)
         for number, layer in enumerate(self.lstm):
@@ -113,7 +111,6 @@ class CharLanguageTask(Task):
         >>> task = CharLanguageTask(hidden_size=32, num_layers=2, every_step=True)
         >>> task(torch.zeros(2, 7, dtype=torch.int64)).shape
         torch.Size([2, 80, 7])
-
     """
 
     input_key: ClassVar[str] = "text"

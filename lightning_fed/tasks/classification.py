@@ -51,7 +51,6 @@ class ClassificationTask(Task):
         >>> import torch
         >>> task(torch.zeros(2, 1, 28, 28)).shape
         torch.Size([2, 10])
-
     """
 
     target_key: ClassVar[str] = "label"

@@ -23,7 +23,6 @@ def is_weight_file(weights: str) -> bool:
     Example:
         >>> is_weight_file("weights/resnet18.safetensors"), is_weight_file("imagenet")
         (True, False)
-
     """
     return weights.endswith(_ENDINGS) or os.sep in weights
 
@@ -51,7 +50,6 @@ def load_encoder_weights(encoder: nn.Module, path: str | os.PathLike[str]) -> No
         >>> load_encoder_weights(network, path)
         >>> network[0].bias.item()
         1.0
-
     """
     path = Path(path)
     if not path.is_file():

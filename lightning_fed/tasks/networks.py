@@ -58,7 +58,6 @@ def build_network(
         >>> network = build_network("mcmahan_cnn", num_classes=10)
         >>> sum(parameter.numel() for parameter in network.parameters())
         1663370
-
     """
     for argument, value in (("num_classes", num_classes), ("in_channels", in_channels), ("input_size", input_size)):
         check_count(argument, value)
@@ -97,7 +96,6 @@ def mlp(
 
     Raises:
         ValueError: If a width is below 1.
-
     """
     if any(width < 1 for width in hidden):
         raise ValueError(f"Expected `hidden` to hold widths of at least 1, but got {list(hidden)}.")
@@ -131,7 +129,6 @@ def mcmahan_cnn(
 
     Raises:
         ValueError: If the images are too small, ``channels`` has not two entries, or a width is below 1.
-
     """
     _check_widths(channels, hidden)
     side = _at_least_one(input_size // 2 // 2, input_size, minimum=4)
@@ -166,7 +163,6 @@ def fedfusion_cifar_cnn(
 
     Raises:
         ValueError: If ``channels`` or ``hidden`` has not two entries, or an entry is below 1.
-
     """
     if len(hidden) != 2:
         raise ValueError(f"Expected `hidden` to be two widths of at least 1, but got {list(hidden)}.")
@@ -206,7 +202,6 @@ def lenet(
 
     Raises:
         ValueError: If the images are too small, ``channels`` has not two entries, or a width is below 1.
-
     """
     _check_widths(channels, hidden)
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
@@ -239,7 +234,6 @@ def niid_cnn(
 
     Raises:
         ValueError: If the images are too small, ``channels`` has not two entries, or a width is below 1.
-
     """
     _check_widths(channels, *hidden)
     side = _at_least_one(((input_size - 4) // 2 - 4) // 2, input_size, minimum=16)
@@ -272,7 +266,6 @@ def vgg9(
 
     Raises:
         ValueError: If the images are too small, a layer would have no channels, or ``init`` is unknown.
-
     """
     check_option("init", init, ("default", "kaiming"))
     side = _at_least_one(input_size // 2 // 2 // 2, input_size, minimum=8)

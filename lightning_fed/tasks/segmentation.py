@@ -83,7 +83,6 @@ class SegmentationTask(Task):
 
     References:
         https://smp.readthedocs.io
-
     """
 
     target_key: ClassVar[str] = "mask"
@@ -233,7 +232,6 @@ class SegmentationTask(Task):
 
         Raises:
             ValueError: If ``mode="multilabel"`` has another number of masks than classes.
-
         """
         x, mask = super().split_batch(batch)
         if self._mode == "multilabel":

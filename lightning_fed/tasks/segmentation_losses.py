@@ -42,7 +42,6 @@ class NamedLoss(nn.Module):
 
     References:
         https://smp.readthedocs.io/en/latest/losses.html
-
     """
 
     def __init__(self, text: str, mode: Mode = "multiclass", ignore_index: int | None = 255) -> None:
@@ -77,7 +76,6 @@ class NamedLoss(nn.Module):
             target: Class indices ``(N, H, W)``; 0 and 1 with shape ``(N, H, W)`` or ``(N, C, H, W)`` in the other
                 modes.
             weight: Class weights in the cross-entropy, shape ``(C,)``.
-
         """
         terms = [
             self._term(name, loss, logits, target) if loss is not None else self._ours(name, logits, target, weight)

@@ -39,7 +39,6 @@ def tiled_logits(
         >>> images = torch.arange(60.0).reshape(1, 1, 6, 10)
         >>> torch.allclose(tiled_logits(lambda tile: 2 * tile, images, (4, 4)), 2 * images)
         True
-
     """
     check_share("overlap", overlap)
     height, width = images.shape[-2:]

@@ -75,7 +75,6 @@ def maximum_mean_discrepancy(
         0.757854
         >>> maximum_mean_discrepancy(x, x).item() < 1e-6
         True
-
     """
     check_option("estimator", estimator, Estimator)
     least = 1 if estimator == "biased" else 2
@@ -138,7 +137,6 @@ def classwise_maximum_mean_discrepancy(
         >>> x, y = torch.tensor([[0.0], [1.0], [5.0]]), torch.tensor([[0.0], [2.0], [7.0]])
         >>> classwise_maximum_mean_discrepancy(x, y, torch.tensor([0, 0, 1]), torch.tensor([0, 0, 2]), 3)
         tensor([0.0995,    nan,    nan], dtype=torch.float64)
-
     """
     check_option("estimator", estimator, Estimator)
     _check_samples(features, reference, 1)
@@ -183,7 +181,6 @@ def median_distance(samples: Tensor, *, chunk_size: int = 1024) -> float:
     Example:
         >>> median_distance(torch.tensor([[0.0], [1.0], [3.0], [7.0]]))
         3.5
-
     """
     _check_samples(samples, samples, 2)
     check_numbers(1.0, (1.0,), chunk_size)
@@ -218,7 +215,6 @@ def check_numbers(bandwidth: float | Bandwidth, scales: Sequence[float], chunk_s
 
     Raises:
         ValueError: If an option is unknown or outside the allowed range.
-
     """
     if isinstance(bandwidth, str):
         if bandwidth not in get_args(Bandwidth):
@@ -236,7 +232,6 @@ def _bit_counts(samples: Tensor, shift: Tensor, chunk_size: int, head: int | Non
     """Counts pairs by the leading bits of the squared distance, or by the trailing bits for the leading bits ``head``.
 
     For non-negative floats, the order of the bit patterns as integers equals the order of the floats.
-
     """
     counts = torch.zeros(1 << _BITS, dtype=torch.int64, device=samples.device)
     for distances in _pair_distances(samples, shift, chunk_size):

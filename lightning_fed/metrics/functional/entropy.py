@@ -39,7 +39,6 @@ def shannon_entropy(probabilities: Tensor, dim: int = -1, *, normalize: bool = F
     Example:
         >>> shannon_entropy(torch.tensor([[0.7, 0.2, 0.1], [1.0, 0.0, 0.0]]))
         tensor([0.8018, 0.0000])
-
     """
     value: Tensor = torch.special.entr(at_least_float32(probabilities)).sum(dim)
     return value / max(math.log(probabilities.shape[dim]), torch.finfo(value.dtype).tiny) if normalize else value
@@ -65,7 +64,6 @@ def softmax_entropy(logits: Tensor, *, normalize: bool = False) -> Tensor:
     Example:
         >>> softmax_entropy(torch.tensor([[0.7, 0.2, 0.1]]).log(), normalize=True)
         tensor([0.7298])
-
     """
     _check_channels("logits", logits)
     return _by_pieces(logits, lambda piece: shannon_entropy(piece.softmax(1), 1, normalize=normalize))
@@ -100,7 +98,6 @@ def feature_entropy(
     Example:
         >>> feature_entropy(torch.tensor([[2.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]), normalize=True)
         tensor([0.7500, 1.0000])
-
     """
     check_option("activation", activation, Activation)
     _check_channels("features", features)

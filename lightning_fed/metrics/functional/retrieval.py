@@ -72,7 +72,6 @@ def mean_average_precision_at_r(
         1.0
         >>> mean_average_precision_at_r(embeddings, torch.tensor([0, 0, 1, 1]), r=2).item()
         0.5
-
     """
     check_r(r)
     search = _Search(embeddings, labels, metric, gallery, gallery_labels, chunk_size)
@@ -113,7 +112,6 @@ def relevant_neighbors(embeddings: Tensor, labels: Tensor, k: int, **options: An
         >>> hits = relevant_neighbors(embeddings, torch.tensor([0, 0, 1, 1]), k=2)
         >>> hits[:, 0].double().mean().item(), hits.any(1).double().mean().item()
         (0.75, 0.75)
-
     """
     check_count("k", k)
     search = _Search(embeddings, labels, **options)
@@ -127,7 +125,6 @@ def check_r(r: int | Literal["relevant"]) -> None:
 
     Raises:
         ValueError: If R is neither.
-
     """
     if isinstance(r, str):
         if r != "relevant":
