@@ -1,7 +1,4 @@
-"""Channels: a method declares named tensors, and shared code checks, sends, averages, merges, saves and bounds them.
-
-A rule such as SCAFFOLD is a subclass of :class:`ChannelRule` with channels and equations for both halves.
-"""
+"""Channels: tensors declared by a method; shared code checks, sends, averages, merges, saves and bounds the tensors."""
 
 from __future__ import annotations
 
@@ -40,16 +37,15 @@ class Channel:
     """Declares named tensors for a method.
 
     Args:
-        form: A tensor for each entry, in float32 or float64 (``"entry"``), a number for each entry (``"numbers"``), or
-            one number (``"number"``). Numbers have float64 and are at least 0.
+        form: A tensor per entry, in float32 or float64 (``"entry"``), a number per entry (``"numbers"``), or one number
+            (``"number"``). Numbers have float64 and are at least 0.
         up: Clients send the tensors. The server computes the mean (``"entry"``), or stores the numbers by client.
         down: The server sends tensors with the broadcast.
         memory: Clients keep tensors between visits.
         server: The server keeps tensors between rounds.
-        bounds: Limits for numbers in a division, a product or a power. The rule excludes clients more than a factor 128
+        bounds: Limits for numbers in a division, product or power: the rule excludes clients more than a factor 128
             above the round's median (``"above"``), or also below (``"both"``).
-        is_per_example: A number within the limits per example is also accepted, because some numbers grow with a
-            client's data.
+        is_per_example: A number within the limits per example is also accepted.
     """
 
     form: Literal["entry", "numbers", "number"] = "entry"
@@ -61,19 +57,7 @@ class Channel:
     is_per_example: bool = False
 
     def read(self, title: str, update: ClientUpdate, state: State) -> dict[str, Any]:
-        """Checks the channel's part of an update.
-
-        Args:
-            title: The channel's name.
-            update: The update.
-            state: The global model.
-
-        Returns:
-            Tensors or numbers by entry; a single number has the name ``""``.
-
-        Raises:
-            BadUpdate: If the part is missing, or does not match the global model.
-        """
+        """Checks the channel's part of an update; returns values by entry, with the name ``""`` for a single number."""
         alone = {"": update.extras[title]} if title in update.extras else {}
         sent = alone if self.form == "number" else without_prefix(update.extras, f"{title}:")
         if not sent:
@@ -91,12 +75,7 @@ class Channel:
 
 
 class Report(NamedTuple):
-    """A client's numbers.
-
-    Args:
-        num_samples: Examples.
-        numbers: Numbers by channel and entry.
-    """
+    """A client's number of examples, and numbers by channel and entry."""
 
     num_samples: int
     numbers: dict[str, dict[str, float]]
@@ -106,13 +85,8 @@ class Report(NamedTuple):
 class Part:
     """Sums over clients with bounded numbers in the same magnitude; a monoid.
 
-    The rule excludes whole parts, because a sum cannot exclude a single client.
-
-    Args:
-        running: The models' mean.
-        means: Means by channel.
-        sums: A rule's further sums by entry, with a method ``merge``.
-        reports: Numbers by client.
+    The rule excludes whole parts, because a sum cannot exclude a single client. ``means`` are by channel; ``sums`` are
+    the rule's further sums by entry, with a method ``merge``.
     """
 
     running: WeightedMean = field(default_factory=WeightedMean)
@@ -121,7 +95,6 @@ class Part:
     reports: dict[Client, Report] = field(default_factory=dict)
 
     def merge(self, other: Part) -> None:
-        """Adds another part, and leaves ``other`` unchanged."""
         self.running.merge(other.running)
         for title, mean in other.means.items():
             self.means.setdefault(title, WeightedMean()).merge(mean)
@@ -162,15 +135,13 @@ class ChannelVisit:
 
 
 class ChannelRule(AveragingAggregator):
-    """An averaging rule with channels and the equations for both halves. Every hook is optional.
+    """An averaging rule with channels, and optional hooks for the equations on client and server.
 
     Attributes:
         channels: The channels by name.
         keeps_privacy: As for :class:`~lightning_fed.FederatedCallback`.
 
     Example:
-        The server gets the mean over the clients' last gradients:
-
         >>> class LastGradient(ChannelRule):
         ...     channels = {"last": Channel(up=True)}
         ...
@@ -212,7 +183,7 @@ class ChannelRule(AveragingAggregator):
 
         Args:
             record: The result for the parameter's previous step; ``None`` in the first step.
-            parameter: The parameter with its gradient.
+            parameter: The parameter with its gradient, multiplied by ``scale``.
             group: The optimizer's parameter group.
             state: The parameter's optimizer state.
             scale: Loss scale in the gradient.
@@ -229,11 +200,9 @@ class ChannelRule(AveragingAggregator):
     # The server
 
     def weight(self, update: ClientUpdate) -> float:
-        """Returns the client's number of examples."""
         return float(update.num_samples)
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round from ``state``."""
         super().start(info, state)
         self.parts = {}
         # Round 0 starts a new run, perhaps with the same object.
@@ -242,7 +211,6 @@ class ChannelRule(AveragingAggregator):
         }
 
     def broadcast(self, request: Request) -> Broadcast:
-        """Sends the global state, and the server's tensors."""
         broadcast = super().broadcast(request)
         for title, channel in self.channels.items():
             if channel.down:
@@ -250,11 +218,6 @@ class ChannelRule(AveragingAggregator):
         return broadcast
 
     def receive(self, update: ClientUpdate) -> None:
-        """Adds an update.
-
-        Raises:
-            BadUpdate: If tensors are missing or do not fit.
-        """
         up = {title: one.read(title, update, self._state) for title, one in self.channels.items() if one.up}
         key = tuple(
             (title, name, *_octaves(value, update.num_samples))
@@ -267,16 +230,7 @@ class ChannelRule(AveragingAggregator):
         self.parts[key] = part
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds an update to a part.
-
-        Args:
-            part: The part.
-            update: The update.
-            up: Checked tensors and numbers by channel and entry.
-
-        Raises:
-            BadUpdate: If the rule cannot use the update. The part is unchanged.
-        """
+        """Adds an update with checked values ``up`` to a part. ``BadUpdate`` must leave the part unchanged."""
         self.add_to(part.running, update, self.weight(update))
         for title, values in up.items():
             if title in self.channels and self.channels[title].form == "entry":
@@ -285,21 +239,15 @@ class ChannelRule(AveragingAggregator):
         self.report(part, update, up)
 
     def report(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Stores a client's numbers."""
         numbers = {t: values for t, values in up.items() if t not in self.channels or self.channels[t].form != "entry"}
         part.reports[update.client] = Report(update.num_samples, numbers)
 
     def merge(self, other: ChannelRule) -> None:
-        """Joins parts from another process."""
         for key, part in other.parts.items():
             self.parts.setdefault(key, Part()).merge(part)
 
     def join(self) -> Part:
-        """Merges all parts.
-
-        Raises:
-            BadUpdates: If numbers are outside the limits.
-        """
+        """Merges all parts; raises ``BadUpdates`` for clients with numbers outside the limits."""
         self._exclude()
         if len(self.parts) == 1:
             (joined,) = self.parts.values()
@@ -316,12 +264,7 @@ class ChannelRule(AveragingAggregator):
         return self.finish(super().aggregate(), part)
 
     def finish(self, state: State, part: Part) -> State:
-        """Computes the new global model.
-
-        Args:
-            state: The models' mean; the rule may change the tensors in place.
-            part: All sums.
-        """
+        """Computes the new global model from the models' mean ``state``, which may change in place, and all sums."""
         return state
 
     def share(self, part: Part) -> float:
@@ -329,11 +272,9 @@ class ChannelRule(AveragingAggregator):
         return part.running.count / (len(self._info.clients) or part.running.count)
 
     def state_dict(self) -> dict[str, Any]:
-        """The server's tensors by channel."""
         return {title: dict(tensors) for title, tensors in self.tensors.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the tensors."""
         self.tensors = {title: dict(state.get(title, {})) for title in self.tensors}
 
     def _exclude(self) -> None:
@@ -368,11 +309,7 @@ def _octaves(value: float, num_samples: int) -> tuple[int, int]:
 
 
 class ChannelCallback(FederatedCallback):
-    """The client's half for a :class:`ChannelRule`.
-
-    Args:
-        rule: The rule with channels and equations.
-    """
+    """The client's half for a :class:`ChannelRule`."""
 
     supports_vectorize = True
 
@@ -386,13 +323,11 @@ class ChannelCallback(FederatedCallback):
         self._records: dict[str, Any] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Checks the Trainer and the module."""
         self.rule.check_fit(trainer, pl_module)
 
     def on_client_start(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, broadcast: Broadcast
     ) -> None:
-        """Begins a visit with its tensors."""
         federation = find_federation(trainer)
         self._names = {value: name for value, name in parameter_entries(module).items() if name in broadcast.state}
         self._records = {}
@@ -434,7 +369,6 @@ class ChannelCallback(FederatedCallback):
     def on_client_end(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, update: ClientUpdate
     ) -> None:
-        """Sends and keeps tensors."""
         federation = find_federation(trainer)
         planned, visits = federation.visit, federation.current_visits
         visit = self._visits[planned.position]
@@ -453,7 +387,6 @@ class ChannelCallback(FederatedCallback):
                 federation.client_memory.update(with_prefix(visit.memory[title], f"{title}:"))
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Forgets the visit."""
         position = find_federation(trainer).visit.position
         self._visits.pop(position, None)
         self._corrections.pop(position, None)

@@ -24,15 +24,8 @@ def pass_over_data(
 ) -> _Result | None:
     """Calls a function with the batches of a client's data, in an order derived from the visit's seed.
 
-    The pass does not change the random numbers in the training.
-
-    Args:
-        population: The clients' data.
-        planned: The current visit. Failed data sets the visit's fault.
-        function: Reads the batches, all or some; returns ``None`` if no batch gave a loss.
-
-    Returns:
-        The function's result; ``None`` after failed data.
+    The pass does not change the training's random numbers. The function returns ``None`` if no batch gave a loss.
+    Failed data sets the fault of ``planned``, and the result is ``None``.
     """
     faults: list[Exception] = []
     with seeded_generators(), closing(until_fault(population.one_pass(planned.visit, isolated=True), faults)) as data:
@@ -59,15 +52,7 @@ def loss_of(trainer: L.Trainer, module: L.LightningModule, batch: Any, number: i
 
 
 def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
-    """Refuses a module with manual optimization.
-
-    Args:
-        module: The module.
-        method: Method name for the error.
-
-    Raises:
-        MisconfigurationException: If the module uses manual optimization.
-    """
+    """Refuses a module with manual optimization; the error names the method."""
     if not module.automatic_optimization:
         raise MisconfigurationException(
             f"{method} reads the loss from `training_step` in an additional pass over the data: use automatic"
@@ -76,19 +61,7 @@ def refuse_manual_optimization(module: L.LightningModule, method: str) -> None:
 
 
 def refuse_rows(broadcast: Broadcast, method: str) -> None:
-    """Refuses clients with only some rows of an entry, for a method with whole models on the clients.
-
-    Args:
-        broadcast: The message to a client.
-        method: Method name for the error.
-
-    Raises:
-        MisconfigurationException: If the message contains rows.
-
-    Example:
-        >>> import torch
-        >>> refuse_rows(Broadcast(0, {"w": torch.zeros(3)}), "MOON")
-    """
+    """Refuses clients with only some rows of an entry, for a method with whole models on the clients."""
     if broadcast.rows:
         raise MisconfigurationException(
             f"{method} keeps whole models on the clients, but clients only hold some rows of {sorted(broadcast.rows)}:"

@@ -37,32 +37,24 @@ class PersonalModel(GradientTerm):
     with the visit's broadcast :math:`x`. Afterwards the module, the optimizers and the per-step schedulers return to
     their state after the first epochs, so the client's update equals the update without this callback bit for bit.
     Evaluation uses :math:`v_i` (``fed/val_acc/mean``, :meth:`Federation.client_state`), or the global model before the
-    client's first visit.
+    client's first visit. Reference: Li et al., ICML 2021, Algorithm 1.
 
     With personal entries (``personal``) each model has separate values; the regulariser skips personal entries.
     Gradient terms from the rule's callbacks (SCAFFOLD, FedProx) only apply in the first epochs. A straggler without
     later epochs leaves :math:`v_i` unchanged. NaN or infinite values in :math:`v_i` exclude the client from the round,
     and the client keeps the :math:`v_i` from the last good visit. Logged training metrics (``train_loss``) cover both
-    models. The second model continues the module's random numbers.
+    models.
 
     Args:
-        lam: Strength :math:`\lambda`.
-        global_epochs: Epochs for the global model; the remaining ``local_epochs`` train the personal model.
-
-    Raises:
-        ValueError: If ``lam`` is negative or not finite, or ``global_epochs`` is below 1.
-        MisconfigurationException: In ``fit``, if visits have no remaining epochs or are counted in steps, or clients
-            hold only some rows of an entry.
+        lam: Strength :math:`\lambda`, at least 0.
+        global_epochs: Epochs for the global model, at least 1; the remaining ``local_epochs`` train the personal model.
+            A fit without remaining epochs, or with ``local_steps``, is refused.
 
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> trainer = FederatedTrainer(
         ...     max_rounds=10, local_epochs=4, callbacks=[PersonalModel(0.1, global_epochs=2)], logger=False
         ... )
-
-
-    References:
-        Li et al., ICML 2021, Algorithm 1.
     """
 
     has_own_models = True
@@ -137,7 +129,8 @@ class Ditto(Method):
 
     A visit trains the global model for ``local_epochs`` epochs, then the client's personal model for
     ``personal_epochs`` epochs (:class:`~lightning_fed.callbacks.PersonalModel`). The global model and all messages
-    equal the rule's bit for bit. Clients are evaluated with their personal models.
+    equal the rule's bit for bit. Clients are evaluated with their personal models. Reference: Li et al., ICML 2021,
+    Algorithm 1.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client.
@@ -151,17 +144,10 @@ class Ditto(Method):
         personal_epochs: Epochs per visit for the personal model; ``None`` for the same number.
         aggregator: Method for the global model, by name or as an object.
 
-    Raises:
-        ValueError: If ``lam`` is negative or not finite, or epochs are below 1.
-
     Example:
         >>> from lightning_fed import Federation
         >>> Federation(Ditto(lam=0.1, local_epochs=2)).schedule.local_epochs
         4
-
-
-    References:
-        Li et al., ICML 2021, Algorithm 1.
     """
 
     def __init__(

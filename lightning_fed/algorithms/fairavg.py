@@ -16,6 +16,8 @@ class FairAvg(Method):
 
     .. math:: w_{t+1} = \frac{1}{|S|} \sum_{k \in S} w_k
 
+    Reference: Michieli & Ozay, CVPR-W 2021, "FairAvg".
+
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: only the training.
@@ -24,10 +26,6 @@ class FairAvg(Method):
     Example:
         >>> type(FairAvg().steps[0]).__name__
         'UniformWeights'
-
-
-    References:
-        Michieli & Ozay, CVPR-W 2021, "FairAvg".
     """
 
     def __init__(self) -> None:

@@ -42,8 +42,8 @@ class AdaptiveAggregation(FederatedCallback):
     The mixture applies to the last layers, with the client's last model :math:`\theta_i`, the global model
     :math:`\theta`, and elementwise weights :math:`W_i` in [0, 1]. All other layers come from the global model. The
     weights start at 1. Each visit trains the weights in one pass over a share of the client's data. The client's second
-    visit trains until the losses converge: a standard deviation below 0.1 over 10 losses, as in the authors' program,
-    and at most 100 passes. The first visit has no last model.
+    visit trains until convergence (standard deviation below 0.1 over 10 losses, as in the authors' program), in at most
+    100 passes. The first visit has no last model. Reference: Zhang et al., AAAI 2023, equations 4 to 6.
 
     .. math:: W_i \leftarrow \mathrm{clip} \left( W_i - \eta \, \nabla_{\hat\theta_i} F_i \odot (\theta - \theta_i),
         0, 1 \right)
@@ -55,22 +55,13 @@ class AdaptiveAggregation(FederatedCallback):
 
     Args:
         num_layers: Number of mixed layers, counted from the end. A layer is a module with shared trainable parameters.
-            The authors find 1 sufficient; fewer layers cost less.
         share: Share of the client's batches for the weights, in (0, 1].
         eta: Learning rate :math:`\eta` for the weights.
 
     Raises:
-        ValueError: If an argument is invalid.
+        ValueError: If an argument is outside its range.
         MisconfigurationException: In ``fit``, with manual optimization; or if the model has fewer layers, or clients
             hold only some rows of an entry.
-
-    Example:
-        >>> from lightning_fed import FederatedTrainer
-        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[AdaptiveAggregation()], logger=False)
-
-
-    References:
-        Zhang et al., AAAI 2023, equations 4 to 6.
     """
 
     supports_vectorize = True
@@ -166,15 +157,7 @@ class _Mixture(NamedTuple):
 
 
 def last_parameters(module: nn.Module, num_layers: int, state: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Returns the trainable parameters of a model's last layers by entry name.
-
-    Args:
-        module: The model.
-        num_layers: Number of layers, counted from the end. A layer is a module with trainable parameters in ``state``.
-        state: Shared entries by name.
-
-    Raises:
-        MisconfigurationException: If the model has fewer layers.
+    """Returns the trainable shared parameters (named in ``state``) of a model's last layers by entry name.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -200,8 +183,8 @@ class FedALA(Method):
     """Adaptive local aggregation: clients mix the last layers of the global model and their last model.
 
     The weights are learned elementwise before each visit (:class:`~lightning_fed.callbacks.AdaptiveAggregation`).
-    Clients send the trained model, and messages and averaging follow the rule. Evaluation uses each client's model
-    after the last visit.
+    Messages and averaging follow the rule. Evaluation uses each client's model after the last visit. Reference: Zhang
+    et al., AAAI 2023, Algorithm 1.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 1 model per client, and a weight for each element in the mixed layers.
@@ -213,18 +196,6 @@ class FedALA(Method):
         share: Share of the client's batches for the weights, in (0, 1].
         eta: Learning rate for the weights.
         aggregator: The base method, by name or as an object.
-
-    Raises:
-        ValueError: If an argument is invalid.
-
-    Example:
-        >>> from lightning_fed import Federation
-        >>> [type(callback).__name__ for callback in Federation(FedALA(share=0.5)).method.callbacks]
-        ['AdaptiveAggregation']
-
-
-    References:
-        Zhang et al., AAAI 2023, Algorithm 1.
     """
 
     def __init__(

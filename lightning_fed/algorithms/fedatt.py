@@ -32,8 +32,7 @@ class FedAtt(AveragingAggregator):
     The distance is the Euclidean norm of the flattened difference. The authors' program uses SciPy's ``norm`` with
     order 2, the spectral norm for matrices, and does not support convolutions. Integer entries and BatchNorm's running
     statistics are averaged as in :class:`FedAvg`, because a step beyond the clients would give negative variances.
-
-    The final weights depend on all clients; :class:`SoftmaxMean` still only needs memory for one state.
+    Reference: Ji et al., IJCNN 2019, "attentive aggregation", and the authors' program.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -41,13 +40,10 @@ class FedAtt(AveragingAggregator):
     - For: larger influence for clients with larger changes.
 
     Args:
-        step_size: Step :math:`\epsilon`: 1 gives the weighted mean, larger values go beyond the mean. Only with 1 do
-            identical clients give the same aggregate.
-        noise: Standard deviation :math:`\beta` for noise; the authors use 0.001. The noise gives no privacy guarantee.
+        step_size: Step :math:`\epsilon`, positive: 1 gives the weighted mean, larger values go beyond the mean. Only
+            with 1 do identical clients give the same aggregate.
+        noise: Standard deviation :math:`\beta`; the authors use 0.001. The noise gives no privacy guarantee.
         seed: Seed for the noise, combined with the round.
-
-    Raises:
-        ValueError: If ``step_size`` is not positive, or ``noise`` or ``seed`` is negative.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -57,9 +53,6 @@ class FedAtt(AveragingAggregator):
         >>> fedatt.receive(ClientUpdate("b", 3, {"w": torch.tensor(3.0)}))
         >>> fedatt.aggregate()
         {'w': tensor(2.1932)}
-
-    References:
-        Ji et al., IJCNN 2019, "attentive aggregation", and the authors' program.
     """
 
     def __init__(self, step_size: float = 1.2, noise: float = 0.0, seed: int = 0) -> None:
@@ -113,19 +106,9 @@ def _is_layer(name: str, value: Tensor) -> bool:
 
 
 class SoftmaxMean:
-    r"""Running mean of states with a separate softmax over scores for each entry.
+    """Running mean of states with a separate softmax over scores for each entry; a monoid with constant memory.
 
-    .. math:: \bar w^l = \sum_k \alpha_k^l w_k^l, \qquad \alpha^l = \mathrm{softmax}_k(s_k^l)
-
-    Sums are relative to the largest score so far, in float64, and are rescaled for a larger score. The object is a
-    monoid, see :meth:`merge`.
-
-    Example:
-        >>> mean = SoftmaxMean()
-        >>> mean.add({"w": torch.tensor([0.0])}, {"w": torch.tensor(1.0)})
-        >>> mean.add({"w": torch.tensor([1.0])}, {"w": torch.tensor(2.0)})
-        >>> mean.mean()
-        {'w': tensor([0.7311], dtype=torch.float64)}
+    Sums in float64 are relative to the largest score so far, and are rescaled for a larger score.
     """
 
     def __init__(self) -> None:
@@ -135,12 +118,7 @@ class SoftmaxMean:
 
     @torch.no_grad()
     def add(self, state: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> None:
-        """Adds one state.
-
-        Args:
-            state: Floating-point entries, with the same names and shapes in every state.
-            scores: Score for each entry, shape ``()``.
-        """
+        """Adds floating-point entries, each with a score in shape ``()``."""
         for name, value in state.items():
             values = to_float64(value.detach(), copy=True)
             peak = to_float64(scores[name]).to(values.device)

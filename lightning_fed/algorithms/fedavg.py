@@ -19,6 +19,8 @@ class FedAvg(AveragingAggregator):
 
     .. math:: w_{t+1} = \sum_k \frac{n_k}{\sum_j n_j} w_k
 
+    Reference: McMahan et al., AISTATS 2017, Algorithm 1.
+
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: only the training.
@@ -27,9 +29,6 @@ class FedAvg(AveragingAggregator):
     Args:
         row_weighting: Divisor for a row's changes if clients hold only some rows: the sum over all clients' weights
             (``"global"``), or only over clients with the row (``"per_row"``).
-
-    Raises:
-        ValueError: If ``row_weighting`` is unknown.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -40,10 +39,6 @@ class FedAvg(AveragingAggregator):
         >>> fedavg.receive(ClientUpdate("b", 3, {"w": torch.tensor(3.0)}))
         >>> fedavg.aggregate()
         {'w': tensor(2.2500)}
-
-
-    References:
-        McMahan et al., AISTATS 2017, Algorithm 1.
     """
 
     accepts_rows = True

@@ -22,7 +22,7 @@ class FedAvgM(Method):
 
     The method is :class:`ServerOptimizer` with ``torch.optim.SGD``. With ``lr=1`` and no momentum the result equals the
     averaging rule bit for bit. If clients agree from round to round, the model moves :math:`1 / (1 - \beta)` times as
-    far as with averaging.
+    far as with averaging. Reference: Hsu et al., 2019, "FedAvgM".
 
     - Sends: 1 model down, 1 up.
     - Keeps: 2 models on the server (one vector in float64).
@@ -36,27 +36,19 @@ class FedAvgM(Method):
         aggregator: Method for :math:`\bar w`, by name or as an object.
         lazy_rows: See :class:`ServerOptimizer`.
 
-    Raises:
-        ValueError: If an argument is invalid.
-
     Example:
-        Each round, the clients' mean is 1.25 above the global model:
+        Each round the clients' mean is 1.25 above the global model:
 
         >>> from lightning_fed import ClientUpdate
         >>> from lightning_fed.rule import RoundInfo
         >>> from lightning_fed.steps import Chain
-        >>> method = FedAvgM()
-        >>> chain, w = Chain(method.aggregator, method.steps), torch.tensor(1.0)
+        >>> chain, w = Chain(FedAvgM().aggregator, FedAvgM().steps), torch.tensor(1.0)
         >>> for round in range(2):
         ...     chain.start(RoundInfo(round), {"w": w})
         ...     chain.receive(ClientUpdate("a", 1, {"w": w + 1.25}), {"w": w})
         ...     w = chain.aggregate()["w"]
         >>> w
         tensor(4.6250)
-
-
-    References:
-        Hsu et al., 2019, "FedAvgM".
     """
 
     def __init__(

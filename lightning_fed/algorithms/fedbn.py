@@ -14,7 +14,7 @@ from lightning_fed.rule import Aggregator
 class FedBN(Method):
     """Averages all layers except BatchNorm; BatchNorm layers stay with their clients.
 
-    The layer type decides, so layer names do not matter.
+    The layer type decides, not the name; a model without BatchNorm is refused. Reference: Li et al., ICLR 2021.
 
     - Sends: the model without BatchNorm layers, both ways.
     - Keeps: BatchNorm layers per client.
@@ -24,17 +24,10 @@ class FedBN(Method):
     Args:
         aggregator: Method for the other layers, by name or as an object.
 
-    Raises:
-        ValueError: In ``fit``, if the model has no BatchNorm.
-
     Example:
         >>> from lightning_fed import Federation
         >>> Federation(FedBN()).options.batch_norm
         'personal'
-
-
-    References:
-        Li et al., ICLR 2021.
     """
 
     def __init__(self, aggregator: str | Method | Aggregator = "fedavg") -> None:

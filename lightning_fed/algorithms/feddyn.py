@@ -32,7 +32,8 @@ class FedDyn(ChannelRule):
 
     .. math:: g_i \leftarrow g_i - \alpha (y_i - x)
 
-    The logged loss excludes the term. Messages have the same size as with FedAvg.
+    The logged loss excludes the term. Checkpoints contain ``h`` by entry. Reference: Acar et al., ICLR 2021, Algorithm
+    1.
 
     Clients have equal weights. Buffers are averaged, so averaged BatchNorm statistics match the clients' mean instead
     of :math:`x`. The default ``batch_norm="recalibrate"`` measures the statistics with :math:`x`.
@@ -43,13 +44,7 @@ class FedDyn(ChannelRule):
     - For: heterogeneous clients with frequent participation, because a regulariser dates from the client's last visit.
 
     Args:
-        alpha: Strength :math:`\alpha`; the authors tune :math:`\alpha` in {0.001, 0.01, 0.1}.
-
-    Raises:
-        ValueError: If ``alpha`` is not positive and finite.
-
-    Note:
-        State: ``h`` by entry.
+        alpha: Strength :math:`\alpha`, positive; the authors tune :math:`\alpha` in {0.001, 0.01, 0.1}.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -59,10 +54,6 @@ class FedDyn(ChannelRule):
         ...     feddyn.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> feddyn.aggregate()  # h = -0.1 / 4 * (-1 + 3) = -0.05
         {'w': tensor(2.5000)}
-
-
-    References:
-        Acar et al., ICLR 2021, Algorithm 1.
     """
 
     channels: ClassVar = {"feddyn": Channel(memory=True), "h": Channel(server=True)}

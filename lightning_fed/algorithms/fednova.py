@@ -42,12 +42,11 @@ class FedNova(ChannelRule):
     dampening), and the strength :math:`\mu` from the Trainer's :class:`~lightning_fed.callbacks.ProximalTerm`. At a
     constant rate the length is :math:`\eta` times the paper's :math:`K`, :math:`(K - \rho (1 - \rho^K) / (1 - \rho)) /
     (1 - \rho)`, and :math:`(1 - (1 - \eta \mu)^K) / (\eta \mu)`; the common factor :math:`\eta` cancels in the average.
-    Weight decay belongs to the gradient. The server excludes a client if both the length and the length per example
-    differ from the round's median by more than a factor 128.
+    The server excludes a client if both the length and the length per example differ from the round's median by more
+    than a factor 128. Reference: Wang et al., NeurIPS 2020, equations 8 to 10.
 
-    With federated averaging, clients with more steps (more data, no straggling) pull the optimum towards their data;
-    FedNova removes this bias. With equal numbers of steps the weights equal FedAvg's bit for bit. The method supports
-    SGD, momentum and a proximal term.
+    With federated averaging, clients with more steps pull the optimum towards their data; FedNova removes this bias.
+    With equal numbers of steps the weights equal FedAvg's bit for bit.
 
     The paper's server momentum is a server optimizer: ``FedAvgM(momentum=0.9, aggregator="fednova")``. Buffers are
     averaged by examples.
@@ -61,9 +60,8 @@ class FedNova(ChannelRule):
         mu: Strength for a proximal term as in :class:`FedProx`; 0 disables the term.
 
     Raises:
-        ValueError: If ``mu`` is negative or not finite.
         MisconfigurationException: In ``fit``, if an optimizer is not ``torch.optim.SGD``, or clients keep its momentum
-            between rounds (``optimizer_state="keep"``). Kept momentum adds gradients from earlier visits to the change.
+            between rounds (``optimizer_state="keep"``), because kept momentum adds gradients from earlier visits.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -75,10 +73,6 @@ class FedNova(ChannelRule):
         ...     fednova.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}, extras))
         >>> fednova.aggregate()  # 1 - 2.5 * (1 / 1 + -2 / 4) / 2
         {'w': tensor(0.3750)}
-
-
-    References:
-        Wang et al., NeurIPS 2020, equations 8 to 10.
     """
 
     channels: ClassVar = {"length": Channel("numbers", up=True, bounds="both", is_per_example=True)}
@@ -130,11 +124,7 @@ class FedNova(ChannelRule):
                 visit.up["length"][name] = lengths[-1 if visit.row is None else visit.steps - 1]
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds the change, divided by the length.
-
-        Raises:
-            BadUpdate: If all lengths are 0.
-        """
+        """Adds the change, divided by the length."""
         lengths = up["length"]
         if not any(lengths.values()):
             raise BadUpdate("all its step lengths are 0: no step was made")

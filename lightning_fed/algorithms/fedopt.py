@@ -35,18 +35,15 @@ class AdaptiveOptimizer(Optimizer):
         \text{yogi: } v_t = v_{t-1} - (1 - \beta_2) \Delta_t^2 \, \mathrm{sign}(v_{t-1} - \Delta_t^2)
 
     with :math:`m_{-1} = 0` and :math:`v_{-1} = \tau^2`. Unlike ``torch.optim.Adam``, the moments have no bias
-    correction.
+    correction. Reference: Reddi et al., ICLR 2021, Algorithm 2.
 
     Args:
-        params: Parameters, as for every optimizer.
+        params: Parameters or parameter groups.
         lr: Learning rate :math:`\eta`.
         beta1: Decay :math:`\beta_1` for the first moment.
         beta2: Decay :math:`\beta_2` for the second moment; unused by Adagrad.
         tau: Adaptivity :math:`\tau`; a smaller value is more adaptive.
         second_moment: Update formula for the second moment.
-
-    Raises:
-        ValueError: If an argument is invalid.
 
     Example:
         >>> w = torch.tensor(1.0, requires_grad=True)
@@ -55,10 +52,6 @@ class AdaptiveOptimizer(Optimizer):
         >>> optimizer.step()
         >>> round(w.item(), 6)
         1.099203
-
-
-    References:
-        Reddi et al., ICLR 2021, Algorithm 2.
     """
 
     def __init__(
@@ -86,11 +79,7 @@ class AdaptiveOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Performs one step.
-
-        Args:
-            closure: Computes the loss and the gradients, as for every optimizer.
-        """
+        """Performs one step; ``closure`` computes the loss and the gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -119,7 +108,8 @@ def _second_moment(moment: Tensor, square: Tensor, kind: SecondMoment, beta2: fl
 class FedAdagrad(Method):
     """The clients' mean change, divided by the root of the squared changes' sum over all rounds.
 
-    :class:`ServerOptimizer` with the paper's Adagrad (:class:`AdaptiveOptimizer`).
+    :class:`ServerOptimizer` with the paper's Adagrad (:class:`AdaptiveOptimizer`). Reference: Reddi et al., ICLR 2021,
+    Algorithm 2.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).
@@ -130,20 +120,12 @@ class FedAdagrad(Method):
         lr: Server learning rate; the authors tune both learning rates on a grid with powers of ten.
         beta1: Decay for the first moment; 0 in the authors' experiments.
         tau: Adaptivity; a smaller value is more adaptive.
-        aggregator: The averaging method, by name or as an object; the paper's algorithm gives clients equal weights
-            (``"fairavg"``).
+        aggregator: The averaging method, by name or as an object; ``"fairavg"`` in the paper.
         lazy_rows: See :class:`ServerOptimizer`.
-
-    Raises:
-        ValueError: If an argument is invalid.
 
     Example:
         >>> FedAdagrad(lr=0.01).steps[0].optimizer_kwargs["lr"]
         0.01
-
-
-    References:
-        Reddi et al., ICLR 2021, Algorithm 2.
     """
 
     def __init__(
@@ -163,7 +145,8 @@ class FedAdam(Method):
     """The decaying mean of the clients' changes, divided by the root of the decaying mean square.
 
     :class:`ServerOptimizer` with the paper's Adam (:class:`AdaptiveOptimizer`), without bias correction.
-    ``ServerOptimizer("Adam", lr=0.1, betas=(0.9, 0.99), eps=1e-3)`` has bias correction.
+    ``ServerOptimizer("Adam", lr=0.1, betas=(0.9, 0.99), eps=1e-3)`` has bias correction. Reference: Reddi et al., ICLR
+    2021, Algorithm 2.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).
@@ -175,21 +158,13 @@ class FedAdam(Method):
         beta1: Decay for the first moment.
         beta2: Decay for the second moment.
         tau: Adaptivity; a smaller value is more adaptive.
-        aggregator: The averaging method, by name or as an object; the paper's algorithm gives clients equal weights
-            (``"fairavg"``).
+        aggregator: The averaging method, by name or as an object; ``"fairavg"`` in the paper.
         lazy_rows: See :class:`ServerOptimizer`.
-
-    Raises:
-        ValueError: If an argument is invalid.
 
     Example:
         >>> fedadam = FedAdam().steps[0]
         >>> fedadam.optimizer_kwargs["beta1"], fedadam.optimizer_kwargs["beta2"]
         (0.9, 0.99)
-
-
-    References:
-        Reddi et al., ICLR 2021, Algorithm 2.
     """
 
     def __init__(
@@ -209,7 +184,8 @@ class FedAdam(Method):
 class FedYogi(Method):
     """FedAdam with Yogi's second moment, which changes by at most a fraction of the new square.
 
-    :class:`ServerOptimizer` with the paper's Yogi (:class:`AdaptiveOptimizer`).
+    :class:`ServerOptimizer` with the paper's Yogi (:class:`AdaptiveOptimizer`). Reference: Reddi et al., ICLR 2021,
+    Algorithm 2.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 4 models on the server (two vectors in float64).
@@ -221,20 +197,12 @@ class FedYogi(Method):
         beta1: Decay for the first moment.
         beta2: Decay for the second moment.
         tau: Adaptivity; a smaller value is more adaptive.
-        aggregator: The averaging method, by name or as an object; the paper's algorithm gives clients equal weights
-            (``"fairavg"``).
+        aggregator: The averaging method, by name or as an object; ``"fairavg"`` in the paper.
         lazy_rows: See :class:`ServerOptimizer`.
-
-    Raises:
-        ValueError: If an argument is invalid.
 
     Example:
         >>> [type(step).__name__ for step in FedYogi(aggregator="fairavg").steps]
         ['UniformWeights', 'ServerOptimizer']
-
-
-    References:
-        Reddi et al., ICLR 2021, Algorithm 2.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from lightning_fed.rule import Aggregator
 class FedPer(Method):
     """Averaging of a base, with a personal head per client.
 
-    All layers train together. Only the base is sent and averaged.
+    All layers train together. Only the base is sent and averaged. Reference: Arivazhagan et al., 2019.
 
     - Sends: the model without its head, both ways.
     - Keeps: a head per client.
@@ -38,17 +38,13 @@ class FedPer(Method):
         aggregator: The method for the base, by name or as an object.
 
     Raises:
-        ValueError: In ``fit``, if a selector matches nothing, or ``"auto"`` finds another layer than the classifier
-            proven by a training step.
-        MisconfigurationException: In ``fit``, if a training step proves no classifier for ``"auto"``.
+        ValueError: In ``fit``, if a selector matches nothing, or a training step does not prove the classifier for
+            ``"auto"``.
 
     Example:
         >>> from lightning_fed import Federation
         >>> Federation(FedPer("head.*"), clients_per_round=10).options.personal
         ('head.*',)
-
-    References:
-        Arivazhagan et al., 2019.
     """
 
     def __init__(
@@ -58,15 +54,7 @@ class FedPer(Method):
 
 
 def head_selectors(head: Selector | Sequence[Selector]) -> Sequence[Selector]:
-    """Returns the selectors for a model's head.
-
-    Args:
-        head: One selector or several; ``"auto"`` is the layer with the logits as output, found when a fit begins.
-
-    Example:
-        >>> head_selectors("head.*")
-        ['head.*']
-    """
+    """Returns the selectors for a model's head; a fit finds the layer for ``"auto"``."""
     if head == "auto":
         return [_find_head]
     return head if isinstance(head, Sequence) and not isinstance(head, str) else [head]

@@ -19,9 +19,9 @@ class FedProx(Method):
     .. math:: \min_w F_k(w) + \frac{\mu}{2} \lVert w - w_t \rVert^2, \qquad
         w_{t+1} = \sum_k \frac{n_k}{\sum_j n_j} w_k
 
-    The method adds :class:`~lightning_fed.callbacks.ProximalTerm` to a Trainer without the callback. The callback also
-    works with other rules, as in ``Federation("fairavg")`` with ``ProximalTerm(0.1)``. The paper's treatment of
-    stragglers is ``partial_work="keep"``, the default.
+    The method adds :class:`~lightning_fed.callbacks.ProximalTerm`, which also works with other rules. The paper's
+    treatment of stragglers is ``partial_work="keep"``, the default. Reference: Li et al., MLSys 2020, Algorithm 2 and
+    equation 2.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -29,20 +29,13 @@ class FedProx(Method):
     - For: heterogeneous clients with long visits, and stragglers.
 
     Args:
-        mu: Strength :math:`\mu` per step. 0 gives exactly FedAvg's weights. The authors tune :math:`\mu` in {0.001,
+        mu: Strength :math:`\mu` per step; 0 gives exactly FedAvg's weights. The authors tune :math:`\mu` in {0.001,
             0.01, 0.1, 0.5, 1}.
         row_weighting: See :class:`FedAvg`.
-
-    Raises:
-        ValueError: If ``mu`` is negative or not finite.
 
     Example:
         >>> FedProx(mu=1.0).callbacks[0].mu
         1.0
-
-
-    References:
-        Li et al., MLSys 2020, Algorithm 2 and equation 2.
     """
 
     def __init__(self, mu: float = 0.01, row_weighting: RowWeighting = "global") -> None:

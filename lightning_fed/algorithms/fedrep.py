@@ -28,15 +28,14 @@ class HeadThenBody(FederatedCallback):
 
     Frozen parameters have no gradient, so the optimizer leaves them unchanged, also with momentum and weight decay.
     BatchNorm's running statistics follow the data in both phases. Initially frozen parameters (a frozen backbone, or
-    ``frozen``) stay frozen.
+    ``frozen``) stay frozen. Reference: Collins et al., ICML 2021, Algorithm 1.
 
-    A straggler that only finishes the head's epochs sends the body unchanged, with a trained head.
+    A straggler in the head's epochs sends the body unchanged.
 
     Args:
-        head_epochs: Epochs for the head; the remaining ``local_epochs`` train the body.
+        head_epochs: Epochs for the head, at least 1; the remaining ``local_epochs`` train the body.
 
     Raises:
-        ValueError: If ``head_epochs`` is below 1.
         MisconfigurationException: In ``fit``, if visits have fewer epochs or are counted in steps, or if the module has
             no personal or no shared parameters.
 
@@ -45,10 +44,6 @@ class HeadThenBody(FederatedCallback):
         >>> trainer = FederatedTrainer(
         ...     max_rounds=10, local_epochs=3, personal=["*head*"], callbacks=[HeadThenBody(2)], logger=False
         ... )
-
-
-    References:
-        Collins et al., ICML 2021, Algorithm 1.
     """
 
     keeps_privacy = True
@@ -122,7 +117,8 @@ class FedRep(Method):
     """A shared representation and a personal head per client, trained one after the other.
 
     A visit trains only the head for ``head_epochs`` epochs, then only the body for ``body_epochs`` epochs
-    (:class:`~lightning_fed.callbacks.HeadThenBody`). Only the body is sent and averaged.
+    (:class:`~lightning_fed.callbacks.HeadThenBody`). Only the body is sent and averaged. A fit is refused if a selector
+    matches nothing. Reference: Collins et al., ICML 2021, Algorithm 1.
 
     After the last round the authors train each client's head once more on the final body. Add such a round by resuming
     from the last checkpoint, with all clients and ``body_epochs=0``.
@@ -135,24 +131,16 @@ class FedRep(Method):
     Args:
         head: The personal entries: a name pattern (``"head.*"``), a module type, or several. ``"auto"`` is the layer
             with the logits as output (:func:`~lightning_fed.modules.find_classifier`); the log gives the name.
-        head_epochs: Epochs per visit for the head; ``None`` for 10, or for the rest of ``local_epochs``.
+        head_epochs: Epochs per visit for the head, at least 1; ``None`` for 10, or for the rest of ``local_epochs``.
         body_epochs: Epochs per visit for the body; 0 leaves the body unchanged. ``None`` for 1, or for the rest of
             ``local_epochs``.
         local_epochs: Sum of both, if both are given.
         aggregator: Method for the body, by name or as an object.
 
-    Raises:
-        ValueError: If ``head_epochs`` is below 1 or ``body_epochs`` below 0, or the sum differs from ``local_epochs``;
-            in ``fit``, if a selector matches nothing.
-
     Example:
         >>> from lightning_fed import Federation
         >>> Federation(FedRep("head.*", head_epochs=10, body_epochs=5)).schedule.local_epochs
         15
-
-
-    References:
-        Collins et al., ICML 2021, Algorithm 1.
     """
 
     def __init__(

@@ -15,9 +15,9 @@ from lightning_fed.rule import Aggregator
 class FixBN(Method):
     """Averaging in two stages: ordinary rounds, then rounds with fixed BatchNorm statistics.
 
-    In the first stage BatchNorm normalises with batch statistics, and running statistics are averaged like all entries.
-    In the second stage the global statistics stay fixed and normalise in training too, so clients and server train the
-    same function. BatchNorm weights and biases continue to train.
+    In the first stage BatchNorm normalises with batch statistics, and running statistics are averaged like all
+    entries. In the second stage the global statistics stay fixed and normalise in training too, so clients and
+    server train the same function. BatchNorm weights and biases continue to train. Reference: Zhong et al., 2023.
 
     - Sends: the model, both ways.
     - Keeps: nothing.
@@ -32,10 +32,6 @@ class FixBN(Method):
         >>> from lightning_fed import Federation
         >>> Federation(FixBN(after=50)).options.batch_norm
         FixedStatistics(after=50)
-
-
-    References:
-        Zhong et al., 2023.
     """
 
     def __init__(self, after: int, aggregator: str | Method | Aggregator = "fedavg") -> None:

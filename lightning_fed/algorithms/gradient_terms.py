@@ -21,8 +21,7 @@ from lightning_fed.numerics.precision import as_real
 class GradientTerm(FederatedCallback):
     """Adds a term to the gradients of every optimizer step in a visit. A subclass implements :meth:`term`.
 
-    Attributes:
-        tensors: A tensor for each parameter with a term; empty outside visits.
+    ``tensors`` contains a tensor for each parameter with a term, and is empty outside visits.
     """
 
     def __init__(self, factor: float = 1.0) -> None:
@@ -42,12 +41,10 @@ class GradientTerm(FederatedCallback):
         }
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Adds the terms in a visit."""
         if self.tensors and find_federation(trainer).current_visits:
             add_to_gradients(trainer, optimizer, self.term, self._factor)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Releases the tensors."""
         self.tensors = {}
 
 
@@ -55,14 +52,7 @@ class GradientTerm(FederatedCallback):
 def add_to_gradients(
     trainer: L.Trainer, optimizer: Optimizer, term: Callable[[nn.Parameter], Tensor | None], factor: float = 1.0
 ) -> None:
-    """Adds terms to the gradients of an optimizer's parameters, in ``on_before_optimizer_step``.
-
-    Args:
-        trainer: The Trainer; a loss scaler also scales the terms.
-        optimizer: The optimizer.
-        term: Computes the term for a parameter with a gradient; ``None`` for a parameter without a term.
-        factor: Factor for all terms.
-    """
+    """Adds terms to gradients in ``on_before_optimizer_step``, scaled like the loss; a ``None`` term is skipped."""
     scale = factor * gradient_scale(trainer, optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -73,12 +63,9 @@ def add_to_gradients(
 
 
 def add_to_gradient(gradient: Tensor, term: Tensor, scale: float) -> None:
-    """Adds a multiple of a term to a gradient, in place. A sparse gradient only gets the nonzero rows.
+    """Adds ``scale * term`` to a gradient, in place. A sparse gradient only gets the nonzero rows.
 
-    Args:
-        gradient: The gradient, dense or sparse.
-        term: The dense term in the gradient's shape; for a complex gradient the real view (``view_as_real``).
-        scale: The factor.
+    The term is dense, and the real view (``view_as_real``) for a complex gradient.
 
     Example:
         >>> gradient = torch.tensor([[0.0, 0.0], [5.0, 5.0], [0.0, 0.0]]).to_sparse(1)

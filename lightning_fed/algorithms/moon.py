@@ -42,32 +42,21 @@ class ContrastiveTerm(FederatedCallback):
     positions (channels last at a linear layer, else on the second axis), and the loss is the mean over the batch. The
     loss only depends on the features, so the callback adds its gradient at the features in every backward pass;
     ``training_step`` and the logged loss stay unchanged. Each pass through the network costs two additional passes
-    through the extractor, in evaluation mode and without gradients.
+    through the extractor, in evaluation mode and without gradients. Reference: Li et al., CVPR 2021, equations 3 and 4.
 
     With ``accumulate_grad_batches`` the term is divided like the loss. With manual optimization the term has full
     weight in every backward pass.
 
     Args:
-        mu: Strength :math:`\mu`; 0 disables the term.
-        temperature: :math:`\tau`.
-        layer: Name of the layer with the features as output, or ``"auto"``, see
-            :func:`~lightning_fed.modules.find_extractor`; a training step proves the classifier.
-        network: Name of the module called with the data; ``"auto"`` searches, see
+        mu: Strength :math:`\mu`, at least 0; 0 disables the term.
+        temperature: :math:`\tau`, positive.
+        layer: Name of the layer with the features as output, or ``"auto"`` for the classifier's input, see
             :func:`~lightning_fed.modules.find_extractor`.
+        network: Name of the module called with the data; ``"auto"`` searches.
 
     Raises:
-        ValueError: If ``mu`` is negative, ``temperature`` is not positive, or a number is not finite; in ``fit``, if
-            the layer does not exist.
         MisconfigurationException: In ``fit``, if the network is compiled or skips the layer, a training step proves no
             classifier for ``"auto"``, or clients hold only some rows of an entry.
-
-    Example:
-        >>> from lightning_fed import FederatedTrainer
-        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[ContrastiveTerm(mu=5.0)], logger=False)
-
-
-    References:
-        Li et al., CVPR 2021, equations 3 and 4.
     """
 
     def __init__(self, mu: float = 1.0, temperature: float = 0.5, layer: str = "auto", network: str = "auto") -> None:
@@ -179,23 +168,9 @@ class ContrastiveTerm(FederatedCallback):
 
 
 def contrastive_loss(features: Tensor, of_global: Tensor, of_last: Tensor, temperature: float = 0.5) -> Tensor:
-    r"""Computes MOON's loss, small for features near the global model's and far from the last model's features.
+    r"""Computes MOON's loss for features :math:`z`, :math:`z_g` and :math:`z_p`, each in shape ``(N, d)``.
 
     .. math:: -\frac{1}{N} \sum \log \frac{e^{\cos(z, z_g) / \tau}}{e^{\cos(z, z_g) / \tau} + e^{\cos(z, z_p) / \tau}}
-
-    Args:
-        features: :math:`z`, shape ``(N, d)``.
-        of_global: Features :math:`z_g` from the global model, shape ``(N, d)``.
-        of_last: Features :math:`z_p` from the client's last model, shape ``(N, d)``.
-        temperature: :math:`\tau`.
-
-    Returns:
-        The loss, shape ``()``.
-
-    Example:
-        >>> z = torch.tensor([[1.0, 0.0]])
-        >>> contrastive_loss(z, z, -z).item() < contrastive_loss(z, -z, z).item()
-        True
     """
     towards = F.cosine_similarity(features, of_global, dim=1)
     away = F.cosine_similarity(features, of_last, dim=1)
@@ -214,7 +189,7 @@ class MOON(Method):
     r"""Model-contrastive learning: pulls features towards the global model's and away from the last model's features.
 
     The term is :class:`~lightning_fed.callbacks.ContrastiveTerm`. Messages follow the rule. With ``mu=0`` the method
-    equals the rule bit for bit.
+    equals the rule bit for bit. Reference: Li et al., CVPR 2021, Algorithm 1.
 
     The authors add a projection head with two layers between extractor and classifier, and compare the head's output.
     Add such a layer to the model and name the layer in ``layer``.
@@ -230,17 +205,10 @@ class MOON(Method):
         layer: Name of the layer with the features as output, or ``"auto"``.
         aggregator: The base method, by name or as an object.
 
-    Raises:
-        ValueError: If ``mu`` is negative, ``temperature`` is not positive, or a number is not finite.
-
     Example:
         >>> from lightning_fed import Federation
         >>> Federation(MOON(mu=5.0)).method.callbacks[0].mu
         5.0
-
-
-    References:
-        Li et al., CVPR 2021, Algorithm 1.
     """
 
     def __init__(

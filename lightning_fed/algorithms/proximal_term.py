@@ -22,27 +22,13 @@ class ProximalTerm(GradientTerm):
     Here :math:`w_t` is the broadcast model. The term is added once per optimizer step: after gradient accumulation and
     unscaling in mixed precision, and before clipping with ``gradient_clip_val``. With manual optimization the term is
     added in ``optimizer.step()``, after the module's clipping. Shared parameters with a gradient get the term; personal
-    and frozen parameters do not.
+    and frozen parameters do not. Reference: Li et al., MLSys 2020, Algorithm 2.
 
-    **The module logs the loss** :math:`F_k(w)` **without the term.** The callback only changes gradients, so
-    ``train_loss`` stays comparable between methods.
-
-    A sparse gradient (``nn.Embedding(sparse=True)``) stays sparse, because unchanged rows have a zero term. The
-    callback refers to the broadcast's tensors during the visit and makes no copies.
+    **The module logs the loss** :math:`F_k(w)` **without the term**, so ``train_loss`` stays comparable between
+    methods. A sparse gradient (``nn.Embedding(sparse=True)``) stays sparse, because unchanged rows have a zero term.
 
     Args:
-        mu: Strength :math:`\mu`; 0 disables the term.
-
-    Raises:
-        ValueError: If ``mu`` is negative or not finite.
-
-    Example:
-        >>> from lightning_fed import FederatedTrainer
-        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[ProximalTerm(0.1)], logger=False)
-
-
-    References:
-        Li et al., MLSys 2020, Algorithm 2.
+        mu: Strength :math:`\mu`, at least 0; 0 disables the term.
     """
 
     supports_vectorize = True
@@ -59,7 +45,6 @@ class ProximalTerm(GradientTerm):
             self.use_broadcast(module, broadcast)
 
     def term(self, parameter: nn.Parameter) -> Tensor | None:
-        """Computes the parameter's difference to the start of the visit."""
         start, current = self.tensors.get(parameter), as_real(parameter.detach())
         if start is None:
             return None

@@ -39,7 +39,8 @@ class QFFL(ChannelRule):
 
     :math:`F_k(x)` is the broadcast model's loss: the mean ``training_step`` loss in an additional pass over the
     client's data, in evaluation mode. The pass does not change the training's random numbers. The server excludes a
-    client with a loss or a constant :math:`L` more than a factor 128 above the round's median.
+    client with a loss or a constant :math:`L` more than a factor 128 above the round's median. Reference: Li et al.,
+    ICLR 2020, Algorithm 2.
 
     The authors sample clients with probabilities :math:`p_k`, the shares of examples, and average with equal weights.
     Here the sampling is uniform and the weights are :math:`p_k`, with the same objective :math:`\sum_k p_k F_k^{q+1} /
@@ -52,12 +53,11 @@ class QFFL(ChannelRule):
     - For: better results on the worst clients; automatic optimization only.
 
     Args:
-        q: Exponent; a larger value gives more weight to large losses. The authors use values from 0.001 (text) to 5,
-            tuned per data set.
-        lipschitz: Constant :math:`L`; ``None`` for the inverse learning rate.
+        q: Exponent, at least 0; a larger value gives more weight to large losses. The authors use values from 0.001
+            (text) to 5, tuned per data set.
+        lipschitz: Constant :math:`L`, positive; ``None`` for the inverse learning rate.
 
     Raises:
-        ValueError: If ``q`` is negative or not finite, or ``lipschitz`` is not positive and finite.
         MisconfigurationException: In ``fit``, with manual optimization; or without ``lipschitz``, if the optimizers
             have several learning rates or a zero learning rate.
 
@@ -70,10 +70,6 @@ class QFFL(ChannelRule):
         ...     qffl.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}, extras))
         >>> qffl.aggregate()  # 1 - (1 * 1 + 4 * -2) / ((1 + 1) + (4 + 4))
         {'w': tensor(1.7000)}
-
-
-    References:
-        Li et al., ICLR 2020, Algorithm 2.
     """
 
     channels: ClassVar = {
@@ -117,11 +113,7 @@ class QFFL(ChannelRule):
         return self._weight(update.num_samples, float(update.extras[_LOSS]))
 
     def add(self, part: Part, update: ClientUpdate, up: dict[str, dict[str, Any]]) -> None:
-        """Adds the model to the mean, and reports the model's distance.
-
-        Raises:
-            BadUpdate: If :math:`L` is 0, or a power of the loss is not finite.
-        """
+        """Adds the model to the mean, and reports the model's distance."""
         loss, lipschitz = up[_LOSS][""], up[_LIPSCHITZ][""]
         if lipschitz <= 0:
             raise BadUpdate(f"q-FedAvg needs L > 0, but got {lipschitz}")

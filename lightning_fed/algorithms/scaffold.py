@@ -34,13 +34,14 @@ class SCAFFOLD(ChannelRule):
     paper's option II, :math:`c_i - c + (x - y_i) / (K \eta)`. The mean also works with momentum, adaptive optimizers,
     weight decay and learning-rate schedules. Each parameter counts its steps separately, so a module may have several
     optimizers. Control variates have float32 or float64, also for a 16-bit model (``precision="bf16-true"``).
+    Reference: Karimireddy et al., ICML 2020, Algorithm 1.
 
     The correction applies to shared parameters, after the terms from earlier callbacks; such terms are part of
     :math:`g_k`. The logged loss excludes the correction. The server first sends its control variate in the second
     round.
 
     The paper's global step size :math:`\eta_g` is a server optimizer: ``ServerOptimizer("SGD", "scaffold", lr=0.5)``.
-    Buffers are averaged.
+    Buffers are averaged. Checkpoints contain ``control``, the server's control variate by entry.
 
     - Sends: 2 models down, 2 up.
     - Keeps: 1 model per client, 1 model on the server.
@@ -50,12 +51,6 @@ class SCAFFOLD(ChannelRule):
     Args:
         weighting: Clients have equal weights (``"uniform"``, as in the paper) or weights by examples (``"examples"``,
             as in NIID-Bench). Control variates always have equal weights.
-
-    Raises:
-        ValueError: If ``weighting`` is unknown.
-
-    Note:
-        State: ``control``, the server's control variate by entry.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -67,10 +62,6 @@ class SCAFFOLD(ChannelRule):
         ...     scaffold.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}, extras))
         >>> scaffold.aggregate(), scaffold.state_dict()["control"]
         ({'w': tensor(1.5000)}, {'w': tensor(0.7500)})
-
-
-    References:
-        Karimireddy et al., ICML 2020, Algorithm 1.
     """
 
     channels: ClassVar = {"control": Channel(up=True, down=True, memory=True)}

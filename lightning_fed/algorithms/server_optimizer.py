@@ -31,7 +31,8 @@ class ServerOptimizer(UpdateStep):
     .. math:: g_t = w_t - \bar w, \qquad w_{t+1} = \mathrm{step}(w_t, g_t)
 
     SGD with ``lr=1`` equals the averaging rule bit for bit. :class:`FedAvgM`, :class:`FedAdagrad`, :class:`FedAdam` and
-    :class:`FedYogi` use this step with the papers' definitions.
+    :class:`FedYogi` use this step. Checkpoints contain the optimizer state by entry: 8 bytes per parameter with
+    momentum, 16 with adaptive moments. Reference: Reddi et al., ICLR 2021, Algorithm 1 ("FedOpt").
 
     Trainable entries take the step, in float64. Frozen layers and buffers keep the rule's result: a step beyond the
     clients would give negative running variances, and weight decay would shrink constants. Without a fit, all
@@ -48,21 +49,12 @@ class ServerOptimizer(UpdateStep):
         ValueError: If the optimizer is unknown or refuses the arguments, or the rule keeps several models, changes
             shapes or needs several rounds per model.
 
-    Note:
-        The state in checkpoints is the optimizer state by entry: 8 bytes per parameter with momentum, 16 with adaptive
-        moments. A round allocates the new state and a new model. Large entries step in blocks of rows to save memory,
-        except with optimizers that read a whole entry, such as ``Adafactor``.
-
     Example:
         >>> from lightning_fed.rule import RoundInfo
         >>> step = ServerOptimizer("SGD", lr=0.5, momentum=0.9)
         >>> step.start(RoundInfo(0), {"w": torch.tensor(1.0)})
         >>> step.on_aggregate({"w": torch.tensor(3.0)}, {"w": torch.tensor(1.0)})
         {'w': tensor(2.)}
-
-
-    References:
-        Reddi et al., ICLR 2021, Algorithm 1 ("FedOpt").
     """
 
     def __init__(self, optimizer: type[Optimizer] | str, lazy_rows: bool = False, **optimizer_kwargs: Any) -> None:
@@ -94,11 +86,6 @@ class ServerOptimizer(UpdateStep):
         return {"optimizer": self.optimizer.__name__, "entries": self._memory}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the optimizer state.
-
-        Raises:
-            ValueError: If the state belongs to another optimizer.
-        """
         expected = self.optimizer.__name__
         name = state.get("optimizer", expected)
         if name != expected:

@@ -18,7 +18,7 @@ class SiloBN(Method):
     """Averages all entries except BatchNorm's running statistics; these stay with their clients.
 
     BatchNorm weights and biases are averaged. Each client normalises with its data's mean and variance, and activation
-    statistics never leave the client.
+    statistics never leave the client. A model without BatchNorm is refused. Reference: Andreux et al., DART 2020.
 
     - Sends: the model without BatchNorm's running statistics, both ways.
     - Keeps: running statistics per client.
@@ -29,17 +29,10 @@ class SiloBN(Method):
         unseen: Normalisation for data from an unknown client, see :class:`~lightning_fed.LocalStatistics`.
         aggregator: Method for the shared entries, by name or as an object.
 
-    Raises:
-        ValueError: In ``fit``, if the model has no BatchNorm.
-
     Example:
         >>> from lightning_fed import Federation
         >>> Federation(SiloBN()).options.batch_norm
         LocalStatistics(unseen='batch', measured='visit')
-
-
-    References:
-        Andreux et al., DART 2020.
     """
 
     def __init__(

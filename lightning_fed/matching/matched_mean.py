@@ -2,8 +2,7 @@
 
 Wang et al., "Federated Learning with Matched Averaging" (FedMA), ICLR 2020, Algorithm 1. The published layer mean is
 over all clients. Here each neuron is averaged over its owners. The authors' program shrinks the mean towards 0, the
-same
-as ``prior_weight=1``.
+same as ``prior_weight=1``.
 """
 
 from __future__ import annotations

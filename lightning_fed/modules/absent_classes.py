@@ -24,10 +24,11 @@ def absent_class_loss(
     .. math:: \ell = - \frac{1}{|P|} \Bigl( \sum_{x \in P,\, y_x \in C} \log p_{y_x}(x)
         + \sum_{x \in P,\, y_x \notin C} \log \sum_{c \notin C} p_c(x) \Bigr)
 
-    :math:`C` are the client's labelled classes. If clients label different classes, one client's foreground is another
-    client's background. With plain cross-entropy, every client either pulls unlabelled pixels to its own background or
-    ignores these pixels. This loss only states that the pixel belongs to none of the client's classes. If all classes
-    are labelled, unlabelled pixels are skipped, and the loss is the plain cross-entropy.
+    :math:`C` are the client's labelled classes. If clients label different classes, one client's foreground is
+    another client's background. With plain cross-entropy, every client either pulls unlabelled pixels to its own
+    background or ignores these pixels. This loss only states that the pixel belongs to none of the client's
+    classes. If all classes are labelled, unlabelled pixels are skipped, and the loss is the plain cross-entropy.
+    Reference: Miao et al., CVPR 2023, the loss for foreground-background inconsistency.
 
     Args:
         logits: Shape ``(N, num_classes, *size)``.
@@ -46,9 +47,6 @@ def absent_class_loss(
         >>> target = torch.tensor([[[0, 255]]])
         >>> round(absent_class_loss(logits, target).exp().item() ** 2, 4)  # 1 / (1/4 * 3/4)
         5.3333
-
-    References:
-        Miao et al., CVPR 2023, the loss for foreground-background inconsistency.
     """
     num_classes = logits.shape[1]
     is_labelled = target != unlabelled

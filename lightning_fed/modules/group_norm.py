@@ -1,9 +1,8 @@
 """BatchNorm to GroupNorm: normalisation without statistics shared between clients.
 
 References:
-    Wu and He, "Group Normalization", ECCV 2018.
-    Hsieh et al., "The Non-IID Data Quagmire of Decentralized Machine Learning", ICML 2020 (GroupNorm instead of
-    BatchNorm under label skew).
+    Wu and He, "Group Normalization", ECCV 2018. Hsieh et al., "The Non-IID Data Quagmire of Decentralized Machine
+    Learning", ICML 2020 (GroupNorm instead of BatchNorm under label skew).
 """
 
 from __future__ import annotations

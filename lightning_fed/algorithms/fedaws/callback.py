@@ -35,7 +35,8 @@ class SpreadOut(FederatedCallback):
     .. math:: W \leftarrow \tilde W - \lambda \eta \nabla_W \, \mathrm{reg}(\tilde W)
 
     :math:`\tilde W` is the rule's result. This callback is FedAwS on the server, for clients with only positive labels:
-    no client's loss separates a class from absent classes. Any rule works; server momentum ignores the step.
+    no client's loss separates a class from absent classes. Any rule works; server momentum ignores the step. Reference:
+    Yu et al., ICML 2020, Algorithm 1, equations 7 and 8.
 
     The authors use unit vectors. Here class vectors keep their lengths: the regulariser only depends on directions, so
     each step is orthogonal to the vector and would lengthen the vector, and training turns long vectors more slowly.
@@ -43,15 +44,15 @@ class SpreadOut(FederatedCallback):
     ``"top_k"`` separates the round's classes from the nearest classes
     (:func:`~lightning_fed.algorithms.fedaws.spreadout_top_k`). The round's classes have rows on a client; if clients
     hold the whole layer, all classes count. ``"margin"`` separates all pairs
-    (:func:`~lightning_fed.algorithms.fedaws.spreadout_margin`), in time quadratic in the number of classes.
+    (:func:`~lightning_fed.algorithms.fedaws.spreadout_margin`).
 
     Args:
         variant: ``"top_k"`` or ``"margin"``.
         k: Number of nearest classes for ``"top_k"``; the authors use 10, and 100 for very many classes.
         strength: :math:`\lambda`; the authors report 10 to 100 as robust, and 1 as too weak. Tune this value: the angle
-            per step grows with ``strength * lr * k`` over the squared length. For ``lr=0.03``, ``k=10`` and 964 vectors
-            in a new head (64 dimensions, length 0.57), 10 turned vectors by 67 degrees per round and undid the
-            training; 0.1 spread out best, with 3 degrees per round.
+            per step grows with ``strength * lr * k`` over the squared length. In a new head with 964 vectors (64
+            dimensions, length 0.57, ``lr=0.03``, ``k=10``), 10 turned vectors by 67 degrees per round and undid the
+            training; 0.1 spread out best.
         margin: :math:`\nu` for ``"margin"``.
         lr: :math:`\eta`; ``None`` for the layer's learning rate in this round's local training.
         comparison: Number of classes, drawn per round, for the nearest-class search with ``"top_k"``; ``None`` for all.
@@ -62,14 +63,6 @@ class SpreadOut(FederatedCallback):
     Raises:
         ValueError: If an option is invalid; in ``fit``, if the entry does not exist or is not shared.
         MisconfigurationException: In ``fit``, if ``"auto"`` finds no classifier.
-
-    Example:
-        >>> from lightning_fed import FederatedTrainer
-        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[SpreadOut(k=5)], logger=False)
-
-
-    References:
-        Yu et al., ICML 2020, Algorithm 1, equations 7 and 8.
     """
 
     supports_vectorize = True

@@ -35,19 +35,14 @@ class FedAwS(Method):
         margin: The margin.
         server_momentum: Server momentum; 0 in the authors' method, 0.9 for all methods in the FedSS paper's comparison.
         server_lr: Server learning rate for averaging.
-        lazy_rows: Averaging leaves rows without a client in the round unchanged; otherwise momentum still moves such
-            rows.
-        row_weighting: Divisor for a row's changes: the sum over all clients' weights (``"global"``), or only over
-            clients with the row (``"per_row"``).
+        lazy_rows: Averaging leaves rows without a client in the round unchanged, also with momentum.
+        row_weighting: Divisor for a row's changes, see :class:`FedAvg`.
         lr: Learning rate for the step; ``None`` for the head's learning rate in local training.
         comparison: Number of classes, drawn per round, for the nearest-class search; ``None`` for all.
         normalize: Class vectors keep their lengths in the step.
         head: Name of the head; ``"auto"`` for a model with one head.
         target: Labels in a batch, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
         classes: The clients' positive classes; ``None`` reads the classes from the data.
-
-    Raises:
-        ValueError: If an option is invalid.
 
     Example:
         >>> FedAwS(strength=1.0).callbacks[1].strength

@@ -18,31 +18,21 @@ from lightning_fed.numerics.precision import at_least_float32
 
 
 def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
-    r"""Sum of squared margin violations over all ordered pairs of class vectors (equation 7).
+    r"""Sum of squared margin violations over all ordered pairs of class vectors (equation 7), a scalar.
 
     .. math:: \sum_{c} \sum_{c' \ne c} \max \left( 0,\, \nu - d(w_c, w_{c'}) \right)^2, \qquad
         d(u, u') = 1 - \frac{u^\top u'}{\lVert u \rVert \lVert u' \rVert}
 
     Pairs are processed in chunks: memory is linear in the weight, time quadratic in the number of classes. A zero
-    vector has distance 1 to all others.
+    vector has distance 1 to all others. Reference: Yu et al., ICML 2020, equation 7.
 
     Args:
         weight: One vector per class, shape ``(n, d)``, with any length. Gradients pass through the normalisation.
         margin: :math:`\nu`, greater than 0.
 
-    Returns:
-        A scalar, at least float32.
-
-    Raises:
-        ValueError: If ``weight`` is not a matrix, or ``margin`` is not positive.
-
     Example:
         >>> round(spreadout_margin(torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])).item(), 4)
         1.48
-
-
-    References:
-        Yu et al., ICML 2020, equation 7.
     """
     check_positive("margin", margin)
     unit = _unit_rows(weight)
@@ -55,14 +45,14 @@ def spreadout_margin(weight: Tensor, margin: float = 0.9) -> Tensor:
 
 
 def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor | None = None) -> Tensor:
-    r"""Negative squared distance between class vectors and their nearest class vectors (equation 8).
+    r"""Negative squared distance between class vectors and their nearest class vectors (equation 8), a scalar.
 
     .. math:: \sum_{c \in C} \sum_{c' \in N_k(c)} - d(w_c, w_{c'})^2, \qquad
         d(u, u') = 1 - \frac{u^\top u'}{\lVert u \rVert \lVert u' \rVert}
 
     Here :math:`N_k(c)` contains the *k* nearest classes in the comparison, without *c*. The neighbours are constant in
-    the gradient, and the gradient moves both ends. Similarities are computed in chunks. A zero vector has distance 1 to
-    all others.
+    the gradient, and the gradient moves both ends. A zero vector has distance 1 to all others. Reference: Yu et al.,
+    ICML 2020, equation 8.
 
     Args:
         weight: One vector per class, shape ``(n, d)``, with any length. Gradients pass through the normalisation.
@@ -70,20 +60,10 @@ def spreadout_top_k(weight: Tensor, classes: Tensor, k: int, comparison: Tensor 
         k: Number of neighbours, at least 1; all, if the comparison has fewer.
         comparison: Candidate classes, int64, shape ``(m,)``, without duplicates; ``None`` for all.
 
-    Returns:
-        A scalar, at least float32.
-
-    Raises:
-        ValueError: If ``weight`` is not a matrix, or ``k`` is not a whole number from 1.
-
     Example:
         >>> weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
         >>> round(spreadout_top_k(weight, torch.arange(3), k=1).item(), 4)
         -0.24
-
-
-    References:
-        Yu et al., ICML 2020, equation 8.
     """
     k = check_count("k", k)
     unit = _unit_rows(weight)

@@ -19,8 +19,8 @@ class FedDANE(AveragingAggregator):
 
     .. math:: F_k(w) + \langle g_t - \nabla F_k(w_t), w - w_t \rangle + \frac{\mu}{2} \lVert w - w_t \rVert^2
 
-    The method adds a callback for each term to a Trainer without the callbacks:
-    :class:`~lightning_fed.callbacks.GradientCorrection` and :class:`~lightning_fed.callbacks.ProximalTerm`.
+    The method adds a callback for each term: :class:`~lightning_fed.callbacks.GradientCorrection` and
+    :class:`~lightning_fed.callbacks.ProximalTerm`. Reference: Li et al., Asilomar 2019, "FedDANE".
 
     - Sends: 3 models down, 2 up (1 down and 1 up for the gradient sample).
     - Keeps: nothing.
@@ -28,19 +28,12 @@ class FedDANE(AveragingAggregator):
     - For: comparisons; convex problems.
 
     Args:
-        mu: Strength for the proximal term.
-
-    Raises:
-        ValueError: If ``mu`` is negative or not finite.
+        mu: Strength for the proximal term, at least 0.
 
     Example:
         >>> from lightning_fed.method import build_method
         >>> [type(callback).__name__ for callback in build_method("feddane", mu=0.1).callbacks]
         ['GradientCorrection', 'ProximalTerm']
-
-
-    References:
-        Li et al., Asilomar 2019, "FedDANE".
     """
 
     def __init__(self, mu: float = 0.0) -> None:

@@ -47,29 +47,20 @@ class GradientCorrection(GradientTerm):
     At the start of a round, a separate sample of clients with the cohort's size (:meth:`Schedule.second_draw
     <lightning_fed.server.schedule.Schedule.second_draw>`) computes the global model's gradients on all local data. The
     mean weighted by examples is :math:`g_t`. The server sends :math:`g_t` to the cohort, and each cohort client
-    computes :math:`\nabla F_k(w_t)` before training.
+    computes :math:`\nabla F_k(w_t)` before training. Reference: Li et al., Asilomar 2019, "FedDANE".
 
     The logged communication includes the global model down to the sample, one gradient per parameter up, and one
     gradient per parameter down to the cohort. Failed data excludes a sample client with a warning, and a cohort client
     from the round. If no sample client answers, the round fails. An error in the module ends the fit.
 
-    Gradients come from the module's ``training_step`` in evaluation mode, so dropout adds no noise. BatchNorm uses
-    batch statistics as in training, and the running statistics stay unchanged. Recurrent layers run in training mode
-    without dropout, because cuDNN only differentiates this mode. Batches are fetched in the main process; loaders with
+    Gradients come from ``training_step`` in evaluation mode, so dropout adds no noise. BatchNorm uses batch statistics
+    as in training, and running statistics stay unchanged. Batches are fetched in the main process; loaders with
     persistent workers support only one pass at a time and give an error. The gradient pass does not change the
-    training's random numbers or the module's attributes. The callback adds the correction like
-    :class:`~lightning_fed.callbacks.ProximalTerm`, to shared parameters. The logged loss excludes the correction.
+    training's random numbers or the module's attributes. The correction applies to shared parameters, see
+    :class:`~lightning_fed.callbacks.ProximalTerm`; the logged loss excludes the correction.
 
     Raises:
         MisconfigurationException: In ``fit``, with manual optimization.
-
-    Example:
-        >>> from lightning_fed import FederatedTrainer
-        >>> trainer = FederatedTrainer(max_rounds=10, method="feddane", logger=False)  # adds it by itself
-
-
-    References:
-        Li et al., Asilomar 2019, "FedDANE".
     """
 
     needs_local_clients = "its gradients need requests outside visits"
@@ -157,11 +148,7 @@ class GradientCorrection(GradientTerm):
     def _measure(
         self, trainer: L.Trainer, module: L.LightningModule, client: Client, state: State, is_reloaded: bool = False
     ) -> ClientUpdate:
-        """Computes the module's gradients on all data of a client, as a message.
-
-        Raises:
-            _NoAnswerError: If the data fails, or no batch gives a loss.
-        """
+        """Computes the module's gradients on all data of a client, as a message."""
         federation, round = find_federation(trainer), trainer.current_epoch
         schedule, population, faults = federation.schedule, federation.population, list[Exception]()
         try:
@@ -197,17 +184,10 @@ def full_gradient(
     batches: Iterable[Any],
     is_reloaded: bool = False,
 ) -> State:
-    """Computes the mean loss's gradients over all batches, weighted by examples; zero for an unused parameter.
+    """Computes the mean loss's gradients over all batches by entry name, weighted by examples.
 
-    Args:
-        trainer: The Trainer.
-        module: The module; ``training_step`` gives the loss.
-        parameters: Parameters by entry name.
-        batches: The data.
-        is_reloaded: Whether the caller reloads the module's parameters and buffers afterwards.
-
-    Returns:
-        One gradient per parameter; empty if no batch gave a loss.
+    An unused parameter has gradient zero. The result is empty if no batch gave a loss. With ``is_reloaded`` the caller
+    reloads the module's parameters and buffers afterwards.
     """
     normalizing = [layer for layer in batch_norm_layers(module).values() if layer.training]  # frozen layers stay frozen
     recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase) and layer.training]
@@ -232,12 +212,7 @@ def full_gradient(
 
 
 class _NoAnswerError(Exception):
-    """A client without a gradient.
-
-    Args:
-        reason: The reason for the log.
-        step_error: The training step's exception, if any.
-    """
+    """A client without a gradient; ``step_error`` is the training step's exception, if any."""
 
     def __init__(self, reason: str, step_error: Exception | None = None) -> None:
         super().__init__(reason)

@@ -1,9 +1,8 @@
 """FedFusion on the clients: fuses a client's features with the broadcast model's features.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
-Algorithm 1. The equations are in :mod:`lightning_fed.algorithms.fedfusion.equations`, the layers in
-:mod:`lightning_fed.algorithms.fedfusion.layers`. The server averages with any rule, smooths the weights for "multi" and
-"single", and keeps the extractor for the evaluation of the global model.
+Algorithm 1. The server averages with any rule, smooths the weights for "multi" and "single", and keeps the extractor
+for the evaluation of the global model.
 """
 
 from __future__ import annotations
@@ -51,34 +50,30 @@ _OPERATOR_STREAM = 1001  # random stream, separate from the schedule's streams
 class FeatureFusion(FederatedCallback):
     r"""Fuses each client's features with the global model's features, :math:`L = C \circ F \circ (E_l, E_g)`.
 
-    In ``setup`` the module gets a submodule ``feature_fusion`` with the parameters of the operator :math:`F`, drawn
-    with the federation's seed; see :func:`~lightning_fed.modules.fuse`. No other module moves or changes its name. A
-    visit starts by freezing a copy :math:`E_g` of the received extractor, in evaluation mode. :math:`E_g` has no
-    gradients, belongs to no optimizer and is never sent. :math:`E_l`, :math:`F` and :math:`C` train and are averaged by
-    any aggregator. In addition to federated averaging, messages contain :math:`F`: 1 number with ``"single"``,
-    :math:`C` with ``"multi"``, :math:`2C^2 + C` with ``"conv"``, per level. ``personal=["feature_fusion.*"]`` keeps
-    :math:`F` on the clients.
+    In ``setup`` the module gets a submodule ``feature_fusion`` with the operator :math:`F`, drawn with the federation's
+    seed; see :func:`~lightning_fed.modules.fuse`. A visit starts with a frozen copy :math:`E_g` of the received
+    extractor, in evaluation mode and never sent. :math:`E_l`, :math:`F` and :math:`C` train and are averaged by any
+    aggregator. In addition to federated averaging, messages contain :math:`F`: 1 number with ``"single"``, :math:`C`
+    with ``"multi"``, :math:`2C^2 + C` with ``"conv"``, per level. ``personal=["feature_fusion.*"]`` keeps :math:`F` on
+    the clients.
 
-    After the fit the module keeps the fusion for validation, prediction and checkpoints.
-    :func:`~lightning_fed.modules.unwrap` removes the fusion.
+    After the fit the module keeps the fusion; :func:`~lightning_fed.modules.unwrap` removes the fusion.
 
     Args:
-        at: Name of the layer with the features as output, or ``"auto"``, see
-            :func:`~lightning_fed.modules.find_extractor`.
+        at: Layer with the features as output, or ``"auto"``, see :func:`~lightning_fed.modules.find_extractor`.
         operator: ``"conv"``, ``"multi"``, ``"single"``, or ``"none"`` for federated averaging.
-        levels: Fused features, for an extractor with several (an encoder's maps), each with a separate operator:
-            positions (negative from the end) or keys; ``"all"`` skips the input data.
+        levels: Fused features, for an extractor with several, by position or key, each with a separate operator;
+            ``"all"`` skips the input data.
         channels: Number of channels, or a list for several levels; ``"infer"`` runs the network.
-        network: Name of the module called with the data; ``"auto"`` searches, see
-            :func:`~lightning_fed.modules.find_extractor`.
+        network: Name of the module called with the data; ``"auto"`` searches.
         ema: Share :math:`\mu` of the previous weights in the moving average for "multi" and "single", see
             :func:`~lightning_fed.algorithms.fedfusion.smooth_weight`.
         eval_reference: Extractor :math:`E_g` for the evaluation of the global model: from the previous global model
             (``"previous"``, as in the authors' program), or from the same model (``"current"``, for deployment). With
             ``"current"`` the weights for "multi" and "single" have no effect.
-        cache_global_features: Cache :math:`E_g`'s features for a client's examples during a visit with several epochs.
-            The cache compares content, so augmented examples never get wrong features. A second pass without hits
-            disables the cache. Needs memory for all features of a client.
+        cache_global_features: Cache :math:`E_g`'s features for a client's examples during a visit with several epochs;
+            needs memory for all features of a client. The cache compares content, so augmented examples never get wrong
+            features. A second pass without hits disables the cache.
         conv_init: Initialisation for "conv", see :class:`~lightning_fed.modules.ConvFusion`.
         conv_bias: Add a bias to "conv".
         channel_axis: Channel axis; ``None`` infers the axis.
@@ -86,22 +81,14 @@ class FeatureFusion(FederatedCallback):
     Raises:
         ValueError: If an option is invalid; in ``setup``, if the features or the channels cannot be found.
         MisconfigurationException: In ``setup``, if the module has fusion with other options, or the Trainer has no
-            federation in ``fit``, or a federation with FedMA; in ``fit``, if the optimizers cannot train the operator,
-            the module does not run the layer, or the fit resumes from a checkpoint without fusion.
+            federation or FedMA; in ``fit``, if the optimizers cannot train the operator, the module does not run the
+            layer, or the fit resumes from a checkpoint without fusion.
 
     Note:
         Logged for the global model's operator, by level: for "multi" and "single" ``fedfusion/<level>/lambda`` (the
-        mean smoothed weight) and ``fedfusion/<level>/largest_lambda`` (the largest absolute weight), both 0 without
-        effect; for "conv" ``fedfusion/<level>/global_share``, the global features' share in the squared weights (0.5 at
-        the default initialisation).
-
-        The checkpoint state contains ``reference``: with "previous", the previous global model's extractor (empty
-        before the first round).
-
-    Example:
-        >>> from lightning_fed import FederatedTrainer
-        >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[FeatureFusion(operator="conv")], logger=False)
-
+        mean weight) and ``fedfusion/<level>/largest_lambda`` (the largest absolute weight); for "conv"
+        ``fedfusion/<level>/global_share``, the global features' share in the squared weights. The checkpoint state
+        contains ``reference``: with "previous", the previous global model's extractor.
 
     References:
         Yao et al., ICIP 2019, Algorithm 1; https://github.com/thu-media/FedFusion.
@@ -148,11 +135,7 @@ class FeatureFusion(FederatedCallback):
 
     @property
     def fusion(self) -> FusionLayer:
-        """The module's fusion layer, known after ``setup``.
-
-        Raises:
-            RuntimeError: Before ``setup``.
-        """
+        """The module's fusion layer, known after ``setup``."""
         if self._fusion is None:
             raise RuntimeError("Expected a module with fusion, but `setup` has not run yet.")
         return self._fusion

@@ -1,8 +1,8 @@
 """FedFusion's equations: operators on a client's features and the global model's features.
 
 Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019,
-equations 1 to 3. https://arxiv.org/abs/1908.05891 is the longer version, https://github.com/thu-media/FedFusion the
-authors' program. :math:`E_l(x)` are the client's features, :math:`E_g(x)` the broadcast model's features.
+equations 1 to 3; longer version: https://arxiv.org/abs/1908.05891, authors' program:
+https://github.com/thu-media/FedFusion. :math:`E_l(x)` are the client's features, :math:`E_g(x)` the broadcast model's.
 
 Features are maps ``(N, C, *size)``, vectors ``(N, C)`` or token sequences ``(N, T, C)``. The number of axes determines
 the channel axis, unless given: ``channel_axis=-1`` for maps ``(N, H, W, C)``.
@@ -22,20 +22,14 @@ def fuse_multi(local: Tensor, reference: Tensor, weight: Tensor, channel_axis: i
 
     .. math:: F(x) = \lambda \odot E_g(x) + (1 - \lambda) \odot E_l(x), \qquad \lambda \in \mathbb{R}^C
 
-    The function computes :math:`E_l + \lambda \odot (E_g - E_l)`: with :math:`\lambda = 0`, and at equal features, the
-    result equals :math:`E_l` bit for bit.
+    The result has the shape and dtype of ``local``. With :math:`\lambda = 0`, and at equal features, the result equals
+    :math:`E_l` bit for bit.
 
     Args:
         local: The client's features :math:`E_l(x)`.
         reference: The global model's features :math:`E_g(x)`, in the same shape.
         weight: The weights :math:`\lambda`, shape ``(C,)``, any real numbers.
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
-
-    Returns:
-        Fused features, in the shape and dtype of ``local``. Differentiable.
-
-    Raises:
-        ValueError: If shapes do not match.
 
     Example:
         >>> local, reference = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]])
@@ -60,12 +54,6 @@ def fuse_single(local: Tensor, reference: Tensor, weight: Tensor) -> Tensor:
         local: The client's features :math:`E_l(x)`.
         reference: The global model's features :math:`E_g(x)`, in the same shape.
         weight: The weight :math:`\lambda`, shape ``()``, any real number.
-
-    Returns:
-        Fused features, in the shape and dtype of ``local``. Differentiable.
-
-    Raises:
-        ValueError: If shapes do not match.
 
     Example:
         >>> local, reference = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]])
@@ -99,12 +87,6 @@ def fuse_conv(
         bias: The bias :math:`b`, shape ``(C,)``, or ``None``.
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
 
-    Returns:
-        Fused features, in the shape of ``local``. Differentiable.
-
-    Raises:
-        ValueError: If shapes do not match.
-
     Example:
         >>> local, reference = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]])
         >>> fuse_conv(local, reference, torch.tensor([[1.0, 0.0, 0.5, 0.0], [0.0, 2.0, 0.0, -1.0]]))
@@ -136,9 +118,6 @@ def smooth_weight(weight: Tensor, previous: Tensor, ema: float) -> Tensor:
         previous: The global model's :math:`\lambda_r`, in the same shape, initially 0.
         ema: Share :math:`\mu` of the previous weights, in [0, 1); 0 returns the average.
 
-    Returns:
-        The new weights, in the dtype of ``weight``.
-
     Example:
         >>> smooth_weight(torch.tensor(0.3), torch.tensor(0.02), ema=0.9)
         tensor(0.0480)
@@ -149,19 +128,7 @@ def smooth_weight(weight: Tensor, previous: Tensor, ema: float) -> Tensor:
 
 
 def channel_axis_of(features: Tensor, channel_axis: int | None = None) -> int:
-    """Returns the channel axis, counted from the front.
-
-    Args:
-        features: Features, at least two axes.
-        channel_axis: The axis, if known; ``None`` for the second axis, or the last of three axes.
-
-    Raises:
-        ValueError: If the axis does not exist, or is the batch axis.
-
-    Example:
-        >>> channel_axis_of(torch.zeros(2, 8, 4, 4)), channel_axis_of(torch.zeros(2, 5, 8))
-        (1, 2)
-    """
+    """Returns the channel axis, counted from the front; by default the second axis, or the last of three axes."""
     if channel_axis is None:
         channel_axis = -1 if features.ndim == 3 else 1
     if features.ndim < 2 or channel_axis not in (*range(1, features.ndim), *range(1 - features.ndim, 0)):

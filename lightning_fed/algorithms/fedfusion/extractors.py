@@ -63,13 +63,9 @@ def find_extractor(
         at: Name of the layer with the features as output, a ``FeatureLayer`` for a layer's input or output, or
             ``"auto"``.
         network: Name of the module called with the data, around the layer; ``""`` for ``module``. ``"auto"`` uses the
-            layer, if the layer was found by name or is a direct child of a LightningModule, else the outermost module
-            other than a LightningModule.
-        classifier: Name of the layer with the logits as output; ``None`` for the result from
-            :func:`~lightning_fed.modules.find_classifier`.
-
-    Returns:
-        The extractor.
+            layer, if found by name or a direct child of a LightningModule, else the outermost module other than a
+            LightningModule.
+        classifier: Name of the layer with the logits; ``None`` for :func:`~lightning_fed.modules.find_classifier`.
 
     Raises:
         ValueError: If the layer does not exist, or is outside the network; with ``"auto"``, if the network has several
@@ -101,12 +97,7 @@ def find_extractor(
 
 
 def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors in a layer's output, each with a valid module name.
-
-    Example:
-        >>> [name for name, _ in named_features([torch.zeros(1), (torch.zeros(1), torch.zeros(1))])]
-        ['0', '1_0', '1_1']
-    """
+    """Yields the tensors in a layer's output with valid module names, such as "0" and "1_0" for ``[a, (b,)]``."""
     if isinstance(features, Tensor):
         if features.is_floating_point():
             yield name or "0", features
@@ -117,12 +108,7 @@ def named_features(features: Any, name: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def replace_features(features: Any, new: Mapping[str, Tensor], name: str = "") -> Any:
-    """Replaces named tensors in a layer's output.
-
-    Example:
-        >>> replace_features([1, torch.zeros(1)], {"1": torch.ones(1)})
-        [1, tensor([1.])]
-    """
+    """Replaces tensors in a layer's output, named as in :func:`named_features`."""
     if isinstance(features, Tensor):
         return new.get(name or "0", features)
     if isinstance(features, MutableMapping):
@@ -137,12 +123,7 @@ def replace_features(features: Any, new: Mapping[str, Tensor], name: str = "") -
 
 
 def example_inputs(network: nn.Module) -> Iterator[Tensor]:
-    """Guesses inputs for a network from the first layer with parameters, with the layer's device and dtype.
-
-    Example:
-        >>> next(example_inputs(nn.Sequential(nn.Flatten(), nn.Linear(784, 10)))).shape
-        torch.Size([2, 784])
-    """
+    """Guesses inputs for a network from the first layer with parameters, on the layer's device."""
     for layer in network.modules():
         weight = next(layer.parameters(recurse=False), None)
         if weight is None:
@@ -166,18 +147,8 @@ def find_extractor_in_fit(
 ) -> Extractor:
     """Finds the layer as in :func:`find_extractor`, with the classifier proven by a training step.
 
-    A module without a classifier needs an extractor with a known name, such as ``encoder``.
-
-    Args:
-        trainer: The Trainer.
-        module: The module.
-        at: Name of the layer, a ``FeatureLayer`` for a layer's input or output, or ``"auto"``.
-        network: Name of the module called with the data, or ``"auto"``.
-        option: Name of the argument with the layer, for errors.
-
-    Raises:
-        ValueError: If the layer does not exist.
-        MisconfigurationException: If the step proves no classifier, and no module has an extractor's name.
+    A module without a classifier needs an extractor with a known name, such as ``encoder``. Errors name ``option``, the
+    argument with the layer.
     """
     if at != "auto":
         return find_extractor(module, at, network)

@@ -11,22 +11,10 @@ from lightning_fed.data.sample_hashes import sample_hashes
 
 
 class FeatureCache:
-    """Caches the features from a fixed network, by a hash over the samples' content.
+    """Caches the features from a fixed network, by a hash over each sample's content.
 
     A sample with any changed bit, for example after augmentation, is a miss. Samples must be independent (BatchNorm in
-    evaluation mode).
-
-    Attributes:
-        is_filling: Store computed features.
-        hits: Number of cached samples so far.
-        misses: Number of other samples so far.
-
-    Example:
-        >>> cache = FeatureCache()
-        >>> for _ in range(2):
-        ...     features = cache.get(torch.eye(3), lambda samples: {"0": 2 * samples})
-        >>> cache.hits, cache.misses
-        (3, 3)
+    evaluation mode). ``hits`` and ``misses`` count samples; ``is_filling`` is false while the cache only reads.
     """
 
     def __init__(self) -> None:
@@ -35,12 +23,7 @@ class FeatureCache:
         self._features: dict[int, dict[str, Tensor]] = {}
 
     def get(self, samples: Tensor, compute: Callable[[Tensor], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns the features for samples, from the cache or from ``compute``.
-
-        Args:
-            samples: A batch, shape ``(N, ...)``.
-            compute: Computes features by name, each in shape ``(N, ...)``.
-        """
+        """Returns features by name, each in shape ``(N, ...)``, from the cache or from ``compute``."""
         keys = sample_hashes(samples).tolist()
         missing = [index for index, key in enumerate(keys) if key not in self._features]
         self.hits += len(keys) - len(missing)

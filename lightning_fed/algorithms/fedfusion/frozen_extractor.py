@@ -24,16 +24,12 @@ _INTERNAL = frozenset(vars(nn.Module()))
 class FrozenExtractor:
     """A copy of a network up to one layer, in evaluation mode and without gradients.
 
-    The extractor is not a submodule: ``parameters()`` and ``state_dict()`` exclude the copy.
+    The extractor is not a submodule: ``parameters()`` and ``state_dict()`` exclude the copy. After a run ``is_plain``
+    tells whether the layer has one argument and one tensor of features.
 
     Args:
         network: The network to copy.
         layer: Input or output of a layer with the features.
-
-    Attributes:
-        network: The copy.
-        entries: Paths of the network's parameters and buffers in the copy.
-        is_plain: Whether the layer has one argument and one tensor of features; ``None`` before a run.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -55,7 +51,6 @@ class FrozenExtractor:
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes the features for the network's inputs."""
         try:
             features = self.network(*args, **kwargs)
         except _FeaturesReached as error:
@@ -66,15 +61,7 @@ class FrozenExtractor:
         return features
 
     def refer(self, source: nn.Module | Mapping[str, Tensor]) -> None:
-        """Copies values into the extractor.
-
-        Args:
-            source: The network, with dtypes and device; or parameter and buffer values by name. Missing names stay
-                unchanged.
-
-        Raises:
-            ValueError: If a shape differs.
-        """
+        """Copies values into the extractor: a network's values, dtypes and device, or only values by name."""
         if isinstance(source, nn.Module):
             self.follow(source)
         values = tensors_by_path(source) if isinstance(source, nn.Module) else source
@@ -91,11 +78,7 @@ class FrozenExtractor:
                 target.copy_(value)
 
     def state(self, source: nn.Module | None = None) -> State:
-        """Copies the parameters and buffers.
-
-        Args:
-            source: The network with the values; ``None`` for the extractor.
-        """
+        """Copies the parameters and buffers; by default from the extractor."""
         entries = tensors_by_path(self.network if source is None else source)
         return {name: value.detach().clone() for name, value in entries.items() if name in self.entries}
 
@@ -111,15 +94,7 @@ class FrozenExtractor:
                 entry.data = entry.data.to(originals[name].dtype)
 
     def prune(self, *args: Any, **kwargs: Any) -> tuple[Any, nn.Module | None]:
-        """Frees the memory for unused layers behind the features.
-
-        Args:
-            args: Inputs for the network.
-            kwargs: Keyword inputs for the network.
-
-        Returns:
-            The features, and the last executed layer with parameters.
-        """
+        """Frees unused layers behind the features; returns features and the last executed layer with parameters."""
         started, finished = set[nn.Module](), dict[nn.Module, None]()
 
         def record_finished(module: nn.Module, args: Any, output: Any) -> None:

@@ -39,26 +39,15 @@ class FusionLayer(nn.Module):
     Args:
         network: The module called with the data.
         layer: Input or output of a layer in the network; ``""`` for the network's output.
-        operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``, see
-            :func:`~lightning_fed.modules.build_operator`.
+        operator: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
         channels: Number of channels, or a list for several fused features; ``"infer"`` runs the network up to the
             layer.
         levels: Fused features, for an extractor with several (an encoder's maps): positions (negative from the end) or
-            keys; ``"all"`` skips the input data, also returned by some encoders.
+            keys; ``"all"`` skips the input data.
         conv_init: Initialisation for "conv", see :class:`~lightning_fed.modules.ConvFusion`.
         conv_bias: Add a bias to "conv".
         channel_axis: Channel axis; ``None`` infers the axis.
         example: Positional and keyword arguments for the network; ``None`` guesses from the first layer.
-
-    Attributes:
-        arguments: Arguments to compare with a second use of the layer, by name.
-        operators: The operators, by level name.
-        frozen: The frozen extractor, a :class:`~lightning_fed.modules.FrozenExtractor`; empty for "none".
-        cache: Cache for the frozen extractor's features, or ``None``.
-        ndims: Number of feature axes by level, known after the first run.
-        is_plain: Whether the layer has one argument and one tensor of features, known after the first run.
-        channels: Channels at each fused level.
-        has_run: Whether features were fused; may be reset.
 
     Raises:
         ValueError: If an option is invalid, the network cannot run to infer the channels, or a level does not exist.
@@ -135,11 +124,9 @@ class FusionLayer(nn.Module):
         return {name: operator.summary() for name, operator in operators if isinstance(operator, FusionOperator)}
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:
-        """Copies values into the frozen extractor, and uses the extractor for fusion from now on.
+        """Copies values into the frozen extractor, and starts the fusion with these values.
 
-        Args:
-            source: A network with the same architecture, or parameter and buffer values by name; ``None`` for the
-                network's current values.
+        The source is a network or values by name; ``None`` for the network's current values.
         """
         if self.operator != "none":
             self.frozen.refer(self.network if source is None else source)
@@ -290,21 +277,14 @@ class FusedExtractor(nn.Module):
     """An extractor with fusion, F(E_l, E_g): a feature extractor E_l, an operator F, and a frozen copy E_g.
 
     For networks written with this class; :class:`~lightning_fed.callbacks.FeatureFusion` detects the class, and adds
-    fusion to any other network. Before :meth:`refer`, features are fused with themselves.
+    fusion to any other network. Before :meth:`refer`, features are fused with themselves. The frozen copy is not a
+    submodule.
 
     Args:
         local: The extractor E_l.
         operator: Name of the operator F.
         channels: Number of channels, or a list for several features; ``"infer"`` runs the extractor.
         options: Further arguments for :class:`~lightning_fed.modules.FusionLayer`.
-
-    Attributes:
-        local: The extractor.
-        feature_fusion: The operator and the frozen copy. The copy is not a submodule: ``parameters()`` and
-            ``state_dict()`` exclude the copy, and the copy has no gradients and stays in evaluation mode.
-
-    Raises:
-        ValueError: If an option is invalid, or the channels cannot be inferred.
 
     Example:
         >>> extractor = FusedExtractor(nn.Conv2d(1, 8, 3), "multi")
@@ -325,7 +305,6 @@ class FusedExtractor(nn.Module):
         self.feature_fusion = FusionLayer(local, FeatureLayer(""), operator, channels, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes the fused features."""
         return self.local(*args, **kwargs)
 
     def refer(self, source: nn.Module | Mapping[str, Tensor] | None = None) -> None:

@@ -15,8 +15,8 @@ from lightning_fed.rule import Aggregator
 class FedFusion(Method):
     """Averaging; clients fuse local features with the global model's features.
 
-    The method adds :class:`~lightning_fed.callbacks.FeatureFusion`, with these arguments; the callback has further
-    options.
+    The method adds :class:`~lightning_fed.callbacks.FeatureFusion`, which has further options. Reference: Yao et al.,
+    "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019.
 
     - Sends: the model and the fusion operator, both ways.
     - Keeps: the previous global model's extractor on the server.
@@ -34,16 +34,9 @@ class FedFusion(Method):
         conv_bias: Add a bias to "conv".
         aggregator: The method, by name or as an object.
 
-    Raises:
-        ValueError: If an option is invalid.
-
     Example:
         >>> FedFusion("multi").callbacks[0].operator
         'multi'
-
-
-    References:
-        Yao et al., "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019.
     """
 
     def __init__(

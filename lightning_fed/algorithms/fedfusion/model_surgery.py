@@ -33,11 +33,11 @@ def fuse(
     example: Example | None = None,
     **options: Any,
 ) -> FusionLayer:
-    """Adds feature fusion to a model, in place.
+    """Adds feature fusion to a model, in place; returns the layer ``module.feature_fusion``.
 
-    The model gets one new submodule, ``feature_fusion``, with the operators' parameters. No other module moves or
-    changes names. The model can load a checkpoint without fusion; the operators then stay unchanged. Before
-    :meth:`FusionLayer.refer <lightning_fed.modules.FusionLayer>`, features are fused with themselves.
+    The new submodule contains the operators' parameters. No other module moves or changes names. The model can load a
+    checkpoint without fusion; the operators then stay unchanged. Before :meth:`FusionLayer.refer
+    <lightning_fed.modules.FusionLayer>`, features are fused with themselves.
 
     Args:
         module: The model.
@@ -49,9 +49,6 @@ def fuse(
         network: Name of the module called with the data, see :func:`~lightning_fed.modules.find_extractor`.
         example: Positional and keyword arguments for the network.
         options: Further arguments for :class:`~lightning_fed.modules.FusionLayer`.
-
-    Returns:
-        The layer ``module.feature_fusion``.
 
     Raises:
         ValueError: If an option is invalid, the layer does not exist, the channels cannot be inferred, or the model
@@ -79,13 +76,7 @@ def fuse(
 
 
 def find_fusion(module: nn.Module) -> FusionLayer | None:
-    """Returns a model's fusion layer; ``None`` for a model without fusion.
-
-    Args:
-        module: The model, or a module around the model.
-
-    Raises:
-        ValueError: If the model has several fusion layers.
+    """Returns a model's fusion layer; ``None`` without fusion, and an error for several layers.
 
     Example:
         >>> find_fusion(nn.Linear(2, 1)) is None
@@ -103,13 +94,8 @@ def unwrap(module: nn.Module) -> nn.Module:
     Predictions equal ``eval_reference="current"``: features fused with themselves. For "multi", "single" and "none"
     nothing changes, because F(E, E) = E. For "conv" a 1x1 convolution (a linear layer for vectors and tokens) with the
     sum over both weight halves remains: ``nn.Sequential(layer, convolution)`` replaces the layer, so the layer's entry
-    names get ``.0``, or ``.1`` for fusion at the layer's input.
-
-    Args:
-        module: The model.
-
-    Returns:
-        The model, or the replacement for a :class:`~lightning_fed.modules.FusedExtractor`.
+    names get ``.0``, or ``.1`` for fusion at the layer's input. A :class:`~lightning_fed.modules.FusedExtractor` is
+    replaced by the returned model.
 
     Raises:
         ValueError: If the model has no fusion; or for "conv", if an encoder's maps or a layer with several inputs are
@@ -145,14 +131,10 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def plain_state(state: Mapping[str, Tensor]) -> State:
-    """Removes the fusion from a model's state.
+    """Removes the fusion with "multi", "single" or "none" from a model's state.
 
-    Args:
-        state: State of a model changed by :func:`fuse`, with "multi", "single" or "none".
-
-    Raises:
-        ValueError: If the fusion is a convolution, because later layers depend on the fusion. Load the state into
-            a model with fusion, and see :func:`unwrap`.
+    A convolution is refused, because later layers depend on the fusion: load the state into a model with fusion, and
+    see :func:`unwrap`.
 
     Example:
         >>> list(plain_state({"net.weight": torch.zeros(1), "feature_fusion.operators.0.weight": torch.zeros(())}))

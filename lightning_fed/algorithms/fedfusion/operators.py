@@ -1,7 +1,6 @@
 """FedFusion's operators F as layers; an operator fuses a client's features with the global model's features.
 
-Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019. The
-equations are in :mod:`lightning_fed.algorithms.fedfusion.equations`.
+Yao, Huang, Wu, Zhang and Sun, "Towards Faster and Better Federated Learning: A Feature Fusion Approach", ICIP 2019.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ class FusionOperator(nn.Module, ABC):
 
 
 class MixingOperator(FusionOperator):
-    r"""Base class for operators with shares of the global features as weights (abstract).
-
-    Attributes:
-        weight: The weights :math:`\lambda`.
-    """
+    """Base class for operators with shares of the global features as ``weight`` (abstract)."""
 
     weight: nn.Parameter
 
@@ -57,9 +52,6 @@ class MultiFusion(MixingOperator):
     Args:
         channels: Number of channels :math:`C`.
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
-
-    Raises:
-        ValueError: If ``channels`` is not a positive number.
 
     Example:
         >>> operator = MultiFusion(channels=4)
@@ -103,13 +95,6 @@ class ConvFusion(FusionOperator):
         bias: Add a bias, as in the authors' program; the paper has no bias.
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
 
-    Attributes:
-        weight: Shape ``(C, 2C)``, with the global features' columns first.
-        bias: Shape ``(C,)``, or ``None``.
-
-    Raises:
-        ValueError: If ``init`` is unknown or ``channels`` is not positive.
-
     Example:
         >>> operator = ConvFusion(channels=64)
         >>> sum(parameter.numel() for parameter in operator.parameters())
@@ -147,19 +132,12 @@ class ConvFusion(FusionOperator):
 
 
 class NoFusion(FusionOperator):
-    """Returns local features unchanged; FedFusion is then federated averaging.
-
-    Example:
-        >>> local = torch.rand(2, 4)
-        >>> NoFusion()(local, torch.rand(2, 4)) is local
-        True
-    """
+    """Returns local features unchanged; FedFusion is then federated averaging."""
 
     def forward(self, local: Tensor, reference: Tensor) -> Tensor:
         return local
 
     def summary(self) -> dict[str, float]:
-        """Returns an empty dictionary."""
         return {}
 
 
@@ -177,11 +155,8 @@ def build_operator(
         name: ``"conv"``, ``"multi"``, ``"single"`` or ``"none"``.
         channels: Number of channels.
         conv_init: For "conv", see :class:`ConvFusion`.
-        conv_bias: For "conv", see :class:`ConvFusion`.
+        conv_bias: For "conv": add a bias.
         channel_axis: Channel axis; ``None`` for the second axis, or the last of three axes.
-
-    Raises:
-        ValueError: If an option is invalid.
 
     Example:
         >>> build_operator("multi", channels=8)

@@ -52,8 +52,8 @@ class FedMA(Aggregator):
     previous model. The global model becomes wider if clients have unmatched neurons. In the next pass each client
     starts from its neurons of the global model, at its original width.
 
-    Neurons are found in any network (:class:`~lightning_fed.matching.PermutationGroups`), as are stages
-    (:func:`~lightning_fed.matching.find_stages`): all residual blocks with tied channels form one stage. Module layers
+    Neurons and stages are found in any network (:class:`~lightning_fed.matching.PermutationGroups`,
+    :func:`~lightning_fed.matching.find_stages`); all residual blocks with tied channels form one stage. Module layers
     are resized in place; :func:`~lightning_fed.matching.load_matched` loads checkpoints of wider models. Failed clients
     are excluded for the rest of the pass. With too few clients a new pass starts.
 
@@ -61,10 +61,10 @@ class FedMA(Aggregator):
     while later layers train, and measured again for the complete model.
 
     With the federation's ``weighting="uniform"`` all owners of a neuron have equal weight, as in the paper and the
-    authors' program. By default weights are numbers of examples.
+    authors' program. By default weights are numbers of examples. Reference: Wang et al., ICLR 2020,
+    https://arxiv.org/abs/2002.06440.
 
-    The client side is the callback :class:`~lightning_fed.callbacks.LayerwiseTraining`, added automatically. Options
-    can be set here or in the callback.
+    The client side is the callback :class:`~lightning_fed.callbacks.LayerwiseTraining`, added automatically.
 
     - Sends: one stage of the model per round, both ways; widths may grow.
     - Keeps: each client's widths.
@@ -96,14 +96,6 @@ class FedMA(Aggregator):
             paper. The logged agreement shrinks as well.
         seed: Seed for the order of clients.
 
-    Attributes:
-        client_widths: Client widths by group.
-        received: Updates in this round.
-        outputs: Entries in output layers.
-
-    Raises:
-        ValueError: If an option is unknown or outside its range.
-
     Note:
         Logs ``fedma/stage`` (matched stage, from 0) and for each group ``fedma/<group>/width``,
         ``fedma/<group>/matched`` (share of client neurons matched with another client), ``fedma/<group>/agreement``
@@ -116,10 +108,6 @@ class FedMA(Aggregator):
         >>> from lightning_fed.method import build_method
         >>> rule.initial, [type(callback).__name__ for callback in build_method(rule).callbacks]
         ('shared', ['LayerwiseTraining'])
-
-    References:
-        Wang et al., ICLR 2020, https://arxiv.org/abs/2002.06440; scores in
-        :mod:`lightning_fed.matching.neuron_matching`.
     """
 
     resizes = True
@@ -170,15 +158,9 @@ class FedMA(Aggregator):
         self._metrics: dict[str, float] = {}
 
     def prepare(self, groups: PermutationGroups, stages: Sequence[Stage], entries: Mapping[str, Tensor]) -> None:
-        """Sets the network before the first round of a fit.
+        """Sets the network before the first round of a fit; refuses a resumed pass with other stages.
 
-        Args:
-            groups: Permutation groups, with client widths.
-            stages: Stages of the network.
-            entries: Entries with client widths; only shapes and dtypes matter.
-
-        Raises:
-            ValueError: If a resumed pass has other stages.
+        Groups and entries have client widths; only the entries' shapes and dtypes matter.
         """
         current = self._open_pass
         if current is not None:
@@ -218,16 +200,11 @@ class FedMA(Aggregator):
         return self._stages[current.stage - 1], current
 
     def plan(self, round: int) -> RoundPlan:
-        """Clients of the current pass."""
         current = self._pass(round)
         return RoundPlan(current.origin, frozenset(current.assignments)) if current.stage else RoundPlan()
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Continues the current pass, or starts a new pass from ``state``.
-
-        Raises:
-            RuntimeError: If the network is not set.
-        """
+        """Continues the current pass, or starts a new pass from ``state``."""
         if not self._stages:
             raise RuntimeError("The network is not set: call `prepare`, or fit with `LayerwiseTraining`.")
         if self._open_pass is not None and not self._pass(info.round).stage:
@@ -273,11 +250,6 @@ class FedMA(Aggregator):
         return {name: entries[name] for name in self._stages[current.stage].entries}
 
     def receive(self, update: ClientUpdate) -> None:
-        """Stores the client's stage.
-
-        Raises:
-            BadUpdate: If class counts are invalid.
-        """
         counts = update.extras.get(COUNTS)
         if counts is not None:
             is_row = counts.dtype == torch.int64 and counts.shape == (self.num_classes,)
@@ -339,11 +311,9 @@ class FedMA(Aggregator):
             self._open_pass = replace(self._open_pass, matched_state={**self._open_pass.matched_state, **statistics})
 
     def metrics(self) -> dict[str, float]:
-        """Stage, and for each group width, matched share, agreement and time; after a pass also ``fedma/growth``."""
         return dict(self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """The current pass and the last complete pass."""
         passes = {
             name: dict(vars(matching_pass))
             for name, matching_pass in (("current", self._open_pass), ("last", self._last_pass))

@@ -128,7 +128,6 @@ class LayerwiseTraining(FederatedCallback):
         self._resized: dict[str, tuple[torch.Size, torch.Size]] = {}  # by a checkpoint: before and after
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Logs how to load a checkpoint with grown layers."""
         rule = find_federation(trainer).server.rule
         if trainer.checkpoint_callbacks and isinstance(rule, FedMA) and rule.mode == "grow":
             rank_zero_info("Load a checkpoint into a new module: lightning_fed.matching.load_matched(module, path)")
@@ -153,7 +152,6 @@ class LayerwiseTraining(FederatedCallback):
         self._hook = OverriddenMethod(pl_module, "on_load_checkpoint", resize)
 
     def state_dict(self) -> dict[str, Any]:
-        """Growable axes by entry."""
         return {"growable": self._growable}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -163,7 +161,6 @@ class LayerwiseTraining(FederatedCallback):
         self._restore_hook()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finds permutation groups and stages."""
         federation = find_federation(trainer)
         rule = _rule(federation)
         local = federation.local_model(pl_module)
@@ -221,7 +218,6 @@ class LayerwiseTraining(FederatedCallback):
             warn_of_rounds(trainer, len(stages))
 
     def on_server_round_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Records clients with a stored model."""
         self._clients_with_models = _rule(find_federation(trainer)).clients_with_models
 
     def on_client_request(
@@ -276,7 +272,6 @@ class LayerwiseTraining(FederatedCallback):
             update.extras[COUNTS] = self._counts
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Unfreezes all layers."""
         self._unfreeze()
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:

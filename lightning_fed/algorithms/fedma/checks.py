@@ -41,10 +41,7 @@ def check_options(federation: Federation, local: LocalModel, module: L.Lightning
 
 
 def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
-    """Refuses optimizers without support for changing widths.
-
-    With ``grows`` layers may also grow between a client's visits in one pass.
-    """
+    """Refuses optimizers without support for changing widths; with ``grows`` widths also change within a pass."""
     if any(optimizer.state for optimizer in trainer.optimizers):
         raise MisconfigurationException(
             "Expected an optimizer without initial state for FedMA, unlike Adagrad, because layers change their widths:"
@@ -60,12 +57,7 @@ def check_optimizers(trainer: L.Trainer, grows: bool) -> None:
 def check_growth(
     shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]], growable: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuses checkpoint widths other than grown widths.
-
-    Args:
-        shapes: Shapes in the module and in the checkpoint, by entry.
-        growable: Growable axes by entry.
-    """
+    """Refuses widths in a checkpoint, except from growth along the growable axes of an entry."""
     for name, (shape, loaded) in shapes.items():
         axes = [axis for axis, (a, b) in enumerate(zip(shape, loaded, strict=False)) if a != b]
         if not set(axes) <= set(growable.get(name, ())):

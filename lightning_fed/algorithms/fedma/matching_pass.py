@@ -30,17 +30,10 @@ ASSIGNMENT, WIDTH = "fedma:assignment:", "fedma:width:"
 
 @dataclass(frozen=True)
 class MatchingPass:
-    """Progress of a pass through the layers.
+    """Progress of a pass through the layers, from round index ``origin`` to the latest ``round``.
 
-    Attributes:
-        origin: First round index.
-        round: Latest round index.
-        stage: Number of matched stages.
-        assignments: Positions of each active client's neurons in matched groups.
-        sizes: Widths of matched groups.
-        owners: Number of clients with each matched neuron.
-        matched_state: Matched entries; empty after the pass.
-        hashes: Hashes of matched entries, after the pass.
+    ``stage`` is the number of matched stages, and ``owners`` the number of clients with each matched neuron. Matched
+    entries are replaced by hashes after the pass.
     """
 
     origin: int

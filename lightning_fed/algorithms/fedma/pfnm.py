@@ -20,7 +20,7 @@ class PFNM(FedMA):
     Matches from the last layer to the first, with the published score; see :class:`FedMA` for the rest. The published
     algorithm is for fully connected networks and one round. The authors' program also has a prior mean of 0.1 for
     biases, and for outgoing weights of the last hidden layer variances by class shares. Here prior means are 0, and
-    variances are equal for all clients.
+    variances are equal for all clients. Reference: Yurochkin et al., ICML 2019, https://arxiv.org/abs/1905.12022.
 
     - Sends: 1 model up; the matched one down, which may be wider.
     - Keeps: each client's widths.
@@ -33,19 +33,12 @@ class PFNM(FedMA):
         score: Matching score.
         gamma: Larger values add more neurons.
         passes: Maximum number of matching passes over the clients per group.
-        max_width: Maximum width of a group relative to a client; ``None`` for no limit; ``"auto"`` for 1.25 with the
-            marginal score, and no limit with the published score.
+        max_width: Maximum width of a group relative to a client, see :class:`FedMA`.
         seed: Seed for the order of clients.
-
-    Raises:
-        ValueError: If an option is unknown or outside its range.
 
     Example:
         >>> PFNM(gamma=1.0).stages
         1
-
-    References:
-        Yurochkin et al., ICML 2019, https://arxiv.org/abs/1905.12022.
     """
 
     def __init__(

@@ -1,19 +1,14 @@
 """FedMargin: weights clients by the movement of class prototypes (Michieli, Toldo and Ozay, IEEE IoT Journal 2022).
 
 The accessible text contains no equations. This implementation is a reconstruction from the description, with options
-for
-ambiguous points: ``margin``, ``class_reduction``, ``attention``, ``combine``, ``proto_weighting``, ``size_weighting``,
-``server_lr``, ``amm`` and ``proto_memory`` in ``FedMargin``, and ``lpm_before`` in ``ClassPrototypes``. (For
-``proto_memory``, both a moving average and a mean over all rounds are "aggregated over previous rounds and clients".)
-Tuning constants (the softmax scale, the decay of the moving average) are fixed. The files, in reading order:
+for ambiguous points; tuning constants (the softmax scale, the decay of the moving average) are fixed. The files, in
+reading order:
 
-- equations: ``prototypes`` (feature means by class, over clients and rounds), ``margins`` (LPM, APM, AMM),
-  ``attention`` (client weights);
+- equations: ``prototypes`` (feature means by class), ``margins`` (LPM, APM, AMM), ``attention`` (client weights);
 - client: ``callback`` (``ClassPrototypes``, also for a plain Trainer), ``feature_sums`` (passes over the data),
   ``prototype_messages`` (extras in client updates);
 - server: ``aggregator`` (``FedMargin``);
-- metric and figures: ``aggregate_margin`` (``AggregateMeanMargin``), ``prototype_plots`` with ``principal_axes``, and
-  ``attention_map``.
+- metric and figures: ``aggregate_margin``, ``prototype_plots`` with ``principal_axes``, and ``attention_map``.
 """
 
 from lightning_fed.algorithms.fedmargin.aggregate_margin import AggregateMeanMargin as AggregateMeanMargin

@@ -23,9 +23,8 @@ class AggregateMeanMargin(Float64States):
 
     .. math:: \mathrm{AMM} = \frac{1}{C' (C' - 1)} \sum_{c \ne c'} \tfrac12 \lVert p[c] - p[c'] \rVert
 
-    over the :math:`C'` observed classes, see :func:`~lightning_fed.algorithms.fedmargin.aggregate_mean_margin`. The
-    equation is a reconstruction from the published description. States are :math:`C \times d` float64 sums, summed over
-    processes.
+    over the :math:`C'` observed classes, see :func:`~lightning_fed.algorithms.fedmargin.aggregate_mean_margin`. States
+    are :math:`C \times d` float64 sums, summed over processes.
 
     Args:
         num_classes: Number of classes :math:`C`.
@@ -35,9 +34,6 @@ class AggregateMeanMargin(Float64States):
         ignore_index: Label for void pixels; ``None`` for no void label, ``"auto"`` for 255 unless 255 is a class.
         exclude_classes: Classes to exclude, such as a background.
         **kwargs: Arguments for ``torchmetrics.Metric``.
-
-    Raises:
-        ValueError: If an argument is outside its range.
 
     Example:
         >>> import torch
@@ -81,14 +77,11 @@ class AggregateMeanMargin(Float64States):
         self.add_state("counts", torch.zeros(num_classes, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, features: Tensor, labels: Tensor) -> None:
-        """Adds a batch.
+        """Adds a batch; label maps are resized to the feature maps.
 
         Args:
             features: Feature vectors, shape ``(N, d)``, or feature maps, shape ``(N, d, *size)``.
-            labels: Classes, shape ``(N,)`` or ``(N, *label_size)``. Label maps are resized to the feature maps.
-
-        Raises:
-            ValueError: If shapes or dtypes do not match, or a label is outside its range.
+            labels: Classes, shape ``(N,)`` or ``(N, *label_size)``.
         """
         if features.ndim > 1 and features.shape[1] != self.num_features:
             raise ValueError(f"Expected {self.num_features} features (`num_features`), but got {features.shape[1]}.")

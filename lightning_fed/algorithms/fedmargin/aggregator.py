@@ -1,9 +1,7 @@
 """FedMargin on the server: averages client models with attention weights (reconstruction).
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
-of Things Journal 2022. The accessible text contains no equations; see
-:mod:`lightning_fed.algorithms.fedmargin.margins` and :mod:`lightning_fed.algorithms.fedmargin.attention` for
-reconstructions, with options for ambiguous points.
+of Things Journal 2022. The accessible text contains no equations.
 """
 
 from __future__ import annotations
@@ -91,13 +89,13 @@ class FedMargin(Aggregator):
         + \frac{\mathrm{APM}_k}{\sum_j \mathrm{APM}_j} \right), \qquad
         w_{t+1} = w_t + \eta \sum_k a_k (w_k - w_t)
 
-    The equations and alternatives are reconstructions from the paper's description. Equal margins give equal weights,
-    the same as FairAvg. Clients without prototypes get the mean margin of the other clients. Integer entries come from
-    the client with the most examples. BatchNorm's running statistics are always the weighted mean. Attention requires
-    all updates of a round: memory grows by one model per client.
+    The equations and alternatives are reconstructions from the paper's description. Equal margins give equal weights
+    (FairAvg). Clients without prototypes get the mean margin of the other clients. Integer entries come from the client
+    with the most examples. BatchNorm's running statistics are always the weighted mean. Memory grows by one model per
+    client in a round. :attr:`last` reports the last round's margins and weights.
 
     Prototypes come from :class:`~lightning_fed.callbacks.ClassPrototypes`, added automatically. Add the callback
-    manually to select the layer, classes or measurement (with the same ``margin`` and ``class_reduction``).
+    explicitly to select the layer, classes or measurement, with the same ``margin`` and ``class_reduction``.
 
     - Sends: the model, and two numbers and a vector per class, both ways.
     - Keeps: one vector per class on the server.
@@ -114,15 +112,6 @@ class FedMargin(Aggregator):
         size_weighting: Whether to multiply attention by the numbers of examples.
         server_lr: Step size :math:`\eta` towards the weighted mean.
         amm: Logged margin between aggregate prototypes: over all pairs, or to the nearest prototype.
-
-    Attributes:
-        prototypes: Aggregate prototypes over clients and rounds; ``None`` before the first round.
-        last: Margins and weights in the last round.
-        num_classes: Number of classes, set by :class:`~lightning_fed.callbacks.ClassPrototypes`; ``None`` if unknown.
-        updates: Received updates in this round.
-
-    Raises:
-        ValueError: If an option is unknown or outside its range; in a round, if a client measured a different margin.
 
     Note:
         Logs ``fedmargin/amm``, ``fedmargin/attention_entropy`` (1 for equal weights) and, with at most 20 clients per
@@ -192,12 +181,6 @@ class FedMargin(Aggregator):
         return Broadcast(self._info.round, dict(self._state), extras)
 
     def receive(self, update: ClientUpdate) -> None:
-        """Stores the update until the round is complete.
-
-        Raises:
-            OptionError: If the client measured a different margin.
-            BadUpdate: If prototypes are malformed.
-        """
         fault = find_invalid_prototypes(update.extras, self.num_classes)
         if fault is not None:
             raise BadUpdate(fault)
@@ -210,8 +193,7 @@ class FedMargin(Aggregator):
     def aggregate(self) -> State:
         """Computes the weighted mean, scaled by ``server_lr``.
 
-        Raises:
-            BadUpdates: For clients with a different number of features than most clients, or with outlying prototypes.
+        Excludes clients with another number of features than most clients, or with outlying prototypes.
         """
         num_features = None if self.prototypes is None else self.prototypes.means.shape[1]
         extras = {update.client: update.extras for update in self.updates}
@@ -246,7 +228,6 @@ class FedMargin(Aggregator):
         return {name: value for name, value in values.items() if not math.isnan(value)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Aggregate prototypes."""
         return {} if self.prototypes is None else {"means": self.prototypes.means, "counts": self.prototypes.counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

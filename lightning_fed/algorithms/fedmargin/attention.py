@@ -1,9 +1,8 @@
 """Attention weights from client margins (FedMargin, reconstruction).
 
 Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
-of Things Journal 2022. The accessible text contains no equations. All equations here are reconstructions from the
-description, with options for ambiguous points. Softmax attention follows Ji et al., "Learning Private Neural Language
-Modeling with Attentive Aggregation" (FedAtt), IJCNN 2019.
+of Things Journal 2022. The accessible text contains no equations. Softmax attention follows Ji et al., "Learning
+Private Neural Language Modeling with Attentive Aggregation" (FedAtt), IJCNN 2019.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Combination = Literal["mean", "product", "lpm", "apm"]
 
 @torch.no_grad()
 def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
-    r"""Attention to the clients in a round: larger for larger margins.
+    r"""Attention to the clients in a round: larger for larger margins, shape ``(K,)``, float64, with sum 1.
 
     Reconstructed from "as prototypes deviate from reference prototypes in terms of margin, higher attention is
     applied".
@@ -32,17 +31,11 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
 
     "sum" clamps negative margins to 0 ("semantic" margins are never negative). The softmax scale :math:`s` is the mean
     absolute margin. Neither kind depends on the feature scale. Missing margins are replaced by the mean of the other
-    margins (after clamping). If all margins are equal or missing, all clients have exactly equal attention.
+    margins (after clamping). Equal or only missing margins give exactly equal attention.
 
     Args:
         margins: One margin per client, shape ``(K,)``; NaN if missing.
         kind: Ratio, or softmax as in FedAtt.
-
-    Returns:
-        Attention, shape ``(K,)``, float64, not negative, with sum 1.
-
-    Raises:
-        ValueError: If ``margins`` is empty, a margin is infinite or ``kind`` is unknown.
 
     Example:
         >>> margin_attention(torch.tensor([3.0, 1.0, torch.nan]))
@@ -71,7 +64,7 @@ def margin_attention(margins: Tensor, kind: AttentionKind = "sum") -> Tensor:
 def combine_attention(
     local: Tensor, aggregate: Tensor, combine: Combination = "mean", *, num_samples: Sequence[int] | None = None
 ) -> Tensor:
-    r"""Combines attention by LPM and APM to aggregation weights.
+    r"""Combines attention by LPM and APM to aggregation weights, shape ``(K,)``, float64, with sum 1.
 
     The combination is a reconstruction: the paper uses both jointly.
 
@@ -87,12 +80,6 @@ def combine_attention(
         aggregate: Attention by APM :math:`a^A`, shape ``(K,)``.
         combine: Mean, product, or only one attention. A product of 0 for all clients gives equal weights.
         num_samples: Numbers of examples to multiply by before normalization; ``None`` to use only attention.
-
-    Returns:
-        Weights, shape ``(K,)``, float64, not negative, with sum 1.
-
-    Raises:
-        ValueError: If ``combine`` is unknown or the numbers of clients differ.
 
     Example:
         >>> local, aggregate = torch.tensor([0.75, 0.25]), torch.tensor([0.25, 0.75])

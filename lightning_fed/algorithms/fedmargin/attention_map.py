@@ -27,27 +27,16 @@ class AttentionMap(PeriodicPictures, FederatedCallback):
     """Draws FedMargin's attention by client and round as a heat map, and logs the picture to TensorBoard.
 
     Rows are all clients so far, numbers before names; columns are rounds. The viridis colours range from 0 (dark blue)
-    to the largest attention so far (yellow); grey marks clients outside the round. With matplotlib (extra ``demo``) the
-    axes are labelled; without matplotlib the picture is the bare map.
+    to the largest attention so far (yellow); grey marks clients outside the round. Axis labels need matplotlib (extra
+    ``demo``).
 
-    The first picture is drawn in the first round, and again after ``every_n_epochs`` rounds, always with all rounds so
-    far. TensorBoard's step is the round. Other loggers get no pictures.
+    The first picture is drawn in the first round. TensorBoard's step is the round. Other loggers get no pictures. The
+    Trainer needs a federation with :class:`~lightning_fed.algorithms.FedMargin`.
 
-    State: ``last_epoch``, the round with the last picture (an int, or None), and ``attention``, one dictionary per
-    round from clients to attention (float).
+    State: ``last_epoch``, the round with the last picture, and ``attention``, one dictionary per round by client.
 
     Args:
-        every_n_epochs: Rounds between two pictures.
-
-    Raises:
-        ValueError: If ``every_n_epochs`` is below 1.
-        MisconfigurationException: In ``fit``, if the Trainer has no federation with
-            :class:`~lightning_fed.algorithms.FedMargin`.
-
-    Example:
-        >>> from lightning_fed import Federation
-        >>> callbacks = [Federation(FedMargin()), AttentionMap(every_n_epochs=10)]
-        >>> trainer = L.Trainer(max_epochs=50, callbacks=callbacks, logger=False)
+        every_n_epochs: Rounds between two pictures, at least 1.
     """
 
     # TensorBoard image name.
@@ -58,18 +47,15 @@ class AttentionMap(PeriodicPictures, FederatedCallback):
         self._attention: dict[int, dict[Client, float]] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Checks for FedMargin."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and not isinstance(find_federation(trainer).server.rule, FedMargin):
             raise MisconfigurationException("AttentionMap needs a federation with FedMargin.")
 
     def reset(self) -> None:
-        """Resets the state for a new fit."""
         super().reset()
         self._attention = {}
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Stores the round's attention, and draws the map."""
         server = find_federation(trainer).server
         rule = server.rule
         assert isinstance(rule, FedMargin)
@@ -82,23 +68,15 @@ class AttentionMap(PeriodicPictures, FederatedCallback):
             log_picture(trainer, self.tag, attention_picture(*attention_table(self._attention)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the round with the last picture, and the attention."""
         return super().state_dict() | {"attention": {k: dict(v) for k, v in self._attention.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the attention in earlier rounds."""
         super().load_state_dict(state_dict)
         self._attention = {round: dict(clients) for round, clients in state_dict["attention"].items()}
 
 
 def attention_table(attention: Mapping[int, Mapping[Client, float]]) -> tuple[list[Client], Tensor]:
-    """Lists clients, numbers before names, and attention by round from the first round on; NaN outside a round.
-
-    Example:
-        >>> attention_table({0: {"b": 1.0}, 2: {"b": 0.25, "a": 0.75}})
-        (['a', 'b'], tensor([[   nan,    nan, 0.7500],
-                [1.0000,    nan, 0.2500]]))
-    """
+    """Lists clients, numbers before names, and attention by client and round; NaN outside a client's rounds."""
     clients = sorted(
         {client for row in attention.values() for client in row}, key=lambda key: (isinstance(key, str), key)
     )

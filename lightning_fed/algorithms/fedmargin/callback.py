@@ -47,28 +47,25 @@ _log = logging.getLogger(__name__)
 class ClassPrototypes(FederatedCallback):
     """Measures class-wise feature means (prototypes), and their movement in training.
 
-    In a federation each client sends its prototypes with the update, including counts of feature vectors and the local
-    prototype margin (LPM), for :class:`~lightning_fed.algorithms.FedMargin` or for monitoring. The mean LPM is logged
-    as ``clients/lpm``. With a plain ``L.Trainer`` both are measured over each epoch and logged as ``prototypes/lpm``
-    and ``prototypes/amm`` (mean margin between classes).
+    In a federation each client sends its prototypes, counts of feature vectors and the local prototype margin (LPM)
+    with the update, for :class:`~lightning_fed.algorithms.FedMargin` or for monitoring. The mean LPM is logged as
+    ``clients/lpm``. With a plain ``L.Trainer`` both are measured over each epoch and logged as ``prototypes/lpm`` and
+    ``prototypes/amm`` (mean margin between classes).
 
     ``passes="exact"`` runs the data through the model twice in evaluation mode without gradients: before and after the
-    visit, on the same examples, as in the definition. Each step stops after computing the features. ``passes="online"``
-    reuses the features from training: prototypes *before* are from the first pass over the data, prototypes *after*
-    from the last pass (with a single pass: from the first and second half). A visit with one batch has no prototypes
-    *before* and no LPM; :class:`~lightning_fed.algorithms.FedMargin` then uses the mean LPM of other clients, with a
-    warning. Online features include weight changes, augmentation and dropout, and both halves contain different
-    examples. Online passes suit monitoring and long visits; margins of short visits are noisy.
+    visit, on the same examples, as in the definition. ``passes="online"`` reuses the features from training: prototypes
+    *before* are from the first pass over the data, prototypes *after* from the last pass (with a single pass: from the
+    first and second half). A visit with one batch has no prototypes *before* and no LPM;
+    :class:`~lightning_fed.algorithms.FedMargin` then uses the mean LPM of other clients, with a warning. Online
+    features include weight changes, augmentation and dropout. Margins of short visits are noisy.
 
     Exact passes run the module's ``training_step`` (with manual optimization ``validation_step``). Augmentation in the
-    data set stays active, but both passes draw the same random numbers. Batches are loaded in the main process.
-    Training after a pass is unaffected: random numbers and module state are restored. Batches with ``training_step``
-    returning ``None`` are skipped. With several processes of a plain Trainer, sums are added over processes.
+    data set stays active, but both passes draw the same random numbers. Batches are loaded in the main process. Passes
+    leave random numbers and module state unchanged. Batches with ``training_step`` returning ``None`` are skipped.
 
     Args:
         layer: Name of the layer with the features as output; ``"auto"`` for
-            :func:`~lightning_fed.modules.find_feature_layer` at the classifier. The classifier is the single layer
-            whose outputs meet class labels in the loss, found in a trial training step.
+            :func:`~lightning_fed.modules.find_feature_layer` at the classifier, found in a trial training step.
         num_classes: Number of classes; ``"auto"`` for the outputs of the classifier.
         ignore_index: Label for void pixels; ``None`` without void pixels; ``"auto"`` for the label ignored in the loss,
             or 255 unless 255 is a class.
@@ -83,11 +80,8 @@ class ClassPrototypes(FederatedCallback):
         class_reduction: Reduction over classes in LPM.
         lpm_before: Reference for LPM: prototypes with the downloaded weights, or from the client's last visit.
 
-    State: ``layer``, description of the feature layer (a str, or None).
-
-    Attributes:
-        prototypes: With a plain Trainer, prototypes after the last epoch; ``None`` before.
-        classes_found: Class count in a fit; ``None`` before.
+    State: ``layer``, description of the feature layer. With a plain Trainer :attr:`prototypes` has the last epoch's
+    prototypes.
 
     Raises:
         ValueError: If an option is unknown or outside its range; in ``fit``, if the layer is missing, or a resumed fit
@@ -97,11 +91,6 @@ class ClassPrototypes(FederatedCallback):
     Example:
         >>> prototypes = ClassPrototypes(layer="model.encoder", exclude_classes=[0])
         >>> trainer = L.Trainer(max_epochs=5, callbacks=[prototypes], logger=False)
-
-    References:
-        Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations",
-        IEEE Internet of Things Journal 2022. The equations are reconstructed, see
-        :mod:`lightning_fed.algorithms.fedmargin.margins`.
     """
 
     def __init__(
@@ -154,7 +143,6 @@ class ClassPrototypes(FederatedCallback):
             self._layer_name = self._checkpoint_layer = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Description of the feature layer."""
         return {"layer": self._layer_name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -276,7 +264,6 @@ class ClassPrototypes(FederatedCallback):
             update.metrics["lpm"] = float(margin)
 
     def on_client_visit_end(self, trainer: L.Trainer, module: L.LightningModule, client: Client) -> None:
-        """Clears the client, even after a failed visit."""
         self._prototypes_before, self._aggregate, self._training_sums = None, None, None
 
     def _measure_client(

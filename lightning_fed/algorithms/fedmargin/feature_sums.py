@@ -44,7 +44,6 @@ class FeatureSums:
         self._counts: Tensor | None = None
 
     def add(self, features: Tensor, batch: Any) -> None:
-        """Adds the features in a batch."""
         options = self._options
         labels = as_classes(find_target(batch, options.target), features.ndim)
         if features.ndim > 2 and labels.ndim == 1:
@@ -90,9 +89,6 @@ def measure_feature_sums(
     """Sums features by class in an isolated pass over the data.
 
     Each step stops after computing the features. Batches with ``training_step`` returning ``None`` are skipped.
-
-    Raises:
-        ValueError: If no step runs the layer.
     """
     step, sums = forward_step(module), FeatureSums(options)
     assert step is not None
@@ -124,12 +120,7 @@ class _FeaturesReached(BaseException):
 
 
 class TrainingFeatureSums:
-    """Feature sums from the first and last training batches.
-
-    Attributes:
-        first: Sums over the first epoch, or the first half of a single epoch.
-        last: Sums over the last epoch or half.
-    """
+    """Feature sums over the first and the last training epoch, or over both halves of a single epoch."""
 
     def __init__(self, options: FeatureSumOptions, num_batches: int, per_epoch: int | None = None) -> None:
         self.first, self.last = FeatureSums(options), FeatureSums(options)
@@ -162,11 +153,7 @@ class TrainingFeatureSums:
         self._batch = None
 
     def check(self, layer: FeatureLayer, is_manual: bool) -> None:
-        """Checks that all training batches produced features. With manual optimization skipped batches are unknown.
-
-        Raises:
-            ValueError: If features are missing for a training batch.
-        """
+        """Refuses training batches without features. With manual optimization skipped batches are unknown."""
         is_blind = is_manual and self._num_started > 0 and self._num_seen == 0
         if is_blind or self._num_seen + self._num_skipped < self._num_started:
             raise ValueError(

@@ -29,12 +29,10 @@ MeanMarginKind = Literal["pairs", "nearest"]
 def class_margins(
     query: Prototypes, reference: Prototypes, margin: MarginKind = "semantic", *, fallback: Prototypes | None = None
 ) -> Tensor:
-    r"""Margin of each class between two sets of prototypes.
+    r"""Margin of each class between two sets of prototypes, shape ``(C,)``, float64.
 
-    All four kinds are reconstructions: the paper mentions a margin between prototypes and cites the literature.
-
-    The kinds use distances from the hypothesis margin in learning vector quantization: the distance to the same class
-    :math:`d^+ = \lVert Q[c] - R[c] \rVert`, and the distance to the nearest other class
+    The four kinds, all reconstructions, use distances from the hypothesis margin in learning vector quantization: the
+    distance to the same class :math:`d^+ = \lVert Q[c] - R[c] \rVert`, and the distance to the nearest other class
     :math:`d^- = \min_{c' \ne c} \lVert Q[c] - R[c'] \rVert`.
 
     .. math::
@@ -46,20 +44,14 @@ def class_margins(
         - \tfrac12 \min_{c' \ne c} \lVert R[c] - R[c'] \rVert
 
     "semantic" is the hypothesis margin between two prototypes: the distance from one prototype to the bisecting plane.
-    The relative margin is 0 if both distances are 0.
+    The relative margin is 0 if both distances are 0. The margin is NaN for classes missing in a set or without another
+    class for comparison.
 
     Args:
         query: Prototypes Q.
         reference: Prototypes R.
         margin: Kind of margin.
-        fallback: For "hypothesis" and "relative": prototypes of other classes (the aggregate prototypes) if the
-            reference has only one class.
-
-    Returns:
-        Margins, shape ``(C,)``, float64; NaN for classes missing in a set or without another class for comparison.
-
-    Raises:
-        ValueError: If ``margin`` is unknown or shapes differ.
+        fallback: For "hypothesis" and "relative": prototypes of other classes if the reference has only one class.
 
     Example:
         >>> after = Prototypes(torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([5, 0]))
@@ -95,7 +87,7 @@ def local_prototype_margin(
     class_reduction: ClassReduction = "mean",
     fallback: Prototypes | None = None,
 ) -> Tensor:
-    r"""LPM: movement of a client's prototypes in local training.
+    r"""LPM: movement of a client's prototypes in local training, a float64 scalar; NaN if undefined for all classes.
 
     Reconstructed from "deviation of on-client prototypes before and after local training".
 
@@ -107,12 +99,6 @@ def local_prototype_margin(
         margin: Margin of a class, see :func:`class_margins`.
         class_reduction: Mean over classes, sum, mean weighted by counts in ``after``, or maximum.
         fallback: Prototypes of other classes for a client with one class, see :func:`class_margins`.
-
-    Returns:
-        Margin, a float64 scalar; NaN if undefined for all classes.
-
-    Raises:
-        ValueError: If an option is unknown or shapes differ.
 
     Example:
         >>> after = Prototypes(torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([5, 5]))
@@ -130,7 +116,7 @@ def aggregate_prototype_margin(
     margin: MarginKind = "semantic",
     class_reduction: ClassReduction = "mean",
 ) -> Tensor:
-    r"""APM: distance of a client's prototypes from the aggregate prototypes.
+    r"""APM: distance of a client's prototypes from the aggregate prototypes; NaN if undefined for all classes.
 
     Reconstructed from "deviation of aggregate prototypes from local prototypes".
 
@@ -144,12 +130,6 @@ def aggregate_prototype_margin(
             "hypothesis".
         class_reduction: Same as in :func:`local_prototype_margin`.
 
-    Returns:
-        Margin, a float64 scalar; NaN if undefined for all classes.
-
-    Raises:
-        ValueError: If an option is unknown or shapes differ.
-
     Example:
         >>> client = Prototypes(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([5, 0]))
         >>> aggregate = Prototypes(torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([5, 5]))
@@ -162,7 +142,7 @@ def aggregate_prototype_margin(
 
 @torch.no_grad()
 def aggregate_mean_margin(prototypes: Prototypes, kind: MeanMarginKind = "pairs", *, normalize: bool = False) -> Tensor:
-    r"""AMM: mean margin between the classes in a set of prototypes.
+    r"""AMM: mean margin between the classes in a set of prototypes, a scalar; NaN with fewer than two classes.
 
     Reconstructed from "the margin among the aggregate set of prototypes".
 
@@ -174,12 +154,6 @@ def aggregate_mean_margin(prototypes: Prototypes, kind: MeanMarginKind = "pairs"
         prototypes: Aggregate prototypes.
         kind: Mean over all pairs, or over distances to the nearest other class.
         normalize: Whether to divide by the mean prototype norm.
-
-    Returns:
-        Margin, a float64 scalar; NaN with fewer than two classes.
-
-    Raises:
-        ValueError: If ``kind`` is unknown.
 
     Example:
         >>> prototypes = Prototypes(torch.tensor([[0.0, 0.0], [6.0, 8.0], [3.0, 4.0]]), torch.tensor([1, 1, 1]))

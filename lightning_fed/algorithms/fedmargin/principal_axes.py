@@ -14,11 +14,9 @@ from lightning_fed.argument_checks import check_count
 
 
 class PrincipalAxes(NamedTuple):
-    """Center and axes of a projection.
+    """Center, shape ``(d,)``, and orthonormal axes, shape ``(k, d)``, of a projection, in float64.
 
-    Attributes:
-        center: Origin, shape ``(d,)``, float64.
-        axes: Orthonormal directions, shape ``(k, d)``, float64; zeros for missing axes.
+    Missing axes are zeros.
     """
 
     center: Tensor
@@ -50,12 +48,6 @@ def principal_axes(points: Tensor, count: int = 2) -> PrincipalAxes:
     Args:
         points: Points, shape ``(n, d)``, with equal weights.
         count: Number of axes :math:`k`.
-
-    Returns:
-        Center and axes.
-
-    Raises:
-        ValueError: If ``points`` have a wrong shape or are empty, or ``count`` is below 1.
 
     Example:
         >>> view = principal_axes(torch.tensor([[0.0, 0.0], [3.0, 4.0], [6.0, 8.0]]))

@@ -45,9 +45,6 @@ def pack_prototypes(prototypes: Prototypes) -> dict[str, Tensor]:
 def unpack_prototypes(packed: Mapping[str, Tensor], num_classes: int) -> Prototypes | None:
     """Unpacks prototypes over ``num_classes`` classes from extras; ``None`` without prototypes.
 
-    Raises:
-        ValueError: If the shapes are inconsistent, or a class is outside the allowed range.
-
     Example:
         >>> unpack_prototypes(pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2]))), 2).counts
         tensor([0, 2])
@@ -75,14 +72,7 @@ def lpm_key(margin: str, class_reduction: str) -> str:
 
 
 def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | None = None) -> str | None:
-    """Finds malformed prototypes in an update's extras.
-
-    Args:
-        packed: The extras with prototypes, margins and any other tensors.
-        num_classes: Number of classes; ``None`` if unknown.
-
-    Returns:
-        Description of the fault; ``None`` for valid or missing prototypes.
+    """Describes malformed prototypes in an update's extras; ``None`` for valid or missing prototypes.
 
     Example:
         >>> packed = pack_prototypes(Prototypes(torch.tensor([[0.0], [3.0]]), torch.tensor([0, 2])))
@@ -117,17 +107,11 @@ def find_invalid_prototypes(packed: Mapping[str, Tensor], num_classes: int | Non
 
 
 def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> dict[_Client, str]:
-    """Finds clients with a margin or prototypes far larger than the median: claims instead of measurements.
+    """Finds clients with a margin or prototypes far larger than the median, and describes the fault by client.
 
     With three clients or more, a client with more than 100 times the median is excluded. Margins that compare classes
     ("hypothesis", "relative", "gain") have both signs, and can be near 0 for most clients. These margins are compared
     with the median length of the longest prototypes, if larger.
-
-    Args:
-        packed: Extras by client, already accepted by :func:`find_invalid_prototypes`.
-
-    Returns:
-        Description of the fault by client.
 
     Example:
         >>> margins = {"a": 1.0, "b": 1.5, "c": 1e30}
@@ -162,17 +146,10 @@ def find_outlying_prototypes(packed: Mapping[_Client, Mapping[str, Tensor]]) -> 
 def find_mismatched_prototypes(
     packed: Mapping[_Client, Mapping[str, Tensor]], known: int | None = None
 ) -> dict[_Client, str]:
-    """Finds clients with another number of features than most clients.
+    """Finds clients with another number of features than most clients, and describes the fault by client.
 
-    No single client decides the number of features, not even the first client. In a tie the known number counts, or
-    else the larger number.
-
-    Args:
-        packed: Extras by client, already accepted by :func:`find_invalid_prototypes`.
-        known: Number of features in earlier prototypes, if any.
-
-    Returns:
-        Description of the fault by client.
+    No single client decides the number of features, not even the first client. In a tie ``known``, the number in
+    earlier prototypes, counts, or else the larger number.
 
     Example:
         >>> means = {"a": torch.ones(2, 3), "b": torch.ones(2, 8), "c": torch.ones(1, 8)}

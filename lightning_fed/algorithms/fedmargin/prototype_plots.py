@@ -46,20 +46,17 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
 
     With :class:`~lightning_fed.algorithms.FedMargin` the points are the aggregate prototypes over clients and rounds.
     With any other aggregator the points are averages over the round's clients, with each class weighted by counts. On a
-    plain ``L.Trainer`` the points are the prototypes at the end of the epoch.
-    :class:`~lightning_fed.callbacks.ClassPrototypes` measures the prototypes; FedMargin adds this callback, and other
-    methods need it explicitly.
+    plain ``L.Trainer`` the points are the prototypes at the end of the epoch. FedMargin adds the necessary callback
+    :class:`~lightning_fed.callbacks.ClassPrototypes`; all other methods need the callback explicitly.
 
-    The plane is the plane with the largest spread among the prototypes
-    (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`; all classes have equal weight). Each picture has a
-    separate plane, rotated so the axes are close to the axes in the previous picture. Both axes have the same scale.
+    The plane has the largest spread among the prototypes (:func:`~lightning_fed.algorithms.fedmargin.principal_axes`),
+    with equal weight for all classes. Each picture has a separate plane, rotated to the axes of the previous picture.
     The title shows the share of the spread (sum of squared distances from the mean) within the plane.
 
-    The first picture is drawn in the first epoch (round) with two classes, and again after ``every_n_epochs``.
-    TensorBoard's step is the epoch. Other loggers get no pictures.
+    The first picture is drawn in the first epoch (round) with two classes. Other loggers than TensorBoard get no
+    pictures.
 
-    State: ``last_epoch``, the epoch with the last picture (an int, or None), and ``view``, the plane: ``center`` (d
-    numbers) and ``axes`` (2 d numbers); or None.
+    State: ``last_epoch``, the epoch with the last picture, and ``view``, the plane (3 d numbers).
 
     Args:
         every_n_epochs: Epochs (rounds) between two pictures.
@@ -68,7 +65,6 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
         projector: Whether to send the full prototypes to TensorBoard's projector.
 
     Raises:
-        ValueError: If ``every_n_epochs`` is below 1, or ``class_colors`` has an invalid colour.
         ModuleNotFoundError: In ``fit``, if matplotlib is not installed.
         MisconfigurationException: In ``fit``, if ``ClassPrototypes`` is missing, or comes after this callback.
 
@@ -96,18 +92,15 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
         self._sent: dict[Client, State] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Checks for matplotlib."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and tensorboards(trainer) and not has_matplotlib():
             raise ModuleNotFoundError("PrototypePlots needs matplotlib: pip install 'lightning-fed[demo]'")
 
     def reset(self) -> None:
-        """Resets the state for a new fit."""
         super().reset()
         self._view = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Checks for ``ClassPrototypes`` among all callbacks."""
         callbacks = callbacks_of(trainer)
         positions = [index for index, callback in enumerate(callbacks) if isinstance(callback, ClassPrototypes)]
         if not positions:
@@ -125,16 +118,13 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
         self._sent = {}
 
     def on_server_receive(self, trainer: L.Trainer, module: L.LightningModule, update: ClientUpdate) -> None:
-        """Stores the client's prototypes."""
         self._sent[update.client] = {name: value for name, value in update.extras.items() if name in PROTOTYPE_KEYS}
 
     def share_round(self, trainer: L.Trainer, module: L.LightningModule) -> Generator[Any, list[Any], None]:
-        """Merges the prototypes from all processes."""
         shares = yield self._sent
         self._sent = {client: packed for share in shares for client, packed in share.items()}
 
     def on_server_aggregate(self, trainer: L.Trainer, module: L.LightningModule, state: State) -> None:
-        """Draws the prototypes after the round's aggregation."""
         server = find_federation(trainer).server
         rule = server.rule
         if isinstance(rule, FedMargin):
@@ -153,11 +143,9 @@ class PrototypePlots(PeriodicPictures, FederatedCallback):
     # Both
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the epoch and the plane of the last picture."""
         return super().state_dict() | {"view": None if self._view is None else self._view._asdict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the epoch and the plane of the last picture."""
         super().load_state_dict(state_dict)
         view = state_dict["view"]
         self._view = None if view is None else PrincipalAxes(**view)

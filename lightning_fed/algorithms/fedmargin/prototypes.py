@@ -1,12 +1,10 @@
 """Class prototypes: feature means by class, over clients and rounds (FedMargin, reconstruction).
 
-Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations" (FedMargin),
-IEEE Internet of Things Journal 2022. The accessible text contains no equations: reconstructions follow the description,
-with options for ambiguous points.
+Michieli, Toldo and Ozay, "Federated Learning via Attentive Margin of Semantic Feature Representations", IEEE Internet
+of Things Journal 2022. Segmentation labels follow the code of Michieli and Zanuttigh, "Continual Semantic Segmentation
+via Repulsion-Attraction of Sparse and Disentangled Latent Representations" (SDR), CVPR 2021.
 
-Prototypes are tensors over *all* classes. Absent classes have count 0 and an unused row of zeros. Segmentation labels
-follow the code of Michieli and Zanuttigh, "Continual Semantic Segmentation via Repulsion-Attraction of Sparse and
-Disentangled Latent Representations" (SDR), CVPR 2021.
+Prototypes are tensors over *all* classes. Absent classes have count 0 and an unused row of zeros.
 """
 
 from __future__ import annotations
@@ -34,10 +32,6 @@ class Prototypes(NamedTuple):
     Attributes:
         means: Mean features, shape ``(C, d)``; zeros for absent classes.
         counts: Number of feature vectors per class, shape ``(C,)``, integers; 0 for absent classes.
-
-    Example:
-        >>> Prototypes(torch.tensor([[1.0, 2.0], [0.0, 0.0]]), torch.tensor([3, 0])).present
-        tensor([ True, False])
     """
 
     means: Tensor
@@ -58,24 +52,17 @@ def class_sums(
     ignore_index: VoidLabel = "auto",
     exclude_classes: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    r"""Sums feature vectors by class in float64, and counts feature vectors.
+    r"""Sums feature vectors by class, shape ``(C, d)``, float64, and counts feature vectors, shape ``(C,)``, int64.
 
-    Sums and counts add up over batches, see :func:`class_prototypes`. Large inputs are converted in chunks.
+    Sums and counts add up over batches, see :func:`class_prototypes`.
 
     Args:
         features: Feature vectors, shape ``(N, d)``, or feature maps, shape ``(N, d, *size)``; floating point.
-        labels: Classes, integers, shape ``(N,)`` or ``(N, *label_size)``. Label maps are resized to the feature maps,
-            see :func:`~lightning_fed.model.label_maps.resize_labels`.
+        labels: Classes, integers, shape ``(N,)`` or ``(N, *label_size)``. Label maps are resized to the feature maps.
         num_classes: Number of classes :math:`C`.
         ignore_index: Label for void pixels, outside :math:`0 \dots C - 1`; ``None`` for no void label, ``"auto"`` for
             255 unless 255 is a class.
         exclude_classes: Classes to exclude, such as a background.
-
-    Returns:
-        Sums, shape ``(C, d)``, float64, and counts, shape ``(C,)``, int64.
-
-    Raises:
-        ValueError: If shapes or dtypes do not match, or a label or an option is outside its range.
 
     Example:
         >>> sums, counts = class_sums(torch.tensor([[1.0, 0.0], [3.0, 4.0], [0.0, 0.0]]), torch.tensor([1, 1, 255]), 3)
@@ -121,9 +108,6 @@ def class_prototypes(sums: Tensor, counts: Tensor, *, dtype: torch.dtype = torch
         counts: Number of feature vectors per class :math:`n_{k,c}`, shape ``(C,)``.
         dtype: Dtype of the means.
 
-    Returns:
-        Prototypes.
-
     Example:
         >>> class_prototypes(torch.tensor([[2.0, 4.0], [5.0, 5.0]]), torch.tensor([2, 0]))
         Prototypes(means=tensor([[1., 2.],
@@ -143,18 +127,12 @@ def aggregate_prototypes(
 
     .. math:: P_t[c] = \frac{\sum_{k: c \in C_k} \omega_{k,c}\, p_k[c]}{\sum_{k: c \in C_k} \omega_{k,c}}
 
-    The weights are a reconstruction: the paper only mentions a "weighted average".
+    The weights are a reconstruction: the paper only mentions a "weighted average". Counts are summed.
 
     Args:
         clients: Client prototypes, at least one.
         weighting: Weights :math:`\omega_{k,c}`: feature vectors per class, examples, or 1.
         num_samples: Number of examples by client, for ``weighting="num_samples"``.
-
-    Returns:
-        Prototypes for all classes on any client, with summed counts.
-
-    Raises:
-        ValueError: If ``clients`` is empty, ``weighting`` is unknown or ``num_samples`` is invalid.
 
     Example:
         >>> ann = Prototypes(torch.tensor([[0.0], [1.0]]), torch.tensor([1, 5]))
@@ -193,18 +171,12 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
 
     The rule is a reconstruction of "over previous rounds and clients". The default :math:`\beta = 0.1` gives new values
     the weight 0.9, as in the code of FedSpace (with a common author). ``memory="cumulative"`` is the running mean
-    weighted by counts, as in SDR's code.
+    weighted by counts, as in SDR's code. Counts are summed over rounds.
 
     Args:
         previous: Aggregate prototypes before the round :math:`\bar P_{t-1}`; ``None`` in the first round.
         current: Prototypes of the round :math:`P_t`, see :func:`aggregate_prototypes`.
         memory: Moving average, or mean over all rounds weighted by counts.
-
-    Returns:
-        Aggregate prototypes, with counts summed over rounds.
-
-    Raises:
-        ValueError: If ``memory`` is unknown or shapes differ.
 
     Example:
         >>> old = Prototypes(torch.tensor([[0.0], [5.0]]), torch.tensor([1, 1]))
@@ -233,17 +205,8 @@ def update_prototypes(previous: Prototypes | None, current: Prototypes, memory: 
 def reference_prototypes(previous: Prototypes | None, current: Prototypes) -> Prototypes:
     r"""Reference prototypes for the aggregate prototype margin.
 
-    Prototypes "aggregated over previous rounds and clients". For new classes :math:`P_t`, as a reconstruction.
-
-    Args:
-        previous: Aggregate prototypes before the round :math:`\bar P_{t-1}`; ``None`` in the first round.
-        current: Prototypes of the round :math:`P_t`.
-
-    Returns:
-        Prototypes for all known classes.
-
-    Raises:
-        ValueError: If shapes differ.
+    Aggregate prototypes :math:`\bar P_{t-1}` before the round, and for new classes the prototypes :math:`P_t` of the
+    round, as a reconstruction.
 
     Example:
         >>> old = Prototypes(torch.tensor([[0.0], [0.0]]), torch.tensor([1, 0]))

@@ -4,9 +4,8 @@
 rows as in FedAvg. The files, in reading order:
 
 - equations: ``losses`` (1 to 8; ``gradient_noise`` is the metric in figure 9);
-- in a network: ``sampled_classes`` (a client's classes), ``head`` (the last layer), ``head_conversion`` (the head for
-  any classifier);
-- in a federation: ``callback`` (``SampledSoftmax``, Algorithm 1), ``method`` (the callback and the server's rule).
+- in a network: ``sampled_classes``, ``head`` (the last layer), ``head_conversion`` (the head for any classifier);
+- in a federation: ``callback`` (``SampledSoftmax``, Algorithm 1), ``method``.
 """
 
 from lightning_fed.algorithms.fedss.callback import SampledSoftmax as SampledSoftmax

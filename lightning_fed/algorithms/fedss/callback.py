@@ -1,8 +1,6 @@
 """FedSS on the clients: each client holds, trains and sends only some classes.
 
 "Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022, Algorithm 1.
-The losses are in :mod:`lightning_fed.algorithms.fedss.losses`, the layer is
-:class:`~lightning_fed.modules.SampledSoftmaxHead`.
 """
 
 from __future__ import annotations
@@ -42,8 +40,9 @@ class SampledSoftmax(FederatedCallback):
     The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. Before a visit, a client with the
     classes :math:`P_k` draws :math:`m` negatives :math:`N_k` and requests the sorted rows :math:`S_k = P_k \cup N_k`,
     so the server cannot separate positives from negatives. The server sends these rows, the client trains the rows and
-    sends the rows back; neither the client's model nor the optimizer holds other rows. The aggregator averages rows
-    (option ``row_weighting``).
+    sends the rows back; neither the client's model nor the optimizer holds other rows. The mean :math:`|S_k|` is logged
+    as ``clients/sampled_classes``. A label outside the client's classes or the head excludes the client. Reference:
+    FedSS, section 3 and Algorithm 1.
 
     A label outside the client's classes or the head excludes the client.
 
@@ -53,19 +52,16 @@ class SampledSoftmax(FederatedCallback):
     logits have fewer than ``num_classes`` columns: pass ``logits.argmax(dim=1)`` to metrics.
 
     Args:
-        num_negatives: Number :math:`m` of negatives, drawn uniformly without replacement, from a generator for the
-            visit.
+        num_negatives: Number :math:`m` of negatives, drawn uniformly without replacement.
         objective: The client's loss, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`: ``"fedss"``;
             ``"negonly"``, only against negatives; ``"posonly"``, only among the client's classes, without negatives;
             ``"full"``, the softmax over all classes, with the whole layer in each message.
-        resample: Draw negatives once per ``"round"``, or per ``"batch"``. In both cases the client requests all
-            necessary rows before the visit.
+        resample: Draw negatives once per ``"round"``, or per ``"batch"``.
         head: Name of the head; ``"auto"`` for a model with one head.
-        target: Labels in a batch: an index or key, or a function with a tensor from the batch as result; by default
-            the second element, or ``batch["target"]``, ``["label"]``, ``["y"]`` or the plurals. Whole numbers; negative
-            numbers are ignored, like cross-entropy's ``ignore_index=-100``.
-        classes: The clients' classes, a mapping or a function; ``None`` reads the labels in a pass over a client's data
-            at the first participation.
+        target: Labels in a batch: an index, a key, or a function; by default the second element, or
+            ``batch["target"]``, ``["label"]``, ``["y"]`` or the plurals. Whole numbers; negative numbers are ignored.
+        classes: The clients' classes, a mapping or a function; ``None`` reads the labels in a pass over a client's
+            data.
 
     Raises:
         ValueError: If an option is invalid; in ``fit``, if the head or the labels are missing, labels are soft, or a
@@ -74,18 +70,11 @@ class SampledSoftmax(FederatedCallback):
             support sliced entries (``optimizer_state="keep"``, BatchNorm with ``batch_norm="recalibrate"``, a rule for
             whole entries), if the head shares its weight, or the head is in evaluation mode during training.
 
-    Note:
-        Logged: ``clients/sampled_classes``, the mean :math:`|S_k|`.
-
     Example:
         >>> from lightning_fed import FederatedTrainer
         >>> from lightning_fed.modules import SampledSoftmaxHead
         >>> model = torch.nn.Sequential(torch.nn.Flatten(), SampledSoftmaxHead(784, num_classes=10_000))
         >>> trainer = FederatedTrainer(max_rounds=10, callbacks=[SampledSoftmax(num_negatives=100)], logger=False)
-
-
-    References:
-        FedSS, section 3 and Algorithm 1.
     """
 
     def __init__(
@@ -258,11 +247,7 @@ class SampledSoftmax(FederatedCallback):
 
 
 def _replace_tensor(batch: Any, old: Tensor, new: Tensor) -> Any:
-    """Replaces a tensor in the batch.
-
-    Raises:
-        OptionError: If the batch does not contain the tensor.
-    """
+    """Replaces a tensor in the batch; refuses a batch without the tensor."""
     count = 0
 
     def replace(value: Tensor) -> Tensor:

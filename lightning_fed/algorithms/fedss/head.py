@@ -1,11 +1,8 @@
 """FedSS's last layer for very many classes; a client holds only some rows.
 
-"Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022; the losses
-are in :mod:`lightning_fed.algorithms.fedss.losses`.
-
-In a visit, the layer only has rows for the client's classes, and labels are column indices. In training, the
-cross-entropy for the layer's logits equals the client's loss, so a ``training_step`` with
-``F.cross_entropy(self(x), y)`` needs no changes.
+"Efficient image representation learning with federated sampled softmax" (FedSS), submission to ICLR 2022. In a visit,
+the layer only has rows for the client's classes, and labels are column indices. In training, the cross-entropy for the
+layer's logits equals the client's loss, so a ``training_step`` with ``F.cross_entropy(self(x), y)`` needs no changes.
 """
 
 from __future__ import annotations
@@ -41,8 +38,9 @@ class SampledSoftmaxHead(LogitsLayer):
     .. math:: o_j = s \left\langle \frac{f}{\lVert f \rVert}, \frac{w_j}{\lVert w_j \rVert} \right\rangle + b_j
         \text{ (cosine)} \qquad o_j = \langle f, w_j \rangle + b_j \text{ (linear)}
 
-    Outside visits this layer is an ordinary layer. In a client's visit the layer may hold rows for only some classes.
-    The choice (:meth:`hold`, :meth:`begin_batch`) is not in the ``state_dict``, and only affects training.
+    Features have shape ``(*, in_features)``, logits ``(*, num_classes)``, or ``(*, S)`` for S held classes or S batch
+    columns. Outside visits this layer is an ordinary layer. In a client's visit the layer may hold rows for only some
+    classes (:meth:`hold`, :meth:`begin_batch`); this choice is not in the ``state_dict``, and only affects training.
 
     Logits have at least float32, so losses and cosines use float32 also in half precision. Zero features have no
     direction and very large gradients: avoid a ReLU directly before cosine logits.
@@ -57,20 +55,12 @@ class SampledSoftmaxHead(LogitsLayer):
             radians for ArcFace (published: 0.5 with scale 64), or as a cosine for CosFace (0.35).
         margin_of: ``"angle"`` (ArcFace) or ``"cosine"`` (CosFace).
 
-    Shape:
-        - Features: ``(*, in_features)``.
-        - Logits: ``(*, num_classes)``; ``(*, S)`` for S held classes or S batch columns.
-
-    Raises:
-        ValueError: If a size or ``scale`` is not positive, ``margin`` is invalid, or linear logits have a scale or a
-            margin.
-
     Example:
         >>> head = SampledSoftmaxHead(in_features=2, num_classes=1000)
         >>> head(torch.ones(4, 2)).shape
         torch.Size([4, 1000])
         >>> held = SampledClasses(torch.tensor([7, 8, 500]), torch.tensor([True, True, False]))
-        >>> head.weight.data = head.weight.data[held.classes]  # what the client is sent
+        >>> head.weight.data = head.weight.data[held.classes]  # the client receives these rows
         >>> head.hold(held)
         >>> target = head.begin_batch(torch.tensor([7, 8, 8, 7]))
         >>> target, head(torch.ones(4, 2)).shape
@@ -110,7 +100,6 @@ class SampledSoftmaxHead(LogitsLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the parameters as `torch.nn.Linear` does."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features)
@@ -132,12 +121,6 @@ class SampledSoftmaxHead(LogitsLayer):
         """Assigns the parameters' rows to some classes.
 
         The caller sets the rows before, and restores all rows with :meth:`release`.
-
-        Args:
-            held: The classes.
-
-        Raises:
-            ValueError: If a class does not exist, or the objective "full" lacks a class.
         """
         held.check_among(self.num_classes)
         self._held, self._batch = held, _Batch(held)
@@ -147,15 +130,12 @@ class SampledSoftmaxHead(LogitsLayer):
         self._held = self._batch = None
 
     def begin_batch(self, target: Tensor, columns: Tensor | None = None) -> Tensor:
-        """Starts a batch for the next forward passes in training.
+        """Starts a batch for the next forward passes in training; returns the labels as logit columns, int64.
 
         Args:
-            target: The batch's class labels, whole numbers, any shape; negative for no label.
+            target: The batch's class labels, whole numbers, any shape; negative labels stay unchanged.
             columns: Positions of the batch's classes among the held classes, int64, strictly increasing, with all
                 positives; ``None`` for all.
-
-        Returns:
-            The labels as logit columns, int64; negative labels stay unchanged.
 
         Raises:
             RuntimeError: If the layer holds all classes, see :meth:`hold`.
@@ -170,16 +150,9 @@ class SampledSoftmaxHead(LogitsLayer):
         return local
 
     def relabel(self, target: Tensor) -> Tensor:
-        """Converts class labels to columns of the training logits.
+        """Converts class labels to columns of the training logits, int64; negative labels stay unchanged.
 
-        Args:
-            target: Labels, whole numbers, any shape; negative for no label.
-
-        Returns:
-            The columns, int64; negative labels stay unchanged. A layer with all classes returns the labels.
-
-        Raises:
-            ValueError: If a label is not a positive.
+        A layer with all classes returns the labels.
 
         Example:
             >>> head = SampledSoftmaxHead(2, 1000)
@@ -192,15 +165,7 @@ class SampledSoftmaxHead(LogitsLayer):
     # --- logits -------------------------------------------------------------------------------------------------------
 
     def forward(self, features: Tensor) -> Tensor:
-        """Computes the logits. With held classes in training, their cross-entropy is the client's loss.
-
-        Args:
-            features: Features, shape ``(*, in_features)``.
-
-        Raises:
-            ValueError: In training, if the rows do not match the held classes, or if the objective or a margin needs
-                labels and :meth:`begin_batch` got none, or got another number.
-        """
+        """Computes the logits. With held classes in training, their cross-entropy is the client's loss."""
         if self._batch is None and self.training and self.margin:
             raise ValueError(
                 f"Expected the labels, without which `margin={self.margin}` cannot be applied in training: call"
@@ -219,12 +184,6 @@ class SampledSoftmaxHead(LogitsLayer):
             features: Features, shape ``(*, in_features)``.
             target: Labels as in the step's batch, shape ``(*)``; -100 for no label.
             reduction: Mean or sum over labelled examples, or one value per example.
-
-        Returns:
-            The loss, a scalar, or shape ``(*)``; at least float32.
-
-        Raises:
-            ValueError: If ``reduction`` is unknown, or the rows do not match the held classes.
 
         Example:
             >>> head = SampledSoftmaxHead(2, 5)
@@ -252,10 +211,6 @@ class SampledSoftmaxHead(LogitsLayer):
 
         Returns:
             Logits in descending order, and class numbers (also with held classes), both in shape ``(*, k)``.
-
-        Raises:
-            ValueError: If ``k`` exceeds the number of classes, ``chunk_size`` is below 1, or the rows do not match the
-                held classes.
 
         Example:
             >>> head = SampledSoftmaxHead(2, 4, normalize=False)
@@ -324,16 +279,7 @@ class SampledSoftmaxHead(LogitsLayer):
 
 
 def find_sampled_softmax_head(module: nn.Module) -> str:
-    """Returns the name of a module's only :class:`SampledSoftmaxHead`.
-
-    Args:
-        module: The model, or a module around the model.
-
-    Returns:
-        The name in ``named_modules``.
-
-    Raises:
-        ValueError: If the module has no head or several heads.
+    """Returns the name of a module's only :class:`SampledSoftmaxHead`; an error for no head or several heads.
 
     Example:
         >>> find_sampled_softmax_head(nn.Sequential(nn.Linear(8, 2), SampledSoftmaxHead(2, 1000)))

@@ -13,16 +13,7 @@ from lightning_fed.model.features import find_classifier, replace_layer
 
 
 class MarginLoss(nn.Module):
-    """Loss with a `SampledSoftmaxHead`, with the interface of ``pytorch-metric-learning``.
-
-    Args:
-        head: The head.
-
-    Example:
-        >>> loss = MarginLoss(SampledSoftmaxHead(8, 1000, scale=64.0, margin=0.5))
-        >>> loss(torch.randn(4, 8), torch.tensor([1, 2, 3, 999])).shape
-        torch.Size([])
-    """
+    """Loss with a `SampledSoftmaxHead`, with the interface of ``pytorch-metric-learning``."""
 
     def __init__(self, head: SampledSoftmaxHead) -> None:
         super().__init__()
@@ -33,7 +24,7 @@ class MarginLoss(nn.Module):
 
 
 def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool = True) -> nn.Module:
-    """Replaces the last linear layer with a `SampledSoftmaxHead`, in place.
+    """Replaces the last linear layer with a `SampledSoftmaxHead`, in place; returns the module, or the new layer.
 
     If the module contains an ``ArcFaceLoss`` or ``CosFaceLoss`` from ``pytorch-metric-learning``, the function replaces
     this loss with a ``MarginLoss`` instead. The new loss has the same margin, scale and weights (now under
@@ -44,15 +35,11 @@ def to_sampled_softmax(module: nn.Module, scale: float = 20.0, normalize: bool =
     logits have no bias, and the output changes. Hooks on the linear layer are lost.
 
     Args:
-        module: Any classifier, from timm, torchvision or your project.
+        module: Any classifier; a linear layer is replaced by the result.
         scale: Factor for cosine logits.
         normalize: Cosine logits.
 
-    Returns:
-        The same module, or the new layer for a linear layer.
-
     Raises:
-        ValueError: If ``scale`` is invalid, see `SampledSoftmaxHead`.
         TypeError: If the layer with the logits as output is not linear.
 
     Example:

@@ -34,23 +34,16 @@ MarginOf = Literal["angle", "cosine"]
 
 
 def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, generator: np.random.Generator) -> Tensor:
-    r"""Draws negative classes, uniformly without replacement.
+    r"""Draws negative classes, uniformly without replacement; sorted, int64, on the CPU.
 
     :math:`N \subset [n] \setminus P` with :math:`\min(m, n - |P|)` elements. Time and memory grow with :math:`|P| + m`,
     not with :math:`n`.
 
     Args:
-        positives: The client's classes :math:`P`, whole numbers, shape ``(classes,)``, in any order, with or without
-            duplicates.
+        positives: The client's classes :math:`P`, whole numbers, shape ``(classes,)``, in any order.
         num_classes: Number :math:`n` of all classes.
         num_negatives: Number :math:`m` of classes to draw; fewer if the other classes do not suffice.
         generator: The random generator.
-
-    Returns:
-        The drawn classes in ascending order, int64, shape ``(min(m, n - |P|),)``, on the CPU.
-
-    Raises:
-        ValueError: If a number is too small, or a positive is not a class.
 
     Example:
         >>> sample_negatives(torch.tensor([0, 3]), 6, 4, np.random.default_rng(0))
@@ -74,7 +67,7 @@ def sample_negatives(positives: Tensor, num_classes: int, num_negatives: int, ge
 
 
 def log_correction(num_positives: int, num_negatives: int, num_classes: int) -> float:
-    r"""Computes the correction for a negative's logit (eq. 3).
+    r"""Computes the correction for a negative's logit (eq. 3); 0 without negatives.
 
     .. math:: -\ln(m q), \qquad q = \frac{1}{n - |P|}
 
@@ -82,12 +75,6 @@ def log_correction(num_positives: int, num_negatives: int, num_classes: int) -> 
         num_positives: Number :math:`|P|` of the client's classes.
         num_negatives: Number :math:`m` of drawn classes.
         num_classes: Number :math:`n` of all classes.
-
-    Returns:
-        The correction; 0 without negatives.
-
-    Raises:
-        ValueError: If positives and negatives exceed ``num_classes``.
 
     Example:
         >>> round(log_correction(2, 2, 6), 6), log_correction(2, 4, 6)
@@ -111,7 +98,7 @@ def sampled_logits(
     *,
     objective: Objective = "fedss",
 ) -> Tensor:
-    r"""Corrects logits; their cross-entropy is the client's loss.
+    r"""Corrects logits, shape ``(N, S)``, at least float32; their cross-entropy is the client's loss.
 
     Negatives have :math:`o'_j = o_j - \ln(m q)`. Excluded classes have :math:`-\infty`: the negatives for "posonly",
     and for "negonly" all positives except the target. Rows without a target keep all classes in "negonly".
@@ -122,12 +109,6 @@ def sampled_logits(
         correction: Result from :func:`log_correction`.
         target: Target columns, shape ``(N,)``; negative for no target. Required for "negonly".
         objective: See :func:`sampled_softmax_loss`.
-
-    Returns:
-        Logits, shape ``(N, S)``; at least float32. Differentiable.
-
-    Raises:
-        ValueError: If the objective is unknown, shapes do not match, or a required target is missing.
 
     Example:
         >>> sampled_logits(torch.zeros(1, 3), torch.tensor([True, True, False]), 0.5)
@@ -168,13 +149,9 @@ def with_margin(cosines: Tensor, target: Tensor, margin: float, margin_of: Margi
         margin: Margin :math:`m`, an angle in radians or a cosine difference.
         margin_of: ``"angle"`` or ``"cosine"``.
 
-    Returns:
-        The cosines, shape ``(N, S)``. Differentiable.
-
     Example:
         >>> with_margin(torch.tensor([[0.5, 0.5]]), torch.tensor([1]), 0.2, "cosine")
         tensor([[0.5000, 0.3000]])
-
 
     References:
         - Deng et al., "ArcFace: Additive Angular Margin Loss for Deep Face Recognition", CVPR 2019.
@@ -200,7 +177,7 @@ def sampled_softmax_loss(
     objective: Objective = "fedss",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Computes the loss for a client with some of the classes (eqs. 2, 5 to 8).
+    r"""Computes the loss for a client with some of the classes (eqs. 2, 5 to 8), at least float32.
 
     .. math::
         \text{fedss: } \ln\Big(1 + \sum_{j \in P \cup N \setminus t} e^{o'_j - o'_t}\Big) \qquad
@@ -213,20 +190,12 @@ def sampled_softmax_loss(
     With all negatives "fedss" equals "full". With a single positive "posonly" and its gradient are 0.
 
     Args:
-        logits: Logits :math:`o` for the held classes :math:`P \cup N`, shape ``(N, S)``; smaller types are computed in
-            float32.
+        logits: Logits :math:`o` for the held classes :math:`P \cup N`, shape ``(N, S)``.
         target: Target columns :math:`t`, all positives; shape ``(N,)``, whole numbers. -100 excludes an example.
         is_positive: Column mask for the client's classes, bool, shape ``(S,)``.
         num_classes: Number :math:`n` of all classes.
         objective: The loss; "full" needs logits for all classes.
         reduction: Mean or sum over labelled examples, or one value per example.
-
-    Returns:
-        The loss, a scalar, or shape ``(N,)``; at least float32.
-
-    Raises:
-        ValueError: If an option is unknown, shapes do not match, a target is not a positive's column, or "full" lacks
-            classes.
 
     Example:
         >>> logits, is_positive = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([True, True, False, False])
@@ -254,7 +223,7 @@ def sampled_softmax_loss(
 
 @torch.no_grad()
 def gradient_noise(change: Iterable[Tensor], reference: Iterable[Tensor], norm: Norm = "l2") -> Tensor:
-    r"""Distance between a round's parameter change and the change with the full softmax.
+    r"""Distance between a round's parameter change and the change with the full softmax, a float64 scalar.
 
     .. math:: \lVert \bar g - \bar g_{\mathrm{full}} \rVert_2 \quad \text{or} \quad
         \frac{1}{D} \sum_{i=1}^D |\bar g_i - \bar g_{\mathrm{full}, i}|
@@ -265,12 +234,6 @@ def gradient_noise(change: Iterable[Tensor], reference: Iterable[Tensor], norm: 
         change: Aggregated change :math:`\bar g` for some parameters (for example, only the classifier), or gradients.
         reference: The change with the full softmax, for the same parameters.
         norm: Euclidean norm of the difference, or mean absolute difference.
-
-    Returns:
-        The noise, a float64 scalar.
-
-    Raises:
-        ValueError: If ``norm`` is unknown, or the lists are empty or differ in length or shapes.
 
     Example:
         >>> gradient_noise([torch.tensor([3.0, 1.0]), torch.tensor([4.0])], [torch.tensor([0.0, 1.0]), torch.zeros(1)])

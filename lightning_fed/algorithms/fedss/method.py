@@ -21,7 +21,8 @@ class FedSS(Method):
 
     The model's last layer is a :class:`~lightning_fed.modules.SampledSoftmaxHead`. Clients use
     :class:`~lightning_fed.callbacks.SampledSoftmax`, and the server averages with momentum
-    (:class:`~lightning_fed.algorithms.FedAvgM` with :class:`~lightning_fed.algorithms.FedAvg`).
+    (:class:`~lightning_fed.algorithms.FedAvgM`). Reference: "Efficient image representation learning with federated
+    sampled softmax", submission to ICLR 2022.
 
     - Sends: the model with class vectors for ``num_negatives`` and the client's classes, both ways; the class numbers
       up.
@@ -35,23 +36,15 @@ class FedSS(Method):
         resample: Draw negatives once per ``"round"``, or per ``"batch"``.
         server_momentum: Server momentum.
         server_lr: Server learning rate.
-        lazy_rows: Rows without a client in the round stay unchanged; otherwise momentum still moves such rows.
-        row_weighting: Divisor for a row's changes: the sum over all clients' weights (``"global"``), or only over
-            clients with the row (``"per_row"``).
+        lazy_rows: Rows without a client in the round stay unchanged, also with momentum.
+        row_weighting: Divisor for a row's changes, see :class:`~lightning_fed.algorithms.FedAvg`.
         head: Name of the head; ``"auto"`` for a model with one head.
         target: Labels in a batch, see :class:`~lightning_fed.callbacks.SampledSoftmax`.
         classes: The clients' classes; ``None`` reads the classes from the data.
 
-    Raises:
-        ValueError: If an option is invalid.
-
     Example:
         >>> FedSS(num_negatives=40).callbacks[0].num_negatives
         40
-
-
-    References:
-        "Efficient image representation learning with federated sampled softmax", submission to ICLR 2022.
     """
 
     def __init__(

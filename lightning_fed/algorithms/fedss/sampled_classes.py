@@ -28,9 +28,6 @@ class SampledClasses:
         is_positive: Mask for the client's classes :math:`P_k`, bool, shape ``(S,)``; the others are negatives.
         objective: The client's loss, see :func:`~lightning_fed.algorithms.fedss.sampled_softmax_loss`.
 
-    Raises:
-        ValueError: If the classes are unsorted, no class is positive, or the objective is unknown.
-
     Example:
         >>> held = SampledClasses(torch.tensor([2, 5, 7]), torch.tensor([True, True, False]))
         >>> held.relabel(torch.tensor([5, -100, 2]))
@@ -58,14 +55,7 @@ class SampledClasses:
         return self.objective == "negonly"
 
     def check_among(self, num_classes: int) -> None:
-        """Refuses classes unknown to a layer.
-
-        Args:
-            num_classes: Number of all classes.
-
-        Raises:
-            ValueError: If a class does not exist, or the objective "full" lacks classes.
-        """
+        """Refuses unknown classes, and missing classes with the objective "full"."""
         lowest, highest = int(self.classes[0]), int(self.classes[-1])
         if lowest < 0 or highest >= num_classes:
             raise ValueError(f"Expected `classes` to be from 0 to {num_classes - 1}, but got {lowest} to {highest}.")
@@ -75,22 +65,14 @@ class SampledClasses:
             )
 
     def correction(self, num_classes: int) -> float:
-        """Computes the correction for negatives, see :func:`~lightning_fed.algorithms.fedss.log_correction`.
-
-        Args:
-            num_classes: Number of all classes.
-        """
+        """Computes the correction for negatives, see :func:`~lightning_fed.algorithms.fedss.log_correction`."""
         num_positives = int(self.is_positive.sum())
         return log_correction(num_positives, len(self.classes) - num_positives, num_classes)
 
     def subset(self, columns: Tensor) -> SampledClasses:
         """Returns the positives and some of the negatives.
 
-        Args:
-            columns: Positions among the held classes, int64, strictly increasing, with all positives.
-
-        Raises:
-            ValueError: If the columns are unsorted or invalid, or lack a positive.
+        Columns are positions among the held classes, int64, strictly increasing, with all positives.
         """
         _check_increasing("columns", columns)
         count = len(self.classes)
@@ -104,17 +86,10 @@ class SampledClasses:
         return replace(self, classes=self.classes[columns], is_positive=self.is_positive[columns])
 
     def relabel(self, target: Tensor) -> Tensor:
-        """Converts class labels to positions among the held classes.
-
-        Args:
-            target: Labels, whole numbers, any shape; negative for no label.
-
-        Returns:
-            The positions, int64, on the labels' device; negative labels stay unchanged.
+        """Converts class labels to positions among the held classes, int64; negative labels stay unchanged.
 
         Raises:
             ForeignLabelError: If a label is not a positive.
-            ValueError: If labels are not whole numbers.
         """
         if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
             raise ValueError(f"Expected `target` to be class numbers, but got {target.dtype}.")

@@ -37,7 +37,7 @@ class FeSEM(Aggregator):
 
     The round's clients are assigned to the nearest centre from the start of the round; then each centre becomes the
     mean over its clients. A centre without clients in the round stays unchanged, and absent clients keep their
-    assignments. A client's visit starts from the client's centre.
+    assignments. A client's visit starts from the client's centre. Reference: Xie et al., 2020, "FeSEM".
 
     The first round is federated averaging, and the clients' models give the initial centres. ``"k-means++"`` stores all
     models until the end of the round and clusters the models (:func:`~lightning_fed.algorithms.fesem.k_means`).
@@ -45,10 +45,10 @@ class FeSEM(Aggregator):
     cluster. Clients without a centre start from the global model.
 
     The module's global model is the mean over the centres, weighted by the examples of all assigned clients; no client
-    trains this model. Evaluation by client uses the client's centre. The method adds
-    :class:`~lightning_fed.callbacks.CenterEvaluation` to the Trainer, which evaluates all centres on the validation
-    data: monitor ``fesem/<metric>``. Memory holds the centres and a float64 sum for each, independent of the number of
-    clients, except in the first round with ``"k-means++"``.
+    trains this model. Evaluation by client uses the client's centre. The callback
+    :class:`~lightning_fed.callbacks.CenterEvaluation` evaluates all centres on the validation data: monitor
+    ``fesem/<metric>``. Logged: ``fesem/clients/<index>``, the number of clients per centre, and ``fesem/moved``, the
+    number of clients in the round with a new centre.
 
     - Sends: 1 model down, 1 up.
     - Keeps: ``num_centers`` models on the server.
@@ -62,19 +62,6 @@ class FeSEM(Aggregator):
         init: Initialisation for the centres.
         seed: Seed for the initialisation.
 
-    Attributes:
-        centers: The centres; empty before the end of the first round.
-        assignments: Client to centre index.
-
-    Raises:
-        ValueError: If ``num_centers`` is below 1, ``init`` is unknown or ``seed`` is negative; in a round, if
-            ``assign_on`` matches nothing.
-
-    Note:
-        The state contains ``centers`` (list of states), ``clients`` (all past participants), ``assignments`` (index or
-        ``None``) and ``num_samples``. Logged: ``fesem/clients/<index>``, the number of clients per centre, and
-        ``fesem/moved``, the number of clients in the round with a new centre.
-
     Example:
         >>> from lightning_fed.rule import RoundInfo
         >>> fesem = FeSEM(num_centers=2)
@@ -83,10 +70,6 @@ class FeSEM(Aggregator):
         ...     fesem.receive(ClientUpdate(client, 1, {"w": torch.tensor(w)}))
         >>> fesem.aggregate(), sorted(float(center["w"]) for center in fesem.centers)
         ({'w': tensor(4.6250)}, [1.25, 8.0])
-
-
-    References:
-        Xie et al., 2020, "FeSEM".
     """
 
     has_clusters = True
@@ -178,11 +161,6 @@ class FeSEM(Aggregator):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores centres and assignments.
-
-        Raises:
-            ValueError: If the state has another number of centres.
-        """
         centers = state.get("centers", [])
         if centers and len(centers) != self.num_centers:
             raise ValueError(f"Expected a state with `num_centers`={self.num_centers}, but got {len(centers)} centres.")

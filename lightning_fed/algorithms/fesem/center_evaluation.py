@@ -24,13 +24,8 @@ class CenterEvaluation(L.Callback):
 
     Each metric from ``validation_step`` is also logged as ``fesem/<name>``: the mean over the centres, weighted by the
     examples of the assigned clients. Clients without a centre count with the global model. The evaluation follows
-    Lightning's validation, in ``validate`` and in ``fit``, before monitoring callbacks. The same applies to
-    ``test_step`` and the test data. Without data, or before the first round, nothing is logged. The cost is one
-    validation per centre.
-
-    Example:
-        >>> from lightning_fed import FederatedTrainer
-        >>> trainer = FederatedTrainer(max_rounds=10, method="fesem", logger=False)  # adds it by itself
+    Lightning's validation or test, before monitoring callbacks. Without data, or before the first round, nothing is
+    logged. The cost is one validation per centre.
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

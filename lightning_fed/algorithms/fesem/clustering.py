@@ -43,9 +43,6 @@ def k_means(
     Returns:
         Centre index for each point, shape ``(N,)``, and initial point index for each centre, shape ``(num_centers,)``.
 
-    Raises:
-        ValueError: If ``points`` has fewer rows than ``num_centers``.
-
     Example:
         >>> points = torch.tensor([[0.0], [8.0], [0.2], [7.8]])
         >>> assignments, _ = k_means(points, 2, torch.ones(4), np.random.default_rng(0))
@@ -67,20 +64,7 @@ def k_means(
 
 @torch.no_grad()
 def embed(states: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
-    """Maps states to points with the same pairwise distances (classical scaling, without loss).
-
-    Args:
-        states: Entries in any shape, the same for all states.
-        names: The entries to compare.
-
-    Returns:
-        One point per state, shape ``(N, N)``, in float64.
-
-    Example:
-        >>> points = embed([{"w": torch.zeros(1000)}, {"w": torch.ones(1000)}], ["w"])
-        >>> round(float((points[0] - points[1]).square().sum()), 6)
-        1000.0
-    """
+    """Maps states to points, shape ``(N, N)``, float64, with the same pairwise distances (classical scaling)."""
     products = torch.zeros(len(states), len(states), dtype=torch.float64)
     for name in names:
         rows = [state[name].detach().flatten() for state in states]

@@ -49,28 +49,18 @@ class RobustAggregator(Aggregator):
     without the ``num_malicious`` smallest and largest values. Integer entries take the majority value, or the lower
     median without a majority.
 
-    A round with too few updates fails, and all clients are excluded with the reason. A client whose update was refused
-    for its content (NaN, wrong shape, implausible norm) counts as one malicious client: at most f - 1 remaining clients
-    are malicious. Missing clients may be honest and do not count.
+    A rule needs at least ``a f + b`` updates, with ``least = (a, b)``, or one update for f = 0; otherwise the round
+    fails, and all clients are excluded with the reason. A client whose update was refused for its content (NaN, wrong
+    shape, implausible norm) counts as one malicious client: at most f - 1 remaining clients are malicious. Missing
+    clients may be honest and do not count.
 
     Args:
         num_malicious: Number f of malicious clients per round; ``None`` for the largest number tolerated by the rule.
 
-    Attributes:
-        least: Minimum number n of updates, as ``(a, b)``: n must be at least a f + b. With f = 0 one update suffices.
-        updates: Received states in this round.
-        origins: Clients behind each update, and the weight of each client.
-        memory: State across rounds: float64 entries.
-        excluded: Summed excluded share and number of rounds, by client.
-
-    Raises:
-        ValueError: If an argument is outside its range.
-
     Note:
         Logs ``fed/excluded``, the number of excluded clients in this round: a client's share is 1 without influence on
         the result, and 0 for the client with the largest weight. With at most 20 clients also logs
-        ``client/<id>/excluded``, the mean share over rounds. The state contains ``clients``, the sums ``excluded``, the
-        numbers of ``rounds``, and ``memory``.
+        ``client/<id>/excluded``, the mean share over rounds.
     """
 
     least: tuple[int, int] = (2, 1)
@@ -85,14 +75,11 @@ class RobustAggregator(Aggregator):
 
     @abstractmethod
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """Combines the updates. Returns new floating-point entries, float64, and the influence of each row.
+        """Combines the updates: new float64 entries by name, and the share of each row in the result, from 0 to 1.
 
         Args:
             steps: Client updates, at least the number required by the rule.
             num_malicious: Number f of malicious rows.
-
-        Returns:
-            Entries by name, and the share of each row in the result, shape ``(rows,)``, from 0 to 1.
         """
 
     def start(self, info: RoundInfo, state: State) -> None:
@@ -113,12 +100,7 @@ class RobustAggregator(Aggregator):
 
     @torch.no_grad()
     def aggregate(self) -> State:
-        """Combines all client updates.
-
-        Raises:
-            BadUpdates: For clients with an infinite norm; for all clients, with too few updates or without the trusted
-                client.
-        """
+        """Combines all updates; excludes clients with an infinite norm, or all clients if too few updates remain."""
         clients = self.clients
         states = [self.updates[client] for client in clients]
         names = number_entries(self._state)
@@ -153,14 +135,12 @@ class RobustAggregator(Aggregator):
         return max(0, (count - constant) // factor)
 
     def metrics(self) -> dict[str, float]:
-        """Number of excluded clients, and mean excluded share by client."""
         values = {"fed/excluded": sum(self._excluded_now.values())}
         if len(self.excluded) <= _MAX_CLIENTS_BY_NAME:
             values |= {f"client/{client}/excluded": total / count for client, (total, count) in self.excluded.items()}
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """Excluded shares by client, and the memory, see the class docstring."""
         return {
             "clients": plain_keys(self.excluded),
             "excluded": [total for total, _ in self.excluded.values()],

@@ -27,28 +27,22 @@ class NormClipping(Method):
     .. math:: w_{t+1} = w_t + \frac{1}{n} \sum_i u_i \min\left(1, \frac{C}{\lVert u_i \rVert}\right)
 
     A malicious client can still shift the model by up to C / n per round. BatchNorm's running statistics are averaged
-    without protection.
+    without protection. Reference: Sun et al., 2019, section 3 ("norm thresholding").
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
     - Costs: training only; without ``max_norm`` the server stores all updates in a round.
     - For: malicious updates with a large norm rather than a wrong direction.
 
-    Consists of averaging with two update steps: :class:`~lightning_fed.steps.UniformWeights`, and
+    Averaging with two update steps: :class:`~lightning_fed.steps.UniformWeights`, and
     :class:`~lightning_fed.steps.MaxNorm` or :class:`~lightning_fed.steps.MaxMedianNorm`, which logs ``fed/shortened``.
 
     Args:
-        max_norm: Norm C; ``None`` for the median norm of the round, the lower median for even numbers.
-
-    Raises:
-        ValueError: If ``max_norm`` is not positive.
+        max_norm: Norm C, positive; ``None`` for the median norm of the round, the lower median for even numbers.
 
     Example:
         >>> [type(step).__name__ for step in NormClipping(max_norm=2.0).steps]
         ['UniformWeights', 'MaxNorm']
-
-    References:
-        Sun et al., 2019, section 3 ("norm thresholding").
     """
 
     def __init__(self, max_norm: float | None = None) -> None:
@@ -64,7 +58,8 @@ class CenteredClipping(RobustAggregator):
         \qquad w_{t+1} = w_t + v
 
     Initially v is 0. In the paper clients send momenta, which change slowly between rounds. With few local steps the
-    previous :math:`v` is also a good estimate for the next update.
+    previous :math:`v` is also a good estimate for the next update. Checkpoints contain :math:`v`: 8 bytes per
+    parameter. Reference: Karimireddy et al., ICML 2021, equation 5.
 
     - Sends: 1 model down, 1 up.
     - Keeps: 2 models on the server, the last step in float64.
@@ -72,15 +67,9 @@ class CenteredClipping(RobustAggregator):
     - For: updates that change little between rounds.
 
     Args:
-        radius: Norm :math:`\tau`; ``None`` for the median distance from v, in each iteration.
+        radius: Norm :math:`\tau`, positive; ``None`` for the median distance from v, in each iteration.
         iterations: Number of iterations.
         num_malicious: See :class:`RobustAggregator`.
-
-    Raises:
-        ValueError: If ``radius`` is not positive, or ``iterations`` is not a positive integer.
-
-    Note:
-        ``memory`` contains :math:`v`: 8 bytes per parameter, also in checkpoints.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -91,9 +80,6 @@ class CenteredClipping(RobustAggregator):
         ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> rule.aggregate()
         {'w': tensor(0.8333)}
-
-    References:
-        Karimireddy et al., ICML 2021, equation 5.
     """
 
     def __init__(
@@ -107,7 +93,6 @@ class CenteredClipping(RobustAggregator):
         self.iterations = check_count("iterations", iterations)
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
-        """Clips around the center, and stores the new center."""
         names = steps.names
         zero = step_between(steps.start, steps.start, names)
         center = {name: self.memory[name].to(zero[name].device) for name in names} if self.memory else zero

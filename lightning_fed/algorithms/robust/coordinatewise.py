@@ -21,7 +21,8 @@ from lightning_fed.method import register
 class Median(RobustAggregator):
     """Coordinate-wise median of the clients' models; for an even number the mean of the middle two.
 
-    Requires at least ``2 f + 1`` clients. The result does not depend on the number of malicious clients.
+    Requires at least ``2 f + 1`` clients. The result does not depend on the number of malicious clients. Reference:
+    Yin et al., ICML 2018, definition 1.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -41,9 +42,6 @@ class Median(RobustAggregator):
         ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> rule.aggregate()
         {'w': tensor(2.)}
-
-    References:
-        Yin et al., ICML 2018, definition 1.
     """
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:
@@ -54,7 +52,8 @@ class Median(RobustAggregator):
 class TrimmedMean(RobustAggregator):
     """Coordinate-wise mean of the clients' models without the ``f`` smallest and ``f`` largest values.
 
-    Requires at least ``2 f + 1`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`.
+    Requires at least ``2 f + 1`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`. Reference: Yin et
+    al., ICML 2018, definition 2.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -74,9 +73,6 @@ class TrimmedMean(RobustAggregator):
         ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> rule.aggregate()
         {'w': tensor(2.5000)}
-
-    References:
-        Yin et al., ICML 2018, definition 2.
     """
 
     def combine(self, steps: Steps, num_malicious: int) -> tuple[State, Tensor]:

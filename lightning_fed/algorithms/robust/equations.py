@@ -22,9 +22,6 @@ def squared_distances(gram: Tensor) -> Tensor:
     Args:
         gram: Inner products between rows, shape ``(n, n)``, symmetric.
 
-    Returns:
-        Distances, shape ``(n, n)``, symmetric, at least 0, with diagonal 0.
-
     Example:
         >>> rows = torch.tensor([[0.0, 0.0], [3.0, 4.0]]).double()
         >>> squared_distances(rows @ rows.T)
@@ -48,9 +45,6 @@ def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
         distances: Squared distances, shape ``(n, n)``.
         num_malicious: Number f of malicious clients.
 
-    Returns:
-        Scores, shape ``(n,)``; lower for more central clients.
-
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [100.0]]).double()
         >>> krum_scores(squared_distances(rows @ rows.T), num_malicious=1)
@@ -70,11 +64,7 @@ def krum_scores(distances: Tensor, num_malicious: int) -> Tensor:
 def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
     """Sorts clients by :func:`krum_scores`, lowest first.
 
-    Mutual nearest neighbors have equal scores. The next neighbor breaks ties, so the order of clients does not matter.
-
-    Args:
-        distances: Squared distances, shape ``(n, n)``.
-        num_malicious: Number f of malicious clients.
+    The next neighbor breaks ties, so the order of clients does not matter.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [5.0]]).double()
@@ -87,25 +77,19 @@ def krum_order(distances: Tensor, num_malicious: int) -> list[int]:
 
 
 def bulyan_choice(distances: Tensor, num_malicious: int) -> Tensor:
-    """Selects ``n - 2f`` clients by repeated Krum.
+    """Selects ``n - 2f`` clients by repeated Krum; returns sorted indices.
 
-    Ties follow the order over all clients.
+    Ties follow the order over all clients. Reference: El Mhamdi, Guerraoui & Rouault, "The Hidden Vulnerability of
+    Distributed Learning in Byzantium", ICML 2018, section 4.
 
     Args:
         distances: Squared distances, shape ``(n, n)``.
         num_malicious: Number f of malicious clients.
 
-    Returns:
-        Sorted indices of the selected clients, shape ``(n - 2f,)``.
-
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0], [8.0], [100.0]]).double()
         >>> bulyan_choice(squared_distances(rows @ rows.T), num_malicious=1)
         tensor([0, 1, 2, 3, 4])
-
-    References:
-        El Mhamdi, Guerraoui & Rouault, "The Hidden Vulnerability of Distributed Learning in Byzantium", ICML 2018,
-        section 4.
     """
     remaining = krum_order(distances, num_malicious)
     chosen = []
@@ -123,7 +107,7 @@ def bulyan_choice(distances: Tensor, num_malicious: int) -> Tensor:
 def geometric_median_weights(
     gram: Tensor, smoothing: float = 1e-6, max_iterations: int = 10_000, tolerance: float = 1e-10
 ) -> Tensor:
-    r"""Client weights of the geometric median, by smoothed Weiszfeld iterations.
+    r"""Client weights of the geometric median, positive with sum 1, by smoothed Weiszfeld iterations.
 
     .. math:: v \leftarrow \frac{\sum_i w_i u_i}{\sum_i w_i}, \qquad w_i = \frac{1}{\max(\nu, \lVert v - u_i \rVert)}
 
@@ -135,9 +119,6 @@ def geometric_median_weights(
         smoothing: Lower bound :math:`\nu` for distances.
         max_iterations: Maximum number of iterations.
         tolerance: Relative tolerance for stable weights.
-
-    Returns:
-        Weights, shape ``(n,)``, positive, with sum 1.
 
     Example:
         >>> rows = torch.tensor([[1.0], [4.0], [7.0]]).double()
@@ -163,21 +144,17 @@ def geometric_median_weights(
 
 
 def clipping_weights(norms: Tensor, radius: float | None = None) -> Tensor:
-    r"""Factors :math:`\min(1, C / \lVert u_i \rVert)` to clip updates.
+    r"""Factors :math:`\min(1, C / \lVert u_i \rVert)` to clip updates, shape ``(n,)``; 1 for norm 0.
+
+    Reference: Sun, Kairouz, Suresh & McMahan, "Can You Really Backdoor Federated Learning?", 2019, section 3.
 
     Args:
         norms: Update norms, shape ``(n,)``.
         radius: Norm C; ``None`` for the median of ``norms``.
 
-    Returns:
-        Factors in (0, 1], shape ``(n,)``; 1 for norm 0.
-
     Example:
         >>> clipping_weights(torch.tensor([0.0, 1.0, 4.0]), radius=2.0)
         tensor([1.0000, 1.0000, 0.5000])
-
-    References:
-        Sun, Kairouz, Suresh & McMahan, "Can You Really Backdoor Federated Learning?", 2019, section 3.
     """
     limit = _median(norms) if radius is None else norms.new_tensor(radius)
     return torch.where(norms > limit, limit / norms, torch.ones_like(norms))
@@ -188,9 +165,11 @@ def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: in
 
     .. math:: v \leftarrow v + \frac{1}{n} \sum_i (u_i - v) \min\left(1, \frac{\tau}{\lVert u_i - v \rVert}\right)
 
+    Reference: Karimireddy, He & Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021, equation
+    5.
+
     Args:
-        gram: Inner products between client updates and, in the last row and column, the previous center: shape
-            ``(n + 1, n + 1)``.
+        gram: Inner products between client updates and, in the last row and column, the previous center.
         radius: Norm :math:`\tau`; ``None`` for the median distance to the center, in each iteration.
         iterations: Number of iterations.
 
@@ -202,9 +181,6 @@ def centered_clipping_weights(gram: Tensor, radius: float | None, iterations: in
         >>> weights, _ = centered_clipping_weights(rows @ rows.T, radius=1.0, iterations=1)
         >>> weights @ rows
         tensor([1.], dtype=torch.float64)
-
-    References:
-        Karimireddy, He & Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021, equation 5.
     """
     size = len(gram) - 1
     weights = torch.zeros_like(gram[0])
@@ -226,23 +202,21 @@ def trust_weights(norms: Tensor, products: Tensor, trusted_norm: float) -> tuple
     .. math:: g = \frac{\sum_i t_i \frac{\lVert u_0 \rVert}{\lVert u_i \rVert} u_i}{\sum_i t_i}, \qquad
         t_i = \max(0, \cos(u_i, u_0))
 
+    Reference: Cao, Fang, Liu & Gong, "FLTrust: Byzantine-robust Federated Learning via Trust Bootstrapping", NDSS 2021,
+    equations 2 to 4.
+
     Args:
         norms: Norms of client updates, shape ``(n,)``.
         products: Inner products with the trusted update, shape ``(n,)``.
         trusted_norm: Norm of the trusted update.
 
     Returns:
-        Client weights in :math:`g`, shape ``(n,)``, all 0 if all scores are 0; and the trust scores :math:`t_i`, shape
-        ``(n,)``.
+        Client weights in :math:`g` (all 0 if all scores are 0) and trust scores :math:`t_i`, both in shape ``(n,)``.
 
     Example:
         >>> weights, scores = trust_weights(torch.tensor([2.0, 1.0]), torch.tensor([2.0, -1.0]), trusted_norm=1.0)
         >>> weights, scores
         (tensor([0.5000, 0.0000]), tensor([1., 0.]))
-
-    References:
-        Cao, Fang, Liu & Gong, "FLTrust: Byzantine-robust Federated Learning via Trust Bootstrapping", NDSS 2021,
-        equations 2 to 4.
     """
     norm_products = norms * trusted_norm
     scores = torch.where(norm_products > 0, products / norm_products, torch.zeros_like(norm_products)).clamp(0, 1)
@@ -265,8 +239,7 @@ def trimmed_mean(rows: Tensor, num_trimmed: int) -> tuple[Tensor, Tensor]:
         num_trimmed: Number f of values to exclude at each end, less than ``n / 2``.
 
     Returns:
-        Means, shape ``(k,)``; and the number of included coordinates for each client, shape ``(n,)``. Values equal to
-        an included value count as included.
+        Means, shape ``(k,)``, and the number of included coordinates per client, shape ``(n,)``.
 
     Example:
         >>> trimmed_mean(torch.tensor([[0.0, 9.0], [2.0, 1.0], [50.0, 2.0]]).double(), num_trimmed=1)
@@ -291,7 +264,7 @@ def mean_around_median(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
         count: Number of values, from 1 to n.
 
     Returns:
-        Means, shape ``(k,)``; and the number of included coordinates for each client, shape ``(n,)``.
+        Means, shape ``(k,)``, and the number of included coordinates per client, shape ``(n,)``.
 
     Example:
         >>> mean_around_median(torch.tensor([[0.0], [2.0], [3.0], [50.0]]).double(), count=2)
@@ -315,9 +288,6 @@ def nearest_neighbor_mixing(gram: Tensor, num_malicious: int) -> Tensor:
         gram: Inner products between client updates, shape ``(n, n)``.
         num_malicious: Number f of malicious clients.
 
-    Returns:
-        Mixing matrix from old to new updates, shape ``(n, n)``.
-
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [9.0]]).double()
         >>> nearest_neighbor_mixing(rows @ rows.T, num_malicious=1) @ rows
@@ -336,23 +306,19 @@ def nearest_neighbor_mixing(gram: Tensor, num_malicious: int) -> Tensor:
 
 
 def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Tensor:
-    """Mixing matrix that averages random groups of clients. The last group may be smaller.
+    """Mixing matrix that averages random groups of clients, shape ``(ceil(n / s), n)``. The last group may be smaller.
+
+    Reference: Karimireddy, He & Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing", ICLR 2022,
+    Algorithm 1.
 
     Args:
         size: Number n of clients.
         bucket_size: Number s of clients per group.
         generator: Draws the groups.
 
-    Returns:
-        Mixing matrix from client updates to group means, shape ``(ceil(n / s), n)``, float64.
-
     Example:
         >>> bucketing(3, 2, np.random.default_rng(0)).sum(1)
         tensor([1., 1.], dtype=torch.float64)
-
-    References:
-        Karimireddy, He & Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing", ICLR 2022,
-        Algorithm 1.
     """
     order = generator.permutation(size)
     groups = [order[start : start + bucket_size] for start in range(0, size, bucket_size)]
@@ -365,14 +331,11 @@ def bucketing(size: int, bucket_size: int, generator: np.random.Generator) -> Te
 def adaptive_clipping(gram: Tensor, num_malicious: int) -> Tensor:
     r"""Mixing matrix that clips the :math:`\lfloor 2 f (n - f) / n \rfloor` longest updates to a common norm.
 
-    The common norm is the largest remaining norm.
+    The matrix is diagonal. The common norm is the largest remaining norm.
 
     Args:
         gram: Inner products between client updates, shape ``(n, n)``.
         num_malicious: Number f of malicious clients.
-
-    Returns:
-        Diagonal matrix of factors, shape ``(n, n)``.
 
     Example:
         >>> rows = torch.tensor([[1.0], [-2.0], [8.0]]).double()

@@ -24,9 +24,9 @@ class FLTrust(RobustAggregator):
     .. math:: w_{t+1} = w_t + \frac{\sum_i t_i \frac{\lVert u_0 \rVert}{\lVert u_i \rVert} u_i}{\sum_i t_i}, \qquad
         t_i = \max(0, \cos(u_i, u_0))
 
-    The server's data are a client that joins every round with full local work, in addition to the sampled clients. Its
-    update :math:`u_0` is the reference and not part of the sum. If all scores are 0, the model does not change. If the
-    trusted client fails, the round fails.
+    The server's data are a client that joins every round with full local work, in addition to the sampled clients.
+    Its update :math:`u_0` is the reference and not part of the sum. If all scores are 0, the model does not change.
+    If the trusted client fails, the round fails. Reference: Cao et al., NDSS 2021, equations 2 to 4.
 
     - Sends: to every client, and to the trusted one, 1 model down, 1 up.
     - Keeps: nothing.
@@ -46,9 +46,6 @@ class FLTrust(RobustAggregator):
         ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> rule.aggregate()
         {'w': tensor([0.6000, 0.8000])}
-
-    References:
-        Cao et al., NDSS 2021, equations 2 to 4.
     """
 
     def __init__(

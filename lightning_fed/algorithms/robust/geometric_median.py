@@ -24,7 +24,7 @@ class GeometricMedian(RobustAggregator):
 
     Requires at least ``2 f + 1`` clients. Iterations stop once all client weights are stable. The paper weights clients
     by examples; here all clients have equal weight. The number of malicious clients only affects BatchNorm's running
-    statistics.
+    statistics. Reference: Pillutla et al., IEEE TSP 2022, Algorithms 1 and 2 ("RFA", "smoothed Weiszfeld").
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -33,10 +33,7 @@ class GeometricMedian(RobustAggregator):
 
     Args:
         num_malicious: See :class:`RobustAggregator`.
-        smoothing: Lower bound :math:`\nu` for distances.
-
-    Raises:
-        ValueError: If ``smoothing`` is not positive.
+        smoothing: Lower bound :math:`\nu` for distances, positive.
 
     Example:
         >>> from lightning_fed.rule import RoundInfo
@@ -48,9 +45,6 @@ class GeometricMedian(RobustAggregator):
         ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> rule.aggregate()
         {'w': tensor(4.)}
-
-    References:
-        Pillutla et al., IEEE TSP 2022, Algorithms 1 and 2 ("RFA", "smoothed Weiszfeld").
     """
 
     def __init__(

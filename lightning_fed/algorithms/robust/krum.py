@@ -1,9 +1,8 @@
 """Krum, Multi-Krum and Bulyan: select clients with close nearest neighbors.
 
 Blanchard, El Mhamdi, Guerraoui & Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent",
-NeurIPS 2017. https://arxiv.org/abs/1703.02757
-El Mhamdi, Guerraoui & Rouault, "The Hidden Vulnerability of Distributed Learning in Byzantium", ICML 2018.
-https://arxiv.org/abs/1802.07927
+NeurIPS 2017, https://arxiv.org/abs/1703.02757; El Mhamdi, Guerraoui & Rouault, "The Hidden Vulnerability of Distributed
+Learning in Byzantium", ICML 2018, https://arxiv.org/abs/1802.07927.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from lightning_fed.method import register
 class Krum(RobustAggregator):
     """Model of the client with the smallest sum of squared distances to its ``n - f - 2`` nearest neighbors.
 
-    Requires at least ``2 f + 3`` clients.
+    Requires at least ``2 f + 3`` clients. Reference: Blanchard et al., NeurIPS 2017, section 4.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -49,9 +48,6 @@ class Krum(RobustAggregator):
         ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> rule.aggregate()
         {'w': tensor(1.1000)}
-
-    References:
-        Blanchard et al., NeurIPS 2017, section 4.
     """
 
     least = (2, 3)
@@ -64,7 +60,8 @@ class Krum(RobustAggregator):
 class MultiKrum(RobustAggregator):
     """Mean over the clients with the lowest scores in :class:`Krum`.
 
-    Requires at least ``2 f + 3`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`.
+    Requires at least ``2 f + 3`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`. Reference: Blanchard et
+    al., NeurIPS 2017, section 5.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -75,9 +72,6 @@ class MultiKrum(RobustAggregator):
         num_malicious: Number f, see :class:`RobustAggregator`.
         num_selected: Number of clients in the mean; ``None`` for ``n - f``.
 
-    Raises:
-        ValueError: If ``num_selected`` is not a positive integer.
-
     Example:
         >>> from lightning_fed.rule import RoundInfo
         >>> from lightning_fed import ClientUpdate
@@ -87,9 +81,6 @@ class MultiKrum(RobustAggregator):
         ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> rule.aggregate()
         {'w': tensor(2.5000)}
-
-    References:
-        Blanchard et al., NeurIPS 2017, section 5.
     """
 
     least = (2, 3)
@@ -111,8 +102,9 @@ class MultiKrum(RobustAggregator):
 class Bulyan(RobustAggregator):
     """Coordinate-wise mean around the median over clients selected by repeated Krum.
 
-    Krum selects ``n - 2 f`` clients one after another. For each coordinate the ``n - 4 f`` values nearest to the median
-    are averaged. Requires at least ``4 f + 3`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`.
+    Krum selects ``n - 2 f`` clients one after another. For each coordinate the ``n - 4 f`` values nearest to the
+    median are averaged. Requires at least ``4 f + 3`` clients; with ``num_malicious=0`` equal to :class:`FairAvg`.
+    Reference: El Mhamdi et al., ICML 2018, section 4.
 
     - Sends: 1 model down, 1 up.
     - Keeps: nothing.
@@ -131,9 +123,6 @@ class Bulyan(RobustAggregator):
         ...     rule.receive(ClientUpdate(client, 1, {"w": torch.tensor(value)}))
         >>> rule.aggregate()
         {'w': tensor(3.)}
-
-    References:
-        El Mhamdi et al., ICML 2018, section 4.
     """
 
     least = (4, 3)

@@ -32,11 +32,8 @@ from lightning_fed.steps.update_step import Arrived, CollectingStep, UpdateStep
 class Mixture(CollectingStep):
     """Base class for mixtures: replaces each update by a weighted sum of all updates in the round, in float64.
 
-    BatchNorm's running statistics and integer entries are not mixed. An update that joins several clients has the mean
-    of the statistics and the majority of the integers.
-
-    Attributes:
-        joins: Whether a mixed update stands for several clients.
+    BatchNorm's running statistics and integer entries are not mixed. With ``joins`` a mixed update stands for several
+    clients, with the mean of the statistics and the majority of the integers.
     """
 
     joins: bool = False
@@ -54,7 +51,6 @@ class Mixture(CollectingStep):
             )
 
     def start(self, info: RoundInfo, state: State) -> None:
-        """Starts a round. Refuses entries with partial rows."""
         refuse_rows(self, info)
         super().start(info, state)
 
@@ -108,14 +104,10 @@ class TolerantMixture(Mixture):
 class NearestNeighborMixing(TolerantMixture):
     """Replaces each update by the mean of its ``n - f`` nearest updates, itself included (NNM).
 
+    Reference: Allouah et al., AISTATS 2023, Algorithm 2.
+
     Args:
         num_malicious: Number f of malicious clients; ``None`` for the largest number below one half.
-
-    Raises:
-        ValueError: If ``num_malicious`` is negative.
-
-    References:
-        Allouah et al., AISTATS 2023, Algorithm 2.
     """
 
     def mixing(self, gram: Tensor) -> Tensor:
@@ -125,14 +117,10 @@ class NearestNeighborMixing(TolerantMixture):
 class AdaptiveClipping(TolerantMixture):
     r"""Clips the :math:`\lfloor 2 f (n - f) / n \rfloor` longest updates to the longest remaining norm (ARC).
 
+    Reference: Allouah et al., ICLR 2025, Algorithm 2.
+
     Args:
         num_malicious: Number f of malicious clients; ``None`` for the largest number below one half.
-
-    Raises:
-        ValueError: If ``num_malicious`` is negative.
-
-    References:
-        Allouah et al., ICLR 2025, Algorithm 2.
     """
 
     def mixing(self, gram: Tensor) -> Tensor:
@@ -142,15 +130,11 @@ class AdaptiveClipping(TolerantMixture):
 class Bucketing(Mixture):
     """Averages random groups of clients. The rule receives one update per group.
 
+    Reference: Karimireddy et al., ICLR 2022, Algorithm 1.
+
     Args:
         bucket_size: Number of clients per group. The last group may be smaller.
         seed: Seed for the groups, drawn from (seed, round).
-
-    Raises:
-        ValueError: If an argument is outside the allowed range.
-
-    References:
-        Karimireddy et al., ICLR 2022, Algorithm 1.
     """
 
     joins = True

@@ -26,10 +26,6 @@ class Steps:
         states: Client states.
         names: Floating-point or complex entries to compare.
 
-    Attributes:
-        start: Global model.
-        names: Compared entries.
-
     Example:
         >>> steps = Steps({"w": torch.tensor([1.0])}, [{"w": torch.tensor([2.0])}, {"w": torch.tensor([4.0])}], ["w"])
         >>> steps.gram
@@ -58,7 +54,6 @@ class Steps:
 
     @property
     def norms(self) -> Tensor:
-        """Norms of the rows, shape ``(rows,)``."""
         return self.gram.diagonal().sqrt()
 
     def find_too_long(self, clients: Sequence[Client]) -> dict[Client, str]:
@@ -70,11 +65,7 @@ class Steps:
 
     @torch.no_grad()
     def products(self, direction: State) -> Tensor:
-        """Inner products of the rows with a vector, shape ``(rows,)``.
-
-        Args:
-            direction: The vector, float64 entries.
-        """
+        """Inner products of the rows with a vector (float64 entries), shape ``(rows,)``."""
         total = torch.zeros(len(self._states), dtype=torch.float64)
         for name in self.names:
             direction_values = _as_real(direction[name])
@@ -84,12 +75,7 @@ class Steps:
 
     @torch.no_grad()
     def mean(self, weights: Tensor, plus: tuple[float, State] | None = None) -> State:
-        """Global model plus a weighted sum of the rows.
-
-        Args:
-            weights: Weights with any sum, shape ``(rows,)``.
-            plus: Another update with a weight, float64.
-        """
+        """Global model plus a weighted sum of the rows, with any sum of weights, plus another update with a weight."""
         global_weight = float(_global_weight(weights))
 
         def combine(name: str, columns: slice, rows: Tensor, base: Tensor) -> Tensor:
@@ -106,15 +92,12 @@ class Steps:
     def by_coordinate(
         self, combine: Callable[[Tensor], tuple[Tensor, Tensor]], chosen: Tensor | None = None
     ) -> tuple[State, Tensor]:
-        """Combines the rows for each coordinate.
+        """Combines the rows for each coordinate; returns a new state, and the included fraction of each row.
 
         Args:
             combine: Function from rows at k coordinates, shape ``(rows, k)``, to values, shape ``(k,)``, and the number
                 of included coordinates for each row, shape ``(rows,)``. Must be equivariant to shifts.
             chosen: Indices of the rows to use; ``None`` for all rows.
-
-        Returns:
-            New state, and the fraction of included coordinates for each row, shape ``(rows,)``.
         """
         indices = torch.arange(len(self)) if chosen is None else chosen
         counts = torch.zeros(len(indices), dtype=torch.float64)
